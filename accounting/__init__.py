@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from accounting.guarantee import Release as Release
     from accounting.guarantee import Status as Status
     from accounting.guarantee import Unit as Unit
+    from accounting.label_mechanisms import LabelAmplified as LabelAmplified
+    from accounting.label_mechanisms import LabelBudget as LabelBudget
+    from accounting.label_mechanisms import LabelOnce as LabelOnce
     from accounting.ledger import Ledger as Ledger
     from accounting.ledger import read_ledger as read_ledger
     from accounting.mechanisms import Gaussian as Gaussian
@@ -24,6 +27,11 @@ if TYPE_CHECKING:
     from accounting.mechanisms import PoissonLaplace as PoissonLaplace
     from accounting.mechanisms import RandomizedResponse as RandomizedResponse
     from accounting.mechanisms import mechanism_from_json as mechanism_from_json
+    from accounting.pdfa_mechanisms import PdfaWithoutFormula as PdfaWithoutFormula
+    from accounting.pdfa_mechanisms import PublishedLayer as PublishedLayer
+    from accounting.pdfa_mechanisms import PublishedPdfa as PublishedPdfa
+    from accounting.record_mechanisms import RecordCentral as RecordCentral
+    from accounting.record_mechanisms import Unprotected as Unprotected
     from accounting.schemes import require_scheme as require_scheme
 
 # Names are imported when they are first used, so that `opusim --help` need not load scipy and dp_accounting.
@@ -34,16 +42,24 @@ _HOMES = {
     "BudgetExceeded": "accounting.errors",
     "Gaussian": "accounting.mechanisms",
     "Guarantee": "accounting.guarantee",
+    "LabelAmplified": "accounting.label_mechanisms",
+    "LabelBudget": "accounting.label_mechanisms",
+    "LabelOnce": "accounting.label_mechanisms",
     "Ledger": "accounting.ledger",
     "LedgerCorrupt": "accounting.errors",
     "Mechanism": "accounting.mechanisms",
     "NoGuarantee": "accounting.errors",
+    "PdfaWithoutFormula": "accounting.pdfa_mechanisms",
     "PoissonGaussian": "accounting.mechanisms",
     "PoissonLaplace": "accounting.mechanisms",
+    "PublishedLayer": "accounting.pdfa_mechanisms",
+    "PublishedPdfa": "accounting.pdfa_mechanisms",
     "RandomizedResponse": "accounting.mechanisms",
+    "RecordCentral": "accounting.record_mechanisms",
     "Release": "accounting.guarantee",
     "Status": "accounting.guarantee",
     "Unit": "accounting.guarantee",
+    "Unprotected": "accounting.record_mechanisms",
     "calibrate": "accounting.calibration",
     "guarantees": "accounting.composition",
     "mechanism_from_json": "accounting.mechanisms",

@@ -62,6 +62,17 @@ def fraction(*, one_allowed: bool = False, **values: float) -> None:
             raise ValueError(f"{name} = {value!r}: must lie in (0, 1{']' if one_allowed else ')'}")
 
 
+def share(**values: float) -> None:
+    """Every value lies in [0, 1).
+
+    Raises:
+        ValueError: A value lies outside, or is NaN.
+    """
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} = {value}: must lie in [0, 1)")
+
+
 def count(*, minimum: int = 1, **values: Any) -> None:
     """Every value is an integer of at least the minimum; a boolean is none.
 

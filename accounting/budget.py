@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from accounting import arguments
 from accounting.composition import guarantees, merge
 from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Adjacency, Guarantee, Status, Unit
+from accounting.guarantee import Adjacency, Guarantee, Unit
 from accounting.mechanisms import Mechanism
-
-_PROVEN = (Status.PROVEN, Status.PROVEN_UNDER_DEVICE_MODEL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +34,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         arguments.positive(epsilon=self.epsilon)
-        if not 0 <= self.delta < 1:
-            raise ValueError(f"delta = {self.delta}: must lie in [0, 1)")
+        arguments.share(delta=self.delta)
 
     def spent(self, mechanisms: Sequence[Mechanism]) -> float:
         """Epsilon that these mechanisms have cost together; 0 for none, infinity without a proven guarantee."""
@@ -100,4 +97,4 @@ class Budget:
     def _counts(self, guarantee: Guarantee) -> bool:
         fits_unit = self.unit is None or guarantee.unit is self.unit
         fits_relation = self.adjacency is None or guarantee.adjacency is self.adjacency
-        return guarantee.status in _PROVEN and fits_unit and fits_relation
+        return guarantee.is_proven and fits_unit and fits_relation

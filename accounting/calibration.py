@@ -10,10 +10,9 @@ from scipy.optimize import brentq
 from accounting import arguments
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Guarantee, Status
+from accounting.guarantee import Guarantee
 from accounting.mechanisms import Mechanism, RandomizedResponse
 
-_PROVEN = (Status.PROVEN, Status.PROVEN_UNDER_DEVICE_MODEL)
 _MOST_NOISE = 1e6
 _LEAST_NOISE = 1e-2
 _RELATIVE = 1e-4
@@ -83,7 +82,7 @@ def _bracket(
 def _proven(mechanism: Mechanism, delta: float) -> Guarantee:
     """The strongest proven guarantee, or the first that says why there is none."""
     stated = guarantees([mechanism], delta=delta)
-    proven = [guarantee for guarantee in stated if guarantee.status in _PROVEN]
+    proven = [guarantee for guarantee in stated if guarantee.is_proven]
     return min(proven, key=lambda guarantee: guarantee.epsilon) if proven else stated[0]
 
 

@@ -21,7 +21,7 @@ from accounting import arguments
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
 from accounting.photon_counts import ORDERS, box_rdp, epsilon_of_curve
-from accounting.status import proven_status
+from accounting.proven import proven_status
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
 
 _RESIDUE = (
@@ -57,8 +57,7 @@ class DeviceReadings:
             raise ValueError(
                 "distance = None: the Gaussian law needs the largest distance of two inputs' readings"
             )
-        if not 0 <= self.beta < 1:
-            raise ValueError(f"beta = {self.beta}: must lie in [0, 1)")
+        arguments.share(beta=self.beta)
 
 
 def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarantee:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from accounting import arguments
+
 
 class Status(StrEnum):
     """How far a statement can be trusted."""
@@ -98,8 +100,7 @@ class Guarantee:
     def __post_init__(self) -> None:
         if not self.epsilon >= 0:  # refuses NaN as well
             raise ValueError(f"epsilon = {self.epsilon}: must be at least 0 or infinite")
-        if not 0 <= self.delta < 1:
-            raise ValueError(f"delta = {self.delta}: must lie in [0, 1)")
+        arguments.share(delta=self.delta)
         if self.epsilon_lower is not None and not self.epsilon_lower <= self.epsilon:
             raise ValueError(f"epsilon_lower = {self.epsilon_lower}: exceeds epsilon = {self.epsilon}")
         self._check_status()
@@ -112,10 +113,15 @@ class Guarantee:
             )
         if self.status is Status.NONE and math.isfinite(self.epsilon):
             raise ValueError(f"status = {self.status.value!r}: has no finite epsilon, got {self.epsilon}")
-        if failed and self.status in (Status.PROVEN, Status.PROVEN_UNDER_DEVICE_MODEL):
+        if failed and self.is_proven:
             raise ValueError(
                 f"status = {self.status.value!r}: the assumption {failed[0].text!r} does not hold"
             )
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether a theorem stands behind it, maybe under a device model; only such statements count for a budget."""
+        return self.status in (Status.PROVEN, Status.PROVEN_UNDER_DEVICE_MODEL)
 
     @property
     def failed_assumptions(self) -> tuple[Assumption, ...]:

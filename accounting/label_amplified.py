@@ -25,43 +25,27 @@ Source: THEORY 1.3, S1 and S2; the proof above is this project's (the reference 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from accounting import arguments
-from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
-from accounting.label_leverage import LABEL_ASSUMPTIONS
+from accounting.guarantee import Adjacency, Guarantee
+from accounting.label_leverage import LABEL_CHECKED, LABEL_TRUSTED
+from accounting.label_mechanisms import LabelAmplified
 from accounting.mechanisms import PoissonGaussian
-from accounting.sampled_noise import sampled_noise_bounds
-from accounting.status import proven_status
+from accounting.proven import proven_guarantee, stated
+from accounting.standard import noise_bounds
 
-
-@dataclass(frozen=True, kw_only=True)
-class LabelAmplified:
-    """PDFA with label protection by a secret batch and noise of a public covariance.
-
-    Attributes:
-        sampling_probability: q in (0, 1], of the Poisson batch.
-        steps: T >= 1.
-        clip: C > 0, the bound on every record's whitened contribution to a step.
-    """
-
-    sampling_probability: float
-    steps: int
-    clip: float
-
-    def __post_init__(self) -> None:
-        arguments.fraction(one_allowed=True, sampling_probability=self.sampling_probability)
-        arguments.count(steps=self.steps)
-        arguments.positive(clip=self.clip)
-
-    @property
-    def noise_multiplier(self) -> float:
-        """1/C, the noise's standard deviation (1 after whitening) over the bound of one record."""
-        return 1 / self.clip
+_CHECKED = (
+    "every whitened contribution is scaled to norm C at most, whatever the label",
+    "the noise's covariance depends on neither batch nor labels, and no noise comes from the batch's own readings",
+    "the batch is Poisson sampled afresh at each step",
+)
+_SECRET = "batches stay secret: sizes, frames, joules, times and the sampler's state are not released"
+_DEVICE_LAW = (
+    "the device's noise is Gaussian, independent of labels and batch, and at least as strong as stated"
+)
 
 
 def whitened_norms(
@@ -124,43 +108,35 @@ def equalised_weights(h: np.ndarray, *, rounds: int = 60, ridge: float = 1e-9) -
     return weights
 
 
-def label_amplified_guarantee(mechanism: LabelAmplified, delta: float) -> Guarantee:
-    """Epsilon of the whole run by dp_accounting's privacy loss distribution, replace_one.
+def guarantees(
+    mechanisms: Sequence[LabelAmplified], *, delta: float, enforced: bool = False
+) -> list[Guarantee]:
+    """Epsilon of all steps together by the dominating pair, replace_one.
 
     Args:
-        mechanism: Sampling, steps and clip.
-        delta: In (0, 1).
+        mechanisms: At least one.
+        delta: In [0, 1).
+        enforced: Whether the training code checked what code can check.
     """
-    steps = PoissonGaussian(
-        noise_multiplier=mechanism.noise_multiplier,
-        sampling_probability=mechanism.sampling_probability,
-        steps=mechanism.steps,
-        adjacency=Adjacency.REPLACE_ONE,
-    )
-    bounds = sampled_noise_bounds([steps], delta)
-    lower, epsilon = bounds.lower, bounds.upper
-    return Guarantee(
-        epsilon=epsilon,
-        delta=delta,
-        unit=Unit.LABEL,
-        adjacency=Adjacency.REPLACE_ONE,
-        release=Release.EVERY_UPDATE,
-        status=proven_status(epsilon, device_model=False),
-        mechanism=f"PDFA, labels amplified by a secret batch: q {mechanism.sampling_probability:g}, "
-        f"{mechanism.steps} steps, C {mechanism.clip:g}",
-        source="THEORY 1.3, S1: Poisson-subsampled Gaussian, replace_one (proof in accounting.label_amplified)",
-        assumptions=(
-            Assumption(text="every whitened contribution is scaled to norm C at most, whatever the label"),
-            Assumption(
-                text="the noise's covariance depends on neither batch nor labels, and no noise comes from "
-                "the batch's own readings"
-            ),
-            Assumption(
-                text="the batch is Poisson sampled afresh at each step and stays secret: sizes, frames, "
-                "joules, times and the sampler's state are not released"
-            ),
-            *LABEL_ASSUMPTIONS,
-        ),
-        epsilon_lower=lower,
-        reason=None if math.isfinite(epsilon) else "delta is below the numerical floor of the distribution",
-    )
+    steps = [
+        PoissonGaussian(
+            noise_multiplier=mechanism.noise_multiplier,
+            sampling_probability=mechanism.sampling_probability,
+            steps=mechanism.steps,
+            adjacency=Adjacency.REPLACE_ONE,
+        )
+        for mechanism in mechanisms
+    ]
+    device = any(mechanism.device_noise for mechanism in mechanisms)
+    trusted = (_SECRET, *LABEL_TRUSTED, *([_DEVICE_LAW] if device else []))
+    return [
+        proven_guarantee(
+            mechanisms,
+            bounds=noise_bounds(steps, Adjacency.REPLACE_ONE, delta),
+            delta=delta,
+            adjacency=Adjacency.REPLACE_ONE,
+            source="docs/privacy.md, section 6: Poisson-subsampled Gaussian, replace_one",
+            assumptions=stated((*_CHECKED, *LABEL_CHECKED), trusted, enforced=enforced),
+            device_model=device,
+        )
+    ]

@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
-from dp_accounting import get_epsilon_gaussian
 
 from accounting import arguments
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
-from accounting.label_leverage import LABEL_ASSUMPTIONS
-from accounting.status import proven_status
+from accounting.guarantee import Guarantee
+from accounting.label_gaussian import label_guarantee
+from accounting.label_leverage import LABEL_CHECKED, LABEL_TRUSTED
+from accounting.label_mechanisms import LabelBudget
+from accounting.proven import stated
 
 _SLACK = 1e-9
 """Relative rounding of a sum of squares, charged to the record."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class LabelBudget:
-    """PDFA with label protection: noise on every layer's signal and a preset budget for each record.
-
-    Attributes:
-        budget_mu: B > 0; the run is B-GDP for labels, whatever was spent.
-        order: "published": any bounded signal, then credited Gaussian noise. "hardware": the reading's own
-            Gaussian noise, of a law that no label changes, followed by nothing but a public constant gain.
-        beta: Probability that the certificate of the device's noise is wrong; 0 for digital noise.
-    """
-
-    budget_mu: float
-    order: str = "published"
-    beta: float = 0.0
-
-    def __post_init__(self) -> None:
-        arguments.positive(budget_mu=self.budget_mu)
-        if self.order not in ("published", "hardware"):
-            raise ValueError(f"order = {self.order!r}: must be 'published' or 'hardware'")
-        if not 0 <= self.beta < 1:
-            raise ValueError(f"beta = {self.beta}: must lie in [0, 1)")
+_CHECKED = ("a record over its budget keeps its noise and loses its signal",)
+_PUBLISHED = (
+    "the signal lies in its ball, and every bit of the credited noise is Gaussian and added after that"
+)
+_HARDWARE = (
+    "the reading's noise is Gaussian, of one law for every label, and nothing but a public gain follows"
+)
 
 
 class LabelFilter:
@@ -112,45 +96,27 @@ class LabelFilter:
         self._spent = values.copy()
 
 
-def label_budget_guarantee(mechanism: LabelBudget, delta: float) -> Guarantee:
-    """B-GDP for labels: epsilon = get_epsilon_gaussian(1/B, delta - beta); the budget, never the largest spending.
+def guarantees(mechanisms: Sequence[LabelBudget], *, delta: float, enforced: bool = False) -> list[Guarantee]:
+    """sqrt(sum of steps B^2)-GDP for labels; the budget, never the largest spending.
 
     To report what was spent at most would be no statement of differential privacy: the spending of a run is not
     known before it.
 
     Args:
-        mechanism: The budget and the order of noise and nonlinearity.
-        delta: In (beta, 1).
-
-    Raises:
-        NoGuarantee: delta does not exceed beta.
+        mechanisms: At least one budget; each of its steps spends the whole of it.
+        delta: In [0, 1).
+        enforced: Whether the training code checked what code can check.
     """
-    arguments.fraction(delta=delta)
-    if delta <= mechanism.beta:
-        raise NoGuarantee(
-            f"delta = {delta}: must exceed beta = {mechanism.beta}, the certificate's own error"
+    hardware = any(mechanism.order == "hardware" for mechanism in mechanisms)
+    published = any(mechanism.order == "published" for mechanism in mechanisms)
+    checked = [*_CHECKED, *([_PUBLISHED] if published else []), *LABEL_CHECKED]
+    trusted = [*([_HARDWARE] if hardware else []), *LABEL_TRUSTED]
+    return [
+        label_guarantee(
+            mechanisms,
+            delta=delta,
+            source="docs/privacy.md, sections 4 and 5: leverage scores and a filter (adaptive Gaussian composition)",
+            assumptions=stated(checked, trusted, enforced=enforced),
+            device_model=hardware,
         )
-    hardware = mechanism.order == "hardware"
-    law = Assumption(
-        text="the reading's noise is Gaussian, its law is the same for every label, and only a public constant gain "
-        "follows"
-        if hardware
-        else "the signal lies in its ball, and every bit of the credited noise is Gaussian and added after that"
-    )
-    epsilon = float(get_epsilon_gaussian(1 / mechanism.budget_mu, delta - mechanism.beta))
-    return Guarantee(
-        epsilon=epsilon if math.isfinite(epsilon) else math.inf,
-        delta=delta,
-        unit=Unit.LABEL,
-        adjacency=Adjacency.REPLACE_ONE,
-        release=Release.EVERY_UPDATE,
-        status=proven_status(epsilon, device_model=hardware),
-        mechanism=f"PDFA with noisy signals and a budget of mu = {mechanism.budget_mu:g} per record's label",
-        source="THEORY 1.3: leverage scores and a filter (adaptive Gaussian composition)",
-        assumptions=(
-            Assumption(text="a record over its budget keeps its noise and loses its signal", holds=True),
-            law,
-            *LABEL_ASSUMPTIONS,
-        ),
-        reason=None if math.isfinite(epsilon) else "the budget is too large for a finite number",
-    )
+    ]

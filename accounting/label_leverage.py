@@ -22,21 +22,22 @@ import numpy as np
 import scipy.linalg
 
 from accounting import arguments
-from accounting.guarantee import Assumption
 
-LABEL_ASSUMPTIONS = (
-    Assumption(text="features, initial weights and the projection are public or do not depend on labels"),
-    Assumption(
-        text="each credited noise is drawn afresh, for one reading of one layer at one step, after the last "
-        "nonlinearity of the signal"
-    ),
-    Assumption(text="every released layer is noised, the output layer too"),
-    Assumption(text="a record stands at most once in a batch"),
-    Assumption(
-        text="nothing else looks at training labels: no class weights, balanced batches or mixup, no schedule or "
-        "early stopping on them, no loss or accuracy on them leaves"
-    ),
+LABEL_CHECKED = (
+    "each credited noise is drawn afresh, for one reading of one layer at one step, after the last nonlinearity of the "
+    "signal",
+    "every released layer is noised, the output layer too",
+    "a record stands at most once in a batch",
+    "no class weights, balanced batches or mixup, and no schedule or early stopping on training labels",
 )
+"""What a training code can check of any label protection."""
+
+LABEL_TRUSTED = (
+    "features, initial weights and the projection are public or do not depend on labels",
+    "no loss or accuracy on training labels leaves",
+    "neither the noise nor its seed is revealed, and nobody attacks the rounding of floating-point numbers",
+)
+"""What it cannot."""
 
 
 @dataclass(frozen=True, kw_only=True)

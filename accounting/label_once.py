@@ -9,38 +9,27 @@ Source: THEORY 1.3 (label-once), S4.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from dp_accounting import get_epsilon_gaussian
 from scipy.special import log_softmax, softmax
 
 from accounting import arguments
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
-from accounting.status import proven_status
+from accounting.guarantee import Guarantee
+from accounting.label_gaussian import label_guarantee
+from accounting.label_mechanisms import LabelOnce
+from accounting.proven import stated
 
-
-@dataclass(frozen=True, kw_only=True)
-class LabelOnce:
-    """One reading of every label, reused.
-
-    Attributes:
-        mu: From `label_once_mu`, above 0.
-        device_law: Whether the credited noise is a device's (its Gaussian law is then an assumption).
-        beta: Probability that the certificate of the device's noise is wrong, in [0, 1).
-    """
-
-    mu: float
-    device_law: bool = False
-    beta: float = 0.0
-
-    def __post_init__(self) -> None:
-        arguments.positive(mu=self.mu)
-        if not 0 <= self.beta < 1:
-            raise ValueError(f"beta = {self.beta}: must lie in [0, 1)")
+_CHECKED = (
+    "each label is read as often as stated, and every distinct reading of it is counted in mu",
+    "the noise is drawn once for each reading, with the same law for all labels",
+    "nothing but the readings looks at training labels",
+)
+_TRUSTED = (
+    "features, initial weights and the projection are public or do not depend on labels",
+    "neither the noise nor its seed is revealed, and nobody attacks the rounding of floating-point numbers",
+)
+_DEVICE_LAW = "the device's noise is Gaussian, the same for every label, and at least as strong as stated"
 
 
 def label_once_mu(codes: Sequence[np.ndarray], sigmas: Sequence[float]) -> float:
@@ -67,43 +56,24 @@ def label_once_mu(codes: Sequence[np.ndarray], sigmas: Sequence[float]) -> float
     return float(np.sqrt(squares.max()))
 
 
-def label_once_guarantee(mechanism: LabelOnce, delta: float) -> Guarantee:
-    """mu-GDP for labels: epsilon = get_epsilon_gaussian(1/mu, delta - beta).
+def guarantees(mechanisms: Sequence[LabelOnce], *, delta: float, enforced: bool = False) -> list[Guarantee]:
+    """mu-GDP for labels, mu^2 the sum over all readings.
 
     Args:
-        mechanism: What was read.
-        delta: In (beta, 1).
-
-    Raises:
-        NoGuarantee: delta does not exceed beta.
+        mechanisms: At least one; each of its steps reads every label afresh.
+        delta: In [0, 1).
+        enforced: Whether the training code checked what code can check.
     """
-    arguments.fraction(delta=delta)
-    if delta <= mechanism.beta:
-        raise NoGuarantee(
-            f"delta = {delta}: must exceed beta = {mechanism.beta}, the certificate's own error"
+    device = any(mechanism.device_law for mechanism in mechanisms)
+    return [
+        label_guarantee(
+            mechanisms,
+            delta=delta,
+            source="docs/privacy.md, section 7: Gaussian mechanism on the stacked readings, then post-processing",
+            assumptions=stated(_CHECKED, (*([_DEVICE_LAW] if device else []), *_TRUSTED), enforced=enforced),
+            device_model=device,
         )
-    epsilon = float(get_epsilon_gaussian(1 / mechanism.mu, delta - mechanism.beta))
-    return Guarantee(
-        epsilon=epsilon,
-        delta=delta,
-        unit=Unit.LABEL,
-        adjacency=Adjacency.REPLACE_ONE,
-        release=Release.EVERY_UPDATE,
-        status=proven_status(epsilon, device_model=mechanism.device_law),
-        mechanism=f"every label projected once, mu = {mechanism.mu:g}, and reused",
-        source="THEORY 1.3, label-once: Gaussian mechanism on the stacked readings, then post-processing",
-        assumptions=(
-            Assumption(
-                text="features, initial weights and the projection are public or do not depend on labels"
-            ),
-            Assumption(text="each label is read once; every distinct reading of it is counted in mu"),
-            Assumption(
-                text="the noise is Gaussian, of one law for all labels, and drawn once for each reading"
-            ),
-            Assumption(text="nothing but the readings looks at training labels"),
-        ),
-        reason=None if math.isfinite(epsilon) else "mu is too large for a finite number",
-    )
+    ]
 
 
 def reading_log_likelihood(

@@ -119,8 +119,7 @@ class Ledger:
         arguments.count(block=block)
         if mode not in ("experiment", "release"):
             raise ValueError(f"mode = {mode!r}: must be 'experiment' or 'release'")
-        if not 0 <= delta < 1:
-            raise ValueError(f"delta = {delta}: must lie in [0, 1)")
+        arguments.share(delta=delta)
         self._journal = Journal(path)
         self._block, self._budget = block, budget
         opening = {"mode": mode, "delta": float(delta), "enforced": bool(enforced)}

@@ -31,6 +31,13 @@ _HOMES = {
     "poisson_laplace": "accounting.mechanisms",
     "gaussian": "accounting.mechanisms",
     "randomized_response": "accounting.mechanisms",
+    "record_central": "accounting.record_mechanisms",
+    "unprotected": "accounting.record_mechanisms",
+    "label_amplified": "accounting.label_mechanisms",
+    "label_budget": "accounting.label_mechanisms",
+    "label_once": "accounting.label_mechanisms",
+    "pdfa_published": "accounting.pdfa_mechanisms",
+    "pdfa_without_formula": "accounting.pdfa_mechanisms",
 }
 """The module of every kind that a ledger may name."""
 

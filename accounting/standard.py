@@ -20,11 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from accounting import arguments
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status
+from accounting.guarantee import Adjacency, Assumption, Guarantee
 from accounting.loss_bounds import EpsilonBounds
 from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, RandomizedResponse
+from accounting.proven import proven_guarantee, stated
 from accounting.sampled_noise import sampled_noise_bounds
 
 Noise = PoissonGaussian | PoissonLaplace | Gaussian
@@ -44,14 +47,22 @@ def guarantees(mechanisms: Sequence[Mechanism], *, delta: float, enforced: bool 
     Raises:
         NoGuarantee: The mechanisms cannot be composed in one statement.
     """
-    if not 0 <= delta < 1:
-        raise ValueError(f"delta = {delta}: must lie in [0, 1)")
+    arguments.share(delta=delta)
     first, adjacency = _common(mechanisms)
     if isinstance(first, RandomizedResponse):
         bounds = _response_bounds(mechanisms, delta)
     else:
-        bounds = _noise_bounds(mechanisms, adjacency, delta)
-    return [_guarantee(mechanisms, adjacency, delta, bounds, enforced)]
+        bounds = noise_bounds(mechanisms, adjacency, delta)
+    return [
+        proven_guarantee(
+            mechanisms,
+            bounds=bounds,
+            delta=delta,
+            adjacency=adjacency,
+            source=_theorem(mechanisms),
+            assumptions=_assumptions(mechanisms, enforced),
+        )
+    ]
 
 
 def _common(mechanisms: Sequence[Mechanism]) -> tuple[Mechanism, Adjacency]:
@@ -65,7 +76,17 @@ def _common(mechanisms: Sequence[Mechanism]) -> tuple[Mechanism, Adjacency]:
     return mechanisms[0], relations.pop()
 
 
-def _noise_bounds(mechanisms: Sequence[Mechanism], adjacency: Adjacency, delta: float) -> EpsilonBounds:
+def noise_bounds(mechanisms: Sequence[Mechanism], adjacency: Adjacency, delta: float) -> EpsilonBounds:
+    """Bounds on epsilon(delta) of Gaussian and Laplace noise, sampled or not, all of one relation.
+
+    Args:
+        mechanisms: At least one `PoissonGaussian`, `Gaussian` or `PoissonLaplace`.
+        adjacency: Their relation.
+        delta: In [0, 1).
+
+    Raises:
+        NoGuarantee: The numerics have no answer.
+    """
     shift = 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
     if delta > 0 and all(_never_samples(mechanism) for mechanism in mechanisms):
         mu = math.sqrt(sum(m.steps * (shift / m.noise_multiplier) ** 2 for m in mechanisms))  # type: ignore[attr-defined]
@@ -85,12 +106,15 @@ def _noise_bounds(mechanisms: Sequence[Mechanism], adjacency: Adjacency, delta: 
 
 
 def gaussian_bounds(mu: float, delta: float) -> EpsilonBounds:
-    """Epsilon of mu-GDP (exact up to the root search), mu > 0, delta in (0, 1)."""
+    """Epsilon of mu-GDP (exact up to the root search), mu > 0, delta in [0, 1); infinite at 0."""
     from dp_accounting import get_epsilon_gaussian
 
     arguments.positive(mu=mu)
-    arguments.fraction(delta=delta)
-    epsilon = float(get_epsilon_gaussian(1.0 / mu, delta))
+    arguments.share(delta=delta)
+    if delta == 0:
+        return EpsilonBounds(lower=math.inf, upper=math.inf, method="exact Gaussian trade-off")
+    with np.errstate(all="ignore"):  # dp_accounting takes the logarithm of 0 where delta exceeds mu
+        epsilon = float(get_epsilon_gaussian(1.0 / mu, delta))
     return EpsilonBounds(lower=epsilon, upper=epsilon * (1 + 1e-9) + 1e-9, method="exact Gaussian trade-off")
 
 
@@ -129,33 +153,6 @@ def _response_bounds(mechanisms: Sequence[Mechanism], delta: float) -> EpsilonBo
     return EpsilonBounds(lower=epsilon * (1 - 1e-6), upper=epsilon, method="exact distribution of the loss")
 
 
-def _guarantee(
-    mechanisms: Sequence[Mechanism], adjacency: Adjacency, delta: float, bounds: EpsilonBounds, enforced: bool
-) -> Guarantee:
-    infinite = math.isinf(bounds.upper)
-    reason = None
-    if infinite:
-        reason = (
-            "Gaussian noise has no finite epsilon at delta = 0; state a delta above 0"
-            if delta == 0
-            else f"no finite epsilon at delta = {delta:g} was found; use more noise"
-        )
-    exact = bounds.lower == bounds.upper or infinite
-    return Guarantee(
-        epsilon=bounds.upper,
-        delta=delta,
-        unit=mechanisms[0].unit,
-        adjacency=adjacency,
-        release=Release.EVERY_UPDATE,
-        status=Status.NONE if infinite else Status.PROVEN,
-        mechanism="; ".join(mechanism.describe() for mechanism in mechanisms),
-        source=f"{_theorem(mechanisms)}; {bounds.method}",
-        assumptions=_assumptions(mechanisms, True if enforced else None),
-        epsilon_lower=None if exact else bounds.lower,
-        reason=reason,
-    )
-
-
 def _theorem(mechanisms: Sequence[Mechanism]) -> str:
     kinds = {type(mechanism) for mechanism in mechanisms}
     if kinds == {RandomizedResponse}:
@@ -167,15 +164,17 @@ def _theorem(mechanisms: Sequence[Mechanism]) -> str:
     return "Poisson-sampled Gaussian mechanism (Zhu et al. 2022; Doroshenko et al. 2022)"
 
 
-def _assumptions(mechanisms: Sequence[Mechanism], holds: bool | None) -> tuple[Assumption, ...]:
-    texts = ["the noise of every step is fresh and is never revealed (nor the seed it came from)"]
+def _assumptions(mechanisms: Sequence[Mechanism], enforced: bool) -> tuple[Assumption, ...]:
+    checked = ["the noise of every step is fresh"]
+    trusted = ["neither the noise nor the seed that it came from is ever revealed"]
     if any(isinstance(mechanism, RandomizedResponse) for mechanism in mechanisms):
-        texts.append("labels are used through the randomized ones only")
+        checked.append("labels are used through the randomized ones only")
     else:
-        texts.append(
+        checked.append(
             "each record's contribution is clipped to norm C before the sum, across all layers together"
         )
-        texts.append("the sum is divided by a public constant, never by the batch's own size")
+        checked.append("the sum is divided by a public constant, never by the batch's own size")
     if any(isinstance(mechanism, PoissonGaussian | PoissonLaplace) for mechanism in mechanisms):
-        texts.append("every record enters every batch independently with probability q; batches stay secret")
-    return tuple(Assumption(text=text, holds=holds) for text in texts)
+        checked.append("every record enters every batch independently with probability q")
+        trusted.append("batches stay secret")
+    return stated(checked, trusted, enforced=enforced)

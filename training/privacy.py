@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
+from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Guarantee, Release, Status, Unit
-from accounting.pdfa_published import (
-    PublishedLayer,
-    PublishedPdfa,
-    published_guarantee,
-    whole_record_guarantee,
-)
-from accounting.record_central import RecordCentral, record_central_guarantee
+from accounting.guarantee import Guarantee
+from accounting.mechanisms import Mechanism
+from accounting.pdfa_mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
+from accounting.record_mechanisms import RecordCentral, Unprotected
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise, NoiseModel
 from training.activations import ACTIVATIONS
@@ -58,14 +53,22 @@ def run_guarantees(
         sampler: Its sampler.
         noise: The device's noise, None for a trainer without a device.
     """
-    steps = config.epochs * sampler.steps_per_epoch
-    delta = config.protection.delta
+    whole = step_mechanism(config, network, sampler, noise).repeated(config.epochs * sampler.steps_per_epoch)
+    return guarantees([whole], delta=config.protection.delta, enforced=True)
+
+
+def step_mechanism(
+    config: RunConfig, network: FullyConnected, sampler: Sampler, noise: NoiseModel | None
+) -> Mechanism:
+    """What one step of a run releases, as a description for the ledger.
+
+    Takes the arguments of `run_guarantees`.
+    """
     if config.protection.kind == "record":
-        return [_record(config, sampler, steps)]
+        return _record(config, sampler)
     if config.trainer.kind == "pdfa" and noise is not None:
-        claimed = _published(config, network, steps, noise)
-        return [whole_record_guarantee(delta), *([claimed] if claimed else [])]
-    return [_unprotected(config)]
+        return _published(config, network, noise)
+    return Unprotected(what=f"{config.trainer.kind} without protection")
 
 
 def divisor_of(config: RunConfig) -> float:
@@ -73,27 +76,30 @@ def divisor_of(config: RunConfig) -> float:
     return config.protection.divisor or float(config.sampler.batch_size)
 
 
-def _record(config: RunConfig, sampler: Sampler, steps: int) -> Guarantee:
+def _record(config: RunConfig, sampler: Sampler) -> Mechanism:
     protection = config.protection
     if protection.noise_multiplier is None or sampler.sampling_probability is None:
         raise ConfigError("configuration", "protection.noise_multiplier", "is missing; give a number above 0")
-    mechanism = RecordCentral(
+    return RecordCentral(
         noise_multiplier=protection.noise_multiplier,
         sampling_probability=sampler.sampling_probability,
-        steps=steps,
         clip_norm=protection.clip_norm,
         divisor=divisor_of(config),
     )
-    return record_central_guarantee(mechanism, protection.delta)
 
 
-def _published(config: RunConfig, network: FullyConnected, steps: int, noise: NoiseModel) -> Guarantee | None:
-    """The paper's formula, where the run has the constants that it asks for."""
+def _published(config: RunConfig, network: FullyConnected, noise: NoiseModel) -> Mechanism:
+    """The paper's constants, or which of them the run lacks."""
     trainer = config.trainer
     tau_h_max = trainer.tau_h_max or config.model.tau_h_max
     sigma = noise.min_std if isinstance(noise, GaussianNoise) else 0.0
     if trainer.tau_b is None or tau_h_max is None or not sigma:
-        return None
+        lacks = {
+            "a clip of the projected error (trainer.tau_b)": trainer.tau_b is None,
+            "a bound on activations (trainer.tau_h_max)": tau_h_max is None,
+            "Gaussian noise at every output of the device": not sigma,
+        }
+        return PdfaWithoutFormula(missing=" and ".join(text for text, lacking in lacks.items() if lacking))
     layers = tuple(
         PublishedLayer(
             fan_in=linear.in_features + (linear.bias is not None),
@@ -105,27 +111,11 @@ def _published(config: RunConfig, network: FullyConnected, steps: int, noise: No
         )
         for number, (linear, phi) in enumerate(zip(network.linears, network.activations, strict=True))
     )
-    run = PublishedPdfa(
+    return PublishedPdfa(
         layers=layers,
         batch_size=config.sampler.batch_size,
-        steps=steps,
         sigma=sigma,
         tau_b=trainer.tau_b,
         tau_h_min=trainer.tau_h_min or config.model.tau_h_min,
         tau_h_max=tau_h_max,
-    )
-    return published_guarantee(run, config.protection.delta)
-
-
-def _unprotected(config: RunConfig) -> Guarantee:
-    return Guarantee(
-        epsilon=math.inf,
-        delta=config.protection.delta,
-        unit=Unit.RECORD,
-        adjacency=Adjacency.ADD_OR_REMOVE_ONE,
-        release=Release.EVERY_UPDATE,
-        status=Status.NONE,
-        mechanism=f"{config.trainer.kind} without protection",
-        source="no theorem",
-        reason="records are neither clipped nor covered by central noise; protect them with --protect record",
     )

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from dp_accounting import NeighboringRelation
+from dp_accounting import NeighboringRelation, get_epsilon_gaussian
 from dp_accounting.pld import privacy_loss_distribution as pld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from accounting.guarantee import Status, Unit
-from accounting.label_amplified import (
-    LabelAmplified,
-    equalised_weights,
-    label_amplified_guarantee,
-    record_weights,
-    whitened_norms,
-)
+from accounting.composition import guarantees
+from accounting.guarantee import Guarantee, Status, Unit
+from accounting.label_amplified import equalised_weights, record_weights, whitened_norms
+from accounting.label_mechanisms import LabelAmplified
 
 EPSILONS = np.array([0.0, 0.1, 0.5, 1.0, 2.0, 4.0])
 LINE = np.linspace(-14, 14, 20_001)
 STEP = LINE[1] - LINE[0]
+
+
+def _only(mechanism: LabelAmplified, delta: float = 1e-5) -> Guarantee:
+    (guarantee,) = guarantees([mechanism], delta=delta)
+    return guarantee
 
 
 def _delta(q: float, a: tuple[float, float], b: float, epsilon: float) -> float:
@@ -111,25 +112,23 @@ def test_kahanes_three_covariances_each_raise_the_divergence() -> None:
 
 
 def test_unsampled_single_step_is_a_gaussian_shifted_by_twice_the_clip() -> None:
-    guarantee = label_amplified_guarantee(LabelAmplified(sampling_probability=1.0, steps=1, clip=0.2), 1e-5)
-    exact = 1.554982  # get_epsilon_gaussian(1 / 0.4, 1e-5)
+    guarantee = _only(LabelAmplified(sampling_probability=1.0, steps=1, noise_multiplier=5))
     assert (guarantee.unit, guarantee.status) == (Unit.LABEL, Status.PROVEN)
-    assert guarantee.epsilon_lower is not None
-    assert guarantee.epsilon_lower <= exact <= guarantee.epsilon <= 1.002 * exact
+    assert guarantee.epsilon == pytest.approx(get_epsilon_gaussian(1 / 0.4, 1e-5), rel=1e-8)
 
 
 def test_published_values_of_replace_one() -> None:
     for multiplier, epsilon in ((5.0, 4.54), (15.0, 1.32)):
-        mechanism = LabelAmplified(sampling_probability=1 / 60, steps=24_000, clip=1 / multiplier)
-        assert label_amplified_guarantee(mechanism, 1e-5).epsilon == pytest.approx(epsilon, abs=7e-3)
+        mechanism = LabelAmplified(sampling_probability=1 / 60, steps=24_000, noise_multiplier=multiplier)
+        assert _only(mechanism).epsilon == pytest.approx(epsilon, abs=7e-3)
 
 
 @settings(max_examples=10, deadline=None)
 @given(st.floats(0.02, 0.5), st.floats(0.05, 1.0), st.integers(1, 20))
 def test_more_noise_never_raises_and_more_steps_never_lower(q: float, clip: float, steps: int) -> None:
     def epsilon(clip: float, steps: int) -> float:
-        mechanism = LabelAmplified(sampling_probability=q, steps=steps, clip=clip)
-        return label_amplified_guarantee(mechanism, 1e-5).epsilon
+        mechanism = LabelAmplified(sampling_probability=q, steps=steps, noise_multiplier=1 / clip)
+        return _only(mechanism).epsilon
 
     value = epsilon(clip, steps)
     assert epsilon(clip / 1.5, steps) <= value

@@ -8,9 +8,15 @@ from dp_accounting import get_epsilon_gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Status, Unit
-from accounting.label_filter import LabelBudget, LabelFilter, label_budget_guarantee
+from accounting.composition import guarantees
+from accounting.guarantee import Guarantee, Status, Unit
+from accounting.label_filter import LabelFilter
+from accounting.label_mechanisms import LabelBudget
+
+
+def _only(mechanism: LabelBudget, delta: float = 1e-5) -> Guarantee:
+    (guarantee,) = guarantees([mechanism], delta=delta)
+    return guarantee
 
 
 @settings(max_examples=100, deadline=None)
@@ -38,7 +44,7 @@ def test_a_refused_record_is_charged_nothing_and_may_come_back() -> None:
 
 
 def test_the_guarantee_is_the_budget() -> None:
-    guarantee = label_budget_guarantee(LabelBudget(budget_mu=0.719), 1e-5)
+    guarantee = _only(LabelBudget(budget_mu=0.719))
     assert guarantee.epsilon == pytest.approx(3.0, abs=5e-3)
     assert guarantee.unit is Unit.LABEL
     assert guarantee.status is Status.PROVEN
@@ -46,11 +52,18 @@ def test_the_guarantee_is_the_budget() -> None:
 
 def test_a_certificates_error_is_taken_from_delta() -> None:
     budget = LabelBudget(budget_mu=1.0, order="hardware", beta=4e-6)
-    guarantee = label_budget_guarantee(budget, 1e-5)
+    guarantee = _only(budget)
     assert guarantee.epsilon == pytest.approx(get_epsilon_gaussian(1.0, 6e-6))
     assert guarantee.status is Status.PROVEN_UNDER_DEVICE_MODEL
-    with pytest.raises(NoGuarantee, match="must exceed beta"):
-        label_budget_guarantee(LabelBudget(budget_mu=1.0, beta=1e-4), 1e-5)
+    useless = _only(LabelBudget(budget_mu=1.0, beta=1e-4))
+    assert useless.status is Status.NONE
+    assert "must exceed beta" in str(useless.reason)
+
+
+def test_a_budget_that_is_spent_again_adds_up() -> None:
+    """A run resumed in release mode: four times mu = 0.5 is mu = 1, and the certificate may fail each time."""
+    again = _only(LabelBudget(budget_mu=0.5, beta=1e-6, steps=4))
+    assert again.epsilon == pytest.approx(get_epsilon_gaussian(1.0, 6e-6))
 
 
 def test_adaptive_spending_stays_within_the_gaussian_law(seed: int) -> None:

@@ -8,16 +8,16 @@ from dp_accounting import get_epsilon_gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Status, Unit
-from accounting.label_once import (
-    LabelOnce,
-    label_once_guarantee,
-    label_once_mu,
-    posterior_targets,
-    reading_log_likelihood,
-)
+from accounting.composition import guarantees
+from accounting.guarantee import Guarantee, Status, Unit
+from accounting.label_mechanisms import LabelOnce
+from accounting.label_once import label_once_mu, posterior_targets, reading_log_likelihood
 from accounting.randomized_response import keep_probability, respond, response_log_likelihood
+
+
+def _only(mechanism: LabelOnce, delta: float = 1e-5) -> Guarantee:
+    (guarantee,) = guarantees([mechanism], delta=delta)
+    return guarantee
 
 
 def test_readings_are_stacked(seed: int) -> None:
@@ -52,21 +52,25 @@ def test_log_likelihood_ratio_has_the_law_of_mu(seed: int) -> None:
 
 
 def test_guarantee_and_the_certificates_share_of_delta() -> None:
-    guarantee = label_once_guarantee(LabelOnce(mu=0.719), 1e-5)
+    guarantee = _only(LabelOnce(mu=0.719))
     assert guarantee.epsilon == pytest.approx(3.0, abs=5e-3)
     assert (guarantee.unit, guarantee.status) == (Unit.LABEL, Status.PROVEN)
-    device = label_once_guarantee(LabelOnce(mu=0.5, device_law=True, beta=5e-6), 1e-5)
+    device = _only(LabelOnce(mu=0.5, device_law=True, beta=5e-6))
     assert device.status is Status.PROVEN_UNDER_DEVICE_MODEL
     assert device.epsilon == pytest.approx(get_epsilon_gaussian(2.0, 5e-6))
-    with pytest.raises(NoGuarantee, match="must exceed beta"):
-        label_once_guarantee(LabelOnce(mu=0.5, beta=1e-5), 1e-5)
+    assert "must exceed beta" in str(_only(LabelOnce(mu=0.5, beta=1e-5)).reason)
+
+
+def test_readings_of_two_runs_add_their_squares() -> None:
+    (both,) = guarantees([LabelOnce(mu=0.6), LabelOnce(mu=0.4, steps=4)], delta=1e-5)
+    assert both.epsilon == pytest.approx(get_epsilon_gaussian(1.0, 1e-5))
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.floats(0.01, 20), st.floats(1.001, 3))
 def test_more_noise_never_raises_epsilon(mu: float, factor: float) -> None:
-    weaker = label_once_guarantee(LabelOnce(mu=mu / factor), 1e-5).epsilon
-    assert weaker <= label_once_guarantee(LabelOnce(mu=mu), 1e-5).epsilon
+    weaker = _only(LabelOnce(mu=mu / factor)).epsilon
+    assert weaker <= _only(LabelOnce(mu=mu)).epsilon
 
 
 def test_posterior_is_bayes_rule_by_hand() -> None:

@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 
 from accounting.guarantee import Status
 from accounting.pdfa_column import column_bound_published, column_bound_two_sided, column_divergence
-from accounting.pdfa_published import (
-    PublishedLayer,
-    PublishedPdfa,
-    published_guarantee,
-    published_rdp,
-    published_value,
-    whole_record_guarantee,
-)
+from accounting.pdfa_mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
+from accounting.pdfa_published import guarantees, published_guarantee, published_rdp, published_value
 
 DELTA = 1e-5
 
@@ -64,7 +58,7 @@ def _one_hidden(**changes: float) -> PublishedPdfa:
 
 
 def test_tanh_and_relu_have_no_finite_epsilon_and_the_hypothesis_is_named() -> None:
-    guarantee = published_guarantee(_paper(gamma_min=0.0), DELTA)
+    guarantee = published_guarantee([_paper(gamma_min=0.0)], DELTA)
     assert math.isinf(guarantee.epsilon)
     assert guarantee.status is Status.CLAIMED
     assert guarantee.reason is not None
@@ -73,7 +67,7 @@ def test_tanh_and_relu_have_no_finite_epsilon_and_the_hypothesis_is_named() -> N
 
 
 def test_a_second_hidden_layer_fails_by_its_signed_input_even_with_a_bounded_slope() -> None:
-    guarantee = published_guarantee(_paper(gamma_min=1.0), DELTA)
+    guarantee = published_guarantee([_paper(gamma_min=1.0)], DELTA)
     assert math.isinf(guarantee.epsilon)
     assert guarantee.reason == (
         "Proposition 3 does not apply: layer 2: entrywise lower bound: every |h_ik| >= tau_h_min / sqrt(n) > 0"
@@ -84,14 +78,14 @@ def test_the_formula_exceeds_a_million_at_the_papers_settings() -> None:
     run = _paper()
     assert published_rdp(run, 2.0) / 2 == pytest.approx(1.11e6, rel=3e-3)
     assert published_rdp(run, 2.0, noised_only=True) / 2 == pytest.approx(0.80e6, rel=5e-3)
-    guarantee = published_guarantee(run, DELTA)
+    guarantee = published_guarantee([run], DELTA)
     assert guarantee.formula_value is not None
     assert guarantee.formula_value > 1e6
-    assert published_value(run, DELTA, noised_only=True).theorem_2 < 1e6  # the two layers that carry noise
+    assert published_value([run], DELTA, noised_only=True).theorem_2 < 1e6  # the two layers that carry noise
 
 
 def test_one_hidden_layer_with_bounded_slope_and_positive_inputs_is_finite_and_its_gaps_are_listed() -> None:
-    guarantee = published_guarantee(_one_hidden(), DELTA)
+    guarantee = published_guarantee([_one_hidden()], DELTA)
     assert math.isfinite(guarantee.epsilon)
     assert len(guarantee.failed_assumptions) == 2  # reverse direction, shared noise
     assert guarantee.formula_value is not None
@@ -100,14 +94,14 @@ def test_one_hidden_layer_with_bounded_slope_and_positive_inputs_is_finite_and_i
 
 def test_an_order_beyond_positive_definiteness_is_infinite() -> None:
     limit = 1 + 256 * 0.4096 / (1 - 0.4096)
-    assert math.isfinite(published_guarantee(_one_hidden(order=0.99 * limit), DELTA).epsilon)
-    beyond = published_guarantee(_one_hidden(order=1.01 * limit), DELTA)
+    assert math.isfinite(published_guarantee([_one_hidden(order=0.99 * limit)], DELTA).epsilon)
+    beyond = published_guarantee([_one_hidden(order=1.01 * limit)], DELTA)
     assert beyond.reason is not None
     assert "positive definiteness" in beyond.reason
 
 
 def test_a_negative_log_denominator_is_named() -> None:
-    guarantee = published_guarantee(_one_hidden(batch_size=1), DELTA)
+    guarantee = published_guarantee([_one_hidden(batch_size=1)], DELTA)
     assert guarantee.reason is not None
     assert "positive log denominator" in guarantee.reason
     assert guarantee.formula_value == math.inf
@@ -152,20 +146,31 @@ def test_two_sided_bound_is_never_below_the_exact_divergence(seed: int) -> None:
 @given(st.floats(0.05, 50), st.floats(1.01, 4), st.integers(1, 100))
 def test_more_noise_never_raises_and_more_steps_never_lower(sigma: float, factor: float, steps: int) -> None:
     run = _one_hidden(sigma=sigma, steps=steps)
-    value = published_guarantee(run, DELTA).epsilon
-    assert published_guarantee(replace(run, sigma=sigma * factor), DELTA).epsilon <= value
-    assert published_guarantee(replace(run, steps=steps + 1), DELTA).epsilon >= value
+    value = published_guarantee([run], DELTA).epsilon
+    assert published_guarantee([replace(run, sigma=sigma * factor)], DELTA).epsilon <= value
+    assert published_guarantee([replace(run, steps=steps + 1)], DELTA).epsilon >= value
 
 
 def test_dp_accountings_conversion_is_not_larger() -> None:
-    value = published_value(_one_hidden(), DELTA)
+    value = published_value([_one_hidden()], DELTA)
     assert value.dp_accounting <= value.theorem_2
 
 
-def test_whole_records_have_no_guarantee() -> None:
-    guarantee = whole_record_guarantee(DELTA)
-    assert guarantee.status is Status.NONE
-    assert math.isinf(guarantee.epsilon)
+def test_whole_records_have_no_guarantee_whatever_the_paper_claims() -> None:
+    none, claimed = guarantees([_one_hidden()], delta=DELTA)
+    assert (none.status, none.epsilon) == (Status.NONE, math.inf)
+    assert claimed.status is Status.CLAIMED
+    lacking = PdfaWithoutFormula(missing="a clip of the projected error", steps=10)
+    (none,) = guarantees([lacking], delta=DELTA)
+    assert (none.status, none.epsilon) == (Status.NONE, math.inf)
+    assert len(guarantees([_one_hidden(), lacking], delta=DELTA)) == 1  # nothing is claimed of a part
+
+
+def test_runs_compose_at_a_common_order() -> None:
+    twice = published_value([_one_hidden(), _one_hidden()], DELTA)
+    assert twice.theorem_2 == pytest.approx(published_value([_one_hidden(steps=20)], DELTA).theorem_2)
+    (_, claimed) = guarantees([_one_hidden(order=2.0), _one_hidden(order=3.0)], delta=DELTA)
+    assert claimed.epsilon == math.inf
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""What may be released about whole records: clipped and noised sums, or updates without any protection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from accounting import arguments
+from accounting.mechanisms import Mechanism, register_mechanism
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+
+@register_mechanism
+@dataclass(frozen=True, kw_only=True)
+class RecordCentral(Mechanism):
+    """Per-record clipping and central noise: [sum over a Poisson batch of clipped updates + N(0, (z C)^2)] / divisor.
+
+    Attributes:
+        noise_multiplier: z > 0, the noise's standard deviation over clip_norm.
+        sampling_probability: q in (0, 1].
+        clip_norm: C > 0.
+        divisor: The constant that the noisy sum is divided by, above 0; post-processing, so it costs nothing.
+        device_noise: Whether the credited noise is a device's, of Gaussian law.
+        beta: Probability that the certificate of the device's noise is wrong, in [0, 1); one certificate covers all
+            steps.
+    """
+
+    noise_multiplier: float
+    sampling_probability: float
+    clip_norm: float
+    divisor: float
+    device_noise: bool = False
+    beta: float = 0.0
+
+    kind: ClassVar[str] = "record_central"
+    accountant: ClassVar[str] = "accounting.record_central:guarantees"
+    noise_field: ClassVar[str | None] = "noise_multiplier"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        arguments.positive(
+            noise_multiplier=self.noise_multiplier, clip_norm=self.clip_norm, divisor=self.divisor
+        )
+        arguments.fraction(one_allowed=True, sampling_probability=self.sampling_probability)
+        arguments.share(beta=self.beta)
+        self._to_floats("noise_multiplier", "sampling_probability", "clip_norm", "divisor", "beta")
+
+    def describe(self) -> str:
+        """What ran, in a few words."""
+        return (
+            f"records clipped to {self.clip_norm:g}, {'device' if self.device_noise else 'Gaussian'} noise with "
+            f"multiplier {self.noise_multiplier:g}, Poisson batches (q = {self.sampling_probability:g}), "
+            f"{self.steps:,} steps, divided by {self.divisor:g}"
+        )
+
+    def event(self) -> DpEvent:
+        """Self-composed Poisson-sampled Gaussian, for add_or_remove_one."""
+        import dp_accounting as dp
+
+        step = dp.PoissonSampledDpEvent(self.sampling_probability, dp.GaussianDpEvent(self.noise_multiplier))
+        return dp.SelfComposedDpEvent(step, self.steps)
+
+
+@register_mechanism
+@dataclass(frozen=True, kw_only=True)
+class Unprotected(Mechanism):
+    """Updates that carry no protection of records.
+
+    Attributes:
+        what: What ran, in a few words, such as "bp without protection".
+    """
+
+    what: str
+
+    kind: ClassVar[str] = "unprotected"
+    accountant: ClassVar[str] = "accounting.unprotected:guarantees"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.what.strip():
+            raise ValueError("what = '': must say what ran, such as 'bp without protection'")
+
+    def describe(self) -> str:
+        """What ran, in a few words."""
+        return f"{self.what}, {self.steps:,} step{'s' if self.steps > 1 else ''}"
+
+    def event(self) -> DpEvent:
+        """No privacy at all."""
+        import dp_accounting as dp
+
+        return dp.NonPrivateDpEvent()

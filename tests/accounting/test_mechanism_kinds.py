@@ -1,0 +1,255 @@
+"""Every kind that a ledger may name: JSON and ledger round trips, calibration, budgets, monotonicity, failures."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import dp_accounting
+import pytest
+from dp_accounting import get_epsilon_gaussian
+from dp_accounting.pld import PLDAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accounting import mechanisms as kinds
+from accounting.budget import Budget
+from accounting.calibration import calibrate
+from accounting.composition import guarantees, merge
+from accounting.errors import BudgetExceeded, NoGuarantee
+from accounting.guarantee import Adjacency, Status, Unit
+from accounting.label_mechanisms import LabelAmplified, LabelBudget, LabelOnce
+from accounting.ledger import Ledger, read_ledger
+from accounting.mechanisms import (
+    Gaussian,
+    Mechanism,
+    PoissonGaussian,
+    PoissonLaplace,
+    RandomizedResponse,
+    mechanism_from_json,
+)
+from accounting.pdfa_mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
+from accounting.record_mechanisms import RecordCentral, Unprotected
+
+DELTA = 1e-5
+RECORD = RecordCentral(
+    noise_multiplier=1.3, sampling_probability=0.1, clip_norm=0.7, divisor=256, device_noise=True, steps=3
+)
+PUBLISHED = PublishedPdfa(
+    layers=(
+        PublishedLayer(fan_in=65, width=32, gamma_min=0.8, gamma_max=1.0, inputs_bounded_below=True),
+        PublishedLayer(
+            fan_in=33, width=10, gamma_min=1, gamma_max=1, inputs_bounded_below=False, noised=False
+        ),
+    ),
+    batch_size=256,
+    sigma=5.0,
+    tau_b=1.0,
+    tau_h_min=0.8,
+    tau_h_max=1.0,
+    steps=7,
+)
+CALIBRATED = (
+    PoissonGaussian(noise_multiplier=1.0, sampling_probability=0.1, steps=20),
+    PoissonLaplace(scale=1.0, sampling_probability=0.1, steps=20),
+    Gaussian(noise_multiplier=1.0, steps=4),
+    RandomizedResponse.from_epsilon(0.5, 10),
+    RECORD,
+    LabelAmplified(noise_multiplier=2.0, sampling_probability=0.2, steps=5),
+    LabelBudget(budget_mu=1.0, order="hardware", beta=1e-6),
+    LabelOnce(mu=2.0, device_law=True, beta=1e-6),
+)
+WITHOUT_NOISE = (
+    PUBLISHED,
+    PdfaWithoutFormula(missing="a clip of the projected error", steps=2),
+    Unprotected(what="bp without protection", steps=9),
+)
+ALL = CALIBRATED + WITHOUT_NOISE
+
+
+def _name(mechanism: Mechanism) -> str:
+    return mechanism.kind
+
+
+def test_every_kind_is_tested() -> None:
+    assert {mechanism.kind for mechanism in ALL} == set(kinds._HOMES)
+
+
+@pytest.mark.parametrize("mechanism", ALL, ids=_name)
+def test_descriptions_survive_json(mechanism: Mechanism) -> None:
+    text = json.dumps(mechanism.to_json(), allow_nan=False)
+    assert mechanism_from_json(json.loads(text)) == mechanism
+
+
+@pytest.mark.parametrize("mechanism", ALL, ids=_name)
+def test_descriptions_survive_a_ledger(mechanism: Mechanism, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path, mode="experiment", delta=DELTA, enforced=True, block=3) as ledger:
+        ledger.pay_once("first", mechanism)
+        for step in range(4):
+            ledger.pay(step, mechanism.repeated(1), until=4)
+        ours = ledger.guarantees()
+    content = read_ledger(path)
+    assert content.mechanisms == [mechanism.repeated(mechanism.steps + 4)]
+    assert content.guarantees() == ours
+
+
+@pytest.mark.parametrize("mechanism", ALL, ids=_name)
+def test_merging_keeps_the_sum_of_steps(mechanism: Mechanism) -> None:
+    (merged,) = merge([mechanism, mechanism.repeated(5)])
+    assert merged == mechanism.repeated(mechanism.steps + 5)
+
+
+@pytest.mark.parametrize("mechanism", CALIBRATED, ids=_name)
+def test_calibration_reaches_its_target_from_below(mechanism: Mechanism) -> None:
+    found, guarantee = calibrate(mechanism, target_epsilon=1.5, delta=DELTA)
+    assert guarantee.is_proven
+    assert 1.5 * 0.995 <= guarantee.epsilon <= 1.5
+    assert found.steps == mechanism.steps
+    assert guarantees([found], delta=DELTA)[0].epsilon == guarantee.epsilon
+
+
+@pytest.mark.parametrize("mechanism", WITHOUT_NOISE, ids=_name)
+def test_a_claim_or_no_guarantee_never_meets_a_target_or_a_budget(
+    mechanism: Mechanism, tmp_path: Path
+) -> None:
+    """The claimed epsilon of PUBLISHED is finite, and counts for nothing."""
+    with pytest.raises(NoGuarantee):
+        calibrate(mechanism, target_epsilon=1e6, delta=DELTA)
+    budget = Budget(epsilon=1e8, delta=DELTA)
+    with Ledger(tmp_path / "l", mode="experiment", delta=DELTA, budget=budget) as ledger:
+        with pytest.raises(NoGuarantee, match="no proven finite guarantee"):
+            ledger.pay(0, mechanism)
+        assert not ledger.content.payments
+
+
+@pytest.mark.parametrize("mechanism", CALIBRATED, ids=_name)
+def test_a_budget_stops_every_kind(mechanism: Mechanism, tmp_path: Path) -> None:
+    step, _ = calibrate(mechanism.repeated(1), target_epsilon=0.8, delta=DELTA)
+    with Ledger(
+        tmp_path / "l", mode="release", delta=DELTA, budget=Budget(epsilon=1.0, delta=DELTA)
+    ) as ledger:
+        ledger.pay_once("first", step)
+        with pytest.raises(BudgetExceeded):
+            [ledger.pay_once(str(name), step) for name in range(30)]
+        assert ledger.guarantees()[0].epsilon <= 1.0
+
+
+def test_enforced_assumptions_are_marked_and_the_others_are_not() -> None:
+    for mechanism in CALIBRATED:
+        (trusted,) = guarantees([mechanism], delta=DELTA)
+        (checked,) = guarantees([mechanism], delta=DELTA, enforced=True)
+        assert {assumption.holds for assumption in trusted.assumptions} == {None}
+        assert {assumption.holds for assumption in checked.assumptions} == {None, True}
+        assert trusted.epsilon == checked.epsilon
+
+
+def test_credited_device_noise_is_proven_under_a_device_model() -> None:
+    for mechanism, plain in (
+        (RECORD, replace(RECORD, device_noise=False)),
+        (LabelOnce(mu=0.5, device_law=True), LabelOnce(mu=0.5)),
+        (LabelBudget(budget_mu=0.5, order="hardware"), LabelBudget(budget_mu=0.5)),
+    ):
+        assert guarantees([mechanism], delta=DELTA)[0].status is Status.PROVEN_UNDER_DEVICE_MODEL
+        assert guarantees([plain], delta=DELTA)[0].status is Status.PROVEN
+        both = guarantees([mechanism, plain], delta=DELTA)[0]
+        assert both.status is Status.PROVEN_UNDER_DEVICE_MODEL
+
+
+def test_a_certificate_of_central_noise_takes_its_share_of_delta() -> None:
+    certified = replace(RECORD, beta=4e-6)
+    assert (
+        guarantees([certified], delta=DELTA)[0].epsilon
+        == guarantees([RECORD], delta=6e-6)[0].epsilon
+        > guarantees([RECORD], delta=DELTA)[0].epsilon
+    )
+
+
+def test_events_say_what_the_accountants_say() -> None:
+    """dp_accounting's own accountant on the event, under the relation that the event's docstring names."""
+    relations = dp_accounting.NeighboringRelation
+    for mechanism, relation in (
+        (RECORD, relations.ADD_OR_REMOVE_ONE),
+        (CALIBRATED[5], relations.REPLACE_ONE),
+        (LabelBudget(budget_mu=0.7, steps=3), relations.ADD_OR_REMOVE_ONE),
+        (LabelOnce(mu=0.7, steps=3), relations.ADD_OR_REMOVE_ONE),
+    ):
+        theirs = PLDAccountant(relation).compose(mechanism.event()).get_epsilon(DELTA)
+        assert guarantees([mechanism], delta=DELTA)[0].epsilon == pytest.approx(theirs, rel=5e-3)
+    for mechanism in WITHOUT_NOISE:
+        assert mechanism.event() == dp_accounting.NonPrivateDpEvent()
+
+
+def test_unprotected_updates_have_no_guarantee() -> None:
+    (guarantee,) = guarantees([WITHOUT_NOISE[2], Unprotected(what="dfa without protection")], delta=DELTA)
+    assert (guarantee.status, guarantee.unit) == (Status.NONE, Unit.RECORD)
+    assert guarantee.adjacency is Adjacency.ADD_OR_REMOVE_ONE
+    assert "bp without protection, 9 steps" in guarantee.mechanism
+
+
+@pytest.mark.parametrize("mechanism", ALL, ids=_name)
+@pytest.mark.parametrize("delta", [0.0, 1e-300])
+def test_failures_go_to_infinity_never_to_zero_or_nan(mechanism: Mechanism, delta: float) -> None:
+    """No Gaussian noise is pure, and no numerics reach 1e-300: infinite with a reason, or refused, or exact."""
+    try:
+        found = guarantees([mechanism], delta=delta)
+    except NoGuarantee:
+        return
+    for guarantee in found:
+        assert guarantee.epsilon > 0  # neither 0 nor NaN
+        assert math.isfinite(guarantee.epsilon) or guarantee.reason
+
+
+_noise = st.floats(0.4, 20)
+_factor = st.floats(1.05, 3)
+
+
+@settings(max_examples=6)
+@given(_noise, _factor, st.integers(1, 20), st.integers(1, 20))
+@pytest.mark.parametrize(
+    "mechanism", [m for m in CALIBRATED if not isinstance(m, RandomizedResponse)], ids=_name
+)
+def test_more_noise_never_raises_and_more_steps_never_lower(
+    mechanism: Mechanism, noise: float, factor: float, steps: int, more: int
+) -> None:
+    def interval(noise: float, steps: int) -> tuple[float, float]:
+        (guarantee,) = guarantees([mechanism.with_noise(noise).repeated(steps)], delta=1e-4)
+        lower = guarantee.epsilon if guarantee.epsilon_lower is None else guarantee.epsilon_lower
+        return lower, guarantee.epsilon
+
+    here = interval(noise, steps)[1]
+    assert interval(noise * factor, steps)[0] <= here
+    assert interval(noise, steps + more)[1] >= interval(noise, steps)[0]
+
+
+@settings(max_examples=10)
+@given(st.permutations([0.5, 1.0, 1.5, 2.0]))
+@pytest.mark.parametrize("mechanism", [RECORD, CALIBRATED[5], CALIBRATED[6], CALIBRATED[7]], ids=_name)
+def test_the_order_of_composition_does_not_matter(mechanism: Mechanism, order: list[float]) -> None:
+    def total(noises: list[float]) -> float:
+        return guarantees([mechanism.with_noise(noise) for noise in noises], delta=DELTA)[0].epsilon
+
+    assert total(order) == total(sorted(order))
+
+
+def test_label_mus_compose_exactly() -> None:
+    (both,) = guarantees([LabelBudget(budget_mu=0.6), LabelBudget(budget_mu=0.8)], delta=DELTA)
+    assert both.epsilon == pytest.approx(get_epsilon_gaussian(1.0, DELTA))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Unprotected(what=" "), "what = '': must say what ran"),
+        (lambda: PdfaWithoutFormula(missing=""), "missing = '': must say which"),
+        (lambda: replace(RECORD, beta=1.0), r"beta = 1.0: must lie in \[0, 1\)"),
+        (lambda: LabelBudget(budget_mu=1.0, order="other"), "order = 'other': must be"),
+        (lambda: LabelOnce(mu=0.0), "mu = 0.0: must be finite and above 0"),
+        (lambda: LabelAmplified(noise_multiplier=1, sampling_probability=0), "sampling_probability = 0"),
+    ],
+)
+def test_bad_descriptions_are_named(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -19,8 +19,8 @@ from rich.table import Table
 
 import training
 from benchmarks.results_file import save_results
-from training import figures
-from training.run import Run
+from training.runs import figures
+from training.runs.run import Run
 
 DEVICE_FILE = Path("examples/opu.toml")
 FOLDER = Path("runs/demo")

@@ -15,8 +15,8 @@ from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
 from opusim import open_device
 from training.config import OptimizerConfig, TrainerConfig
-from training.feedback_trainer import FeedbackTrainer
-from training.network import FullyConnected
+from training.feedback.trainer import FeedbackTrainer
+from training.networks.network import FullyConnected
 from training.optimizers import make_optimizer
 
 BATCH, REPEATS, STEPS = 256, 15, 40

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from training.run_folder import versions
-from training.storage import write_json
+from training.runs.folder import versions
+from training.runs.storage import write_json
 
 FOLDER = Path(__file__).parent / "results"
 

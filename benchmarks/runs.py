@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import training
-from training.run import Run
-from training.run_folder import RunFolder
+from training.runs.folder import RunFolder
+from training.runs.run import Run
 
 
 def train_or_read(config: dict[str, Any], path: Path) -> Run:

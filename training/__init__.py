@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from training.config import RunConfig as RunConfig
     from training.config import load_config as load_config
-    from training.report import write_comparison as write_comparison
-    from training.report import write_report as write_report
-    from training.run import Run as Run
-    from training.run import load_run as load_run
+    from training.runs.report import write_comparison as write_comparison
+    from training.runs.report import write_report as write_report
+    from training.runs.run import Run as Run
+    from training.runs.run import load_run as load_run
     from training.session import train as train
 
 # Names are imported when they are first used, so that `opusim --help` need not load torch.
 _HOMES = {
-    "Run": "training.run",
+    "Run": "training.runs.run",
     "RunConfig": "training.config",
     "load_config": "training.config",
-    "load_run": "training.run",
+    "load_run": "training.runs.run",
     "train": "training.session",
-    "write_comparison": "training.report",
-    "write_report": "training.report",
+    "write_comparison": "training.runs.report",
+    "write_report": "training.runs.report",
 }
 
 __all__ = sorted(_HOMES)

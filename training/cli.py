@@ -13,7 +13,7 @@ from opusim.cli import app as device_app
 from opusim.errors import ConfigError, DeviceError, OpusimError
 
 if TYPE_CHECKING:
-    from training.run import Run
+    from training.runs.run import Run
 
 app = typer.Typer(
     name="opusim",
@@ -164,7 +164,7 @@ def train_resume(
     quiet: Quiet = False,
 ) -> None:
     """Go on with a run that was stopped or killed, from its newest checkpoint."""
-    from training.run_folder import RunFolder
+    from training.runs.folder import RunFolder
     from training.session import train
 
     kind = RunFolder(run).read_config().trainer.kind
@@ -201,7 +201,7 @@ def evaluate(
     """Loss and accuracy of a run's model on test records."""
     import json
 
-    from training.run_evaluation import evaluate_run
+    from training.runs.run_evaluation import evaluate_run
 
     figures = evaluate_run(run, data=data, arrays=arrays)
     if as_json:
@@ -226,8 +226,8 @@ def report(
     ] = None,
 ) -> None:
     """Draw a run's pictures and write its self-contained HTML report (several runs: one page for all)."""
-    from training.report import run_name, write_comparison, write_report
-    from training.run import load_run
+    from training.runs.report import run_name, write_comparison, write_report
+    from training.runs.run import load_run
 
     loaded = [load_run(path) for path in runs]
     if len(loaded) == 1 and out is None:
@@ -305,12 +305,12 @@ def _train(
 
 def _watched(kind: str, quiet: bool, work: Any) -> None:
     """Train behind a progress bar, then print the table and write the report."""
-    from training.report import write_report
+    from training.runs.report import write_report
 
     if quiet:
         run = work(None)
     else:
-        from training.progress import ProgressBar
+        from training.runs.progress import ProgressBar
 
         with ProgressBar(kind) as bar:
             run = work(bar)
@@ -325,7 +325,7 @@ def _print_run(run: Run, report_file: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from training.report import guarantee_rows, run_name, summary_row
+    from training.runs.report import guarantee_rows, run_name, summary_row
 
     console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "140")))
     for rows in ([summary_row(run, run_name(run))], guarantee_rows(run)):

@@ -109,7 +109,7 @@ class OptimizerConfig(Section):
 
 
 class SamplerConfig(Section):
-    """How records are drawn into batches (see training.samplers)."""
+    """How records are drawn into batches (see training.data.samplers)."""
 
     scheme: Literal[
         "shuffled-epochs", "poisson", "poisson-min-batch", "fixed-size", "disjoint-cyclic", "full-batch"

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from opusim.usage import Usage
-from training.checkpoints import list_checkpoints, read_checkpoint, restore, save_checkpoint
 from training.config import LossName
 from training.data import Dataset
+from training.data.samplers import Sampler
 from training.errors import RunFolderError, RunInterrupted, TrainingDiverged
-from training.evaluation import evaluate_split
-from training.run_folder import RunFolder
-from training.samplers import Sampler
+from training.runs.checkpoints import list_checkpoints, read_checkpoint, restore, save_checkpoint
+from training.runs.evaluation import evaluate_split
+from training.runs.folder import RunFolder
 from training.trainer import StepRecord, Trainer
 
 _OBSERVED_STEPS = 5

@@ -22,17 +22,17 @@ from opusim.errors import ConfigError
 from opusim.randomness import derive_seed, noise_stream
 from training.config import RunConfig, load_config
 from training.data import Dataset, Split, from_arrays
+from training.data.records import OWN_ARRAYS, chosen_constants, configured_dataset
+from training.data.samplers import Sampler, make_sampler
 from training.engine import Engine, Watcher
 from training.errors import RunFolderError
-from training.feedback_trainer import FeedbackTrainer
-from training.network import FullyConnected, LayerShape, build_model
+from training.feedback.trainer import FeedbackTrainer
+from training.networks.network import FullyConnected, LayerShape, build_model
 from training.optimizers import make_optimizer
-from training.privacy import divisor_of, require_covered, run_guarantees
-from training.protection import RecordProtection
-from training.records import OWN_ARRAYS, chosen_constants, configured_dataset
-from training.run import Run, load_run
-from training.run_folder import RunFolder, facts_equal, versions
-from training.samplers import Sampler, make_sampler
+from training.protections.record import RecordProtection
+from training.protections.statements import divisor_of, require_covered, run_guarantees
+from training.runs.folder import RunFolder, facts_equal, versions
+from training.runs.run import Run, load_run
 from training.trainer import Trainer
 
 Arrays = tuple[np.ndarray | Tensor, np.ndarray | Tensor]

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import training
-from training.checkpoints import list_checkpoints, read_checkpoint
-from training.run_folder import RunFolder
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from training.runs.folder import RunFolder
 
 TOUCHES = ("write", "fsync", "replace", "ftruncate")
 CONFIG = {

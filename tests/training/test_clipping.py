@@ -5,7 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.clipping import ActivationClipping, clip_entries, offset_entries, scale_to_ball, scale_to_sphere
+from training.networks.clipping import (
+    ActivationClipping,
+    clip_entries,
+    offset_entries,
+    scale_to_ball,
+    scale_to_sphere,
+)
 
 
 def vectors(seed: int = 3) -> torch.Tensor:

@@ -12,9 +12,9 @@ from opusim.medium import Medium
 from opusim.randomness import noise_stream
 from training.config import OptimizerConfig, TrainerConfig
 from training.errors import TrainingDiverged
-from training.feedback_trainer import FeedbackTrainer
-from training.losses import cross_entropy
-from training.network import FullyConnected
+from training.feedback.trainer import FeedbackTrainer
+from training.networks.losses import cross_entropy
+from training.networks.network import FullyConnected
 from training.optimizers import make_optimizer
 
 WIDTHS = (9, 12, 15, 4)  # inputs, two hidden layers, classes

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from training.activations import ACTIVATIONS, activation_of
-from training.feedback import Backpropagation
-from training.losses import LOSSES
-from training.network import FullyConnected, LayerShape, build_model
+from training.feedback.rules import Backpropagation
+from training.networks.activations import ACTIVATIONS, activation_of
+from training.networks.losses import LOSSES
+from training.networks.network import FullyConnected, LayerShape, build_model
 
 MODULES = {"tanh": nn.Tanh, "relu": nn.ReLU, "sigmoid": nn.Sigmoid, "gelu": nn.GELU, "identity": nn.Identity}
 

@@ -14,10 +14,10 @@ import training
 from accounting.errors import NoGuarantee
 from opusim.randomness import noise_stream
 from training.config import OptimizerConfig, TrainerConfig
-from training.feedback_trainer import FeedbackTrainer
-from training.network import FullyConnected
+from training.feedback.trainer import FeedbackTrainer
+from training.networks.network import FullyConnected
 from training.optimizers import make_optimizer
-from training.protection import RecordProtection, record_norms
+from training.protections.record import RecordProtection, record_norms
 
 CLIP, DIVISOR = 0.27, 17.0
 

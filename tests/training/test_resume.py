@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import training
-from training.checkpoints import list_checkpoints, read_checkpoint
 from training.errors import RunFolderError, RunInterrupted
-from training.run_folder import RunFolder
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from training.runs.folder import RunFolder
 
 HARNESS = Path(__file__).with_name("kill_harness.py")
 CONFIG = {

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from training.samplers import (
+from training.data.samplers import (
     SCHEMES,
     DisjointCyclicSampler,
     FixedSizeSampler,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom, norm
 
-from training.samplers import (
+from training.data.samplers import (
     FixedSizeSampler,
     PoissonMinBatchSampler,
     PoissonSampler,

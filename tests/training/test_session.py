@@ -14,7 +14,7 @@ import training
 from opusim.errors import ConfigError, DeviceError
 from training.data.errors import DataError
 from training.errors import RunFolderError, TrainingDiverged
-from training.run_evaluation import evaluate_run
+from training.runs.run_evaluation import evaluate_run
 
 CONFIG = {"epochs": 2, "threads": 1, "model": {"hidden": [8]}, "sampler": {"batch_size": 16}}
 

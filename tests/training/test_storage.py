@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from training import storage
+from training.runs import storage
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from training.activations import ACTIVATIONS, Activation, activation_of
-from training.clipping import ClippedNeurons
+from training.networks.activations import ACTIVATIONS, Activation, activation_of
+from training.networks.clipping import ClippedNeurons
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from accounting.pdfa_mechanisms import PdfaWithoutFormula, PublishedLayer, Publi
 from accounting.record_mechanisms import RecordCentral, Unprotected
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise, NoiseModel
-from training.activations import ACTIVATIONS
 from training.config import RunConfig
 from training.data import Dataset
-from training.network import FullyConnected
-from training.records import OWN_ARRAYS
-from training.samplers import Sampler
+from training.data.records import OWN_ARRAYS
+from training.data.samplers import Sampler
+from training.networks.activations import ACTIVATIONS
+from training.networks.network import FullyConnected
 
 
 def require_covered(config: RunConfig, dataset: Dataset, sampler: Sampler) -> None:

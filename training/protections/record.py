@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opusim.randomness import NoiseStream
-from training.network import FullyConnected
+from training.networks.network import FullyConnected
 
 
 def record_norms(deltas: Sequence[Tensor], inputs: Sequence[Tensor], *, biases: Sequence[bool]) -> Tensor:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from accounting.guarantee import Guarantee
-from training.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
 from training.config import RunConfig
 from training.data import Split
 from training.data.arrays import check_lengths, check_range, checked_features, checked_labels
 from training.data.standardisation import Standardisation
 from training.errors import RunFolderError
-from training.evaluation import evaluate_split, model_outputs
-from training.network import FullyConnected, LayerShape, build_model
-from training.run_folder import RunFolder
+from training.networks.network import FullyConnected, LayerShape, build_model
+from training.runs.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
+from training.runs.evaluation import evaluate_split, model_outputs
+from training.runs.folder import RunFolder
 
 
 class Run:

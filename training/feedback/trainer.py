@@ -13,10 +13,9 @@ from opusim.devices.base import NoisyDevice
 from opusim.medium import Medium
 from opusim.randomness import NoiseStream
 from opusim.usage import Usage
-from training.clipping import ActivationClipping, scale_to_ball, scale_to_sphere
 from training.config import LossName, TrainerConfig
 from training.errors import TrainingDiverged
-from training.feedback import (
+from training.feedback.rules import (
     Alignment,
     Backpropagation,
     Deltas,
@@ -27,9 +26,10 @@ from training.feedback import (
     Projection,
     Scale,
 )
-from training.losses import LOSSES
-from training.network import ForwardPass, FullyConnected
-from training.protection import RecordProtection
+from training.networks.clipping import ActivationClipping, scale_to_ball, scale_to_sphere
+from training.networks.losses import LOSSES
+from training.networks.network import ForwardPass, FullyConnected
+from training.protections.record import RecordProtection
 from training.trainer import StepRecord, Trainer
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from training.errors import RunFolderError
 from training.optimizers import load_optimizer_tensors, optimizer_tensors
-from training.storage import write_file
+from training.runs.storage import write_file
 from training.trainer import Trainer
 
 SCHEMA_VERSION = 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
 from opusim.encodings import ternarize
-from training.network import ForwardPass, FullyConnected
+from training.networks.network import ForwardPass, FullyConnected
 
 Draw = Callable[[tuple[int, int]], Tensor]
 """Gives fresh noise of shape (batch, width)."""

@@ -12,10 +12,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
-from training import figures
-from training.records import OWN_ARRAYS
-from training.run import Run
-from training.storage import write_file
+from training.data.records import OWN_ARRAYS
+from training.runs import figures
+from training.runs.run import Run
+from training.runs.storage import write_file
 
 
 def write_report(run: Run) -> Path:
@@ -146,7 +146,9 @@ def _render(
     pictures: list[dict[str, str]],
     labels: Sequence[str] | None = None,
 ) -> str:
-    environment = Environment(loader=PackageLoader("training"), autoescape=True, undefined=StrictUndefined)
+    environment = Environment(
+        loader=PackageLoader("training.runs"), autoescape=True, undefined=StrictUndefined
+    )
     names = labels or [run_name(run) for run in runs]
     return environment.get_template("report.html").render(
         title=title,

@@ -10,8 +10,8 @@ import numpy as np
 
 from training.data import Split, load_dataset
 from training.data.errors import DataError
-from training.records import OWN_ARRAYS
-from training.run import Run, load_run
+from training.data.records import OWN_ARRAYS
+from training.runs.run import Run, load_run
 
 
 def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = None) -> dict[str, Any]:

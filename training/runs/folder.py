@@ -15,7 +15,7 @@ from typing import Any
 from opusim.errors import ConfigError
 from training.config import RunConfig, load_config
 from training.errors import RunFolderError
-from training.storage import append_line, read_json, read_lines, write_json, write_lines
+from training.runs.storage import append_line, read_json, read_lines, write_json, write_lines
 
 SCHEMA_VERSION = 1
 _PARTS = ("config", "network", "data", "device", "noise", "versions", "guarantees")

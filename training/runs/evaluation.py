@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from training.config import LossName
 from training.data import Split
-from training.losses import LOSSES
+from training.networks.losses import LOSSES
 
 _CHUNK = 4096
 

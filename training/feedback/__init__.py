@@ -1,0 +1,1 @@
+"""How the error reaches the hidden layers: backpropagation and direct feedback alignment, digital or photonic."""

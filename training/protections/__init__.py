@@ -1,0 +1,1 @@
+"""How a run protects its records or labels, and what may be stated about it."""

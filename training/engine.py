@@ -145,9 +145,8 @@ class Engine:
         left_in_epoch = -(self._step + 1) % self._sampler.steps_per_epoch
         ends_epoch = left_in_epoch == 0
         x, y = self._dataset.train.x[index], self._dataset.train.y[index]
-        record = self._trainer.step(
-            x, y, step=self._step, observe=not self._private and left_in_epoch < _OBSERVED_STEPS
-        )
+        observe = not self._private and left_in_epoch < _OBSERVED_STEPS
+        record = self._trainer.step(x, y, step=self._step, observe=observe, records=index)
         _require_finite(record.diagnostics)
         if not self._private:
             self._sums.add(record)

@@ -36,7 +36,9 @@ class Trainer(ABC):
     optimizer: torch.optim.Optimizer
 
     @abstractmethod
-    def step(self, x: Tensor, y: Tensor, *, step: int, observe: bool) -> StepRecord:
+    def step(
+        self, x: Tensor, y: Tensor, *, step: int, observe: bool, records: Tensor | None = None
+    ) -> StepRecord:
         """Do one update.
 
         Args:
@@ -44,6 +46,8 @@ class Trainer(ABC):
             y: Class numbers, shape (batch,).
             step: Number of the step, from 0; noise is keyed by it in experiment mode.
             observe: Whether to fill in the diagnostics, which cost time.
+            records: Numbers of the batch's records in the training set, shape (batch,); a protection that keeps
+                something for each record needs them.
 
         Raises:
             TrainingDiverged: The error is not finite; nothing was updated.
@@ -58,3 +62,8 @@ class Trainer(ABC):
     @abstractmethod
     def usage(self) -> Usage:
         """Frames, seconds and joules used so far; zero for a trainer without a device."""
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What else a resumed run must have back, by name; restored by copying into these tensors."""
+        return {}

@@ -29,7 +29,8 @@ from training.feedback.rules import (
 from training.networks.clipping import ActivationClipping, scale_to_ball, scale_to_sphere
 from training.networks.losses import LOSSES
 from training.networks.network import ForwardPass, FullyConnected
-from training.protections.record import RecordProtection
+from training.protections.base import Protection
+from training.protections.noisy_labels import NoisyLabels
 from training.trainer import StepRecord, Trainer
 
 
@@ -43,7 +44,8 @@ class FeedbackTrainer(Trainer):
         loss: "cross-entropy" or "squared-error".
         device: An open device; required by pdfa, ignored by the others.
         noise: Digital noise; required where config.sigma > 0.
-        protection: Clips and noises every record's contribution; None averages over the batch.
+        protection: Clips and noises the records' contributions; None averages over the batch.
+        noisy_labels: What is known of the labels, in place of the labels themselves; None takes these.
 
     Raises:
         ValueError: pdfa without a device, a device of other widths, or sigma without a noise stream.
@@ -58,7 +60,8 @@ class FeedbackTrainer(Trainer):
         loss: LossName = "cross-entropy",
         device: NoisyDevice | None = None,
         noise: NoiseStream | None = None,
-        protection: RecordProtection | None = None,
+        protection: Protection | None = None,
+        noisy_labels: NoisyLabels | None = None,
     ) -> None:
         self.kind = config.kind
         self.model = network.model
@@ -68,6 +71,7 @@ class FeedbackTrainer(Trainer):
         self._device = device if config.kind == "pdfa" else None
         self._noise = noise
         self._protection = protection
+        self._noisy_labels = noisy_labels
         self._clipping = ActivationClipping(
             tau_h_max=config.tau_h_max,
             tau_h_min=config.tau_h_min,
@@ -76,13 +80,15 @@ class FeedbackTrainer(Trainer):
         )
         self._feedback = self._make_feedback(config)
 
-    def step(self, x: Tensor, y: Tensor, *, step: int, observe: bool = False) -> StepRecord:
+    def step(
+        self, x: Tensor, y: Tensor, *, step: int, observe: bool = False, records: Tensor | None = None
+    ) -> StepRecord:
         """See Trainer.step; the diagnostics are alignment, signal_norm and noise_norm per layer."""
         for source in (self._device, self._noise, self._protection):
             if source is not None:
                 source.seek(step)
         forward = self._network.forward(x)
-        value = self._loss(forward.output, y)
+        value = self._loss(forward.output, self._targets(forward.output, y, records, step))
         derivative = self._network.derivative(forward, self._network.depth - 1, through_clip=True)
         error = value.output_gradient if derivative is None else value.output_gradient * derivative
         loss_sum = value.per_record.sum(dtype=torch.float64)
@@ -95,7 +101,7 @@ class FeedbackTrainer(Trainer):
             if len(x)
             else _no_deltas(forward)
         )
-        self._set_gradients(forward, deltas, divisor=max(len(x), 1))
+        self._set_gradients(forward, deltas, records)
         diagnostics = self._diagnostics(forward, error, deltas) if observe and len(x) else {}
         self.optimizer.step()
         return StepRecord(
@@ -111,21 +117,42 @@ class FeedbackTrainer(Trainer):
         return self._network.tensors
 
     @property
+    def state(self) -> dict[str, Tensor]:
+        """The protection's."""
+        return {} if self._protection is None else self._protection.state
+
+    @property
     def usage(self) -> Usage:
         """Usage of the device."""
         return self._device.usage if self._device is not None else Usage()
 
-    def _set_gradients(self, forward: ForwardPass, deltas: Deltas, *, divisor: float) -> None:
+    def _targets(self, output: Tensor, y: Tensor, records: Tensor | None, step: int) -> Tensor:
+        """What the loss compares the output with: class numbers, or soft labels."""
+        if self._noisy_labels is None:
+            return y
+        if records is None:
+            raise ValueError("records is missing; noisy labels are looked up by the records' numbers")
+        return self._noisy_labels.targets(output, records, step)
+
+    def _set_gradients(self, forward: ForwardPass, deltas: Deltas, records: Tensor | None) -> None:
+        network, protection = self._network, self._protection
+        inputs = self._update_inputs(forward)
+        if protection is not None:
+            reference = protection.reference
+            public = None if reference is None else self._update_inputs(network.forward(reference))
+            protection.set_gradients(network, deltas.layers, inputs, records=records, public_inputs=public)
+            return
+        divisor = max(len(forward.output), 1)
+        for layer, (delta, h) in enumerate(zip(deltas.layers, inputs, strict=True)):
+            network.set_gradient(layer, delta, h, divisor)
+
+    def _update_inputs(self, forward: ForwardPass) -> list[Tensor]:
+        """What each layer's update takes for h_(l-1), clipped where the configuration says so."""
         network = self._network
-        inputs = [
+        return [
             self._clipping(h, layer=layer, depth=network.depth, n_layer=network.widths[layer])
             for layer, h in enumerate(forward.inputs)
         ]
-        if self._protection is not None:
-            self._protection.set_gradients(network, deltas.layers, inputs)
-            return
-        for layer, (delta, h) in enumerate(zip(deltas.layers, inputs, strict=True)):
-            network.set_gradient(layer, delta, h, divisor)
 
     def _diagnostics(self, forward: ForwardPass, error: Tensor, deltas: Deltas) -> dict[str, list[float]]:
         """Cosine of each layer's update with its backpropagation gradient (Figure 2, right), and norms."""

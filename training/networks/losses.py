@@ -23,13 +23,17 @@ class LossValue:
 
 
 def cross_entropy(output: Tensor, labels: Tensor) -> LossValue:
-    """-log softmax(output)[label], whose derivative is softmax(output) - onehot(label).
+    """-sum_k target_k log softmax(output)_k, whose derivative is softmax(output) - target.
 
     Args:
         output: Logits, shape (batch, n_classes).
-        labels: Class numbers, int64, shape (batch,).
+        labels: Class numbers, int64, shape (batch,), for one-hot targets; or the targets, float, rows of sum 1, shape
+            (batch, n_classes).
     """
     log_probabilities = torch.log_softmax(output, dim=1)
+    if labels.is_floating_point():
+        per_record = -(labels * log_probabilities).sum(dim=1)
+        return LossValue(per_record=per_record, output_gradient=log_probabilities.exp().sub_(labels))
     index = labels.unsqueeze(1)
     gradient = log_probabilities.exp()
     gradient.scatter_add_(1, index, gradient.new_full((), -1.0).expand(index.shape))
@@ -37,12 +41,15 @@ def cross_entropy(output: Tensor, labels: Tensor) -> LossValue:
 
 
 def squared_error(output: Tensor, labels: Tensor) -> LossValue:
-    """||output - onehot(label)||^2 / 2, whose derivative is output - onehot(label).
+    """||output - target||^2 / 2, whose derivative is output - target.
 
     Args:
         output: Network outputs, shape (batch, n_classes).
-        labels: Class numbers, int64, shape (batch,).
+        labels: As for `cross_entropy`.
     """
+    if labels.is_floating_point():
+        residual = output - labels
+        return LossValue(per_record=0.5 * residual.square().sum(dim=1), output_gradient=residual)
     index = labels.unsqueeze(1)
     residual = output.clone()
     residual.scatter_add_(1, index, residual.new_full((), -1.0).expand(index.shape))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from opusim.randomness import NoiseStream
 from training.networks.network import FullyConnected
+from training.protections.base import Protection, bounded_factors, finite_rows
 
 
 def record_norms(deltas: Sequence[Tensor], inputs: Sequence[Tensor], *, biases: Sequence[bool]) -> Tensor:
@@ -35,7 +36,7 @@ def record_norms(deltas: Sequence[Tensor], inputs: Sequence[Tensor], *, biases: 
     return torch.stack(squares).sum(dim=0).sqrt()
 
 
-class RecordProtection:
+class RecordProtection(Protection):
     """Writes clipped, noised gradients into a network.
 
     Guarantees, for every batch whatever it holds:
@@ -54,33 +55,28 @@ class RecordProtection:
     def __init__(
         self, *, clip_norm: float, noise_multiplier: float, divisor: float, noise: NoiseStream
     ) -> None:
+        super().__init__(noise)
         self._clip_norm = clip_norm
         self._noise_std = noise_multiplier * clip_norm
         self._divisor = divisor
-        self._noise = noise
-
-    def seek(self, step: int) -> None:
-        """Position the noise at the start of a step."""
-        self._noise.seek(step)
 
     def set_gradients(
-        self, network: FullyConnected, deltas: Sequence[Tensor], inputs: Sequence[Tensor]
+        self,
+        network: FullyConnected,
+        deltas: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        records: Tensor | None = None,
+        public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """Write the private gradient of every parameter.
-
-        Args:
-            network: Whose gradients are written.
-            deltas: delta_l of each layer, shapes (batch, n_l).
-            inputs: h_(l-1) of each layer, shapes (batch, n_(l-1)).
-        """
+        """See Protection.set_gradients."""
         biases = [linear.bias is not None for linear in network.linears]
         norms = record_norms(deltas, inputs, biases=biases)
         finite = torch.isfinite(norms)
-        factors = (self._clip_norm / norms.clamp_min(torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+        factors = bounded_factors(norms, self._clip_norm)
         if not bool(finite.all()):
-            factors = torch.where(finite, factors, 0.0)
-            deltas = [torch.where(finite[:, None], delta, 0.0) for delta in deltas]
-            inputs = [torch.where(finite[:, None], h, 0.0) for h in inputs]
+            deltas = [finite_rows(delta, finite) for delta in deltas]
+            inputs = [finite_rows(h, finite) for h in inputs]
         for layer, (delta, h) in enumerate(zip(deltas, inputs, strict=True)):
             linear = network.linears[layer]
             scaled = delta * factors[:, None]  # (batch, n_l)

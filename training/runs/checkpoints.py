@@ -32,7 +32,7 @@ class Checkpoint:
 
     Attributes:
         step: Steps done.
-        tensors: "model.*" and "optimizer.*" tensors.
+        tensors: "model.*", "optimizer.*" and "state.*" tensors.
         progress: The engine's running sums and the usage of the device, as JSON.
     """
 
@@ -56,6 +56,7 @@ def save_checkpoint(
     """
     tensors = {f"model.{name}": tensor for name, tensor in trainer.tensors.items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(trainer.optimizer).items()}
+    tensors |= {f"state.{name}": tensor for name, tensor in trainer.state.items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     facts = {
         "schema_version": SCHEMA_VERSION,
@@ -97,18 +98,20 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(step=facts["step"], tensors=tensors, progress=facts["progress"])
 
 
-def copy_parameters(checkpoint: Checkpoint, wanted: Mapping[str, Tensor], path: Path) -> None:
+def copy_parameters(
+    checkpoint: Checkpoint, wanted: Mapping[str, Tensor], path: Path, *, prefix: str = "model."
+) -> None:
     """Copy a checkpoint's parameters into those of a network.
 
     Args:
         checkpoint: What was read.
         wanted: The network's parameters by name; they are overwritten.
         path: The file, for the message.
+        prefix: Of the parameters' names in the checkpoint.
 
     Raises:
         RunFolderError: The checkpoint is of another network; the message names the first difference.
     """
-    prefix = "model."
     found = {name[len(prefix) :]: t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
     for name in sorted(wanted.keys() | found.keys()):
         shapes = [list(t[name].shape) if name in t else None for t in (wanted, found)]
@@ -123,8 +126,9 @@ def copy_parameters(checkpoint: Checkpoint, wanted: Mapping[str, Tensor], path: 
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint, path: Path) -> None:
-    """Give a trainer the parameters and the optimizer state of a checkpoint."""
+    """Give a trainer the parameters, the optimizer's state and its own of a checkpoint."""
     copy_parameters(checkpoint, trainer.tensors, path)
+    copy_parameters(checkpoint, trainer.state, path, prefix="state.")
     prefix = "optimizer."
     state = {name[len(prefix) :]: t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
     load_optimizer_tensors(trainer.optimizer, state)

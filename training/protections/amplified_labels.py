@@ -1,0 +1,122 @@
+"""Labels under a secret batch: contributions are clipped in a public geometry and noise has that geometry (S1, S2).
+
+The features are public and labels are protected. Layer l's update of record i is delta_i h_i^T (h with the bias's
+constant). P_l is a positive definite matrix from public rows: their second moment, times the sum of all fan-ins, so
+that a record of ordinary features has sum_l h_l^T P_l^-1 h_l = 1. A step releases
+
+    [sum over a secret Poisson(q) batch of min(1, C / c_i) delta_li h_li^T + z C Xi_l P_l^(1/2)] / divisor,
+    c_i^2 = sum_l ||delta_li||^2 h_li^T P_l^-1 h_li,
+
+Xi_l independent N(0, 1). Whitened by P_l, each record's contribution has norm C at most under every label, whatever a
+device's noise did to delta: the Poisson-subsampled Gaussian mechanism with multiplier z under replace_one.
+Source: docs/privacy.md, section 1.3 (S1, S2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from opusim.randomness import NoiseStream
+from training.networks.network import FullyConnected
+from training.protections.base import (
+    Protection,
+    bounded_factors,
+    finite_rows,
+    with_constant,
+    write_gradient,
+)
+from training.protections.metric import Metric, equalised_weights
+
+_EQUALISING_ROUNDS = 30
+
+
+class AmplifiedLabels(Protection):
+    """Writes clipped, noised gradients that protect labels.
+
+    Args:
+        clip_norm: C > 0, in the units above.
+        noise_multiplier: z >= 0.
+        divisor: The constant that the noisy sum is divided by, > 0; never the realised batch size.
+        floor: lambda of P_l over the mean of its diagonal, > 0.
+        reference: Features of public records, shape (n, n_0): training records, whose features are public here.
+        equalise: Whether the first layer weighs them by the D-optimal design (S2).
+        noise: Source of independent N(0, 1).
+    """
+
+    def __init__(
+        self,
+        *,
+        clip_norm: float,
+        noise_multiplier: float,
+        divisor: float,
+        floor: float,
+        reference: Tensor,
+        equalise: bool,
+        noise: NoiseStream,
+    ) -> None:
+        super().__init__(noise)
+        self._clip_norm = clip_norm
+        self._noise_std = noise_multiplier * clip_norm
+        self._divisor = divisor
+        self._floor = floor
+        self.reference = reference
+        self._equalise = equalise
+        self._first: Metric | None = None  # the network's input never changes, so neither does its geometry
+
+    def set_gradients(
+        self,
+        network: FullyConnected,
+        deltas: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        records: Tensor | None = None,
+        public_inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """See Protection.set_gradients."""
+        if public_inputs is None:
+            raise ValueError(
+                "public_inputs is missing; amplified label noise has the geometry of public records"
+            )
+        biases = [linear.bias is not None for linear in network.linears]
+        rows = [with_constant(h, bias=bias) for h, bias in zip(inputs, biases, strict=True)]
+        public = [with_constant(h, bias=bias) for h, bias in zip(public_inputs, biases, strict=True)]
+        metrics = self._metrics(public)
+        norms = whitened_norms(deltas, rows, metrics)
+        factors = bounded_factors(norms, self._clip_norm)
+        finite = torch.isfinite(norms)
+        for layer, (delta, row, metric) in enumerate(zip(deltas, rows, metrics, strict=True)):
+            scaled = finite_rows(delta, finite) * factors[:, None].to(delta.dtype)
+            total = scaled.t() @ finite_rows(row, finite)  # (n_l, n_(l-1) + 1)
+            if self._noise_std:
+                white = self._noise.normal(total.shape, device=total.device)
+                total.add_(metric.colour(white), alpha=self._noise_std)
+            write_gradient(network, layer, total.div_(self._divisor))
+
+    def _metrics(self, public: Sequence[Tensor]) -> list[Metric]:
+        """P_l of every layer, scaled by the sum of fan-ins."""
+        scale = sum(row.shape[1] for row in public) ** 0.5
+        if self._first is None:
+            weights = None
+            if self._equalise:
+                weights = equalised_weights(public[0], rounds=_EQUALISING_ROUNDS, floor=self._floor)
+            self._first = Metric.of_rows(public[0] * scale, weights=weights, floor=self._floor)
+        others = [Metric.of_rows(row * scale, floor=self._floor) for row in public[1:]]
+        return [self._first, *others]
+
+
+def whitened_norms(deltas: Sequence[Tensor], rows: Sequence[Tensor], metrics: Sequence[Metric]) -> Tensor:
+    """c_i = sqrt(sum_l ||delta_li||^2 h_li^T P_l^-1 h_li), float64, shape (batch,).
+
+    Args:
+        deltas: delta_l of each layer, shapes (batch, n_l).
+        rows: h_(l-1) of each layer with the bias's constant, shapes (batch, n_(l-1) + 1).
+        metrics: P_l.
+    """
+    squares = [
+        delta.double().square().sum(dim=1) * metric.leverages(row)
+        for delta, row, metric in zip(deltas, rows, metrics, strict=True)
+    ]
+    return torch.stack(squares).sum(dim=0).sqrt()

@@ -1,0 +1,110 @@
+"""Labels with a budget for each record: noise on every layer's signal, accounted by leverages and a filter.
+
+The features are public and labels are protected. Layer l's signal of record i is delta_li (slopes included), brought
+into the ball of radius tau; noise is added to it afterwards, and to every weight:
+
+    U_l = sum_i (delta_li + g_li) h_li^T + sqrt(lambda) sigma Xi_l,  g ~ N(0, sigma^2), sigma = z tau,
+
+so a changed label of record i shifts it by at most Delta_l = min(2 tau, the error's own largest distance) times h_i,
+against the covariance sigma^2 (H^T H + lambda I) of every row: mu_i^2 = sum_l Delta_l^2 lev_li / sigma^2. Before the
+step is computed the filter charges mu_i^2 to each record; one that cannot pay keeps its noise and loses its signal.
+Source: docs/privacy.md, section 1.3 (leverages, filter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accounting.label_filter import LabelFilter
+from accounting.label_leverage import step_mu_bound
+from opusim.randomness import NoiseStream
+from training.networks.clipping import scale_to_ball
+from training.networks.network import FullyConnected
+from training.protections.base import Protection, with_constant, write_gradient
+from training.protections.metric import batch_leverages
+
+_OUTPUT_DISTANCE = 2**0.5
+"""Largest distance of two errors p - y of one record."""
+
+
+class BudgetedLabels(Protection):
+    """Writes noised gradients that protect labels, and charges every record's budget.
+
+    Args:
+        budget_mu: B > 0; the whole run is B-GDP for labels.
+        n_records: Records of the training set.
+        clip_norm: tau > 0, the ball of each layer's signal.
+        noise_multiplier: z > 0.
+        floor: lambda over the mean of the diagonal of H^T H, > 0.
+        noise: Source of independent N(0, 1).
+    """
+
+    def __init__(
+        self,
+        *,
+        budget_mu: float,
+        n_records: int,
+        clip_norm: float,
+        noise_multiplier: float,
+        floor: float,
+        noise: NoiseStream,
+    ) -> None:
+        super().__init__(noise)
+        self._filter = LabelFilter(budget_mu=budget_mu, n_records=n_records)
+        self._spent = torch.zeros(n_records, dtype=torch.float64)
+        self._clip_norm = clip_norm
+        self._noise_std = noise_multiplier * clip_norm
+        self._floor = floor
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What each record has spent, which is public."""
+        return {"label_spending": self._spent}
+
+    def set_gradients(
+        self,
+        network: FullyConnected,
+        deltas: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        records: Tensor | None = None,
+        public_inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """See Protection.set_gradients."""
+        if records is None:
+            raise ValueError("records is missing; the filter must know whose budget a batch spends")
+        rows = [
+            with_constant(h, bias=linear.bias is not None)
+            for h, linear in zip(inputs, network.linears, strict=True)
+        ]
+        scores, ridges = self._leverages(rows)
+        keeps = self._charge(records, scores)[:, None]
+        divisor = max(len(records), 1)
+        for layer, (delta, row, ridge) in enumerate(zip(deltas, rows, ridges, strict=True)):
+            signal = torch.where(keeps, scale_to_ball(delta, self._clip_norm), 0.0)
+            noisy = self._noise.add_to(signal, self._noise_std)
+            total = noisy.t() @ row  # (n_l, n_(l-1) + 1)
+            write_gradient(
+                network, layer, self._noise.add_to(total, ridge**0.5 * self._noise_std).div_(divisor)
+            )
+
+    def _leverages(self, rows: Sequence[Tensor]) -> tuple[list[np.ndarray], list[float]]:
+        """Leverages of every layer, shapes (batch, 1), and lambda."""
+        if not len(rows[0]):
+            return [np.zeros((0, 1)) for _ in rows], [self._floor for _ in rows]
+        pairs = [batch_leverages(row, floor=self._floor) for row in rows]
+        return [scores.cpu().numpy()[:, None] for scores, _ in pairs], [ridge for _, ridge in pairs]
+
+    def _charge(self, records: Tensor, scores: Sequence[np.ndarray]) -> Tensor:
+        """Which records can pay for the step, shape (batch,), bool."""
+        distances = [2 * self._clip_norm] * len(scores)
+        distances[-1] = min(distances[-1], _OUTPUT_DISTANCE)
+        mu = step_mu_bound(distances, scores, [self._noise_std] * len(scores))
+        self._filter.restore(self._spent.numpy())
+        keeps = self._filter.admit(records.cpu().numpy(), mu)
+        self._spent.copy_(torch.from_numpy(self._filter.spent))
+        return torch.from_numpy(keeps).to(records.device)

@@ -1,0 +1,98 @@
+"""The geometry that label noise lives in: a positive definite matrix over a layer's inputs, and its leverages.
+
+P = sum_r w_r h_r h_r^T + lambda I over public rows h_r (the constant 1 of the bias included), lambda a stated share of
+the mean of the sum's diagonal. The leverage of a row is h^T P^-1 h. Both are computed in float64, and noise is drawn
+with the same factor L (P = L L^T) that the leverages come from.
+Source: docs/privacy.md, section 1.3 (labels).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """P by its Cholesky factor.
+
+    Attributes:
+        factor: L, lower triangular, float64, shape (d, d).
+    """
+
+    factor: Tensor
+
+    @classmethod
+    def of_rows(cls, rows: Tensor, *, weights: Tensor | None = None, floor: float) -> Metric:
+        """P of rows that are public.
+
+        Args:
+            rows: h_r with the bias's constant, shape (n, d).
+            weights: w_r >= 0, shape (n,); None for 1 / n each.
+            floor: lambda over the mean of the sum's diagonal, above 0.
+        """
+        h = rows.double()
+        weighted = h / len(h) if weights is None else h * weights.double()[:, None]
+        p = h.t() @ weighted
+        ridge = floor * p.diagonal().mean().clamp_min(torch.finfo(p.dtype).tiny)
+        p.diagonal().add_(ridge)
+        return cls(factor=torch.linalg.cholesky(p))
+
+    def leverages(self, rows: Tensor) -> Tensor:
+        """h^T P^-1 h of each row, float64, shape (batch,).
+
+        Args:
+            rows: h with the bias's constant, shape (batch, d).
+        """
+        whitened = torch.linalg.solve_triangular(self.factor, rows.double().t(), upper=False)  # (d, batch)
+        return whitened.square().sum(dim=0)
+
+    def colour(self, white: Tensor) -> Tensor:
+        """Rows with covariance P out of rows of independent N(0, 1), shape (n, d), float32."""
+        return white @ self.factor.to(white.dtype).t()
+
+
+def equalised_weights(rows: Tensor, *, rounds: int, floor: float) -> Tensor:
+    """Kiefer-Wolfowitz weights of the D-optimal design, float64, sum 1, shape (n,).
+
+    Each round multiplies w_r by lev_r / sum_k w_k lev_k; the largest leverage falls towards d, which is the least that
+    it can be. The weights see public features only.
+
+    Args:
+        rows: h_r with the bias's constant, shape (n, d).
+        rounds: At least 0.
+        floor: As in `Metric.of_rows`.
+    """
+    weights = rows.new_full((len(rows),), 1 / len(rows), dtype=torch.float64)
+    for _ in range(rounds):
+        weights = weights * Metric.of_rows(rows, weights=weights, floor=floor).leverages(rows)
+        weights = weights / weights.sum()
+    return weights
+
+
+def batch_leverages(rows: Tensor, *, floor: float) -> tuple[Tensor, float]:
+    """lev_i = h_i^T (sum_k h_k h_k^T + lambda I)^-1 h_i of a batch in itself, and lambda.
+
+    Through the smaller of the two Gram matrices; the other form is lev = 1 - lambda diag((H H^T + lambda I)^-1).
+
+    Args:
+        rows: h_i with the bias's constant, shape (batch, d), at least one row.
+        floor: lambda over the mean of the sum's diagonal, above 0.
+
+    Returns:
+        The leverages, float64, shape (batch,), in [0, 1]; lambda.
+    """
+    h = rows.double()
+    ridge = floor * float(h.square().sum()) / h.shape[1] or floor
+    if len(h) >= h.shape[1]:
+        gram = h.t() @ h
+        gram.diagonal().add_(ridge)
+        scores = Metric(factor=torch.linalg.cholesky(gram)).leverages(h)
+    else:
+        gram = h @ h.t()
+        gram.diagonal().add_(ridge)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
+        scores = 1 - ridge * inverse.diagonal()
+    return scores.clamp(0.0, 1.0), ridge

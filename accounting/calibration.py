@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 from scipy.optimize import brentq
 
@@ -17,8 +18,10 @@ _MOST_NOISE = 1e6
 _LEAST_NOISE = 1e-2
 _RELATIVE = 1e-4
 
+M = TypeVar("M", bound=Mechanism)
 
-def calibrate(mechanism: Mechanism, *, target_epsilon: float, delta: float) -> tuple[Mechanism, Guarantee]:
+
+def calibrate(mechanism: M, *, target_epsilon: float, delta: float) -> tuple[M, Guarantee]:
     """The mechanism with the least noise whose proven epsilon is at most the target.
 
     Args:
@@ -35,7 +38,7 @@ def calibrate(mechanism: Mechanism, *, target_epsilon: float, delta: float) -> t
     """
     arguments.positive(target_epsilon=target_epsilon)
     if isinstance(mechanism, RandomizedResponse):
-        return _calibrate_response(mechanism, target_epsilon, delta)
+        return _calibrate_response(mechanism, target_epsilon, delta)  # type: ignore[return-value]
     field = mechanism.noise_field
     if field is None:
         raise NoGuarantee(

@@ -117,6 +117,6 @@ def guarantees(mechanisms: Sequence[LabelBudget], *, delta: float, enforced: boo
             delta=delta,
             source="docs/privacy.md, sections 4 and 5: leverage scores and a filter (adaptive Gaussian composition)",
             assumptions=stated(checked, trusted, enforced=enforced),
-            device_model=hardware,
+            device_model=hardware or any(mechanism.device_noise for mechanism in mechanisms),
         )
     ]

@@ -72,11 +72,13 @@ class LabelBudget(Mechanism):
         budget_mu: B > 0; the run is B-GDP for labels, whatever was spent.
         order: "published": any bounded signal, then credited Gaussian noise. "hardware": the reading's own
             Gaussian noise, of a law that no label changes, followed by nothing but a public constant gain.
+        device_noise: Whether the credited noise is a device's, of Gaussian law; in hardware order it always is.
         beta: Probability that the certificate of the device's noise is wrong, in [0, 1); 0 for digital noise.
     """
 
     budget_mu: float
     order: str = "published"
+    device_noise: bool = False
     beta: float = 0.0
 
     kind: ClassVar[str] = "label_budget"

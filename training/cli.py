@@ -19,7 +19,7 @@ app = typer.Typer(
     name="opusim",
     help="Train neural networks on a simulated or real optical processing unit (OPU), and see what its noise does.",
     epilog="Start with:  opusim train pdfa --data digits\n\nAny command takes --debug, which shows the traceback of an "
-    "error. Exit codes: 2 for bad input, 3 for a device fault, 130 for Ctrl-C.",
+    "error. Exit codes: 2 for bad input, 3 for a device fault, 4 for a spent privacy budget, 130 for Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -84,10 +84,18 @@ Sigma = Annotated[
 Protect = Annotated[
     str | None,
     typer.Option(
-        help="record: clip every record's contribution, add central Gaussian noise, take Poisson batches. "
-        "Needs --noise-multiplier."
+        help="What is protected: record (whole records; Poisson batches), label, label-amplified (Poisson batches), "
+        "label-once or label-response (labels alone, features public). Needs --epsilon, or for record and "
+        "label-amplified --noise-multiplier."
     ),
 ]
+Epsilon = Annotated[
+    float | None,
+    typer.Option(
+        help="Privacy budget: sets the noise where none is given; training stops before it is exceeded."
+    ),
+]
+Delta = Annotated[float | None, typer.Option(help="delta of every guarantee (1e-5 by default).")]
 NoiseMultiplier = Annotated[
     float | None, typer.Option(help="Standard deviation of the central noise over the clip norm.")
 ]
@@ -111,6 +119,8 @@ def train_pdfa(
     seed: Seed = None,
     out: Out = None,
     protect: Protect = None,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
     noise_multiplier: NoiseMultiplier = None,
     release: ReleaseMode = False,
     quiet: Quiet = False,
@@ -121,7 +131,7 @@ def train_pdfa(
         **({"name": device} if device is not None else {}),
         **({"noise": {"sigma": sigma}} if sigma is not None else {}),
     }
-    changes |= _private_changes(protect, noise_multiplier, release)
+    changes |= _private_changes(protect, epsilon, delta, noise_multiplier, release)
     _train(config, settings, changes, out, quiet)
 
 
@@ -137,6 +147,8 @@ def _digital_command(kind: str, description: str) -> None:
         seed: Seed = None,
         out: Out = None,
         protect: Protect = None,
+        epsilon: Epsilon = None,
+        delta: Delta = None,
         noise_multiplier: NoiseMultiplier = None,
         release: ReleaseMode = False,
         quiet: Quiet = False,
@@ -144,7 +156,7 @@ def _digital_command(kind: str, description: str) -> None:
         changes = _changes(kind, data, epochs, seed)
         if sigma is not None:
             changes["trainer"] |= {"sigma": sigma, "order": "published"}
-        changes |= _private_changes(protect, noise_multiplier, release)
+        changes |= _private_changes(protect, epsilon, delta, noise_multiplier, release)
         _train(config, settings, changes, out, quiet)
 
     train_app.command(kind, help=description, epilog=_EXAMPLES.format(kind=kind))(command)
@@ -238,7 +250,7 @@ def report(
 
 
 def main() -> None:
-    """Run the command; exit codes: 2 for bad input, 3 for a device fault, 130 for Ctrl-C."""
+    """Run the command; exit codes: 2 for bad input, 3 for a device fault, 4 for a spent budget, 130 for Ctrl-C."""
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
@@ -253,10 +265,13 @@ def main() -> None:
 
 
 def _exit_code(error: BaseException) -> int:
+    from accounting.errors import BudgetExceeded
     from training.errors import RunInterrupted
 
     if isinstance(error, RunInterrupted):
         return 130
+    if isinstance(error, BudgetExceeded):
+        return 4
     return 3 if isinstance(error, DeviceError) else 2
 
 
@@ -272,17 +287,20 @@ def _changes(kind: str, data: str | None, epochs: int | None, seed: int | None) 
     return changes
 
 
-def _private_changes(protect: str | None, noise_multiplier: float | None, release: bool) -> dict[str, Any]:
-    """The privacy flags as a nested mapping; protected records come in Poisson batches."""
+def _private_changes(
+    protect: str | None,
+    epsilon: float | None,
+    delta: float | None,
+    noise_multiplier: float | None,
+    release: bool,
+) -> dict[str, Any]:
+    """The privacy flags as a nested mapping; protections by secret batches take Poisson batches."""
+    flags = {"kind": protect, "epsilon": epsilon, "delta": delta, "noise_multiplier": noise_multiplier}
     changes: dict[str, Any] = {"mode": "release"} if release else {}
-    protection: dict[str, Any] = {}
-    if noise_multiplier is not None:
-        protection["noise_multiplier"] = noise_multiplier
-    if protect is not None:
-        protection["kind"] = protect
-        if protect == "record":
-            changes["sampler"] = {"scheme": "poisson"}
-    return changes | ({"protection": protection} if protection else {})
+    changes["protection"] = {key: value for key, value in flags.items() if value is not None}
+    if protect in ("record", "label-amplified"):
+        changes["sampler"] = {"scheme": "poisson"}
+    return changes
 
 
 def _train(

@@ -19,6 +19,7 @@ TrainerName = Literal["bp", "dfa", "tdfa", "pdfa"]
 LossName = Literal["cross-entropy", "squared-error"]
 ClippedLayers = Literal["all", "hidden", "feedback", "none"]
 WidthRule = Literal["fan-in", "layer"]
+ProtectionName = Literal["none", "record", "label", "label-amplified", "label-once", "label-response"]
 
 
 class Section(BaseModel):
@@ -54,6 +55,10 @@ class DataConfig(Section):
     """Another public constant to subtract instead, for features in [0, 1]; together with std."""
     std: float | None = Field(None, gt=0.0)
     """Another public constant to divide by instead; together with mean."""
+    components: int | None = Field(None, ge=1)
+    """Replace the features by so many principal components of the training records; for public features only."""
+    whitening: float = Field(0.5, ge=0.0, le=1.0)
+    """How far the components are brought to one variance: 0 not at all, 1 completely."""
 
     @model_validator(mode="after")
     def _check_constants(self) -> Self:
@@ -185,27 +190,59 @@ class TrainerConfig(Section):
 class ProtectionConfig(Section):
     """What is protected, and how strongly."""
 
-    kind: Literal["none", "record"] = "none"
-    """none: noise only where the trainer puts it. record: every record's contribution is clipped, central Gaussian
-    noise is added to their sum, batches are Poisson samples (sampler.scheme=poisson)."""
-    noise_multiplier: float | None = Field(None, gt=0.0)
-    """z: the noise has standard deviation z clip_norm in every entry of the sum; it is drawn digitally, and the
-    device's own noise earns no credit."""
+    kind: ProtectionName = "none"
+    """none: noise only where the trainer puts it. record: whole records, by clipped contributions, central Gaussian
+    noise and Poisson batches. label, label-amplified, label-once, label-response: the labels alone, the features
+    being public; by noise on every layer's signal and a budget for each record, by clipping and noise in the geometry
+    of public features with secret Poisson batches, by one noisy reading of each label, by randomized response."""
+    epsilon: float | None = Field(None, gt=0.0)
+    """Budget at delta: training stops before the step that would exceed it. Where the noise is not given it is the
+    least that reaches this epsilon."""
     delta: float = Field(1e-5, gt=0.0, lt=1.0)
     """delta of every guarantee that this run prints."""
-    clip_norm: float = Field(1.0, gt=0.0)
-    """C: largest Euclidean norm of a record's contribution, over all layers."""
+    noise_multiplier: float | None = Field(None, gt=0.0)
+    """z: the noise's standard deviation over clip_norm (record, label, label-amplified); None takes it from epsilon."""
+    clip_norm: float | None = Field(None, gt=0.0)
+    """Largest norm of a record's contribution: over all layers (record, 1 by default), of each layer's signal (label,
+    1 by default), over all layers in the geometry of public features (label-amplified, 0.2 by default)."""
     divisor: float | None = Field(None, gt=0.0)
     """Constant that the noisy sum is divided by; None takes sampler.batch_size, never the realised size."""
+    noise: Literal["digital", "device"] = "digital"
+    """Where the credited noise comes from: a digital generator, and the device's own noise earns nothing; or the
+    device, whose noise must be Gaussian."""
+    floor: float = Field(1e-3, gt=0.0)
+    """Noise on every weight beside that on the signals, as a share of the mean second moment of a layer's inputs
+    (label, label-amplified)."""
+    reference_size: int = Field(4096, ge=1)
+    """Public records, drawn from the training features, that give label-amplified noise its geometry."""
+    equalise: bool = False
+    """Whether these records are weighed by the D-optimal design in the first layer (label-amplified, S2)."""
+    flat_prior: float = Field(0.3, ge=0.0, le=1.0)
+    """Share of the training before the model's own prediction becomes the prior of a noisy label (label-once,
+    label-response); 1 for never."""
+
+    @property
+    def clip(self) -> float:
+        """clip_norm, or its default for this kind."""
+        default = 0.2 if self.kind == "label-amplified" else 1.0
+        return default if self.clip_norm is None else self.clip_norm
 
     @model_validator(mode="after")
     def _check_strength(self) -> Self:
-        if self.kind == "record" and self.noise_multiplier is None:
-            raise ValueError("noise_multiplier is missing; kind = 'record' needs one above 0, such as 1.0")
-        if self.kind == "none" and self.noise_multiplier is not None:
-            raise ValueError(
-                f"noise_multiplier = {self.noise_multiplier} does nothing under kind = 'none'; set kind = 'record'"
-            )
+        given = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier}
+        if self.kind == "none":
+            for name, value in given.items():
+                if value is not None:
+                    raise ValueError(
+                        f"{name} = {value} does nothing under kind = 'none'; set protection.kind"
+                    )
+        elif self.kind in ("record", "label-amplified"):
+            if self.epsilon is None and self.noise_multiplier is None:
+                raise ValueError(
+                    f"epsilon is missing; kind = {self.kind!r} needs one above 0, such as 3.0, or a noise_multiplier"
+                )
+        elif self.epsilon is None:
+            raise ValueError(f"epsilon is missing; kind = {self.kind!r} needs one above 0, such as 3.0")
         return self
 
 
@@ -266,7 +303,12 @@ class RunConfig(Section):
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @model_validator(mode="after")
-    def _check_loss(self) -> Self:
+    def _check_parts(self) -> Self:
+        if self.protection.noise == "device" and self.trainer.kind != "pdfa":
+            raise ValueError(
+                f"protection.noise = 'device' needs a device, but trainer.kind = {self.trainer.kind!r} has none; "
+                "train pdfa, or take 'digital'"
+            )
         if self.loss == "cross-entropy" and self.model.output_activation != "identity":
             raise ValueError(
                 f"loss = 'cross-entropy' takes logits, but model.output_activation = "

@@ -7,13 +7,16 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from accounting.errors import BudgetExceeded
+from accounting.ledger import Ledger
+from accounting.mechanisms import Mechanism
 from opusim.usage import Usage
 from training.config import LossName
 from training.data import Dataset
@@ -83,7 +86,7 @@ class Engine:
         self._dataset = dataset
         self._sampler = sampler
         self._folder = folder
-        self._total_steps = epochs * sampler.steps_per_epoch
+        self.total_steps = epochs * sampler.steps_per_epoch
         self._loss = loss
         self._checkpoint_every = checkpoint_every or sampler.steps_per_epoch
         self._keep = keep
@@ -114,30 +117,52 @@ class Engine:
         self._earlier_usage = Usage.from_json(checkpoint.progress["usage"])
         self._folder.drop_metrics_after(self._step)
 
-    def run(self) -> dict[str, Any]:
+    def run(self, ledger: Ledger, mechanisms: Sequence[Mechanism]) -> dict[str, Any]:
         """Train to the end and write the summary, which is returned.
 
+        Args:
+            ledger: Where every step is paid for before it is computed.
+            mechanisms: What one step releases; none where everything was paid for before.
+
         Raises:
+            BudgetExceeded: The next step would cost more than the budget; the run ends here, with its summary.
+            LedgerCorrupt: A step that was computed is not paid for.
             TrainingDiverged: A batch's error is not finite; the last checkpoint is kept.
             RunInterrupted: Ctrl-C; a checkpoint was written first.
             OSError: The disk is full or not writable; the last checkpoint is kept.
         """
         if self._watcher:
-            self._watcher.on_start(step=self._step, total_steps=self._total_steps)
+            self._watcher.on_start(step=self._step, total_steps=self.total_steps)
         self._epoch_started = time.perf_counter()
+        if mechanisms:
+            ledger.require_covers(self._step)
         with _deferred_interrupt() as interrupted:
-            while self._step < self._total_steps:
+            while self._step < self.total_steps:
+                if mechanisms:
+                    self._pay(ledger, mechanisms)
                 self._advance()
-                if interrupted.is_set() and self._step < self._total_steps:
+                if interrupted.is_set() and self._step < self.total_steps:
                     self.checkpoint()
                     raise RunInterrupted(
-                        f"stopped after step {self._step} of {self._total_steps}; a checkpoint was written, go on "
+                        f"stopped after step {self._step} of {self.total_steps}; a checkpoint was written, go on "
                         f"with: opusim train resume {self._folder.path} (from Python: training.train(folder=..., "
                         "resume=True), with the same data and model if they were given)"
                     )
         summary = self._summary()
         self._folder.finish(summary)
         return summary
+
+    def _pay(self, ledger: Ledger, mechanisms: Sequence[Mechanism]) -> None:
+        """Have the next step on record; a spent budget ends the run."""
+        try:
+            ledger.pay(self._step, *mechanisms, until=self.total_steps)
+        except BudgetExceeded as error:
+            self.checkpoint()
+            self._folder.finish(self._summary() | {"stopped": str(error)})
+            raise BudgetExceeded(
+                f"{error}; training ended after step {self._step} of {self.total_steps}, whose model is in "
+                f"{self._folder.path}"
+            ) from error
 
     def _advance(self) -> None:
         """Do one step and what is due behind it."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from accounting.ledger import Ledger
 from opusim.description import load_description, parse_description
 from opusim.description_schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
@@ -22,6 +23,7 @@ from opusim.errors import ConfigError
 from opusim.randomness import derive_seed, noise_stream
 from training.config import RunConfig, load_config
 from training.data import Dataset, Split, from_arrays
+from training.data.components import PrincipalComponents, reduced
 from training.data.records import OWN_ARRAYS, chosen_constants, configured_dataset
 from training.data.samplers import Sampler, make_sampler
 from training.engine import Engine, Watcher
@@ -29,11 +31,15 @@ from training.errors import RunFolderError
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, LayerShape, build_model
 from training.optimizers import make_optimizer
-from training.protections.record import RecordProtection
-from training.protections.statements import divisor_of, require_covered, run_guarantees
+from training.protections.choice import make_noisy_labels, make_protection, pay_at_start
+from training.protections.plan import budget_of, require_covered, step_mechanisms, with_noise
 from training.runs.folder import RunFolder, facts_equal, versions
 from training.runs.run import Run, load_run
+from training.runs.storage import read_array, write_array
 from training.trainer import Trainer
+
+_STEPS_PAID_AT_ONCE = {"experiment": 64, "release": 16}
+"""Steps that one synced line of the ledger reserves."""
 
 Arrays = tuple[np.ndarray | Tensor, np.ndarray | Tensor]
 
@@ -75,29 +81,36 @@ def train(
         resolved = resolved.model_copy(update={"seed": 0})  # no seed is used, so none is kept
     if data is not None:
         resolved = _with_own_data(resolved)
-    dataset = _load_data(resolved, data)
+    run_folder = RunFolder(folder if folder is not None else _new_folder(resolved))
+    dataset = _reduced(resolved, _load_data(resolved, data), run_folder if resume else None)
     network = FullyConnected(model if model is not None else _new_model(resolved, dataset))
     _check_fit(resolved, network, dataset, given=model is not None)
-    run_folder = RunFolder(folder if folder is not None else _new_folder(resolved))
     description = _description(resolved, run_folder if resume else None)
     sampler = _sampler(resolved, dataset)
     require_covered(resolved, dataset, sampler)
+    resolved = with_noise(resolved, network, sampler)
     with run_folder.writing(new=not resume), _threads(resolved.threads) as threads:
         resolved = resolved.model_copy(update={"threads": threads})
         with _device(resolved, network, description) as device:
             network.model.to(resolved.torch_device)
-            trainer = _trainer(resolved, network, device)
+            trainer = _trainer(resolved, network, dataset, device)
             facts = _facts(resolved, dataset, network, description, device)
-            guarantees = run_guarantees(resolved, network, sampler, device.noise if device else None)
-            facts["guarantees"] = [guarantee.to_json() for guarantee in guarantees]
             engine = _engine(resolved, trainer, dataset, sampler, run_folder, watcher)
             if resume:
                 _check_same(run_folder, facts)
                 engine.resume()
             else:
                 engine.checkpoint()  # before the configuration, so that a run once begun can always go on
+                if dataset.components is not None:
+                    write_array(run_folder.components_file, dataset.components.to_array())
                 run_folder.begin(resolved, facts)
-            engine.run()
+            with _ledger(resolved, run_folder) as ledger:
+                pay_at_start(resolved, ledger)
+                trainer.noisy_labels = make_noisy_labels(
+                    resolved, dataset, device, ledger, run_folder, steps=engine.total_steps
+                )
+                mechanisms = step_mechanisms(resolved, network, sampler, device.noise if device else None)
+                engine.run(ledger, mechanisms)
     return load_run(run_folder.path)
 
 
@@ -177,6 +190,16 @@ def _load_data(config: RunConfig, data: Arrays | Dataset | None) -> Dataset:
         split_seed=options.split_seed,
         standardise=chosen_constants(options),
     )
+
+
+def _reduced(config: RunConfig, dataset: Dataset, resumed: RunFolder | None) -> Dataset:
+    """The data set in its principal components, if it is to be: the stored ones where a run goes on."""
+    wanted = config.data.components
+    if wanted is None:
+        return dataset
+    if resumed is not None:
+        return reduced(dataset, PrincipalComponents.from_array(read_array(resumed.components_file)))
+    return reduced(dataset, PrincipalComponents.of(dataset.train.x, wanted, whitening=config.data.whitening))
 
 
 def _new_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
@@ -323,7 +346,9 @@ def _engine(
     )
 
 
-def _trainer(config: RunConfig, network: FullyConnected, device: NoisyDevice | None) -> FeedbackTrainer:
+def _trainer(
+    config: RunConfig, network: FullyConnected, dataset: Dataset, device: NoisyDevice | None
+) -> FeedbackTrainer:
     noise = None
     if config.trainer.sigma:
         noise = noise_stream(config.mode, _seed(config, "noise") or 0, "digital-noise")
@@ -334,20 +359,19 @@ def _trainer(config: RunConfig, network: FullyConnected, device: NoisyDevice | N
         loss=config.loss,
         device=device,
         noise=noise,
-        protection=_protection(config),
+        protection=make_protection(config, dataset, device),
     )
 
 
-def _protection(config: RunConfig) -> RecordProtection | None:
-    """Clipping and central noise, where the run asks for them."""
-    options = config.protection
-    if options.kind == "none" or options.noise_multiplier is None:
-        return None
-    return RecordProtection(
-        clip_norm=options.clip_norm,
-        noise_multiplier=options.noise_multiplier,
-        divisor=divisor_of(config),
-        noise=noise_stream(config.mode, _seed(config, "central-noise") or 0, "central-noise"),
+def _ledger(config: RunConfig, folder: RunFolder) -> Ledger:
+    """The run's ledger; a release run loses what is left of a block when it is killed, so its blocks are small."""
+    return Ledger(
+        folder.ledger_file,
+        mode=config.mode,
+        delta=config.protection.delta,
+        enforced=True,
+        block=_STEPS_PAID_AT_ONCE[config.mode],
+        budget=budget_of(config),
     )
 
 
@@ -386,4 +410,5 @@ def _moved(dataset: Dataset, place: str) -> Dataset:
         validation=move(dataset.validation),
         test=None if dataset.test is None else move(dataset.test),
         standardisation=dataset.standardisation,
+        components=dataset.components,
     )

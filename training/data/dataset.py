@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from training.data.standardisation import Standardisation
+
+if TYPE_CHECKING:
+    from training.data.components import PrincipalComponents
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Dataset:
         validation: Records held out of the training set; empty if none were.
         test: Records that were never in the training set; ``None`` if there are none.
         standardisation: What was already applied to all parts alike.
+        components: What replaced the standardised features by fewer ones; None where nothing did.
     """
 
     name: str
@@ -55,6 +60,7 @@ class Dataset:
     validation: Split
     test: Split | None
     standardisation: Standardisation
+    components: PrincipalComponents | None = None
 
     @property
     def n_features(self) -> int:

@@ -37,6 +37,10 @@ from training.trainer import StepRecord, Trainer
 class FeedbackTrainer(Trainer):
     """Trains a fully connected network with one of the four feedbacks.
 
+    Attributes:
+        noisy_labels: What is known of the labels, in place of the labels themselves; set before the first step. None
+            takes the labels.
+
     Args:
         network: The network; its parameters are updated in place.
         optimizer: Any torch optimizer over the network's parameters.
@@ -45,11 +49,12 @@ class FeedbackTrainer(Trainer):
         device: An open device; required by pdfa, ignored by the others.
         noise: Digital noise; required where config.sigma > 0.
         protection: Clips and noises the records' contributions; None averages over the batch.
-        noisy_labels: What is known of the labels, in place of the labels themselves; None takes these.
 
     Raises:
         ValueError: pdfa without a device, a device of other widths, or sigma without a noise stream.
     """
+
+    noisy_labels: NoisyLabels | None = None
 
     def __init__(
         self,
@@ -61,7 +66,6 @@ class FeedbackTrainer(Trainer):
         device: NoisyDevice | None = None,
         noise: NoiseStream | None = None,
         protection: Protection | None = None,
-        noisy_labels: NoisyLabels | None = None,
     ) -> None:
         self.kind = config.kind
         self.model = network.model
@@ -71,7 +75,6 @@ class FeedbackTrainer(Trainer):
         self._device = device if config.kind == "pdfa" else None
         self._noise = noise
         self._protection = protection
-        self._noisy_labels = noisy_labels
         self._clipping = ActivationClipping(
             tau_h_max=config.tau_h_max,
             tau_h_min=config.tau_h_min,
@@ -128,11 +131,11 @@ class FeedbackTrainer(Trainer):
 
     def _targets(self, output: Tensor, y: Tensor, records: Tensor | None, step: int) -> Tensor:
         """What the loss compares the output with: class numbers, or soft labels."""
-        if self._noisy_labels is None:
+        if self.noisy_labels is None:
             return y
         if records is None:
             raise ValueError("records is missing; noisy labels are looked up by the records' numbers")
-        return self._noisy_labels.targets(output, records, step)
+        return self.noisy_labels.targets(output, records, step)
 
     def _set_gradients(self, forward: ForwardPass, deltas: Deltas, records: Tensor | None) -> None:
         network, protection = self._network, self._protection

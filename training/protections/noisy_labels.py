@@ -10,6 +10,7 @@ Source: docs/privacy.md, section 1.3 (label-once, S4).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from accounting.label_leverage import label_distance
-from accounting.label_once import LabelOnce, reading_log_likelihood
-from accounting.mechanisms import RandomizedResponse
+from accounting.label_mechanisms import LabelOnce
+from accounting.label_once import reading_log_likelihood
+from accounting.mechanisms import Mechanism, RandomizedResponse
 from accounting.randomized_response import respond, response_log_likelihood
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
@@ -61,7 +63,11 @@ class NoisyLabels:
         return self.log_likelihood.argmax(dim=1)
 
 
-def read_once(labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream) -> tuple[Tensor, LabelOnce]:
+Pay = Callable[[Mechanism], None]
+"""Puts what is about to be released on record; called before anything is drawn."""
+
+
+def read_once(labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream, pay: Pay) -> Tensor:
     """One-hot labels plus digital Gaussian noise of standard deviation sqrt(2) / mu.
 
     Args:
@@ -69,20 +75,22 @@ def read_once(labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream) 
         n_classes: k.
         mu: Of the guarantee, above 0.
         noise: Source of independent N(0, 1).
+        pay: Takes what is released.
 
     Returns:
-        The log-likelihood of every class, shape (n, k), and what was done.
+        The log-likelihood of every class, shape (n, k).
     """
+    pay(LabelOnce(mu=mu))
     noise.seek(LABEL_STEP)
     sigma = math.sqrt(2) / mu
     readings = noise.add_to(_one_hot(labels, n_classes), sigma)
     scores = reading_log_likelihood([readings.numpy()], [np.eye(n_classes)], [sigma])
-    return torch.from_numpy(scores).float(), LabelOnce(mu=mu)
+    return torch.from_numpy(scores).float()
 
 
 def read_once_through(
-    device: NoisyDevice, labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream
-) -> tuple[Tensor, LabelOnce]:
+    device: NoisyDevice, labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream, pay: Pay
+) -> Tensor:
     """One-hot labels through a device of Gaussian law, whose noise is topped up to max_ab ||B_a - B_b|| / mu.
 
     Args:
@@ -91,9 +99,10 @@ def read_once_through(
         n_classes: k.
         mu: Of the guarantee, above 0; a device with more noise than that gives a smaller one.
         noise: Source of independent N(0, 1) for the rest.
+        pay: Takes what is released.
 
     Returns:
-        The log-likelihood of every class, shape (n, k), and what was done.
+        The log-likelihood of every class, shape (n, k).
 
     Raises:
         ConfigError: The device's law is not Gaussian, or its matrix is not known.
@@ -111,6 +120,7 @@ def read_once_through(
     own = law.min_std
     top_up = math.sqrt(max((distance / mu) ** 2 - own**2, 0.0))
     sigmas = np.sqrt(np.broadcast_to(law.variance(), len(codes)) + top_up**2)
+    pay(LabelOnce(mu=min(distance / math.hypot(top_up, own), mu), device_law=True))
     device.seek(LABEL_STEP)
     noise.seek(LABEL_STEP)
     scores = []
@@ -118,27 +128,28 @@ def read_once_through(
         readings = noise.add_to(device.project(_one_hot(part, n_classes)).cpu(), top_up)
         whitened = readings.double().numpy() / sigmas
         scores.append(reading_log_likelihood([whitened], [codes / sigmas[:, None]], [1.0]))
-    spent = distance / math.hypot(top_up, own)
-    return torch.from_numpy(np.concatenate(scores)).float(), LabelOnce(mu=min(spent, mu), device_law=True)
+    return torch.from_numpy(np.concatenate(scores)).float()
 
 
 def randomize(
-    labels: Tensor, mechanism: RandomizedResponse, generator: np.random.Generator
-) -> tuple[Tensor, RandomizedResponse]:
+    labels: Tensor, mechanism: RandomizedResponse, generator: np.random.Generator, *, pay: Pay
+) -> Tensor:
     """Labels by k-ary randomized response.
 
     Args:
         labels: Class numbers, shape (n,).
         mechanism: The response.
         generator: Source of randomness; for a release one from the operating system's entropy, never stored.
+        pay: Takes what is released.
 
     Returns:
-        The log-likelihood of every class, shape (n, k), and what was done.
+        The log-likelihood of every class, shape (n, k).
     """
+    pay(mechanism)
     epsilon, k = mechanism.step_epsilon, mechanism.n_classes
     observed = respond(labels.numpy(), epsilon=epsilon, n_labels=k, generator=generator)
     scores = response_log_likelihood(observed, epsilon=epsilon, n_labels=k)
-    return torch.from_numpy(scores).float(), mechanism
+    return torch.from_numpy(scores).float()
 
 
 def _one_hot(labels: Tensor, n_classes: int) -> Tensor:

@@ -12,13 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from accounting.ledger import LEDGER_FILE
 from opusim.errors import ConfigError
 from training.config import RunConfig, load_config
 from training.errors import RunFolderError
 from training.runs.storage import append_line, read_json, read_lines, write_json, write_lines
 
 SCHEMA_VERSION = 1
-_PARTS = ("config", "network", "data", "device", "noise", "versions", "guarantees")
+_BEFORE_BEGINNING = {"checkpoints", "components.npy", ".components.npy.partial"}
+"""What a start that was killed leaves beside its lock."""
+_PARTS = ("config", "network", "data", "device", "noise", "versions")
 
 
 class RunFolder:
@@ -26,7 +29,9 @@ class RunFolder:
 
     Files: `config.json` (resolved configuration, network, thread count, versions), `metrics.jsonl` (a line
     per epoch, the same for a resumed run as for an uninterrupted one), `timing.jsonl` (seconds, which are
-    not), `summary.json` (written when the run is done), `checkpoints/`, `figures/`, `report.html`, `lock`.
+    not), `ledger.jsonl` (what was released, paid for before it was computed), `labels.npy` (where a run looks
+    at its labels once), `components.npy` (the principal components that replace features), `summary.json`
+    (written when the run is done), `checkpoints/`, `figures/`, `report.html`, `lock`.
 
     Args:
         path: The folder; it need not exist yet.
@@ -38,6 +43,9 @@ class RunFolder:
         self.metrics_file = self.path / "metrics.jsonl"
         self.timing_file = self.path / "timing.jsonl"
         self.summary_file = self.path / "summary.json"
+        self.ledger_file = self.path / LEDGER_FILE
+        self.labels_file = self.path / "labels.npy"
+        self.components_file = self.path / "components.npy"
         self.checkpoints = self.path / "checkpoints"
         self.figures = self.path / "figures"
         self.report_file = self.path / "report.html"
@@ -101,7 +109,7 @@ class RunFolder:
             path.name for path in self.path.iterdir() if path.name not in ("lock", ".config.json.partial")
         ]
         begun = [path.name for path in self.checkpoints.glob("*")] if self.checkpoints.is_dir() else []
-        if set(others) - {"checkpoints"} or any("step-0000000000" not in name for name in begun):
+        if set(others) - _BEFORE_BEGINNING or any("step-0000000000" not in name for name in begun):
             raise RunFolderError(
                 f"run folder {self.path} holds other files ({', '.join(sorted(others)[:3])}); choose an empty folder"
             )

@@ -9,16 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from accounting.errors import LedgerCorrupt
 from accounting.guarantee import Guarantee
+from accounting.ledger import read_ledger
 from training.config import RunConfig
 from training.data import Split
 from training.data.arrays import check_lengths, check_range, checked_features, checked_labels
+from training.data.components import PrincipalComponents
 from training.data.standardisation import Standardisation
 from training.errors import RunFolderError
 from training.networks.network import FullyConnected, LayerShape, build_model
 from training.runs.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
 from training.runs.evaluation import evaluate_split, model_outputs
 from training.runs.folder import RunFolder
+from training.runs.storage import read_array
 
 
 class Run:
@@ -38,6 +42,16 @@ class Run:
         self.facts: dict[str, Any] = folder.read_facts()
         self.model = model
         self.step = step
+        self._components = None
+        if self.config.data.components is not None:
+            self._components = PrincipalComponents.from_array(read_array(folder.components_file))
+
+    @property
+    def n_features(self) -> int:
+        """Features of a record as it is given to the run."""
+        if self._components is not None:
+            return self._components.n_features
+        return int(self.facts["network"]["n_inputs"])
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -46,8 +60,14 @@ class Run:
 
     @property
     def guarantees(self) -> list[Guarantee]:
-        """What can be said about the run's privacy, the strongest statement first."""
-        return [Guarantee.from_json(content) for content in self.facts["guarantees"]]
+        """What can be said about the privacy of all that was released so far: the ledger, replayed.
+
+        Raises:
+            LedgerCorrupt: The ledger was changed, cut or reordered, or is missing.
+        """
+        if self.folder.ledger_file.exists():
+            return read_ledger(self.folder.ledger_file).guarantees()
+        raise LedgerCorrupt(f"{self.folder.ledger_file} is missing; restore it from a copy")
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -87,10 +107,12 @@ class Run:
 
     def _prepared(self, x: np.ndarray | Tensor) -> Tensor:
         features = checked_features(x, "x")
-        width = self.facts["network"]["n_inputs"]
-        if features.shape[1] != width:
-            raise ValueError(f"x has {features.shape[1]} features a record; this run takes (n, {width})")
-        return read_standardisation(self.facts["data"]).apply(features)
+        if features.shape[1] != self.n_features:
+            raise ValueError(
+                f"x has {features.shape[1]} features a record; this run takes (n, {self.n_features})"
+            )
+        standardised = read_standardisation(self.facts["data"]).apply(features)
+        return standardised if self._components is None else self._components.apply(standardised)
 
 
 def load_run(path: str | Path) -> Run:

@@ -45,10 +45,10 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
 def _test_records(run: Run, name: str) -> Split:
     """Test records of a known data set, features in [0, 1] as the run's own standardisation takes them."""
     dataset = load_dataset(name, split_seed=run.config.data.split_seed, standardise=False)
-    if dataset.n_features != run.facts["network"]["n_inputs"]:
+    if dataset.n_features != run.n_features:
         raise DataError(
             f"data set {name} has {dataset.n_features} features, the run's network takes "
-            f"{run.facts['network']['n_inputs']}; evaluate it on data of that width"
+            f"{run.n_features}; evaluate it on data of that width"
         )
     if dataset.test is None:
         raise DataError(f"data set {name} has no test records; give some with --arrays FILE.npz")

@@ -7,10 +7,13 @@ it was; `append_line` adds one line, and `read_lines` drops a last line that a k
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -52,6 +55,27 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON ({error}); restore the file or start a new run folder") from error
+
+
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Replace a file by one array in numpy's own format."""
+    content = io.BytesIO()
+    np.save(content, array, allow_pickle=False)
+    write_file(path, content.getvalue())
+
+
+def read_array(path: Path) -> np.ndarray:
+    """Read what `write_array` wrote.
+
+    Raises:
+        ValueError: The file is something else; the message names it.
+    """
+    try:
+        return np.asarray(np.load(path, allow_pickle=False))
+    except (ValueError, EOFError) as error:
+        raise ValueError(
+            f"{path}: not a numpy array ({error}); restore it or start a new run folder"
+        ) from error
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:

@@ -1,0 +1,134 @@
+"""The protection that a run's configuration asks for, ready to take part in its steps."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from accounting.ledger import Ledger
+from accounting.mechanisms import Mechanism
+from opusim.devices.base import NoisyDevice
+from opusim.randomness import NoiseStream, derive_seed, noise_stream
+from training.config import RunConfig
+from training.data import Dataset
+from training.protections.amplified_labels import AmplifiedLabels
+from training.protections.base import Protection
+from training.protections.budgeted_labels import BudgetedLabels
+from training.protections.device_normals import DeviceNormals
+from training.protections.noisy_labels import NoisyLabels, randomize, read_once, read_once_through
+from training.protections.plan import divisor_of, label_budget, label_mu, label_response
+from training.protections.record import RecordProtection
+from training.runs.folder import RunFolder
+from training.runs.storage import read_array, write_array
+
+_LABELS = "labels"
+"""What a ledger calls the one look at the labels that label-once and label-response take."""
+_BUDGET = "label budget"
+
+
+def make_protection(config: RunConfig, dataset: Dataset, device: NoisyDevice | None) -> Protection | None:
+    """What clips and noises the updates; None where nothing does.
+
+    Args:
+        config: The run, with its noise multiplier.
+        dataset: Its data.
+        device: Its open device, for noise that is the device's.
+
+    Raises:
+        ConfigError: The device's noise cannot be credited.
+    """
+    options = config.protection
+    kind, noise_multiplier = options.kind, options.noise_multiplier
+    if kind not in ("record", "label", "label-amplified") or noise_multiplier is None:
+        return None
+    noise = _central_noise(config, device)
+    clip_norm, divisor, floor = options.clip, divisor_of(config), options.floor
+    if kind == "record":
+        return RecordProtection(
+            clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor, noise=noise
+        )
+    if kind == "label":
+        return BudgetedLabels(
+            budget_mu=label_budget(config).budget_mu,
+            n_records=len(dataset.train),
+            clip_norm=clip_norm,
+            noise_multiplier=noise_multiplier,
+            floor=floor,
+            noise=noise,
+        )
+    return AmplifiedLabels(
+        clip_norm=clip_norm,
+        noise_multiplier=noise_multiplier,
+        divisor=divisor,
+        floor=floor,
+        reference=_reference(config, dataset),
+        equalise=options.equalise,
+        noise=noise,
+    )
+
+
+def pay_at_start(config: RunConfig, ledger: Ledger) -> None:
+    """Pay for a budget that covers the whole run; a release run that goes on spends it again.
+
+    Raises:
+        BudgetExceeded: It was spent before.
+    """
+    if config.protection.kind == "label":
+        ledger.pay_once(_BUDGET, label_budget(config))
+
+
+def make_noisy_labels(
+    config: RunConfig,
+    dataset: Dataset,
+    device: NoisyDevice | None,
+    ledger: Ledger,
+    folder: RunFolder,
+    *,
+    steps: int,
+) -> NoisyLabels | None:
+    """The one look at the labels that a run takes, paid for first and kept in its folder; None where it takes none.
+
+    Raises:
+        BudgetExceeded: It would cost more than the budget.
+        ConfigError: The device's noise cannot be credited.
+    """
+    if config.protection.kind not in ("label-once", "label-response"):
+        return None
+    if not folder.labels_file.exists():
+        write_array(folder.labels_file, _look(config, dataset, device, ledger).numpy())
+    scores = torch.from_numpy(read_array(folder.labels_file)).to(config.torch_device)
+    return NoisyLabels(log_likelihood=scores, flat_steps=math.ceil(config.protection.flat_prior * steps))
+
+
+def _look(config: RunConfig, dataset: Dataset, device: NoisyDevice | None, ledger: Ledger) -> torch.Tensor:
+    """Read or randomize every label, once."""
+    labels, k = dataset.train.y.cpu(), dataset.n_classes
+
+    def pay(mechanism: Mechanism) -> None:
+        ledger.pay_once(_LABELS, mechanism)
+
+    if config.protection.kind == "label-response":
+        seed = derive_seed(config.seed, "labels") if config.mode == "experiment" else None
+        return randomize(labels, label_response(config, k), np.random.default_rng(seed), pay=pay)
+    seed = derive_seed(config.seed, "label-noise") if config.mode == "experiment" else 0
+    noise, mu = noise_stream(config.mode, seed, "label-noise"), label_mu(config)
+    if config.protection.noise == "device" and device is not None:
+        return read_once_through(device, labels, k, mu=mu, noise=noise, pay=pay)
+    return read_once(labels, k, mu=mu, noise=noise, pay=pay)
+
+
+def _central_noise(config: RunConfig, device: NoisyDevice | None) -> NoiseStream:
+    if config.protection.noise == "device" and device is not None:
+        return DeviceNormals(device)
+    seed = derive_seed(config.seed, "central-noise") if config.mode == "experiment" else 0
+    return noise_stream(config.mode, seed, "central-noise")
+
+
+def _reference(config: RunConfig, dataset: Dataset) -> torch.Tensor:
+    """Features of training records that stand for all: public, since the labels alone are protected."""
+    x = dataset.train.x
+    generator = torch.Generator().manual_seed(config.data.split_seed)
+    chosen = torch.randperm(len(x), generator=generator)[: config.protection.reference_size]
+    return x[chosen].to(config.torch_device)

@@ -1,0 +1,49 @@
+"""Central noise from a device of Gaussian law."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from opusim.devices.base import NoisyDevice
+from opusim.errors import ConfigError
+from opusim.noise import GaussianNoise
+from opusim.randomness import NoiseStream
+
+
+class DeviceNormals(NoiseStream):
+    """N(0, 1) numbers from a device's blank readings, each divided by its output's standard deviation.
+
+    Sound for a Gaussian law alone: readings of another law, scaled up, prove nothing.
+
+    Args:
+        device: Open, with noise of a Gaussian law above 0 at every output. Its steps are set by the trainer.
+
+    Raises:
+        ConfigError: Another law, or no noise.
+    """
+
+    def __init__(self, device: NoisyDevice) -> None:
+        law = device.noise
+        if not isinstance(law, GaussianNoise) or not law.min_std > 0:
+            raise ConfigError(
+                "configuration",
+                "protection.noise",
+                f"'device' credits the noise of device {device.name!r} ({law.describe()}), but that takes a Gaussian "
+                "law above 0; take 'digital'",
+            )
+        self._device = device
+        self._std = torch.from_numpy(np.broadcast_to(law.std, device.n_outputs).astype(np.float32))
+
+    def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
+        """See NoiseStream.normal."""
+        size = math.prod(shape)
+        readings = self._device.draw((-(-size // len(self._std)), len(self._std)))
+        readings.div_(self._std.to(readings.device))
+        return readings.flatten()[:size].reshape(tuple(shape)).to(device)
+
+    def seek(self, step: int) -> None:
+        """Nothing: the trainer sets the device's step."""

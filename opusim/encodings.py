@@ -39,6 +39,35 @@ def ternarize(e: torch.Tensor, threshold: float) -> torch.Tensor:
     return (values > threshold).float().sub_((values < -threshold).float())
 
 
+def bit_planes(e: torch.Tensor, planes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Signed binary digits of numbers in [-1, 1]: e = sum_k w_k t_k up to 2^-planes, w_k = 2^-k, k = 1 .. planes.
+
+    Digits are chosen from the largest down, t_k = ternarize(rest, w_k / 2). A projection of e is then
+    sum_k w_k (B t_k + g_k): its noise has sqrt(sum_k w_k^2) < 0.58 times the standard deviation of one reading's,
+    at `planes` times the frames.
+
+    Args:
+        e: real tensor of any shape; values beyond [-1, 1] saturate.
+        planes: number of digits, from 1 to 24.
+
+    Returns:
+        The digits, float32, values in {-1, 0, 1}, shape (planes, *e.shape); the weights w, float32, shape (planes,).
+
+    Raises:
+        TypeError: e is not a real tensor.
+        ValueError: e holds a NaN, or planes is out of range.
+    """
+    checks.instance(torch.Tensor, e=e)
+    checks.integer(planes=planes, minimum=1, maximum=24)
+    rest = e.detach().float().clamp(-1.0, 1.0)
+    weights = 0.5 ** torch.arange(1, planes + 1, dtype=torch.float32, device=e.device)
+    digits = []
+    for weight in weights.tolist():
+        digits.append(ternarize(rest, weight / 2))
+        rest = rest - weight * digits[-1]
+    return torch.stack(digits), weights
+
+
 def split_frames(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The two binary frames of a ternary vector, x = positive - negative.
 

@@ -80,6 +80,9 @@ class ModelConfig(Section):
     """Whether layers have biases."""
     initial_gain: float = Field(1.0, gt=0.0)
     """Initial parameters are uniform on +-gain/sqrt(fan_in)."""
+    initial_output: Literal["random", "feedback"] = "random"
+    """feedback: the output layer starts as the feedback matrix of the last hidden layer (read from the device), so
+    that the projected error starts out as the backpropagated one."""
     tau_h_max: float | None = Field(None, gt=0.0)
     """tau_h^max of eq. 9 for the neurons themselves: hidden activations are clipped to tau_h_max / sqrt(width) in
     the forward pass, at inference too."""
@@ -111,6 +114,8 @@ class OptimizerConfig(Section):
     """Decay of the second moment (Adam family)."""
     weight_decay: float = Field(0.0, ge=0.0)
     """Weight decay as the torch class defines it."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls to 0 over the run: not at all, linearly, or as half a cosine."""
 
 
 class SamplerConfig(Section):
@@ -140,6 +145,11 @@ class TrainerConfig(Section):
     device's draw, for the digital feedbacks from a generator with standard deviation sigma)."""
     threshold: float = Field(0.15, ge=0.0)
     """Ternarization threshold of tdfa and pdfa (0.15 in the paper)."""
+    encoding: Literal["ternary", "planes"] = "ternary"
+    """How pdfa shows the error: ternary, one reading a record (the paper); planes, in signed binary digits, one
+    reading a digit, which keeps magnitudes at more frames."""
+    planes: int = Field(4, ge=1, le=24)
+    """Number of digits of encoding = 'planes'; the error is shown to 2^-planes."""
     gain: float = Field(1.0, gt=0.0)
     """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale."""
     signal_gain: float = Field(1.0, gt=0.0)
@@ -171,6 +181,11 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"sigma = {self.sigma} is for the digital feedbacks; the noise of pdfa is the device's: "
                 "set device.noise.sigma"
+            )
+        if self.kind != "pdfa" and self.encoding != "ternary":
+            raise ValueError(
+                f"encoding = {self.encoding!r} is how pdfa shows the error to a device, but kind = {self.kind!r}; "
+                "leave it out"
             )
         if self.order == "hardware" and self.tau_b is not None:
             raise ValueError(

@@ -18,10 +18,11 @@ from accounting.errors import BudgetExceeded
 from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.usage import Usage
-from training.config import LossName
+from training.config import LossName, OptimizerConfig
 from training.data import Dataset
 from training.data.samplers import Sampler
 from training.errors import RunFolderError, RunInterrupted, TrainingDiverged
+from training.optimizers import set_learning_rate
 from training.runs.checkpoints import list_checkpoints, read_checkpoint, restore, save_checkpoint
 from training.runs.evaluation import evaluate_split
 from training.runs.folder import RunFolder
@@ -57,6 +58,7 @@ class Engine:
         folder: Where the run is written; its lock is held by the caller.
         epochs: Passes of `sampler.steps_per_epoch` steps.
         loss: Loss that the metrics report.
+        optimizer: The learning rate's schedule.
         checkpoint_every: Steps between checkpoints; None for one an epoch.
         keep: Newest checkpoints kept.
         identity: Digest of the configuration; a checkpoint of another one is refused.
@@ -74,6 +76,7 @@ class Engine:
         folder: RunFolder,
         epochs: int,
         loss: LossName,
+        optimizer: OptimizerConfig,
         checkpoint_every: int | None,
         keep: int,
         identity: str,
@@ -88,6 +91,7 @@ class Engine:
         self._folder = folder
         self.total_steps = epochs * sampler.steps_per_epoch
         self._loss = loss
+        self._optimizer = optimizer
         self._checkpoint_every = checkpoint_every or sampler.steps_per_epoch
         self._keep = keep
         self._watcher = watcher
@@ -170,6 +174,7 @@ class Engine:
         left_in_epoch = -(self._step + 1) % self._sampler.steps_per_epoch
         ends_epoch = left_in_epoch == 0
         x, y = self._dataset.train.x[index], self._dataset.train.y[index]
+        set_learning_rate(self._trainer.optimizer, self._optimizer, self._step / self.total_steps)
         observe = not self._private and left_in_epoch < _OBSERVED_STEPS
         record = self._trainer.step(x, y, step=self._step, observe=observe, records=index)
         _require_finite(record.diagnostics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -36,6 +37,19 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
     if config.name in _FUSED:
         options["fused"] = True
     return _CLASSES[config.name](list(parameters), **options)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig, progress: float) -> None:
+    """Set the learning rate of a step: lr, lr (1 - p), or lr (1 + cos(pi p)) / 2.
+
+    Args:
+        optimizer: Whose rate is set.
+        config: lr and its schedule.
+        progress: p, the share of the run's steps that are done, in [0, 1).
+    """
+    shares = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    for group in optimizer.param_groups:
+        group["lr"] = config.lr * shares[config.schedule]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -100,6 +100,8 @@ def train(
                 _check_same(run_folder, facts)
                 engine.resume()
             else:
+                if resolved.model.initial_output == "feedback":
+                    trainer.start_from_feedback()
                 engine.checkpoint()  # before the configuration, so that a run once begun can always go on
                 if dataset.components is not None:
                     write_array(run_folder.components_file, dataset.components.to_array())
@@ -338,6 +340,7 @@ def _engine(
         folder=folder,
         epochs=config.epochs,
         loss=config.loss,
+        optimizer=config.optimizer,
         checkpoint_every=config.checkpoint.every_steps,
         keep=config.checkpoint.keep,
         private=config.mode == "release",

@@ -173,7 +173,10 @@ def test_an_unprotected_photonic_run_has_no_finite_guarantee(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sampler": {"scheme": "shuffled-epochs", "batch_size": 16}}, "shuffled-epochs.*has no theorem.*use 'poisson'"),
+        (
+            {"sampler": {"scheme": "shuffled-epochs", "batch_size": 16}},
+            "shuffled-epochs.*no theorem.*use 'poisson'",
+        ),
         ({"data": {}}, "data.n_classes is missing"),
     ],
 )

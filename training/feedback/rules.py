@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
-from opusim.encodings import ternarize
+from opusim.encodings import bit_planes, ternarize
 from training.networks.network import ForwardPass, FullyConnected
+
+_CALIBRATION_STEP = 2**64 - 2
+"""The step number under which columns are read, so that no training step repeats their noise."""
+_CALIBRATION_READINGS = 64
 
 Draw = Callable[[tuple[int, int]], Tensor]
 """Gives fresh noise of shape (batch, width)."""
@@ -113,6 +117,14 @@ class Projection(ABC):
             error: e, shape (batch, n_L).
         """
 
+    @abstractmethod
+    def columns(self, n_inputs: int) -> Tensor:
+        """B transposed as it is known to a trainer, shape (n_L, sum of hidden widths).
+
+        Args:
+            n_inputs: n_L.
+        """
+
 
 class DigitalProjection(Projection):
     """B e, or B ternarize(e), as a matrix product.
@@ -130,24 +142,43 @@ class DigitalProjection(Projection):
         """See Projection.read."""
         return (error if self._threshold is None else ternarize(error, self._threshold)) @ self._matrix
 
+    def columns(self, n_inputs: int) -> Tensor:
+        """B transposed itself."""
+        return self._matrix
+
 
 class DeviceProjection(Projection):
-    """B ternarize(e) + noise, read from a noisy device (PDFA paper, section 4).
+    """B t(e) + noise, read from a noisy device (PDFA paper, section 4).
+
+    t(e) is the ternarized error, one reading a record, or e itself in signed binary digits, one reading a digit.
 
     Args:
         device: An open device of n_L inputs and (sum of hidden widths) outputs.
         threshold: Ternarization threshold.
+        planes: Number of digits; None ternarizes.
     """
 
-    def __init__(self, device: NoisyDevice, *, threshold: float) -> None:
+    def __init__(self, device: NoisyDevice, *, threshold: float, planes: int | None = None) -> None:
         self._device = device
         self._threshold = threshold
+        self._planes = planes
         variance = torch.as_tensor(device.noise.variance_bounds()[1], dtype=torch.float32)
-        self.noise_std = variance.sqrt()
+        shares = 1.0 if planes is None else sum(0.25**k for k in range(1, planes + 1))
+        self.noise_std = (variance * shares).sqrt()
 
     def read(self, error: Tensor) -> Tensor:
         """See Projection.read."""
-        return self._device.project(ternarize(error, self._threshold))
+        if self._planes is None:
+            return self._device.project(ternarize(error, self._threshold))
+        digits, weights = bit_planes(error, self._planes)
+        readings = self._device.project(digits.flatten(0, 1))  # (planes * batch, n_outputs)
+        return (weights @ readings.view(self._planes, -1)).view(len(error), -1)
+
+    def columns(self, n_inputs: int) -> Tensor:
+        """Each column's mean over a number of readings: what hardware, too, can tell of its matrix."""
+        self._device.seek(_CALIBRATION_STEP)
+        one_hot = torch.eye(n_inputs).repeat(_CALIBRATION_READINGS, 1)
+        return self._device.project(one_hot).view(_CALIBRATION_READINGS, n_inputs, -1).mean(dim=0)
 
 
 class Alignment(Feedback):
@@ -213,6 +244,15 @@ class Alignment(Feedback):
         layers.append(error)
         noise_norms = self._noise_norms(widths, noises) if observe else []
         return Deltas(layers=layers, signal_norms=signal_norms, noise_norms=noise_norms)
+
+    def output_weights(self, network: FullyConnected) -> Tensor:
+        """Gain / sqrt(n) B of the last hidden layer, transposed, shape (n_L, n_(L-1)).
+
+        With these weights in the output layer the last hidden layer's signal is what backpropagation would send.
+        """
+        widths = network.widths[:-1]
+        last = self._projection.columns(network.widths[-1])[:, -widths[-1] :]
+        return last * (self._gain / widths[-1] ** 0.5)
 
     def _noise_norms(self, widths: list[int], noises: tuple[Tensor, ...] | None) -> list[float]:
         """Norm per layer of the noise: as drawn, or as expected of the reading where none is drawn."""

@@ -114,6 +114,23 @@ class FeedbackTrainer(Trainer):
             diagnostics=diagnostics,
         )
 
+    def start_from_feedback(self) -> None:
+        """Give the output layer the feedback of the last hidden layer as its initial weights, and no bias.
+
+        Raises:
+            ValueError: The feedback has no matrix of its own, or there is no hidden layer.
+        """
+        if not isinstance(self._feedback, Alignment) or self._network.depth == 1:
+            raise ValueError(
+                "model.initial_output = 'feedback' takes the weights from a feedback matrix and a hidden layer; "
+                f"trainer.kind = {self.kind!r} with {self._network.depth - 1} hidden layers has none: use 'random'"
+            )
+        output = self._network.linears[-1]
+        with torch.no_grad():
+            output.weight.copy_(self._feedback.output_weights(self._network))
+            if output.bias is not None:
+                output.bias.zero_()
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Weights and biases by layer."""
@@ -197,7 +214,8 @@ class FeedbackTrainer(Trainer):
                 f"device {device.name!r} is open with {device.n_inputs} inputs and {device.n_outputs} outputs, the "
                 f"network needs {wanted[0]} and {wanted[1]}; open it with n_inputs={wanted[0]}, n_outputs={wanted[1]}"
             )
-        projection = DeviceProjection(device, threshold=config.threshold)
+        planes = config.planes if config.encoding == "planes" else None
+        projection = DeviceProjection(device, threshold=config.threshold, planes=planes)
         return _alignment(projection, config, device.draw if config.order == "published" else None)
 
     def _digital_draw(self, config: TrainerConfig) -> Draw | None:

@@ -116,6 +116,8 @@ class OptimizerConfig(Section):
     """Weight decay as the torch class defines it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls to 0 over the run: not at all, linearly, or as half a cosine."""
+    averaged_tail: float = Field(0.0, ge=0.0, lt=1.0)
+    """The final model is the mean of the parameters over this share of the steps, the last ones; 0 for the last."""
 
 
 class SamplerConfig(Section):

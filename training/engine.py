@@ -18,6 +18,7 @@ from accounting.errors import BudgetExceeded
 from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.usage import Usage
+from training.averaging import TailAverage
 from training.config import LossName, OptimizerConfig
 from training.data import Dataset
 from training.data.samplers import Sampler
@@ -58,7 +59,7 @@ class Engine:
         folder: Where the run is written; its lock is held by the caller.
         epochs: Passes of `sampler.steps_per_epoch` steps.
         loss: Loss that the metrics report.
-        optimizer: The learning rate's schedule.
+        optimizer: The learning rate's schedule, and how much of the end is averaged.
         checkpoint_every: Steps between checkpoints; None for one an epoch.
         keep: Newest checkpoints kept.
         identity: Digest of the configuration; a checkpoint of another one is refused.
@@ -92,6 +93,7 @@ class Engine:
         self.total_steps = epochs * sampler.steps_per_epoch
         self._loss = loss
         self._optimizer = optimizer
+        self._average = TailAverage(optimizer.averaged_tail, self.total_steps)
         self._checkpoint_every = checkpoint_every or sampler.steps_per_epoch
         self._keep = keep
         self._watcher = watcher
@@ -115,7 +117,7 @@ class Engine:
                 f"{self._folder.config_file} is not the configuration that {checkpoints[-1].name} was written under; "
                 "restore it, or start a new folder"
             )
-        restore(self._trainer, checkpoint, checkpoints[-1])
+        restore(self._trainer, self._average, checkpoint, checkpoints[-1])
         self._step = checkpoint.step
         self._sums.load(checkpoint.progress["sums"])
         self._earlier_usage = Usage.from_json(checkpoint.progress["usage"])
@@ -181,6 +183,7 @@ class Engine:
         if not self._private:
             self._sums.add(record)
         self._step += 1
+        self._average.update(self._step, self._trainer.tensors)
         if ends_epoch:
             self._end_epoch()
         if ends_epoch or self._step % self._checkpoint_every == 0:
@@ -218,6 +221,7 @@ class Engine:
             self._folder.checkpoints,
             step=self._step,
             trainer=self._trainer,
+            average=self._average,
             progress={
                 "identity": self._identity,
                 "sums": self._sums.dump(),

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from training.averaging import TailAverage
 from training.errors import RunFolderError
 from training.optimizers import load_optimizer_tensors, optimizer_tensors
 from training.runs.storage import write_file
@@ -32,7 +33,7 @@ class Checkpoint:
 
     Attributes:
         step: Steps done.
-        tensors: "model.*", "optimizer.*" and "state.*" tensors.
+        tensors: "model.*", "optimizer.*", "state.*" and "average.*" tensors.
         progress: The engine's running sums and the usage of the device, as JSON.
     """
 
@@ -47,7 +48,13 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def save_checkpoint(
-    folder: Path, *, step: int, trainer: Trainer, progress: Mapping[str, Any], keep: int
+    folder: Path,
+    *,
+    step: int,
+    trainer: Trainer,
+    average: TailAverage,
+    progress: Mapping[str, Any],
+    keep: int,
 ) -> Path:
     """Write a checkpoint and remove all but the newest `keep`.
 
@@ -57,6 +64,7 @@ def save_checkpoint(
     tensors = {f"model.{name}": tensor for name, tensor in trainer.tensors.items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(trainer.optimizer).items()}
     tensors |= {f"state.{name}": tensor for name, tensor in trainer.state.items()}
+    tensors |= {f"average.{name}": tensor for name, tensor in average.state.items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     facts = {
         "schema_version": SCHEMA_VERSION,
@@ -112,7 +120,7 @@ def copy_parameters(
     Raises:
         RunFolderError: The checkpoint is of another network; the message names the first difference.
     """
-    found = {name[len(prefix) :]: t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
+    found = _named(checkpoint, prefix)
     for name in sorted(wanted.keys() | found.keys()):
         shapes = [list(t[name].shape) if name in t else None for t in (wanted, found)]
         if shapes[0] != shapes[1]:
@@ -125,13 +133,18 @@ def copy_parameters(
             tensor.copy_(found[name])
 
 
-def restore(trainer: Trainer, checkpoint: Checkpoint, path: Path) -> None:
-    """Give a trainer the parameters, the optimizer's state and its own of a checkpoint."""
+def restore(trainer: Trainer, average: TailAverage, checkpoint: Checkpoint, path: Path) -> None:
+    """Give a trainer the parameters, the optimizer's state and its own of a checkpoint, and the average its means."""
     copy_parameters(checkpoint, trainer.tensors, path)
     copy_parameters(checkpoint, trainer.state, path, prefix="state.")
-    prefix = "optimizer."
-    state = {name[len(prefix) :]: t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
-    load_optimizer_tensors(trainer.optimizer, state)
+    load_optimizer_tensors(trainer.optimizer, _named(checkpoint, "optimizer."))
+    place = next(iter(trainer.tensors.values())).device
+    average.load(_named(checkpoint, "average."), place)
+
+
+def _named(checkpoint: Checkpoint, prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
+    return {name[len(prefix) :]: t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
 
 
 _REMEDY = "delete it to go on from the checkpoint before it"

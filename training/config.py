@@ -148,10 +148,10 @@ class TrainerConfig(Section):
     threshold: float = Field(0.15, ge=0.0)
     """Ternarization threshold of tdfa and pdfa (0.15 in the paper)."""
     encoding: Literal["ternary", "planes"] = "ternary"
-    """How pdfa shows the error: ternary, one reading a record (the paper); planes, in signed binary digits, one
-    reading a digit, which keeps magnitudes at more frames."""
+    """How pdfa shows the error: ternary, one reading a record (the paper); planes, in signed binary digits of
+    e / max|e|, one reading a digit, which keeps magnitudes at more frames, and noise in proportion to the error."""
     planes: int = Field(4, ge=1, le=24)
-    """Number of digits of encoding = 'planes'; the error is shown to 2^-planes."""
+    """Number of digits of encoding = 'planes'; the error is shown to 2^-planes of its largest entry."""
     gain: float = Field(1.0, gt=0.0)
     """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale."""
     signal_gain: float = Field(1.0, gt=0.0)

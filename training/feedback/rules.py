@@ -106,8 +106,16 @@ class Backpropagation(Feedback):
 class Projection(ABC):
     """Reads B e for all hidden layers at once; layers take disjoint slices of one reading."""
 
-    noise_std: float | Tensor = 0.0
-    """Standard deviation of the noise inside a reading, in units of B e, one value or one per output."""
+    def noise_std(self, error: Tensor) -> Tensor:
+        """Standard deviation of the noise inside a reading, mean over records, in units of B e.
+
+        Args:
+            error: e, shape (batch, n_L).
+
+        Returns:
+            One value, shape (), or one for each output.
+        """
+        return error.new_zeros(())
 
     @abstractmethod
     def read(self, error: Tensor) -> Tensor:
@@ -150,7 +158,8 @@ class DigitalProjection(Projection):
 class DeviceProjection(Projection):
     """B t(e) + noise, read from a noisy device (PDFA paper, section 4).
 
-    t(e) is the ternarized error, one reading a record, or e itself in signed binary digits, one reading a digit.
+    t(e) is the ternarized error, one reading a record; or e itself in signed binary digits, one reading a digit: then
+    e / max|e| is shown and the reading multiplied by max|e|, each record's own, so that its noise shrinks with the error.
 
     Args:
         device: An open device of n_L inputs and (sum of hidden widths) outputs.
@@ -164,15 +173,21 @@ class DeviceProjection(Projection):
         self._planes = planes
         variance = torch.as_tensor(device.noise.variance_bounds()[1], dtype=torch.float32)
         shares = 1.0 if planes is None else sum(0.25**k for k in range(1, planes + 1))
-        self.noise_std = (variance * shares).sqrt()
+        self._std = (variance * shares).sqrt()
+
+    def noise_std(self, error: Tensor) -> Tensor:
+        """See Projection.noise_std."""
+        std = self._std.to(error.device)
+        return std if self._planes is None else std * error.abs().amax(dim=1).mean()
 
     def read(self, error: Tensor) -> Tensor:
         """See Projection.read."""
         if self._planes is None:
             return self._device.project(ternarize(error, self._threshold))
-        digits, weights = bit_planes(error, self._planes)
+        scale = error.abs().amax(dim=1, keepdim=True)  # (batch, 1)
+        digits, weights = bit_planes(error / scale.clamp_min(torch.finfo(error.dtype).tiny), self._planes)
         readings = self._device.project(digits.flatten(0, 1))  # (planes * batch, n_outputs)
-        return (weights @ readings.view(self._planes, -1)).view(len(error), -1)
+        return (weights @ readings.view(self._planes, -1)).view(len(error), -1).mul_(scale)
 
     def columns(self, n_inputs: int) -> Tensor:
         """Each column's mean over a number of readings: what hardware, too, can tell of its matrix."""
@@ -242,7 +257,7 @@ class Alignment(Feedback):
             derivative = network.derivative(forward, layer, through_clip=self._through_clip)
             layers.append(signal if derivative is None else signal.mul_(derivative))
         layers.append(error)
-        noise_norms = self._noise_norms(widths, noises) if observe else []
+        noise_norms = self._noise_norms(error, widths, noises) if observe else []
         return Deltas(layers=layers, signal_norms=signal_norms, noise_norms=noise_norms)
 
     def output_weights(self, network: FullyConnected) -> Tensor:
@@ -254,11 +269,13 @@ class Alignment(Feedback):
         last = self._projection.columns(network.widths[-1])[:, -widths[-1] :]
         return last * (self._gain / widths[-1] ** 0.5)
 
-    def _noise_norms(self, widths: list[int], noises: tuple[Tensor, ...] | None) -> list[float]:
+    def _noise_norms(
+        self, error: Tensor, widths: list[int], noises: tuple[Tensor, ...] | None
+    ) -> list[float]:
         """Norm per layer of the noise: as drawn, or as expected of the reading where none is drawn."""
         if noises is not None:
             return [_mean_norm(noise) for noise in noises]
-        std = torch.as_tensor(self._projection.noise_std).expand(sum(widths))
+        std = self._projection.noise_std(error).expand(sum(widths))
         return [
             self._gain / width**0.5 * float(torch.linalg.vector_norm(part))
             for width, part in zip(widths, std.split(widths), strict=True)

@@ -20,6 +20,7 @@ from dp_accounting import get_epsilon_gaussian
 from accounting import arguments
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
+from accounting.mechanisms import counted
 from accounting.photon_counts import ORDERS, box_rdp, epsilon_of_curve
 from accounting.proven import proven_status
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
@@ -101,7 +102,7 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
         adjacency=Adjacency.REPLACE_ONE,
         release=Release.EVERY_UPDATE,
         status=proven_status(epsilon, device_model=True),
-        mechanism=f"{readings.readings} readings with the device's own noise: {noise.describe()}",
+        mechanism=f"{counted(readings.readings, 'reading')} with the device's own noise: {noise.describe()}",
         source=source,
         assumptions=(
             Assumption(text=law),

@@ -6,7 +6,7 @@
 | photon counts | exact Poisson Renyi divergence over boxes of rates | refused: the law depends on the data |
 | discrete | refused: masses at one offset are no guarantee | refused: codes lie on a grid |
 
-Source: THEORY 2.
+Source: docs/privacy.md, section 9.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
         epsilon = _gaussian_epsilon(mu, left)
         law = "the noise is Gaussian, independent between readings and outputs, of one law for every input"
         source, reason = (
-            f"THEORY 2: Gaussian readings, mu = {mu:.6g}",
+            f"docs/privacy.md, section 9: Gaussian readings, mu = {mu:.6g}",
             "the device adds no noise at some output",
         )
     elif isinstance(noise, PhotonCountNoise):
         epsilon = epsilon_of_curve([readings.readings * box_rdp(noise, order) for order in ORDERS], left)
         law = "counts are independent Poisson counts, and every rate lies in its box"
         source, reason = (
-            "THEORY 2: exact Poisson Renyi divergence over boxes of rates",
+            "docs/privacy.md, section 9: exact Poisson Renyi divergence over boxes of rates",
             "a rate may be 0 in its box",
         )
     else:

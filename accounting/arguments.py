@@ -6,14 +6,19 @@ Traceback (most recent call last):
 ...
 ValueError: sigma = -1.0: must be finite and above 0
 
-(The checkers of `opusim.checks` are out of reach: accounting imports the noise laws and the errors only.)
+(The checkers of `opusim.checks` are out of reach: accounting imports the noise laws and the errors only. numpy waits
+inside: the descriptions of mechanisms import this file, and the command line imports those for its help.)
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def positive(**values: Any) -> None:
@@ -23,8 +28,7 @@ def positive(**values: Any) -> None:
         ValueError: A value is 0, negative, infinite or NaN.
     """
     for name, value in values.items():
-        array = np.asarray(value, dtype=float)
-        if not bool(np.all(np.isfinite(array) & (array > 0))):
+        if not _all_finite(value, lambda array: array > 0):
             raise ValueError(f"{name} = {_short(value)}: must be finite and above 0")
 
 
@@ -35,8 +39,7 @@ def non_negative(**values: Any) -> None:
         ValueError: A value is negative, infinite or NaN.
     """
     for name, value in values.items():
-        array = np.asarray(value, dtype=float)
-        if not bool(np.all(np.isfinite(array) & (array >= 0))):
+        if not _all_finite(value, lambda array: array >= 0):
             raise ValueError(f"{name} = {_short(value)}: must be finite and at least 0")
 
 
@@ -47,7 +50,7 @@ def finite(**values: Any) -> None:
         ValueError: A value is infinite or NaN.
     """
     for name, value in values.items():
-        if not bool(np.all(np.isfinite(np.asarray(value, dtype=float)))):
+        if not _all_finite(value, lambda array: array == array):
             raise ValueError(f"{name} = {_short(value)}: must be finite")
 
 
@@ -81,7 +84,7 @@ def count(*, minimum: int = 1, **values: Any) -> None:
         ValueError: A value is below the minimum.
     """
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name} = {_short(value)}: must be an integer, not {type(value).__name__}")
         if value < minimum:
             raise ValueError(f"{name} = {value}: must be at least {minimum}")
@@ -94,11 +97,20 @@ def shape(expected: tuple[int | None, ...], **arrays: np.ndarray) -> None:
         ValueError: An array has another number of axes, or another length.
     """
     for name, array in arrays.items():
-        actual = np.shape(array)
+        actual = array.shape
         same = len(actual) == len(expected)
         if not same or any(e is not None and e != a for e, a in zip(expected, actual, strict=True)):
             wanted = "(" + ", ".join("any" if e is None else str(e) for e in expected) + ")"
             raise ValueError(f"{name} has shape {actual}: must be {wanted}")
+
+
+def _all_finite(value: Any, rule: Callable[[Any], Any]) -> bool:
+    if isinstance(value, float | int):
+        return math.isfinite(value) and bool(rule(value))
+    import numpy as np
+
+    array = np.asarray(value, dtype=float)
+    return bool(np.all(np.isfinite(array) & rule(array)))
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,7 @@ from accounting import arguments
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
-from accounting.mechanisms import Mechanism, RandomizedResponse
+from accounting.mechanisms import Mechanism
 
 _MOST_NOISE = 1e6
 _LEAST_NOISE = 1e-2
@@ -37,19 +37,12 @@ def calibrate(mechanism: M, *, target_epsilon: float, delta: float) -> tuple[M, 
         NoGuarantee: No noise reaches the target, or the mechanism has no noise to set.
     """
     arguments.positive(target_epsilon=target_epsilon)
-    if isinstance(mechanism, RandomizedResponse):
-        return _calibrate_response(mechanism, target_epsilon, delta)  # type: ignore[return-value]
-    field = mechanism.noise_field
-    if field is None:
-        raise NoGuarantee(
-            f"mechanism {mechanism.kind!r}: has no noise that could be set; choose its parameters"
-        )
 
     def gap(log_noise: float) -> float:
         noisy = mechanism.with_noise(math.exp(log_noise))
         return min(_proven(noisy, delta).epsilon, 1e9) - target_epsilon
 
-    low, high = _bracket(gap, math.log(getattr(mechanism, field)), target_epsilon, delta, mechanism)
+    low, high = _bracket(gap, math.log(mechanism.noise), target_epsilon, delta, mechanism)
     noise = math.exp(brentq(gap, low, high, xtol=_RELATIVE) if low < high else high)
     for _ in range(4):
         answer = mechanism.with_noise(noise)
@@ -70,7 +63,7 @@ def _bracket(
         while gap(high) > 0:
             if high >= math.log(_MOST_NOISE):
                 raise NoGuarantee(
-                    f"target_epsilon = {target:g}: {mechanism.kind} with {mechanism.noise_field} up to {_MOST_NOISE:g} "
+                    f"target_epsilon = {target:g}: {mechanism.kind} with noise up to {_MOST_NOISE:g} "
                     f"does not reach it at delta = {delta:g}; allow more epsilon or delta, fewer steps, smaller batches"
                 )
             low, high = high, min(high + math.log(2), math.log(_MOST_NOISE))
@@ -87,19 +80,3 @@ def _proven(mechanism: Mechanism, delta: float) -> Guarantee:
     stated = guarantees([mechanism], delta=delta)
     proven = [guarantee for guarantee in stated if guarantee.is_proven]
     return min(proven, key=lambda guarantee: guarantee.epsilon) if proven else stated[0]
-
-
-def _calibrate_response(
-    mechanism: RandomizedResponse, target_epsilon: float, delta: float
-) -> tuple[Mechanism, Guarantee]:
-    """Pure epsilon shared by the steps; delta is not used up, which errs toward more privacy."""
-    share = target_epsilon / mechanism.steps
-    for _ in range(60):
-        answer = RandomizedResponse.from_epsilon(share, mechanism.n_classes, mechanism.steps)
-        guarantee = _proven(answer, delta)
-        if guarantee.epsilon <= target_epsilon:
-            return answer, guarantee
-        share *= 1 - 1e-12
-    raise NoGuarantee(
-        f"target_epsilon = {target_epsilon:g}: rounding keeps it out of reach; ask for a little more"
-    )

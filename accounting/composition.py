@@ -26,9 +26,11 @@ def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool 
         NoGuarantee: No accountant covers these mechanisms together.
     """
     merged = merge(mechanisms)
+    if not merged:
+        raise NoGuarantee("mechanisms: there is none, nothing was paid for; name at least one")
     homes = {mechanism.accountant for mechanism in merged}
     if len(homes) != 1:
-        kinds = ", ".join(sorted({mechanism.kind for mechanism in merged})) or "none"
+        kinds = ", ".join(sorted({mechanism.kind for mechanism in merged}))
         raise NoGuarantee(f"mechanisms {kinds}: no accountant covers them together; state each apart")
     module, function = homes.pop().split(":")
     return list(getattr(import_module(module), function)(merged, delta=delta, enforced=enforced))

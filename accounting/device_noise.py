@@ -6,7 +6,7 @@
 | photon counts | exact Poisson Renyi divergence over boxes of rates | refused: the law depends on the data |
 | discrete | refused: masses at one offset are no guarantee | refused: codes lie on a grid |
 
-Source: THEORY 2.
+Source: docs/privacy.md, section 9.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dp_accounting import get_epsilon_gaussian
 from accounting import arguments
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
+from accounting.mechanisms import counted
 from accounting.photon_counts import ORDERS, box_rdp, epsilon_of_curve
 from accounting.proven import proven_status
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
@@ -79,14 +80,14 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
         epsilon = _gaussian_epsilon(mu, left)
         law = "the noise is Gaussian, independent between readings and outputs, of one law for every input"
         source, reason = (
-            f"THEORY 2: Gaussian readings, mu = {mu:.6g}",
+            f"docs/privacy.md, section 9: Gaussian readings, mu = {mu:.6g}",
             "the device adds no noise at some output",
         )
     elif isinstance(noise, PhotonCountNoise):
         epsilon = epsilon_of_curve([readings.readings * box_rdp(noise, order) for order in ORDERS], left)
         law = "counts are independent Poisson counts, and every rate lies in its box"
         source, reason = (
-            "THEORY 2: exact Poisson Renyi divergence over boxes of rates",
+            "docs/privacy.md, section 9: exact Poisson Renyi divergence over boxes of rates",
             "a rate may be 0 in its box",
         )
     else:
@@ -101,7 +102,7 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
         adjacency=Adjacency.REPLACE_ONE,
         release=Release.EVERY_UPDATE,
         status=proven_status(epsilon, device_model=True),
-        mechanism=f"{readings.readings} readings with the device's own noise: {noise.describe()}",
+        mechanism=f"{counted(readings.readings, 'reading')} with the device's own noise: {noise.describe()}",
         source=source,
         assumptions=(
             Assumption(text=law),

@@ -1,4 +1,4 @@
-"""Labels under amplification by a secret batch: noise whose covariance is public (S1), at equal leverages (S2).
+"""Labels under amplification by a secret batch: noise whose covariance is public, at equal leverages.
 
 A step releases, with a secret Poisson(q) batch, U_j = sum_{i in batch} w_i s_ij phi'_ij h_i + N(0, sigma^2 S_j) for
 every row j of every layer. S_j depends on neither batch nor labels, for instance
@@ -9,18 +9,11 @@ c_i(a) of the record's own (even noisy) signal, or a maximum over labels: only t
 Theorem. The step is dominated by the pair P* = (1-q) N(0,1) + q N(C,1), Q* = (1-q) N(0,1) + q N(-C,1): the
 Poisson-subsampled Gaussian under replace_one with noise multiplier 1/C.
 
-Proof. Whiten; fix the others' coins, batch and labels (the hockey-stick divergence is jointly convex, and their law
-does not depend on the changed label). The pair is (1-q) N(0,I) + q N(a,I) against (1-q) N(0,I) + q N(b,I) with
-|a|, |b| <= C. For k >= 1,
-    H_k(P||Q) = int [q f_a - (1-q)(k-1) f_0 - k q f_b]_+ = q E (1 - x L_0 - y L_b)_+,  x = (1-q)(k-1)/q, y = k,
-where, under N(a,I), the likelihood ratios L_0 = f_0/f_a and L_b = f_b/f_a are jointly log-normal of mean 1 and their
-logarithms have covariances |a|^2, |a-b|^2 and <a, a-b>. As x, y >= 0 and s -> (1-s)_+ is convex, Kahane's convexity
-inequality says that this expectation can only grow with each of the three. They are at most C^2, 4C^2 and 2C^2, and
-a = C, b = -C attains the three at once: H_k(P||Q) <= H_k(P*||Q*). For k < 1, H_k(P||Q) = 1 - k + k H_{1/k}(Q||P)
-and the mirror image of the pair is its exchange. Steps compose adaptively since dominating pairs do. []
+Proof: docs/privacy.md, section 6 (for k >= 1 the hockey-stick divergence is E (1 - x L_0 - y L_b)_+ of two jointly
+log-normal likelihood ratios, and Kahane's convexity inequality makes it grow with each of their covariances, which
+the worst pair attains at once; k < 1 is its mirror image). Steps compose adaptively since dominating pairs do.
 
 Noise that depends on the batch cannot be amplified: it shows who is in the batch.
-Source: THEORY 1.3, S1 and S2; the proof above is this project's (the reference argued by a grid).
 """
 
 from __future__ import annotations

@@ -30,9 +30,7 @@ class LabelFilter:
 
     A record that would exceed B keeps its noise and loses its signal: to leave it out would raise the leverage of
     the others. The decision rests on public numbers (mu is a maximum over labels), so it costs nothing itself.
-    Proof: the log-likelihood ratio of the two labels has increments N(mu_t^2 / 2, mu_t^2) given the past, with
-    mu_t known from the past; topped up at the end by an independent Gaussian to variance B^2, it is a martingale's
-    stochastic exponential of a fixed bracket, hence N(B^2 / 2, B^2) exactly.
+    Proof: docs/privacy.md, section 5.
 
     Args:
         budget_mu: B > 0.

@@ -22,7 +22,7 @@ def label_guarantee(
     assumptions: tuple[Assumption, ...],
     device_model: bool,
 ) -> Guarantee:
-    """epsilon(delta - sum of steps beta) of mu^2 = sum of steps / noise_multiplier^2, replace_one.
+    """epsilon(delta - sum of steps beta) of mu^2 = sum of steps / noise^2, replace_one.
 
     Args:
         mechanisms: At least one. A certificate's beta is charged at each of the steps.
@@ -31,7 +31,7 @@ def label_guarantee(
         assumptions: Its hypotheses.
         device_model: Whether a device's noise is credited.
     """
-    mu = math.sqrt(math.fsum(one.steps / one.noise_multiplier**2 for one in mechanisms))
+    mu = math.hypot(*(math.sqrt(one.steps) / one.noise for one in mechanisms))
     bounds, reason = spend_certificates(
         delta,
         [one.steps * one.beta for one in mechanisms],

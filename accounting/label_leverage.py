@@ -1,15 +1,22 @@
 """Labels under photonic DFA: how far one step can tell two labels of a record apart, by leverage scores.
 
-Row j of layer l releases U_j = sum_i (s_ij + g_ij) phi'_ij h_i + sqrt(lambda) sigma xi_j, g_ij ~ N(0, sigma^2),
-xi_j ~ N(0, I), with the noise added after anything that was done to the signal s. The features are public and the
-labels enter through s alone, so a changed label moves the mean and leaves the covariance sigma^2 (S_j + lambda I),
-S_j = sum_i phi'_ij^2 h_i h_i^T, as it is: the step is exactly mu-GDP with
+The credited noise comes after anything that was done to the signal s, and before or after the slope phi'. Row j of
+layer l releases, with g_ij ~ N(0, sigma^2) and xi_j ~ N(0, I),
 
-    mu_I^2 = sum_l sum_j (s_lIj(a) - s_lIj(b))^2 lev_lIj / sigma_l^2,
-    lev_Ij = phi'_Ij^2 h_I^T (S_j + lambda I)^-1 h_I in [0, 1),
+    before: U_j = sum_i (s_ij + g_ij) phi'_ij h_i + sqrt(lambda) sigma xi_j,  S_j = sum_i phi'_ij^2 h_i h_i^T,
+    after:  U_j = sum_i (s_ij phi'_ij + g_ij) h_i + sqrt(lambda) sigma xi_j,  S = sum_i h_i h_i^T for every row.
+
+Features are public and labels enter through s alone, so a changed label moves the mean and leaves the covariance
+sigma^2 (S_j + lambda I) as it is: the step is exactly mu-GDP with
+
+    before: mu_I^2 = sum_l sum_j (s_lIj(a) - s_lIj(b))^2 lev_lIj / sigma_l^2,
+            lev_Ij = phi'_Ij^2 h_I^T (S_j + lambda I)^-1 h_I in [0, 1),
+    after:  mu_I^2 = sum_l ||(s_lI(a) - s_lI(b)) * phi'_lI||^2 lev_lI / sigma_l^2,
+            lev_I = h_I^T (S + lambda I)^-1 h_I in [0, 1): one Gram matrix a layer,
 
 over layers whose readings are disjoint, hence independent. The output layer is a layer with phi' = 1 and s = e.
-Source: THEORY 1.3 (derived again: the whitened shift of row j is delta_j phi'_Ij (S_j + lambda I)^(-1/2) h_I / sigma).
+`LayerReadings` with slopes gives the first leverage, with slopes of None the second; the signals of the second form
+have the slopes multiplied in. Source: docs/privacy.md, section 4.
 """
 
 from __future__ import annotations
@@ -46,7 +53,8 @@ class LayerReadings:
 
     Attributes:
         activations: h_i as rows, without the bias's constant, shape (m, fan_in).
-        slopes: phi'_ij, shape (m, n); None where the feedback has no slope (an output layer).
+        slopes: phi'_ij where the noise goes through them, shape (m, n); None where it does not: noise added after
+            the slope, or a layer without one (the output layer).
         bias: Whether the layer has a bias, which is moved by the same readings: 1 is appended to h.
         floor: lambda >= 0, variance of the noise really added on every weight, in units of sigma^2; 0 for none.
     """
@@ -129,7 +137,7 @@ def step_mu(
 
     Args:
         signals: Per layer, what each label would make of the noise-free signal (after any scale to the ball),
-            shape (m, labels, n).
+            shape (m, labels, n): s where the noise goes through the slope, s * phi' where it is added after it.
         scores: Per layer, the leverages, shape (m, n) or (m, 1).
         sigmas: Per layer, standard deviation of the credited noise, above 0.
     """
@@ -145,20 +153,22 @@ def step_mu(
 
 
 def step_mu_bound(
-    distances: Sequence[float], scores: Sequence[np.ndarray], sigmas: Sequence[float]
+    distances: Sequence[float | np.ndarray], scores: Sequence[np.ndarray], sigmas: Sequence[float]
 ) -> np.ndarray:
     """mu_I <= sqrt(sum_l Delta_l^2 max_j lev_lIj / sigma_l^2), shape (m,): where signals are not enumerated.
 
     Args:
-        distances: Per layer, Delta_l: 2 tB for a signal scaled to a ball, `label_distance` or `ternary_distance`
-            without one, sqrt(2) for e = p - y at the output.
+        distances: Per layer, Delta_l, a number or one for each record, shape (m,): 2 tB for a signal scaled to a
+            ball, `label_distance` or `ternary_distance` without one, sqrt(2) for e = p - y at the output. Times
+            max_j |phi'_Ij| where the noise is added after the slope.
         scores: Per layer, the leverages, shape (m, n) or (m, 1).
         sigmas: Per layer, above 0.
     """
-    arguments.non_negative(distances=distances)
     arguments.positive(sigmas=sigmas)
+    for distance in distances:
+        arguments.non_negative(distances=distance)
     terms = [
-        distance**2 * score.max(axis=1) / sigma**2
+        np.square(distance) * score.max(axis=1) / sigma**2
         for distance, score, sigma in zip(distances, scores, sigmas, strict=True)
     ]
     return np.sqrt(np.sum(terms, axis=0))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from accounting import arguments
 from accounting.guarantee import Unit
-from accounting.mechanisms import Mechanism, register_mechanism
+from accounting.mechanisms import Mechanism, counted, register_mechanism
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -49,7 +49,7 @@ class LabelAmplified(Mechanism):
         """What ran, in a few words."""
         return (
             f"labels under noise of a public covariance, whitened contributions at most {self.clip:g}, Poisson "
-            f"batches (q = {self.sampling_probability:g}), {self.steps:,} steps"
+            f"batches (q = {self.sampling_probability:g}), {counted(self.steps, 'step')}"
         )
 
     def event(self) -> DpEvent:
@@ -84,7 +84,7 @@ class LabelBudget(Mechanism):
     kind: ClassVar[str] = "label_budget"
     accountant: ClassVar[str] = "accounting.label_filter:guarantees"
     unit: ClassVar[Unit] = Unit.LABEL
-    noise_field: ClassVar[str | None] = "noise_multiplier"
+    noise_field: ClassVar[str | None] = "budget_mu"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,8 +95,8 @@ class LabelBudget(Mechanism):
         self._to_floats("budget_mu", "beta")
 
     @property
-    def noise_multiplier(self) -> float:
-        """1 / budget_mu, what a calibration raises."""
+    def noise(self) -> float:
+        """1 / budget_mu."""
         return 1 / self.budget_mu
 
     def with_noise(self, noise: float) -> Self:
@@ -105,14 +105,14 @@ class LabelBudget(Mechanism):
 
     def describe(self) -> str:
         """What ran, in a few words."""
-        times = "" if self.steps == 1 else f", spent {self.steps:,} times"
+        times = "" if self.steps == 1 else f", spent {counted(self.steps, 'time')}"
         return f"noisy signals and a budget of mu = {self.budget_mu:g} for each record's label{times}"
 
     def event(self) -> DpEvent:
         """Self-composed N(0, 1) against N(mu, 1): the Gaussian event of multiplier 1 / mu under add_or_remove_one."""
         import dp_accounting as dp
 
-        return dp.SelfComposedDpEvent(dp.GaussianDpEvent(self.noise_multiplier), self.steps)
+        return dp.SelfComposedDpEvent(dp.GaussianDpEvent(self.noise), self.steps)
 
 
 @register_mechanism
@@ -133,7 +133,7 @@ class LabelOnce(Mechanism):
     kind: ClassVar[str] = "label_once"
     accountant: ClassVar[str] = "accounting.label_once:guarantees"
     unit: ClassVar[Unit] = Unit.LABEL
-    noise_field: ClassVar[str | None] = "noise_multiplier"
+    noise_field: ClassVar[str | None] = "mu"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,8 +142,8 @@ class LabelOnce(Mechanism):
         self._to_floats("mu", "beta")
 
     @property
-    def noise_multiplier(self) -> float:
-        """1 / mu, what a calibration raises."""
+    def noise(self) -> float:
+        """1 / mu."""
         return 1 / self.mu
 
     def with_noise(self, noise: float) -> Self:
@@ -159,4 +159,4 @@ class LabelOnce(Mechanism):
         """Self-composed N(0, 1) against N(mu, 1): the Gaussian event of multiplier 1 / mu under add_or_remove_one."""
         import dp_accounting as dp
 
-        return dp.SelfComposedDpEvent(dp.GaussianDpEvent(self.noise_multiplier), self.steps)
+        return dp.SelfComposedDpEvent(dp.GaussianDpEvent(self.noise), self.steps)

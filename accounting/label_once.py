@@ -4,7 +4,7 @@ r_i = B y_i + g_i, g ~ N(0, sigma_l^2) on the outputs of layer l. Between labels
 of the same law, shifted: one record is mu-GDP with mu^2 = max_ab sum_l ||B^l_a - B^l_b||^2 / sigma_l^2 over all
 distinct readings. Whatever happens to r_i later (scales, epochs, posterior targets) is post-processing; the output
 layer takes its target from the same readings at no cost, for the least-squares numbers carry all that they tell.
-Source: THEORY 1.3 (label-once), S4.
+Source: docs/privacy.md, section 7.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Mechanism(ABC):
         accountant: Where its guarantees are computed, as "module:function"; the function takes a sequence of
             descriptions that name it, `delta` and `enforced`, and returns a list of `Guarantee`.
         unit: What one neighbouring change concerns.
-        noise_field: The parameter that a calibration raises; None where there is none.
+        noise_field: The parameter that a calibration sets; None where there is none.
     """
 
     steps: int = 1
@@ -76,21 +76,26 @@ class Mechanism(ABC):
     def event(self) -> DpEvent:
         """The event of all steps, for any accountant of dp_accounting."""
 
+    @property
+    def noise(self) -> float:
+        """How strong the noise is: more of it never costs more epsilon.
+
+        Raises:
+            NoGuarantee: It has none that could be set.
+        """
+        return float(getattr(self, self._noise_parameter()))
+
     def repeated(self, steps: int) -> Self:
         """The same mechanism with another number of steps."""
         return replace(self, steps=steps)
 
     def with_noise(self, noise: float) -> Self:
-        """The same mechanism with its noise parameter set.
+        """The same mechanism with another `noise`.
 
         Raises:
-            NoGuarantee: It has none.
+            NoGuarantee: It has none that could be set.
         """
-        if self.noise_field is None:
-            raise NoGuarantee(
-                f"mechanism {self.kind!r}: has no noise that could be set; choose its parameters"
-            )
-        changes: dict[str, Any] = {self.noise_field: noise}
+        changes: dict[str, Any] = {self._noise_parameter(): noise}
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
@@ -99,10 +104,20 @@ class Mechanism(ABC):
             key: getattr(value, "value", value) for key, value in asdict(self).items()
         }
 
+    def _noise_parameter(self) -> str:
+        if self.noise_field is None:
+            raise NoGuarantee(f"mechanism {self.kind!r}: has no noise that could be set to reach a target")
+        return self.noise_field
+
     def _to_floats(self, *names: str) -> None:
         """Store numbers as floats: dp_accounting drops compositions of an int or a numpy float32."""
         for name in names:
             object.__setattr__(self, name, float(getattr(self, name)))
+
+
+def counted(number: int, word: str) -> str:
+    """A number and its noun, such as "1 step" or "3,150 steps"."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def register_mechanism(kind: type[Mechanism]) -> type[Mechanism]:
@@ -166,7 +181,7 @@ class PoissonGaussian(Mechanism):
         """What ran, in a few words."""
         return (
             f"Gaussian noise, multiplier {self.noise_multiplier:g}, on Poisson batches "
-            f"(q = {self.sampling_probability:g}), {self.steps:,} steps"
+            f"(q = {self.sampling_probability:g}), {counted(self.steps, 'step')}"
         )
 
     def event(self) -> DpEvent:
@@ -201,7 +216,7 @@ class Gaussian(Mechanism):
 
     def describe(self) -> str:
         """What ran, in a few words."""
-        return f"Gaussian noise, multiplier {self.noise_multiplier:g}, on all records, {self.steps:,} steps"
+        return f"Gaussian noise, multiplier {self.noise_multiplier:g}, on all records, {counted(self.steps, 'step')}"
 
     def event(self) -> DpEvent:
         """Self-composed Gaussian."""
@@ -239,7 +254,7 @@ class PoissonLaplace(Mechanism):
         """What ran, in a few words."""
         return (
             f"Laplace noise, scale {self.scale:g}, on Poisson batches (q = {self.sampling_probability:g}), "
-            f"{self.steps:,} steps"
+            f"{counted(self.steps, 'step')}"
         )
 
     def event(self) -> DpEvent:
@@ -265,6 +280,7 @@ class RandomizedResponse(Mechanism):
 
     kind: ClassVar[str] = "randomized_response"
     unit: ClassVar[Unit] = Unit.LABEL
+    noise_field: ClassVar[str | None] = "keep_probability"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -287,7 +303,18 @@ class RandomizedResponse(Mechanism):
         arguments.positive(epsilon=epsilon)
         arguments.count(n_classes=n_classes, minimum=2)
         keep = 1 / (1 + (n_classes - 1) * math.exp(-epsilon))
+        if keep == 1:
+            raise ValueError(f"epsilon = {epsilon:g}: is so large that the label always stays; ask for less")
         return cls(keep_probability=keep, n_classes=n_classes, steps=steps)
+
+    @property
+    def noise(self) -> float:
+        """1 / epsilon of one response."""
+        return 1 / self.step_epsilon
+
+    def with_noise(self, noise: float) -> RandomizedResponse:
+        """The response of epsilon = 1 / noise."""
+        return RandomizedResponse.from_epsilon(1 / noise, self.n_classes, self.steps)
 
     @property
     def step_epsilon(self) -> float:

@@ -4,7 +4,7 @@ With n = frames - 1, S the sample covariance and v the unit vector that minimise
 lambda_min(S) <= v^T S v = lambda_min(Sigma) chi2_n / n, so lambda_min(Sigma) >= n lambda_min(S) / chi2_{n, 1-beta}
 with confidence 1 - beta, without a union over outputs; likewise for the smallest variance of independent outputs.
 Only for Gaussian, unquantised readings of frames that do not depend on each other; a variance alone proves nothing.
-Source: THEORY 2.
+Source: docs/privacy.md, section 9.
 """
 
 from __future__ import annotations

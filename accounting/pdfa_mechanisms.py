@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from accounting import arguments
-from accounting.mechanisms import Mechanism, register_mechanism
+from accounting.mechanisms import Mechanism, counted, register_mechanism
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -99,7 +99,7 @@ class PublishedPdfa(Mechanism):
     def describe(self) -> str:
         """What ran, in a few words."""
         return (
-            f"PDFA as published, {len(self.layers)} layers, {self.steps:,} steps of {self.batch_size}, "
+            f"PDFA as published, {len(self.layers)} layers, {counted(self.steps, 'step')} of {self.batch_size}, "
             f"sigma {self.sigma:g}"
         )
 
@@ -131,7 +131,7 @@ class PdfaWithoutFormula(Mechanism):
 
     def describe(self) -> str:
         """What ran, in a few words."""
-        return f"PDFA, {self.steps:,} steps; the paper's formula lacks {self.missing}"
+        return f"PDFA, {counted(self.steps, 'step')}; the paper's formula lacks {self.missing}"
 
     def event(self) -> DpEvent:
         """No privacy for whole records."""

@@ -4,7 +4,7 @@ D_alpha(Poisson(a) || Poisson(b)) = (a^alpha b^(1-alpha) - alpha a + (alpha - 1)
 and frames. It is jointly convex, so over a box of rates it is largest at a corner; homogeneous, D(c a, c b) =
 c D(a, b), so more light is less private; and infinite at b = 0 < a, which dark or bias light prevents.
 Whatever happens to counts later (gain, read noise, full well, rounding, linear recovery) is post-processing.
-Source: THEORY 2.
+Source: docs/privacy.md, section 9.
 """
 
 from __future__ import annotations

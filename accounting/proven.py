@@ -42,7 +42,7 @@ def proven_guarantee(
         release=Release.EVERY_UPDATE,
         status=proven_status(bounds.upper, device_model=device_model),
         mechanism="; ".join(mechanism.describe() for mechanism in mechanisms),
-        source=f"{source}; {bounds.method}",
+        source=source if infinite else f"{source}; {bounds.method}",
         assumptions=assumptions,
         epsilon_lower=None if infinite or bounds.lower == bounds.upper else bounds.lower,
         reason=(reason or _infinite_reason(delta)) if infinite else None,

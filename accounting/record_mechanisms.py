@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from accounting import arguments
-from accounting.mechanisms import Mechanism, register_mechanism
+from accounting.mechanisms import Mechanism, counted, register_mechanism
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -52,7 +52,7 @@ class RecordCentral(Mechanism):
         return (
             f"records clipped to {self.clip_norm:g}, {'device' if self.device_noise else 'Gaussian'} noise with "
             f"multiplier {self.noise_multiplier:g}, Poisson batches (q = {self.sampling_probability:g}), "
-            f"{self.steps:,} steps, divided by {self.divisor:g}"
+            f"{counted(self.steps, 'step')}, divided by {self.divisor:g}"
         )
 
     def event(self) -> DpEvent:
@@ -84,7 +84,7 @@ class Unprotected(Mechanism):
 
     def describe(self) -> str:
         """What ran, in a few words."""
-        return f"{self.what}, {self.steps:,} step{'s' if self.steps > 1 else ''}"
+        return f"{self.what}, {counted(self.steps, 'step')}"
 
     def event(self) -> DpEvent:
         """No privacy at all."""

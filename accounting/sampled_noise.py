@@ -13,8 +13,11 @@ Proposition 11, p = q = 2): D_a(P || R) <= (a - 1/2) / (a - 1) D_2a(P || Q) + D_
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import dp_accounting
 import numpy as np
@@ -35,15 +38,37 @@ from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonL
 _ORDERS = (
     *(1 + k / 20 for k in range(2, 20)), *(2 + k / 10 for k in range(90)), *range(11, 64), 80, 96, 128, 192, 256, 512
 )  # fmt: skip
+_LEAST, _MOST, _RAREST = 1e-3, 1e5, 1e-9  # noise and sampling probability that doubles can follow
 _ENOUGH = 3.0  # bins per deviation below which the Renyi bound is computed as well
 
 
 def sampled_noise_bounds(mechanisms: Sequence[Mechanism], delta: float) -> EpsilonBounds:
     """Bounds on epsilon(delta) of all mechanisms together, delta in (0, 1).
 
+    Parameters beyond what doubles can follow are moved toward more epsilon: noise above 1e5 counts as 1e5, a sampling
+    probability below 1e-9 as 1e-9, and noise below 1e-3 as none.
+
     Raises:
         NoGuarantee: Neither accountant has an answer.
     """
+    if any(mechanism.noise < _LEAST for mechanism in mechanisms):
+        return EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers for so little noise")
+    followed = [_followed(mechanism) for mechanism in mechanisms]
+    with np.errstate(all="ignore"):  # what overflows ends as infinity or is refused
+        bounds = _bounds(followed, delta)
+    if followed != list(mechanisms):
+        return EpsilonBounds(lower=0.0, upper=bounds.upper, method=bounds.method)
+    return bounds
+
+
+def _followed(mechanism: Mechanism) -> Mechanism:
+    changed = mechanism.with_noise(_MOST) if mechanism.noise > _MOST else mechanism
+    if isinstance(changed, PoissonGaussian | PoissonLaplace) and changed.sampling_probability < _RAREST:
+        changed = replace(changed, sampling_probability=_RAREST)
+    return changed
+
+
+def _bounds(mechanisms: Sequence[Mechanism], delta: float) -> EpsilonBounds:
     try:
         parts = [_noisy_step(mechanism) for mechanism in mechanisms]
     except NoGuarantee:
@@ -89,9 +114,22 @@ def _renyi_curve(mechanism: Mechanism) -> np.ndarray:
 def _one_way_curve(mechanism: PoissonGaussian | Gaussian, orders: np.ndarray) -> np.ndarray:
     """Add_or_remove_one; dp_accounting's is the larger of the two directions."""
     accountant = rdp.RdpAccountant(orders, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
-    with np.errstate(all="ignore"):  # an order that overflows is dropped by the caller
+    with _orders_may_fail():
         accountant.compose(mechanism.event())
     return np.asarray(accountant.rdp, dtype=float)
+
+
+@contextmanager
+def _orders_may_fail() -> Iterator[None]:
+    """dp_accounting warns of orders that overflow or do not converge; the caller drops them."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with np.errstate(all="ignore"):
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _noisy_step(mechanism: Mechanism) -> NoisyStep:

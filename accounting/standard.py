@@ -89,7 +89,7 @@ def noise_bounds(mechanisms: Sequence[Mechanism], adjacency: Adjacency, delta: f
     """
     shift = 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
     if delta > 0 and all(_never_samples(mechanism) for mechanism in mechanisms):
-        mu = math.sqrt(sum(m.steps * (shift / m.noise_multiplier) ** 2 for m in mechanisms))  # type: ignore[attr-defined]
+        mu = math.hypot(*(math.sqrt(mechanism.steps) * shift / mechanism.noise for mechanism in mechanisms))
         return gaussian_bounds(mu, delta)
     pure = sum(_laplace_epsilon(mechanism) for mechanism in mechanisms)
     if delta == 0:
@@ -106,13 +106,18 @@ def noise_bounds(mechanisms: Sequence[Mechanism], adjacency: Adjacency, delta: f
 
 
 def gaussian_bounds(mu: float, delta: float) -> EpsilonBounds:
-    """Epsilon of mu-GDP (exact up to the root search), mu > 0, delta in [0, 1); infinite at 0."""
+    """Epsilon of mu-GDP (exact up to the root search).
+
+    Args:
+        mu: At least 0; above 1e9, where doubles fail, the answer is infinite.
+        delta: In [0, 1); infinite at 0.
+    """
     from dp_accounting import get_epsilon_gaussian
 
-    arguments.positive(mu=mu)
     arguments.share(delta=delta)
-    if delta == 0:
+    if delta == 0 or not mu < 1e9:
         return EpsilonBounds(lower=math.inf, upper=math.inf, method="exact Gaussian trade-off")
+    mu = max(mu, 1e-9)
     with np.errstate(all="ignore"):  # dp_accounting takes the logarithm of 0 where delta exceeds mu
         epsilon = float(get_epsilon_gaussian(1.0 / mu, delta))
     return EpsilonBounds(lower=epsilon, upper=epsilon * (1 + 1e-9) + 1e-9, method="exact Gaussian trade-off")

@@ -33,7 +33,7 @@ RECORD_EPSILONS, LABEL_EPSILONS = (3.0, 1.0), (8.0, 3.0, 1.0)
 BASE: dict[str, Any] = {
     "threads": 1,
     "data": {"name": "fashion-mnist"},
-    "optimizer": {"name": "sgd", "momentum": 0.9},
+    "optimizer": {"name": "sgd", "momentum": 0.9, "averaged_tail": 0.5},
     "sampler": {"batch_size": 4096, "scheme": "poisson"},
     "device": {"name": "gaussian", "noise": {"sigma": 0.1}},
 }
@@ -44,8 +44,8 @@ LABEL: dict[str, Any] = {
     "model": {"hidden": [128]},
     "trainer": {"kind": "pdfa"},
 }
-RECORD_GRID = {"optimizer.lr": (0.5, 1.0, 2.0), "epochs": (20, 40), "protection.clip_norm": (0.5, 1.0)}
-NOISE_GRID = {"optimizer.lr": (0.3, 0.6, 1.2), "epochs": (5, 10), "protection.clip_norm": (0.1, 0.2)}
+RECORD_GRID = {"optimizer.lr": (0.5, 1.0, 2.0), "epochs": (20, 40)}
+NOISE_GRID = {"optimizer.lr": (0.5, 1.0), "epochs": (5, 10), "protection.clip_norm": (0.1, 0.2)}
 TABLE_GRID = {"optimizer.lr": (0.01, 0.02, 0.04), "epochs": (10, 20), "protection.flat_prior": (0.3, 1.0)}
 SMALL_BATCHES: dict[str, Any] = {"sampler": {"batch_size": 256, "scheme": "shuffled-epochs"}}
 

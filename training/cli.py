@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from accounting.cli import app as account_app
 from opusim.cli import app as device_app
 from opusim.errors import ConfigError, DeviceError, OpusimError
 
@@ -32,6 +32,7 @@ train_app = typer.Typer(
 )
 app.add_typer(device_app, name="device")
 app.add_typer(train_app, name="train")
+app.add_typer(account_app, name="account")
 
 
 @app.callback(invoke_without_command=True)
@@ -340,17 +341,11 @@ def _watched(kind: str, quiet: bool, work: Any) -> None:
 
 
 def _print_run(run: Run, report_file: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from accounting.tables import guarantee_rows, print_rows
+    from training.runs.report import run_name, summary_row
 
-    from training.runs.report import guarantee_rows, run_name, summary_row
-
-    console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "140")))
-    for rows in ([summary_row(run, run_name(run))], guarantee_rows(run)):
-        table = Table(*rows[0].keys())
-        for row in rows:
-            table.add_row(*row.values())
-        console.print(table)
+    print_rows([summary_row(run, run_name(run))])
+    print_rows(guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment"))
     typer.echo(f"run folder: {run.folder.path}\nreport:     {report_file}")
     if run.config.mode == "experiment":
         typer.echo("experiment mode: not for release, the noise can be reconstructed from the seed")

@@ -6,7 +6,7 @@ ratio comes from the update's full covariance matrices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.stats import norm
@@ -19,9 +19,12 @@ class Layer:
     signals: np.ndarray  # (m, labels, n)
     sigma: float
     floor: float
+    after: bool = False  # noise added after the slope
 
 
-def random_layers(generator: np.random.Generator, *, m: int, labels: int, floor: float) -> list[Layer]:
+def random_layers(
+    generator: np.random.Generator, *, m: int, labels: int, floor: float, after: bool = False
+) -> list[Layer]:
     """Two hidden layers and an output layer; slopes of tanh and of ReLU; signals scaled to a ball of 1."""
     layers = []
     widths = [(int(generator.integers(2, 9)), int(generator.integers(2, 6))) for _ in range(2)]
@@ -34,7 +37,7 @@ def random_layers(generator: np.random.Generator, *, m: int, labels: int, floor:
     probabilities = generator.dirichlet(np.ones(labels), size=m)
     errors = probabilities[:, None, :] - np.eye(labels)[None]
     layers.append(_layer(generator, m, 3, np.ones((m, labels)), errors, 0.7, floor))
-    return layers
+    return [replace(layer, after=after) for layer in layers]
 
 
 def _layer(
@@ -53,12 +56,13 @@ def _layer(
 def update(
     layer: Layer, labels: np.ndarray, generator: np.random.Generator, trials: int, noise: float = 1.0
 ) -> np.ndarray:
-    """sum_i ((s_i + g_i) * phi'_i) h_i^T + sqrt(lambda) sigma xi, shape (trials, n, d)."""
+    """sum_i ((s_i + g_i) * phi'_i) h_i^T + sqrt(lambda) sigma xi, or s_i * phi'_i + g_i; shape (trials, n, d)."""
     m, n = layer.slopes.shape
     signal = layer.signals[np.arange(m), labels]  # (m, n)
     g = noise * layer.sigma * generator.standard_normal((trials, m, n))
     xi = noise * layer.sigma * layer.floor**0.5 * generator.standard_normal((trials, n, layer.h.shape[1]))
-    return np.einsum("tmn,md->tnd", (signal + g) * layer.slopes, layer.h) + xi
+    noisy = signal * layer.slopes + g if layer.after else (signal + g) * layer.slopes
+    return np.einsum("tmn,md->tnd", noisy, layer.h) + xi
 
 
 def log_ratio(layer: Layer, released: np.ndarray, record: int, labels: np.ndarray, other: int) -> np.ndarray:
@@ -68,7 +72,8 @@ def log_ratio(layer: Layer, released: np.ndarray, record: int, labels: np.ndarra
     changed[record] = other
     for j in range(layer.slopes.shape[1]):
         rows = layer.slopes[:, [j]] * layer.h  # (m, d)
-        covariance = layer.sigma**2 * (rows.T @ rows + layer.floor * np.eye(rows.shape[1]))
+        noisy = layer.h if layer.after else rows
+        covariance = layer.sigma**2 * (noisy.T @ noisy + layer.floor * np.eye(rows.shape[1]))
         means = [rows.T @ layer.signals[np.arange(len(labels)), chosen, j] for chosen in (labels, changed)]
         from_own, from_other = (released[:, j] - mean for mean in means)
         own = np.einsum("td,td->t", from_own, np.linalg.solve(covariance, from_own.T).T)

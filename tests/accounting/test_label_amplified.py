@@ -1,4 +1,4 @@
-"""S1 and S2: the dominating pair against exact mixtures, an attack in more dimensions, equal leverages."""
+"""Labels under amplification: the dominating pair against exact mixtures, attacks in more dimensions, leverages."""
 
 from __future__ import annotations
 
@@ -40,6 +40,18 @@ def _delta(q: float, a: tuple[float, float], b: float, epsilon: float) -> float:
     return float(np.sum(inside) * STEP)
 
 
+def _delta_below(q: float, a: float, b: tuple[float, float], k: float) -> float:
+    """H_k of (1-q) N(0) + q N((a, 0)) against (1-q) N(0) + q N(b) for k < 1, directly: only the last density counts
+    against, so at each first coordinate the integrand is positive below a closed-form limit (b_2 > 0)."""
+    gain = (1 - q) * (1 - k) * norm.pdf(LINE) + q * norm.pdf(LINE - a)
+    loss = k * q * norm.pdf(LINE - b[0])
+    if b[1] == 0:
+        return float(np.sum(np.maximum(gain - loss, 0)) * STEP)
+    log_loss = np.log(k * q) + norm.logpdf(LINE - b[0])
+    limit = b[1] / 2 + (np.log(gain) - log_loss) / b[1]
+    return float(np.sum(gain * norm.cdf(limit) - loss * norm.cdf(limit - b[1])) * STEP)
+
+
 def _dominating(q: float, clip: float, multiplier: float = 1.0) -> pld.PrivacyLossDistribution:
     return pld.from_gaussian_mechanism(
         multiplier / clip,
@@ -71,6 +83,20 @@ def test_no_pair_of_labels_beats_the_dominating_pair(seed: int) -> None:
         a = (radius * np.cos(angle), radius * np.sin(angle))
         for epsilon in EPSILONS:
             assert _delta(q, a, b, epsilon) <= _delta(q, (clip, 0.0), -clip, epsilon) + 1e-7
+
+
+def test_no_pair_beats_it_below_one_either(seed: int) -> None:
+    """k < 1, computed directly and not through the exchange of P and Q that the proof uses."""
+    generator = np.random.default_rng(seed)
+    for _ in range(60):
+        q, clip = generator.uniform(0.02, 1.0), generator.uniform(0.2, 2.0)
+        angle = np.pi * generator.choice([0.99, generator.uniform(0.01, 1)])
+        a, radius = clip * np.array([generator.choice([1.0, generator.uniform()]), 1.0])
+        b = (radius * np.cos(angle), radius * np.sin(angle))
+        for k in (0.05, 0.3, 0.7, 0.95):
+            assert _delta_below(q, a, b, k) <= _delta_below(q, clip, (-clip, 0.0), k) + 1e-7
+    worst = _delta_below(0.3, 0.8, (-0.8, 0.0), 0.7)
+    assert _delta_below(0.3, 0.84, (-0.84, 0.0), 0.7) > worst + 1e-4  # planted: a contribution 5 % too large
 
 
 def test_dp_accountings_distribution_is_that_of_the_dominating_pair() -> None:

@@ -1,4 +1,4 @@
-"""The strongest attack on S1, as it would run: secret batches, weights, a public covariance, several steps.
+"""The strongest attack on labels under amplification: secret batches, weights, a public covariance, several steps.
 
 The attacker knows everything but record 0's coins and label (the others' coins and labels too), so its
 log-likelihood ratio L is exact, and delta(epsilon) = E (1 - e^(epsilon - L))_+ is estimated without bias.

@@ -29,23 +29,32 @@ simulation = sys.modules["label_simulation"] = importlib.util.module_from_spec(_
 _SPEC.loader.exec_module(simulation)
 
 LIMIT = 5.0
-FAMILY_LIMIT = float(norm.isf(norm.sf(LIMIT) / 72))  # 6 cases, 6 label pairs, mean and variance
+FAMILY_LIMIT = float(norm.isf(norm.sf(LIMIT) / 144))  # 12 cases, 6 label pairs, mean and variance
 TRIALS = 4000
+AFTER = pytest.mark.parametrize("after", [False, True], ids=["noise before the slope", "noise after it"])
 
 
 def _scores(layers: list[simulation.Layer], *, bias: bool = True) -> list[np.ndarray]:
     return [
         leverages(
-            LayerReadings(activations=layer.h[:, :-1], slopes=layer.slopes, bias=bias, floor=layer.floor)
+            LayerReadings(
+                activations=layer.h[:, :-1],
+                slopes=None if layer.after else layer.slopes,
+                bias=bias,
+                floor=layer.floor,
+            )
         )
         for layer in layers
     ]
 
 
+def _signals(layers: list[simulation.Layer]) -> list[np.ndarray]:
+    """What `step_mu` takes: with the slopes in it where the noise comes after them."""
+    return [layer.signals * layer.slopes[:, None] if layer.after else layer.signals for layer in layers]
+
+
 def _accounted(layers: list[simulation.Layer], *, bias: bool = True) -> np.ndarray:
-    return step_mu(
-        [layer.signals for layer in layers], _scores(layers, bias=bias), [layer.sigma for layer in layers]
-    )
+    return step_mu(_signals(layers), _scores(layers, bias=bias), [layer.sigma for layer in layers])
 
 
 def _measured(
@@ -63,15 +72,16 @@ def _measured(
     )
 
 
+@AFTER
 @pytest.mark.parametrize("case", range(6))
 def test_log_likelihood_ratio_is_that_of_a_shifted_gaussian_with_the_accountants_mu(
-    case: int, seed: int
+    case: int, after: bool, seed: int
 ) -> None:
     """Random layers and batches, m below and above the fan-in; mu is attained at the worst pair, a bound elsewhere."""
     generator = np.random.default_rng([seed, case])
     m, n_labels = int(generator.integers(3, 14)), 3
     layers = simulation.random_layers(
-        generator, m=m, labels=n_labels, floor=float(generator.choice([0.01, 1.0]))
+        generator, m=m, labels=n_labels, floor=float(generator.choice([0.01, 1.0])), after=after
     )
     labels = generator.integers(0, n_labels, size=m)
     record = int(generator.integers(m))
@@ -80,7 +90,7 @@ def test_log_likelihood_ratio_is_that_of_a_shifted_gaussian_with_the_accountants
     for own in range(n_labels):
         for other in set(range(n_labels)) - {own}:
             labels[record] = own
-            two = [layer.signals[:, [own, other]] for layer in layers]  # the pair alone, for its exact mu
+            two = [signal[:, [own, other]] for signal in _signals(layers)]  # the pair alone, for its exact mu
             mu = step_mu(two, _scores(layers), [layer.sigma for layer in layers])[record]
             exact.append(mu)
             ratios = _measured(layers, record, labels, other, generator)
@@ -126,6 +136,11 @@ def test_the_bound_by_the_ball_is_never_below_the_enumeration(seed: int) -> None
         layers = simulation.random_layers(generator, m=8, labels=4, floor=0.1)
         bound = step_mu_bound((2.0, 2.0, 2**0.5), _scores(layers), [layer.sigma for layer in layers])
         assert np.all(_accounted(layers) <= bound * (1 + 1e-12))
+        later = [replace(layer, after=True) for layer in layers]
+        steepest = [np.abs(layer.slopes).max(axis=1) for layer in layers]
+        distances = [d * slope for d, slope in zip((2.0, 2.0, 2**0.5), steepest, strict=True)]
+        bound = step_mu_bound(distances, _scores(later), [layer.sigma for layer in layers])
+        assert np.all(_accounted(later) <= bound * (1 + 1e-12))
 
 
 def test_ternary_distance_is_attained_and_the_plain_one_is_too_small(seed: int) -> None:
@@ -147,9 +162,10 @@ def test_ternary_distance_is_attained_and_the_plain_one_is_too_small(seed: int) 
 # Planted errors. Each claims the mu that the faulty code or accountant believes in.
 
 
-def test_planted_unnoised_output_layer_is_caught(seed: int) -> None:
+@AFTER
+def test_planted_unnoised_output_layer_is_caught(after: bool, seed: int) -> None:
     generator = np.random.default_rng(seed)
-    layers = simulation.random_layers(generator, m=6, labels=3, floor=0.1)
+    layers = simulation.random_layers(generator, m=6, labels=3, floor=0.1, after=after)
     layers = [replace(layer, sigma=8 * layer.sigma) for layer in layers]  # mu < 0.6 by the hidden layers
     claimed = _accounted(layers[:2])[0]  # believes that the output layer leaks nothing
     labels = np.zeros(6, dtype=int)
@@ -168,12 +184,13 @@ def test_planted_unnoised_output_layer_is_caught(seed: int) -> None:
     assert simulation.accuracy_excess(np.array(guesses) == coins, claimed) > LIMIT
 
 
-def test_planted_noise_reused_between_epochs_is_caught(seed: int) -> None:
+@AFTER
+def test_planted_noise_reused_between_epochs_is_caught(after: bool, seed: int) -> None:
     """Two epochs, the second with half the signal; fresh noise obeys sqrt(mu_1^2 + mu_2^2), reused noise cancels."""
     generator = np.random.default_rng(seed)
-    first = simulation.random_layers(generator, m=20, labels=2, floor=1.0)[0]
-    first = simulation.Layer(first.h, first.slopes, first.signals, 2.0, 1.0)
-    second = simulation.Layer(first.h, first.slopes, first.signals / 2, first.sigma, first.floor)
+    first = simulation.random_layers(generator, m=20, labels=2, floor=1.0, after=after)[0]
+    first = replace(first, sigma=2.0)
+    second = replace(first, signals=first.signals / 2)
     claimed = (_accounted([first])[0] ** 2 + _accounted([second])[0] ** 2) ** 0.5
     labels = generator.integers(0, 2, size=20)
     coins = generator.integers(0, 2, size=600)
@@ -216,12 +233,13 @@ def test_planted_scale_after_the_reading_is_caught(seed: int) -> None:
         assert (simulation.accuracy_excess(right, claimed) > LIMIT) is caught
 
 
-def test_planted_bias_left_out_of_the_leverage_is_caught() -> None:
+@AFTER
+def test_planted_bias_left_out_of_the_leverage_is_caught(after: bool) -> None:
     """One record with a small activation among equal large ones: only the constant sees it."""
     generator = np.random.default_rng(3)
     h = np.vstack([[[0.1]], np.full((30, 1), 3.0)])
     signals = np.tile(np.array([[[1.0], [-1.0]]]), (31, 1, 1))
-    layer = simulation.Layer(np.hstack([h, np.ones((31, 1))]), np.ones((31, 1)), signals, 1.0, 1e-3)
+    layer = simulation.Layer(np.hstack([h, np.ones((31, 1))]), np.ones((31, 1)), signals, 1.0, 1e-3, after)
     labels = np.zeros(31, dtype=int)
     ratios = _measured([layer], 0, labels, 1, generator)
     assert simulation.moments_deviation(ratios, _accounted([layer])[0]) < LIMIT
@@ -256,6 +274,19 @@ def test_planted_unweighted_leverage_understates_slopes_near_zero() -> None:
     unweighted = leverages(LayerReadings(activations=h, slopes=None, bias=False))[0, 0]
     assert weighted > 0.99
     assert unweighted < 0.01
+
+
+def test_planted_leverage_of_the_other_form_is_caught(seed: int) -> None:
+    """The one Gram matrix of noise after the slope, claimed for noise before it: others' slopes shrink their noise."""
+    generator = np.random.default_rng(seed)
+    layers = simulation.random_layers(generator, m=8, labels=2, floor=0.01)[:1]
+    layers[0].slopes[1:] *= 0.05
+    labels = np.zeros(8, dtype=int)
+    ratios = _measured(layers, 0, labels, 1, generator)
+    assert simulation.moments_deviation(ratios, _accounted(layers)[0]) < LIMIT
+    claimed = _accounted([replace(layer, after=True) for layer in layers])[0]
+    assert claimed < 0.9 * _accounted(layers)[0]
+    assert simulation.moments_deviation(ratios, claimed) > 10
 
 
 def test_planted_sum_over_layers_that_share_readings_is_caught(seed: int) -> None:

@@ -253,3 +253,16 @@ def test_label_mus_compose_exactly() -> None:
 def test_bad_descriptions_are_named(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("noise", [1e-300, 1e-9, 1e-2, 1e8, 1e300])
+@pytest.mark.parametrize(
+    "mechanism", [m for m in CALIBRATED if not isinstance(m, RandomizedResponse)], ids=_name
+)
+def test_extreme_noise_is_bounded_from_above(mechanism: Mechanism, noise: float) -> None:
+    """Neither overflow nor a division by zero, and never less than a hundred times the noise would give."""
+    (guarantee,) = guarantees([mechanism.with_noise(noise)], delta=DELTA)
+    assert guarantee.epsilon > 100 if noise < 0.1 else guarantee.epsilon < 1
+    if 1e-2 <= noise <= 1e8:
+        (more,) = guarantees([mechanism.with_noise(100 * noise)], delta=DELTA)
+        assert more.epsilon <= guarantee.epsilon

@@ -159,7 +159,7 @@ class DeviceProjection(Projection):
     """B t(e) + noise, read from a noisy device (PDFA paper, section 4).
 
     t(e) is the ternarized error, one reading a record; or e itself in signed binary digits, one reading a digit: then
-    e / max|e| is shown and the reading multiplied by max|e|, each record's own, so that its noise shrinks with the error.
+    e / max|e| is shown and the reading multiplied by max|e|, each record's own, so that its noise shrinks with e.
 
     Args:
         device: An open device of n_L inputs and (sum of hidden widths) outputs.

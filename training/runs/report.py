@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
+from accounting.tables import guarantee_rows
 from training.data.records import OWN_ARRAYS
 from training.runs import figures
 from training.runs.run import Run
@@ -115,30 +115,6 @@ def summary_row(run: Run, label: str) -> dict[str, str]:
     }
 
 
-def guarantee_rows(run: Run) -> list[dict[str, str]]:
-    """What can be said about a run's privacy, as words: one row a statement, never a bare epsilon."""
-    rows = []
-    for guarantee in run.guarantees:
-        notes = [guarantee.reason] if guarantee.reason else []
-        if run.config.mode == "experiment" and math.isfinite(guarantee.epsilon):
-            notes.append("holds for the same run in release mode: here the seed of the noise is stored")
-        notes += [f"does not hold: {assumption.text}" for assumption in guarantee.failed_assumptions]
-        if guarantee.formula_value is not None:
-            notes.append(f"the paper's formula, its hypotheses taken as given: {guarantee.formula_value:.3g}")
-        rows.append(
-            {
-                "status": guarantee.status.value,
-                "epsilon": "infinite" if math.isinf(guarantee.epsilon) else f"{guarantee.epsilon:.3f}",
-                "delta": f"{guarantee.delta:g}",
-                "protects": f"{guarantee.unit.value}, {guarantee.adjacency.value}",
-                "released": guarantee.release.value,
-                "mechanism": guarantee.mechanism,
-                "notes": "; ".join(notes),
-            }
-        )
-    return rows
-
-
 def _render(
     *,
     title: str,
@@ -162,12 +138,16 @@ def _render(
             ]
         ),
         data_sets=_distinct([(name, run.facts["data"]) for run, name in zip(runs, names, strict=True)]),
-        guarantees=[(name, guarantee_rows(run)) for run, name in zip(runs, names, strict=True)],
+        guarantees=[(name, _guarantee_rows(run)) for run, name in zip(runs, names, strict=True)],
         modes=sorted({run.config.mode for run in runs}),
         configurations=[(name, _flat(run.facts["config"])) for run, name in zip(runs, names, strict=True)],
         commands=[_command(run) for run in runs],
         versions=_distinct([(name, run.facts["versions"]) for run, name in zip(runs, names, strict=True)]),
     )
+
+
+def _guarantee_rows(run: Run) -> list[dict[str, str]]:
+    return guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment")
 
 
 def _distinct(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -1,0 +1,234 @@
+"""The commands ``opusim account ...``: how private a run was, or what a mechanism's parameters would give.
+
+A command for a mechanism has the fields of its description as options, and their documentation as help.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from accounting.label_mechanisms import LabelAmplified, LabelBudget, LabelOnce
+from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, RandomizedResponse
+from accounting.pdfa_mechanisms import PublishedLayer, PublishedPdfa
+from accounting.record_mechanisms import RecordCentral
+
+if TYPE_CHECKING:
+    from accounting.guarantee import Guarantee
+
+app = typer.Typer(
+    name="account",
+    help="Say how private a run was, or what a mechanism's parameters would give, without running anything.",
+    epilog="Example:  opusim account record-central --noise-multiplier 1.1 --sampling-probability 0.01 "
+    "--steps 1000 --clip-norm 1 --divisor 600",
+    no_args_is_help=True,
+)
+
+Delta = Annotated[float, typer.Option(help="At which epsilon is stated, in [0, 1); well below 1 / records.")]
+Target = Annotated[
+    float | None,
+    typer.Option(help="Compute the least noise whose proven epsilon is at most this; leave the noise out."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, with every assumption.")]
+_COMMON = {"delta": (Delta, 1e-5), "target_epsilon": (Target, None), "as_json": (AsJson, False)}
+
+
+@app.callback()
+def account() -> None:
+    """Say how private a run was, or what a mechanism's parameters would give, without running anything."""
+
+
+@app.command("run")
+def run_command(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its ledger.jsonl.")],
+    delta: Annotated[
+        float | None, typer.Option(help="State the guarantees at another delta than the run's.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What the ledger of a run has paid for, stated anew."""
+    from accounting.ledger import read_ledger
+
+    content = read_ledger(path)
+    stored = content.mode == "experiment"
+    _show(content.guarantees(delta=delta), content.mechanisms, as_json=as_json, seed_stored=stored)
+
+
+@app.command("photon-counts")
+def photon_counts_command(
+    rate_low: Annotated[float, typer.Option(help="Lowest expected count of a pixel in a frame, above 0.")],
+    rate_high: Annotated[float, typer.Option(help="Highest expected count, at least --rate-low.")],
+    pixels: Annotated[int, typer.Option(help="Pixels times frames of one reading, at least 1.")] = 1,
+    readings: Annotated[int, typer.Option(help="How many readings of one record leave, at least 1.")] = 1,
+    delta: Delta = 1e-5,
+    as_json: AsJson = False,
+) -> None:
+    """A camera's counts of a private input, protected by their own shot noise (exact Poisson divergence)."""
+    import numpy as np
+
+    from accounting import arguments
+    from accounting.device_noise import DeviceReadings, device_readings_guarantee
+    from opusim.noise import PhotonCountNoise
+
+    arguments.count(pixels=pixels)
+    noise = PhotonCountNoise(rate_low=np.full(pixels, rate_low), rate_high=np.full(pixels, rate_high))
+    read = DeviceReadings(noise=noise, readings=readings)
+    _show([device_readings_guarantee(read, delta)], [], as_json=as_json)
+
+
+def _mechanism_command(kind: type[Mechanism]) -> None:
+    """Mount the command of a mechanism: its fields as options, in the order of its description, steps last."""
+
+    def command(**values: Any) -> None:
+        delta, target, as_json = (values.pop(name) for name in _COMMON)
+        mechanism = _mechanism(kind, values, target)
+        if target is not None:
+            from accounting.calibration import calibrate
+
+            mechanism, _ = calibrate(mechanism, target_epsilon=target, delta=delta)
+        from accounting.composition import guarantees
+
+        found = kind.noise_field if target is not None else None
+        _show(guarantees([mechanism], delta=delta), [mechanism], as_json=as_json, found=found)
+
+    options = {field.name: _option(kind, field) for field in sorted(fields(kind), key=_steps_last)}
+    parameters = options | _COMMON
+    command.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads it
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+            for name, (annotation, default) in parameters.items()
+        ]
+    )
+    summary = (inspect.getdoc(kind) or kind.kind).split("\n\n")[0]
+    app.command(kind.kind.replace("_", "-"), help=_escaped(" ".join(summary.split())))(command)
+
+
+def _steps_last(field: Field[Any]) -> bool:
+    return field.name == "steps"
+
+
+def _option(kind: type[Mechanism], field: Field[Any]) -> tuple[Any, Any]:
+    """Annotation and default of the option that sets a field."""
+    meaning = _meanings(kind).get(field.name, "")
+    if field.name == "layers":
+        return Annotated[
+            list[str] | None,
+            typer.Option(
+                "--layer",
+                metavar="FAN_IN,WIDTH,GMIN,GMAX[,positive][,silent]",
+                help="One for each layer, the output layer last. GMIN and GMAX bound the slope |phi'|; positive: every "
+                "input entry is bounded away from 0; silent: no noise on its signal. Such as 785,512,0,1",
+            ),
+        ], None
+    hint = get_type_hints(kind)[field.name]
+    default = None if field.default is MISSING else field.default
+    name = "--" + field.name.replace("_", "-")
+    return Annotated[
+        hint if default is not None else hint | None, typer.Option(name, help=_escaped(meaning))
+    ], default
+
+
+def _escaped(text: str) -> str:
+    """Brackets that are no markup of rich."""
+    return text.replace("[", r"\[")
+
+
+def _meanings(kind: type[Mechanism]) -> dict[str, str]:
+    """The documented fields of a description and of its base: name to text."""
+    texts: dict[str, str] = {}
+    for documented in (Mechanism, kind):
+        _, _, attributes = (inspect.getdoc(documented) or "").partition("Attributes:\n")
+        entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, flags=re.MULTILINE)
+        texts |= {name: " ".join(text.split()) for name, text in entries}
+    return texts
+
+
+def _mechanism(kind: type[Mechanism], values: dict[str, Any], target: float | None) -> Mechanism:
+    """The description, its noise a place to begin a calibration where it is left out.
+
+    Raises:
+        ValueError: A parameter is missing or out of range.
+    """
+    if values.get("layers") is not None:
+        values["layers"] = tuple(_layer(text) for text in values["layers"])
+    noise, start = kind.noise_field, 1.0
+    if noise == "keep_probability" and values["n_classes"] is not None:
+        start = (1 + 1 / values["n_classes"]) / 2
+    if noise is not None and target is not None and values[noise] is None:
+        values[noise] = start
+    for field in fields(kind):
+        if values[field.name] is None and field.default is MISSING:
+            name = "layer" if field.name == "layers" else field.name.replace("_", "-")
+            remedy = ", or --target-epsilon to have it computed" if field.name == noise else ""
+            raise ValueError(f"--{name} is missing: give it{remedy}")
+    return kind(**values)
+
+
+def _layer(text: str) -> PublishedLayer:
+    """The layer that FAN_IN,WIDTH,GMIN,GMAX[,positive][,silent] names."""
+    numbers, words = text.split(",")[:4], text.split(",")[4:]
+    if len(numbers) < 4 or not set(words) <= {"positive", "silent"}:
+        raise ValueError(f"--layer {text}: must be FAN_IN,WIDTH,GMIN,GMAX[,positive][,silent]")
+    try:
+        fan_in, width, low, high = int(numbers[0]), int(numbers[1]), float(numbers[2]), float(numbers[3])
+    except ValueError as error:
+        raise ValueError(f"--layer {text}: FAN_IN and WIDTH must be integers, GMIN, GMAX numbers") from error
+    return PublishedLayer(
+        fan_in=fan_in,
+        width=width,
+        gamma_min=low,
+        gamma_max=high,
+        inputs_bounded_below="positive" in words,
+        noised="silent" not in words,
+    )
+
+
+def _show(
+    guarantees: list[Guarantee],
+    mechanisms: list[Mechanism],
+    *,
+    as_json: bool,
+    seed_stored: bool = False,
+    found: str | None = None,
+) -> None:
+    """Print guarantees: JSON, or what a calibration found, a table, and a paragraph for each."""
+    if as_json:
+        content = {
+            "guarantees": [guarantee.to_json() for guarantee in guarantees],
+            "mechanisms": [mechanism.to_json() for mechanism in mechanisms],
+            "seed_stored": seed_stored,
+        }
+        typer.echo(json.dumps(content, indent=2))
+        return
+    from accounting.explanation import explain
+    from accounting.tables import guarantee_rows, print_rows
+
+    if found is not None:
+        typer.echo(f"least noise that reaches the target: {found} = {getattr(mechanisms[0], found):.6g}")
+    print_rows(guarantee_rows(guarantees, seed_stored=seed_stored), without=["notes"])
+    for guarantee in guarantees:
+        lines = explain(guarantee, seed_stored=seed_stored).splitlines()
+        typer.echo("\n" + "\n".join(fill(line, width=120, subsequent_indent="  ") for line in lines))
+
+
+_SHOWN: tuple[type[Mechanism], ...] = (
+    RecordCentral,
+    LabelBudget,
+    LabelAmplified,
+    LabelOnce,
+    RandomizedResponse,
+    PoissonGaussian,
+    PoissonLaplace,
+    Gaussian,
+    PublishedPdfa,
+)
+for _kind in _SHOWN:
+    _mechanism_command(_kind)

@@ -1,0 +1,113 @@
+"""A guarantee in plain words: who is protected from whom, what epsilon means, and on what that rests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
+from accounting.tables import number
+
+
+def explain(guarantee: Guarantee, *, seed_stored: bool = False) -> str:
+    """A paragraph about one guarantee for a reader who knows no differential privacy, and what it rests on as a list.
+
+    Args:
+        guarantee: What is explained.
+        seed_stored: Whether the run keeps the seed of its noise (experiment mode).
+    """
+    text = f"{guarantee.status.value.capitalize()}: {_meaning(guarantee)}"
+    if seed_stored and guarantee.is_proven:
+        text += (
+            " This run stored the seed of its noise, from which the noise can be rebuilt: the number holds for the "
+            "same run in release mode, not for this one."
+        )
+    return "\n".join([text, *_conditions(guarantee.assumptions), f"Source: {guarantee.source}."])
+
+
+def most_hits(epsilon: float, delta: float, false_alarms: float) -> float:
+    """The largest true positive rate of any attack: min(1, e^eps f + delta, 1 - e^-eps (1 - f - delta)).
+
+    Args:
+        epsilon: At least 0, maybe infinite.
+        delta: In [0, 1).
+        false_alarms: f in [0, 1], the attack's false positive rate.
+    """
+    if epsilon > 700:  # e^epsilon is no double
+        return 1.0
+    first = math.exp(epsilon) * false_alarms + delta
+    return min(1.0, first, 1 - math.exp(-epsilon) * max(1 - false_alarms - delta, 0.0))
+
+
+def _meaning(guarantee: Guarantee) -> str:
+    if guarantee.status is Status.CLAIMED:
+        return _claim(guarantee)
+    if math.isinf(guarantee.epsilon):
+        return f"no finite number bounds what can be learnt about {_object(guarantee)}. The reason: {guarantee.reason}."
+    return (
+        f"somebody who sees {_seen(guarantee)}, and knows all other records, can hardly tell "
+        f"{_question(guarantee)}. Epsilon {number(guarantee.epsilon)} at delta {guarantee.delta:g} says how hardly: "
+        f"{_attack(guarantee)} (blind guessing: 1 %)."
+    )
+
+
+def _claim(guarantee: Guarantee) -> str:
+    said = (
+        f"gives epsilon {number(guarantee.epsilon)} at delta {guarantee.delta:g}"
+        if math.isfinite(guarantee.epsilon)
+        else "gives no finite epsilon here, because what it needs does not hold"
+    )
+    formula = ""
+    if guarantee.formula_value is not None:
+        formula = f" (its formula alone, hypotheses taken as given: {number(guarantee.formula_value)})"
+    return (
+        f"a paper's formula for {_object(guarantee)} {said}{formula}. No proof covers what ran, so this is what the "
+        "paper says and not a protection to rely on."
+    )
+
+
+def _object(guarantee: Guarantee) -> str:
+    return "a record's label" if guarantee.unit is Unit.LABEL else "a whole record"
+
+
+def _seen(guarantee: Guarantee) -> str:
+    if guarantee.release is Release.LAST_ITERATE:
+        return "the trained model, and nothing of its training"
+    return "all that is released (of a training: the model after every update)"
+
+
+def _question(guarantee: Guarantee) -> str:
+    if guarantee.unit is Unit.LABEL:
+        return "which of two labels a record had, though all features are known to everybody"
+    if guarantee.adjacency is Adjacency.REPLACE_ONE:
+        return "which of two values a record had"
+    return "whether any one record was among the training data"
+
+
+def _attack(guarantee: Guarantee) -> str:
+    share = 100 * most_hits(guarantee.epsilon, guarantee.delta, 0.01)
+    hits = f"at most {share:.3g} %" if share < 99.95 else "maybe all"
+    if guarantee.unit is Unit.RECORD and guarantee.adjacency is Adjacency.ADD_OR_REMOVE_ONE:
+        return (
+            f"an attack that takes 1 % of the records that were not used for used ones finds {hits} of "
+            "those that were"
+        )
+    what = "label" if guarantee.unit is Unit.LABEL else "value"
+    return (
+        f"an attack that reports a {what} wrongly for 1 % of the records that have the other one reports it rightly "
+        f"for {hits} of those that have it"
+    )
+
+
+def _conditions(assumptions: Sequence[Assumption]) -> list[str]:
+    """What failed, what is taken on trust, and what was checked."""
+    headings = {
+        False: "Not true here:",
+        None: "Taken on trust, not checked:",
+        True: "Checked:",
+    }
+    lines = []
+    for holds, heading in headings.items():
+        texts = [assumption.text for assumption in assumptions if assumption.holds is holds]
+        lines += [heading, *(f"- {text}" for text in texts)] if texts else []
+    return lines

@@ -1,0 +1,68 @@
+"""Guarantees as rows of words, for tables on screen and on paper: never a bare epsilon."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+
+from accounting.guarantee import Guarantee
+
+
+def guarantee_rows(guarantees: Iterable[Guarantee], *, seed_stored: bool = False) -> list[dict[str, str]]:
+    """One row a statement: status, epsilon, delta, protects, released, mechanism, notes.
+
+    Args:
+        guarantees: The statements.
+        seed_stored: Whether the run keeps the seed of its noise (experiment mode), which a finite epsilon forbids.
+    """
+    return [
+        {
+            "status": guarantee.status.value,
+            "epsilon": number(guarantee.epsilon),
+            "delta": f"{guarantee.delta:g}",
+            "protects": f"{guarantee.unit.value}, {guarantee.adjacency.value}",
+            "released": guarantee.release.value,
+            "mechanism": guarantee.mechanism,
+            "notes": "; ".join(_notes(guarantee, seed_stored)),
+        }
+        for guarantee in guarantees
+    ]
+
+
+def number(epsilon: float) -> str:
+    """An epsilon in words: three decimals, or three digits where that says too little or too much."""
+    if math.isinf(epsilon):
+        return "infinite"
+    return f"{epsilon:.3f}" if 0.01 <= epsilon < 1e4 or epsilon == 0 else f"{epsilon:.3g}"
+
+
+def print_rows(rows: Sequence[dict[str, str]], *, without: Sequence[str] = ()) -> None:
+    """Print rows of equal keys as a table; 140 columns wide where the output is no terminal.
+
+    Args:
+        rows: At least one.
+        without: Keys to leave out.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for column in (key for key in rows[0] if key not in without):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(text) for key, text in row.items() if key not in without))
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "140"))
+    Console(width=width).print(table)
+
+
+def _notes(guarantee: Guarantee, seed_stored: bool) -> list[str]:
+    notes = [guarantee.reason] if guarantee.reason else []
+    if seed_stored and math.isfinite(guarantee.epsilon):
+        notes.append("holds for the same run in release mode: here the seed of the noise is stored")
+    notes += [f"does not hold: {assumption.text}" for assumption in guarantee.failed_assumptions]
+    if guarantee.formula_value is not None:
+        notes.append(f"the paper's formula, its hypotheses taken as given: {guarantee.formula_value:.3g}")
+    return notes

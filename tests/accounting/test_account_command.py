@@ -1,0 +1,176 @@
+"""`opusim account` as a person types it: tables, paragraphs, JSON, calibration, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
+
+from accounting.composition import guarantees
+from accounting.explanation import explain, most_hits
+from accounting.ledger import Ledger
+from accounting.mechanisms import Gaussian
+from accounting.record_mechanisms import RecordCentral, Unprotected
+from training.cli import main
+
+DELTA = ["--delta", "1e-5"]
+GAUSSIAN = ["gaussian", "--noise-multiplier", "2", *DELTA]
+PUBLISHED = (
+    "pdfa-published --layer 785,512,0,1,positive --layer 513,10,1,1,silent --batch-size 256 --sigma 0.2 "
+    "--tau-b 1 --tau-h-min 1 --tau-h-max 1 --steps 10"
+)
+RECORD = (
+    "record-central --noise-multiplier 1.1 --sampling-probability 0.01 --steps 99 --clip-norm 1 --divisor 9"
+)
+STEP = RecordCentral(noise_multiplier=2.0, sampling_probability=0.1, clip_norm=1.0, divisor=100)
+
+
+Account = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def account(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Account:
+    """Runs the command; gives its exit code, output and errors."""
+    monkeypatch.setenv("COLUMNS", "140")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["opusim", "account", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        printed = capsys.readouterr()
+        return int(stop.value.code or 0), printed.out, printed.err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (RECORD, "whether any one record was among"),
+        ("label-budget --budget-mu 0.7", "which of two labels a record had"),
+        ("label-amplified --noise-multiplier 5 --sampling-probability 0.1 --steps 10", "batches stay secret"),
+        ("label-once --mu 0.7 --device-law", "proven under a device model"),
+        ("randomized-response --keep-probability 0.5 --n-classes 10", "randomized response over 10 labels"),
+        ("poisson-gaussian --noise-multiplier 5 --sampling-probability 0.1 --steps 10", "add_or_remove_one"),
+        ("poisson-laplace --scale 5 --sampling-probability 0.1 --steps 10 --delta 0", "DP-ZO"),
+        ("gaussian --noise-multiplier 3 --adjacency replace_one", "which of two values a record had"),
+        ("gaussian --noise-multiplier 3 --delta 0", "Gaussian noise has no finite epsilon at delta = 0"),
+        ("photon-counts --rate-low 5000 --rate-high 5050", "Poisson counts"),
+    ],
+)  # fmt: skip
+def test_every_form_prints_a_table_and_a_paragraph(account: Account, line: str, words: str) -> None:
+    code, out, _ = account(*line.split())
+    assert code == 0
+    assert "┃ status" in out
+    assert "Taken on trust, not checked:" in out
+    assert "Source: " in out
+    assert words in " ".join(out.split())
+
+
+def test_a_published_run_is_none_and_claimed(account: Account) -> None:
+    code, out, _ = account(*PUBLISHED.split())
+    text = " ".join(out.split())
+    assert code == 0
+    assert "None: no finite number bounds what can be learnt about a whole record." in text
+    assert "Claimed: a paper's formula for a whole record gives no finite epsilon here" in text
+    assert "- layer 1: gamma_min > 0" in text
+
+
+def test_json_holds_every_assumption(account: Account) -> None:
+    code, out, _ = account(*GAUSSIAN, "--json")
+    content = json.loads(out)
+    assert code == 0
+    assert content["guarantees"][0]["epsilon"] == pytest.approx(get_epsilon_gaussian(2.0, 1e-5))
+    assert content["guarantees"][0]["assumptions"]
+    assert content["mechanisms"][0]["kind"] == "gaussian"
+
+
+def test_a_target_gives_the_least_noise(account: Account) -> None:
+    code, out, _ = account("gaussian", "--target-epsilon", "1.5", *DELTA)
+    assert code == 0
+    found = float(out.split("noise_multiplier = ")[1].split()[0])
+    assert found == pytest.approx(get_sigma_gaussian(1.5, 1e-5), rel=3e-4)
+    for line in ("label-budget", "label-once", "randomized-response --n-classes 10"):
+        assert account(*line.split(), "--target-epsilon", "3")[0] == 0
+
+
+def test_a_run_is_read_from_its_ledger(account: Account, tmp_path: Path) -> None:
+    for mode in ("experiment", "release"):
+        folder = tmp_path / mode
+        folder.mkdir()
+        with Ledger(folder / "ledger.jsonl", mode=mode, delta=1e-5, enforced=True) as ledger:
+            for step in range(3):
+                ledger.pay(step, STEP)
+            expected = ledger.guarantees()[0].epsilon
+        for path in (folder, folder / "ledger.jsonl"):
+            code, out, _ = account("run", str(path))
+            assert code == 0
+            assert f"{expected:.3f}" in out
+            assert "Checked:" in out
+            assert ("This run stored the seed" in out) is (mode == "experiment")
+        content = json.loads(account("run", str(folder), "--json", "--delta", "1e-6")[1])
+        assert content["guarantees"][0]["epsilon"] > expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("gaussian", "--noise-multiplier is missing: give it, or --target-epsilon to have it computed"),
+        ("gaussian --noise-multiplier -1", "noise_multiplier = -1.0: must be finite and above 0"),
+        ("gaussian --noise-multiplier 1 --delta 2", "delta = 2.0: must lie in [0, 1)"),
+        ("gaussian --target-epsilon 1 --delta 0", "target_epsilon = 1: gaussian with noise up to 1e+06 does not"),
+        ("gaussian --noise-multiplier 1 --steps 0", "steps = 0: must be at least 1"),
+        ("pdfa-published --layer 1,2,3", "--layer 1,2,3: must be FAN_IN,WIDTH,GMIN,GMAX"),
+        ("pdfa-published --batch-size 4", "--layer is missing: give it"),
+        ("label-budget --budget-mu 1 --order no", "order = 'no': must be 'published' or 'hardware'"),
+        ("randomized-response --target-epsilon 50 --n-classes 10", "so large that the label always stays"),
+        ("run nowhere", "nowhere: there is no ledger; give a run folder that has one"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line_with_exit_code_two(account: Account, line: str, message: str) -> None:
+    code, out, err = account(*line.split())
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_claims_and_nothing_have_no_noise_to_set(account: Account) -> None:
+    code, _, err = account(*PUBLISHED.split(), "--target-epsilon", "3")
+    assert code == 2
+    assert "has no noise that could be set" in err
+
+
+def test_a_ledger_of_two_kinds_is_refused(account: Account, tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger.jsonl", mode="release", delta=1e-5) as ledger:
+        empty = account("run", str(tmp_path))
+        ledger.pay(0, STEP)
+        ledger.pay(1, Unprotected(what="bp without protection"))
+    assert empty[0] == 2
+    assert "nothing was paid for" in empty[2]
+    assert (
+        "record_central, unprotected: no accountant covers them together" in account("run", str(tmp_path))[2]
+    )
+
+
+def test_every_option_is_explained(account: Account) -> None:
+    _, out, _ = account("record-central", "--help")
+    text = " ".join(out.replace("│", " ").split())
+    for words in ("q in (0, 1].", "C > 0.", "[sum over a Poisson batch", "How often it ran, at least 1."):
+        assert words in text
+
+
+def test_hits_are_those_of_the_trade_off() -> None:
+    assert most_hits(0.0, 0.0, 0.01) == pytest.approx(0.01)
+    assert most_hits(1.0, 1e-5, 0.01) == pytest.approx(math.e * 0.01 + 1e-5)
+    assert most_hits(6.0, 0.0, 0.01) == pytest.approx(1 - math.exp(-6) * 0.99)
+    assert most_hits(math.inf, 0.0, 0.01) == 1.0
+
+
+def test_an_epsilon_that_protects_nobody_says_so() -> None:
+    (guarantee,) = guarantees([Gaussian(noise_multiplier=0.01)], delta=1e-5)
+    assert "finds maybe all of those that were" in explain(guarantee)

@@ -9,7 +9,7 @@ that a record of ordinary features has sum_l h_l^T P_l^-1 h_l = 1. A step releas
 
 Xi_l independent N(0, 1). Whitened by P_l, each record's contribution has norm C at most under every label, whatever a
 device's noise did to delta: the Poisson-subsampled Gaussian mechanism with multiplier z under replace_one.
-Source: docs/privacy.md, section 1.3 (S1, S2).
+Source: docs/privacy.md, section 6 (a secret batch and noise of a public covariance).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ into the ball of radius tau; noise is added to it afterwards, and to every weigh
 so a changed label of record i shifts it by at most Delta_l = min(2 tau, the error's own largest distance) times h_i,
 against the covariance sigma^2 (H^T H + lambda I) of every row: mu_i^2 = sum_l Delta_l^2 lev_li / sigma^2. Before the
 step is computed the filter charges mu_i^2 to each record; one that cannot pay keeps its noise and loses its signal.
-Source: docs/privacy.md, section 1.3 (leverages, filter).
+Source: docs/privacy.md, sections 4 and 5 (leverage scores, a budget for each record).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 P = sum_r w_r h_r h_r^T + lambda I over public rows h_r (the constant 1 of the bias included), lambda a stated share of
 the mean of the sum's diagonal. The leverage of a row is h^T P^-1 h. Both are computed in float64, and noise is drawn
 with the same factor L (P = L L^T) that the leverages come from.
-Source: docs/privacy.md, section 1.3 (labels).
+Source: docs/privacy.md, sections 4 and 6 (leverage scores).
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Numba kernels that turn random words into standard normal numbers, without libm.
 
 Box and Muller (1958): with U, V uniform, sqrt(-2 ln U) (cos 2 pi V, sin 2 pi V) are two independent N(0, 1).
-U has 64 bits, so the radius reaches sqrt(2 ln 2^65) = 9.49; V has 32. Logarithm, sine and cosine are
-branch-free float32 polynomials (coefficients of Moshier's Cephes library, logf and sinf), which LLVM turns
-into vector instructions. Only correctly rounded operations are used and none is fused, so the numbers are the
-same bits on every processor. Against exact arithmetic on the same words the error is below 4e-7 times the
-radius (tests/opusim/test_randomness.py measures it).
+From given words (release mode) U has 64 bits, so the radius reaches sqrt(2 ln 2^65) = 9.49, and V has 32. From Philox
+(experiment mode) a block of 128 bits makes two pairs, U with 40 bits and V with 24: the radius reaches
+sqrt(2 ln 2^41) = 7.54, beyond which lies 5e-13 of the law, and angles are 2^-24 of a turn apart. Logarithm,
+sine and cosine are branch-free float32 polynomials (coefficients of Moshier's Cephes library, logf and sinf),
+which LLVM turns into vector instructions. Only correctly rounded operations are used and none is fused, so
+the numbers are the same bits on every processor. Against exact arithmetic on the same words the error is
+below 4e-7 times the radius (tests/opusim/test_randomness.py measures it).
 
 Numbers come in chunks of 1024: 512 pairs, first their cosine halves, then their sine halves. An element
 therefore depends on its index alone.
@@ -19,6 +21,7 @@ import numpy as np
 from opusim.philox_kernels import philox_block
 
 PAIRS = 512
+BLOCKS = PAIRS // 2
 CHUNK = 2 * PAIRS
 
 _F = np.float32
@@ -29,6 +32,9 @@ _SQRT_HALF_BITS = np.int32(0x3F3504F3)  # float32 sqrt(1/2): mantissas are taken
 _MANTISSA = np.int32(0x007FFFFF)
 _MANTISSA_BITS = np.int32(23)
 _LOW = np.uint64(0xFFFFFFFF)
+_ANGLE_BITS = np.uint32(0xFFFFFF00)
+_ANGLE_MIDDLE = np.uint32(0x00000080)
+_LOW_MIDDLE = np.uint32(0x00800000)
 _LN2 = np.float32(0.6931471805599453)
 _EIGHTH_TURN = np.float32(0.7853981633974483 * 2.0**-31)
 
@@ -115,14 +121,23 @@ def _normal_pair(high: np.uint32, low: np.uint32, angle: np.uint32) -> tuple[np.
 def _philox_words(
     words: np.ndarray, base: np.uint64, c: tuple[int, int, int], k0: np.uint64, k1: np.uint64
 ) -> None:
-    """One chunk's words, shape (3, PAIRS): radius high, radius low, angle; word 3 of a block is not used."""
+    """One chunk's words, shape (3, PAIRS): radius high, radius low, angle.
+
+    Block i of the chunk makes pair i of its words 0 and 1, and pair i + PAIRS / 2 of its words 2 and 3: the first is
+    the radius' high word, the lowest 8 bits of the second lead the low one, the other 24 lead the angle. Bits that
+    are not drawn are replaced by the middle of what they could be.
+    """
     c1, c2, c3 = np.uint64(c[0]), np.uint64(c[1]), np.uint64(c[2])
     high, low, angle = words[0], words[1], words[2]
-    for i in range(PAIRS):
-        w0, w1, w2, _ = philox_block((base + np.uint64(i)) & _LOW, c1, c2, c3, k0, k1)
+    for i in range(BLOCKS):
+        w0, w1, w2, w3 = philox_block((base + np.uint64(i)) & _LOW, c1, c2, c3, k0, k1)
+        first, second = _U(w1), _U(w3)
         high[i] = _U(w0)
-        low[i] = _U(w1)
-        angle[i] = _U(w2)
+        low[i] = _U(first << _U(24)) | _LOW_MIDDLE
+        angle[i] = (first & _ANGLE_BITS) | _ANGLE_MIDDLE
+        high[i + BLOCKS] = _U(w2)
+        low[i + BLOCKS] = _U(second << _U(24)) | _LOW_MIDDLE
+        angle[i + BLOCKS] = (second & _ANGLE_BITS) | _ANGLE_MIDDLE
 
 
 @numba.njit(nogil=True, error_model="numpy")
@@ -138,7 +153,7 @@ def _transform(words: np.ndarray, out: np.ndarray) -> None:
 def fill_from_philox(
     out: np.ndarray, first_chunk: int, reading: int, step_low: int, step_high: int, k0: int, k1: int
 ) -> None:
-    """Fills out with N(0, 1): pair p of the draw comes from the counter (p, reading, step_low, step_high).
+    """Fills out with N(0, 1): block b of the draw is the counter (b, reading, step_low, step_high) encrypted.
 
     Args:
         out: float32, one axis of any length; the last chunk may be cut short.
@@ -152,7 +167,7 @@ def fill_from_philox(
     words = np.empty((3, PAIRS), np.uint32)
     last = np.empty(CHUNK, np.float32)
     for start in range(0, out.size, CHUNK):
-        base = np.uint64((first_chunk + start // CHUNK) * PAIRS)
+        base = np.uint64((first_chunk + start // CHUNK) * BLOCKS)
         _philox_words(words, base, (reading, step_low, step_high), np.uint64(k0), np.uint64(k1))
         if start + CHUNK <= out.size:
             _transform(words, out[start : start + CHUNK])
@@ -187,7 +202,7 @@ def add_from_philox(
     words = np.empty((3, PAIRS), np.uint32)
     numbers = np.empty(CHUNK, np.float32)
     for start in range(0, out.size, CHUNK):
-        base = np.uint64((first_chunk + start // CHUNK) * PAIRS)
+        base = np.uint64((first_chunk + start // CHUNK) * BLOCKS)
         _philox_words(words, base, (reading, step_low, step_high), np.uint64(k0), np.uint64(k1))
         _transform(words, numbers)
         part = out[start : min(start + CHUNK, out.size)]

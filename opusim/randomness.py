@@ -62,7 +62,7 @@ class NoiseStream(ABC):
 class SeededStream(NoiseStream):
     """Replayable noise, keyed by (seed, purpose, step, reading within the step, element).
 
-    On the CPU: Philox4x32-10 words through `opusim.normal_kernels`; the counter is (pair, reading, step), the
+    On the CPU: Philox4x32-10 words through `opusim.normal_kernels`; the counter is (block, reading, step), the
     key a hash of seed and purpose. The numbers depend neither on the thread count nor on the processor, and a
     shorter draw is the beginning of a longer one. After `seek(step)` the same readings give the same numbers,
     so a re-executed step repeats its noise; consecutive readings, other steps and other purposes are

@@ -38,14 +38,18 @@ def normal_pair(high: int, low: int, angle: int) -> tuple[float, float]:
 
 
 def normals(length: int, *, reading: int, step: int, key: int) -> list[float]:
-    """The first numbers of a reading: 512 cosines, then their 512 sines, chunk by chunk."""
+    """The first numbers of a reading: 512 cosines, then their 512 sines, chunk by chunk, from 256 blocks each."""
     out: list[float] = []
     block = 0
     while len(out) < length:
-        words = [philox4x32((block + i, reading, step & MASK, step >> 32), key) for i in range(512)]
-        pairs = [normal_pair(*word[:3]) for word in words]
+        blocks = [philox4x32((block + i, reading, step & MASK, step >> 32), key) for i in range(256)]
+        words = [word[:2] for word in blocks] + [word[2:] for word in blocks]
+        pairs = [
+            normal_pair(high, ((mixed & 0xFF) << 24) + (1 << 23), (mixed >> 8 << 8) + 128)
+            for high, mixed in words
+        ]
         out += [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
-        block += 512
+        block += 256
     return out[:length]
 
 

@@ -7,8 +7,9 @@ W_l weights (n_l, n_(l-1)); B feedback matrix (sum of hidden widths, n_L); g noi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +25,12 @@ _CALIBRATION_READINGS = 64
 Draw = Callable[[tuple[int, int]], Tensor]
 """Gives fresh noise of shape (batch, width)."""
 
-Scale = Callable[[Tensor], Tensor]
-"""Bounds the norm of each row of (batch, width)."""
+
+class Scale(Protocol):
+    """Brings the rows of gain v, v of shape (batch, width), to a norm."""
+
+    def __call__(self, v: Tensor, *, gain: float = 1.0) -> Tensor:
+        """Return what each row of v is multiplied by, shape (batch, 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,8 @@ class Deltas:
     """delta_l of every layer, and the norms that an observer asked for.
 
     Attributes:
-        layers: delta_1 .. delta_L, shapes (batch, n_l).
+        layers: delta_1 / gain_1 .. delta_L / gain_L, shapes (batch, n_l).
+        gains: gain_1 .. gain_L, public constants that whoever sums over records multiplies by.
         signal_norms: Mean over records of the norm of what each hidden layer receives (before signal_gain), before
             noise where noise is added after the reading, with the device's own noise otherwise. Empty unless
             observed.
@@ -41,8 +47,16 @@ class Deltas:
     """
 
     layers: list[Tensor]
+    gains: list[float]
     signal_norms: list[float] = field(default_factory=list)
     noise_norms: list[float] = field(default_factory=list)
+
+    def with_gains(self) -> list[Tensor]:
+        """delta_1 .. delta_L themselves."""
+        return [
+            delta if gain == 1.0 else delta * gain
+            for delta, gain in zip(self.layers, self.gains, strict=True)
+        ]
 
 
 class Feedback(ABC):
@@ -85,22 +99,20 @@ class Backpropagation(Feedback):
         self, network: FullyConnected, forward: ForwardPass, error: Tensor, *, observe: bool
     ) -> Deltas:
         """See Feedback.deltas."""
-        delta = error if self._scale is None else self._scale(error)
+        delta = error if self._scale is None else error * self._scale(error)
         signal_norms = [_mean_norm(delta)] if observe else []
         noise_norms = [0.0] if observe else []
         if self._draw is not None:
             noise = self._draw((delta.shape[0], delta.shape[1]))
             noise_norms = [_mean_norm(noise)] if observe else []
             delta = delta + noise
-        if self._signal_gain != 1.0:
-            delta = delta * self._signal_gain
         layers = [delta]
         for layer in range(network.depth - 2, -1, -1):
             delta = delta @ network.linears[layer + 1].weight.detach()
-            derivative = network.derivative(forward, layer, through_clip=True)
-            delta = delta if derivative is None else delta.mul_(derivative)
+            delta = network.multiply_by_derivative(delta, forward, layer, through_clip=True)
             layers.append(delta)
-        return Deltas(layers=layers[::-1], signal_norms=signal_norms, noise_norms=noise_norms)
+        gains = [self._signal_gain] * network.depth
+        return Deltas(layers=layers[::-1], gains=gains, signal_norms=signal_norms, noise_norms=noise_norms)
 
 
 class Projection(ABC):
@@ -236,29 +248,30 @@ class Alignment(Feedback):
         """See Feedback.deltas."""
         widths = network.widths[:-1]
         if not widths:
-            return Deltas(layers=[error])
+            return Deltas(layers=[error], gains=[1.0])
         readings = self._projection.read(error).split(widths, dim=1)
-        noises = None
+        noises: Sequence[Tensor | None] = [None] * len(widths)
         if self._draw is not None:
             noises = self._draw((error.shape[0], sum(widths))).split(widths, dim=1)
-        layers, signal_norms = [], []
-        for layer, reading in enumerate(readings):
-            signal = reading.mul_(
-                self._gain / widths[layer] ** 0.5
-            )  # (batch, n_l); the reading is ours alone
-            if self._scale is not None:
-                signal = self._scale(signal)
-            if observe:
-                signal_norms.append(_mean_norm(signal))
-            if noises is not None:
-                signal.add_(noises[layer])
-            if self._signal_gain != 1.0:
-                signal.mul_(self._signal_gain)
-            derivative = network.derivative(forward, layer, through_clip=self._through_clip)
-            layers.append(signal if derivative is None else signal.mul_(derivative))
-        layers.append(error)
+        layers, gains = [], []
+        signal_norms: list[float] = []
         noise_norms = self._noise_norms(error, widths, noises) if observe else []
-        return Deltas(layers=layers, signal_norms=signal_norms, noise_norms=noise_norms)
+        for layer, (reading, noise) in enumerate(zip(readings, noises, strict=True)):
+            gain = self._gain / widths[layer] ** 0.5
+            factors = None if self._scale is None else self._scale(reading, gain=gain)
+            if observe:
+                signal_norms.append(_mean_norm(reading * (gain if factors is None else factors)))
+            signal, left = _sum(reading, factors, noise, gain)
+            layers.append(
+                network.multiply_by_derivative(signal, forward, layer, through_clip=self._through_clip)
+            )
+            gains.append(left * self._signal_gain)
+        return Deltas(
+            layers=[*layers, error],
+            gains=[*gains, 1.0],
+            signal_norms=signal_norms,
+            noise_norms=noise_norms,
+        )
 
     def output_weights(self, network: FullyConnected) -> Tensor:
         """Gain / sqrt(n) B of the last hidden layer, transposed, shape (n_L, n_(L-1)).
@@ -269,17 +282,23 @@ class Alignment(Feedback):
         last = self._projection.columns(network.widths[-1])[:, -widths[-1] :]
         return last * (self._gain / widths[-1] ** 0.5)
 
-    def _noise_norms(
-        self, error: Tensor, widths: list[int], noises: tuple[Tensor, ...] | None
-    ) -> list[float]:
+    def _noise_norms(self, error: Tensor, widths: list[int], noises: Sequence[Tensor | None]) -> list[float]:
         """Norm per layer of the noise: as drawn, or as expected of the reading where none is drawn."""
-        if noises is not None:
-            return [_mean_norm(noise) for noise in noises]
+        drawn = [_mean_norm(noise) for noise in noises if noise is not None]
+        if drawn:
+            return drawn
         std = self._projection.noise_std(error).expand(sum(widths))
         return [
             self._gain / width**0.5 * float(torch.linalg.vector_norm(part))
             for width, part in zip(widths, std.split(widths), strict=True)
         ]
+
+
+def _sum(reading: Tensor, factors: Tensor | None, noise: Tensor | None, gain: float) -> tuple[Tensor, float]:
+    """(factors or gain) * reading + noise, in place, up to the constant that is returned beside it."""
+    if noise is None:
+        return (reading, gain) if factors is None else (reading.mul_(factors), 1.0)
+    return (noise.add_(reading, alpha=gain) if factors is None else noise.addcmul_(reading, factors)), 1.0
 
 
 def _mean_norm(v: Tensor) -> float:

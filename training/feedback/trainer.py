@@ -6,6 +6,9 @@ dW_l = (1/m) sum_i delta_(l,i) clip_c(offset_nu(h_(l-1,i)))^T (eq. 8), and the o
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -26,7 +29,7 @@ from training.feedback.rules import (
     Projection,
     Scale,
 )
-from training.networks.clipping import ActivationClipping, scale_to_ball, scale_to_sphere
+from training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
 from training.networks.losses import LOSSES
 from training.networks.network import ForwardPass, FullyConnected
 from training.protections.base import Protection
@@ -160,11 +163,13 @@ class FeedbackTrainer(Trainer):
         if protection is not None:
             reference = protection.reference
             public = None if reference is None else self._update_inputs(network.forward(reference))
-            protection.set_gradients(network, deltas.layers, inputs, records=records, public_inputs=public)
+            protection.set_gradients(
+                network, deltas.with_gains(), inputs, records=records, public_inputs=public
+            )
             return
-        divisor = max(len(forward.output), 1)
-        for layer, (delta, h) in enumerate(zip(deltas.layers, inputs, strict=True)):
-            network.set_gradient(layer, delta, h, divisor)
+        batch_size = max(len(forward.output), 1)
+        for layer, (delta, gain, h) in enumerate(zip(deltas.layers, deltas.gains, inputs, strict=True)):
+            network.set_gradient(layer, delta, h, batch_size / gain)
 
     def _update_inputs(self, forward: ForwardPass) -> list[Tensor]:
         """What each layer's update takes for h_(l-1), clipped where the configuration says so."""
@@ -240,16 +245,16 @@ def _alignment(projection: Projection, config: TrainerConfig, draw: Draw | None)
 
 
 def _scale(config: TrainerConfig) -> Scale | None:
-    """The operator that brings a signal to tau_B."""
+    """What brings a signal to tau_B."""
     tau_b = config.tau_b
     if tau_b is None:
         return None
-    operator = scale_to_ball if config.scale == "ball" else scale_to_sphere
-    return lambda signal: operator(signal, tau_b)
+    operator = ball_factors if config.scale == "ball" else sphere_factors
+    return partial(operator, radius=tau_b)
 
 
 def _require_finite(error: Tensor, loss_sum: Tensor, step: int) -> None:
-    if not bool(torch.isfinite(error).all() & torch.isfinite(loss_sum)):
+    if not math.isfinite(float(loss_sum) + float(error.sum())):  # one that is not finite spoils the sum
         raise TrainingDiverged(
             f"step {step}: the error or the loss holds NaN or infinity, so the training diverged; "
             "start a new run with a lower optimizer.lr or less noise, or check the inputs"
@@ -264,4 +269,5 @@ def _finite_rows(error: Tensor) -> Tensor:
 
 def _no_deltas(forward: ForwardPass) -> Deltas:
     """An empty batch has no gradient; momentum still moves the weights."""
-    return Deltas(layers=[torch.zeros_like(z) for z in forward.pre_activations])
+    layers = [torch.zeros_like(z) for z in forward.pre_activations]
+    return Deltas(layers=layers, gains=[1.0] * len(layers))

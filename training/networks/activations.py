@@ -20,6 +20,7 @@ class Activation:
         name: Name used in configurations.
         module: The torch module class that computes phi.
         derivative: phi'(z) from the pair (z, h = phi(z)); both of shape (batch, width), as is the result.
+        multiply: Multiplies its first argument by phi'(z), in place, from (signal, z, h), in one pass.
         slope_bounds: (inf |phi'|, sup |phi'|) over the real line: gamma_min and gamma_max of the PDFA
             paper, section 3.1.
     """
@@ -27,6 +28,7 @@ class Activation:
     name: str
     module: type[nn.Module]
     derivative: Callable[[Tensor, Tensor], Tensor]
+    multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
     slope_bounds: tuple[float, float]
 
     def __call__(self, z: Tensor) -> Tensor:
@@ -54,18 +56,21 @@ ACTIVATIONS: dict[str, Activation] = {
             name="tanh",
             module=nn.Tanh,
             derivative=lambda z, h: torch.addcmul(h.new_ones(()), h, h, value=-1.0),
+            multiply=lambda s, z, h: torch.ops.aten.tanh_backward(s, h, grad_input=s),
             slope_bounds=(0.0, 1.0),
         ),
         Activation(
             name="relu",
             module=nn.ReLU,
             derivative=lambda z, h: (z > 0).to(z.dtype),
+            multiply=lambda s, z, h: torch.ops.aten.threshold_backward(s, h, 0, grad_input=s),
             slope_bounds=(0.0, 1.0),
         ),
         Activation(
             name="sigmoid",
             module=nn.Sigmoid,
             derivative=lambda z, h: torch.addcmul(h, h, h, value=-1.0),
+            multiply=lambda s, z, h: torch.ops.aten.sigmoid_backward(s, h, grad_input=s),
             slope_bounds=(0.0, 0.25),
         ),
         # The derivative of GELU is smallest where phi'' = (2 - z^2) N(z) = 0, at z = -sqrt(2): -0.1289,
@@ -74,12 +79,14 @@ ACTIVATIONS: dict[str, Activation] = {
             name="gelu",
             module=nn.GELU,
             derivative=_gelu_derivative,
+            multiply=lambda s, z, h: torch.ops.aten.gelu_backward(s, z, grad_input=s),
             slope_bounds=(0.0, 1.1289042),
         ),
         Activation(
             name="identity",
             module=nn.Identity,
             derivative=lambda z, h: torch.ones_like(z),
+            multiply=lambda s, z, h: s,
             slope_bounds=(1.0, 1.0),
         ),
     )

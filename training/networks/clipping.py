@@ -25,6 +25,18 @@ def offset_entries(v: Tensor, offset: float) -> Tensor:
     return v + offset if offset else v
 
 
+def ball_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
+    """min(gain, s / ||v||_2) for each row: what brings gain v into the ball, shape (batch, 1).
+
+    Args:
+        v: Vectors as rows, shape (batch, n).
+        radius: s > 0.
+        gain: Public constant, > 0.
+    """
+    norms = torch.linalg.vector_norm(v, dim=1, keepdim=True)  # (batch, 1)
+    return norms.clamp_min_(torch.finfo(v.dtype).tiny).reciprocal_().mul_(radius).clamp_max_(gain)
+
+
 def scale_to_ball(v: Tensor, radius: float) -> Tensor:
     """scale_s(v) = min(s, ||v||_2) v / ||v||_2 for each row; a zero row stays zero.
 
@@ -34,8 +46,19 @@ def scale_to_ball(v: Tensor, radius: float) -> Tensor:
         v: Vectors as rows, shape (batch, n).
         radius: s > 0.
     """
+    return v * ball_factors(v, radius)
+
+
+def sphere_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
+    """S / ||v||_2 for each row, and a finite factor for a zero row: what brings v to the sphere, shape (batch, 1).
+
+    Args:
+        v: Vectors as rows, shape (batch, n).
+        radius: s > 0.
+        gain: Of no effect: the sphere is the same for gain v.
+    """
     norms = torch.linalg.vector_norm(v, dim=1, keepdim=True)  # (batch, 1)
-    return v * torch.clamp(radius / norms.clamp_min(torch.finfo(v.dtype).tiny), max=1.0)
+    return norms.clamp_min_(torch.finfo(v.dtype).tiny * max(radius, 1.0)).reciprocal_().mul_(radius)
 
 
 def scale_to_sphere(v: Tensor, radius: float) -> Tensor:
@@ -47,8 +70,7 @@ def scale_to_sphere(v: Tensor, radius: float) -> Tensor:
         v: Vectors as rows, shape (batch, n).
         radius: s > 0.
     """
-    norms = torch.linalg.vector_norm(v, dim=1, keepdim=True)  # (batch, 1)
-    return v / norms.clamp_min(torch.finfo(v.dtype).tiny) * radius
+    return v * sphere_factors(v, radius)
 
 
 class ClippedNeurons(nn.Module):

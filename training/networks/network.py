@@ -150,6 +150,15 @@ class FullyConnected:
         passed = clip.passes(forward.activations[layer])
         return passed if slope is None else slope * passed
 
+    def multiply_by_derivative(
+        self, signal: Tensor, forward: ForwardPass, layer: int, *, through_clip: bool
+    ) -> Tensor:
+        """Signal * dh_l/dz_l, in place; arguments as for `derivative`, signal of shape (batch, n_l)."""
+        phi, clip = self.activations[layer], self.clips[layer]
+        z, h = forward.pre_activations[layer], forward.activations[layer]
+        signal = phi.multiply(signal, z, h)
+        return signal.mul_(clip.passes(h)) if clip is not None and through_clip else signal
+
     def set_gradient(self, layer: int, delta: Tensor, h: Tensor, divisor: float) -> None:
         """Write the layer's gradient (1/divisor) sum_i delta_i h_i^T, and that of its bias.
 

@@ -25,6 +25,7 @@ format: $(DEV)
 bench: $(DEV)  ## Speed, as ratios in one run.
 	$(BIN)/python -m benchmarks.projection
 	$(BIN)/python -m benchmarks.pdfa_step
+	$(BIN)/python -m benchmarks.record_step
 	$(BIN)/python -m benchmarks.accounting_speed
 
 bench-report: $(DEV)  ## The pages that show what benchmarks/results/ holds.

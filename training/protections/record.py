@@ -79,13 +79,7 @@ class RecordProtection(Protection):
             inputs = [finite_rows(h, finite) for h in inputs]
         for layer, (delta, h) in enumerate(zip(deltas, inputs, strict=True)):
             linear = network.linears[layer]
-            scaled = delta * factors[:, None]  # (batch, n_l)
-            linear.weight.grad = self._noisy(scaled.t() @ h)
-            if linear.bias is not None:
-                linear.bias.grad = self._noisy(scaled.sum(dim=0))
-
-    def _noisy(self, total: Tensor) -> Tensor:
-        """(sum + z C N(0, 1)) / divisor."""
-        if self._noise_std:
-            total.add_(self._noise.normal(total.shape, device=total.device), alpha=self._noise_std)
-        return total.div_(self._divisor)
+            network.set_gradient(layer, delta * factors[:, None], h, self._divisor)
+            for parameter in linear.parameters():
+                if self._noise_std and parameter.grad is not None:
+                    self._noise.add_to(parameter.grad, self._noise_std / self._divisor)

@@ -97,7 +97,7 @@ def _accounting_rows() -> list[Row]:
 def _record_step_rows() -> list[Row]:
     return [
         (
-            f"a step 784-512-512-10 with clipped records and central noise, {entry['work']}, {entry['threads']} thread(s)",
+            f"a step 784-512-512-10, clipped records, central noise, {entry['work']}, {entry['threads']} thread(s)",
             f"{entry['times_faster']:.2f} times faster than Opacus ghost clipping",
             "`python -m benchmarks.record_step`",
         )
@@ -204,11 +204,11 @@ def private_section() -> str:
         (
             "## What each protection costs (FashionMNIST, delta 1e-5)",
             f"54,000 private records; test accuracy, mean of three seeds and its standard error ({results['date']}, "
-            "`python -m benchmarks.pdfa_private tune`, then `measure`). Each row's learning rate, epochs and so on were "
-            f"chosen on the validation records by a grid of one other seed ({len(results['trials'])} trials in all), which "
-            "looks at their labels and is not covered by any guarantee here. Frames and joules are the simulated device's. "
-            "The bars: records through the device at least 84.5 % at epsilon 3, 82 % at epsilon 1 and within 1.5 points of "
-            "DP-SGD; amplified labels 82 % and 77.5 %.",
+            "`python -m benchmarks.pdfa_private tune`, then `measure`). Learning rate, epochs and so on were chosen on "
+            f"the validation records with one other seed ({len(results['trials'])} trials in all), which looks at "
+            "their labels and is not covered by any guarantee here. Frames and joules are the simulated device's. "
+            "The bars: records through the device at least 84.5 % at epsilon 3, 82 % at epsilon 1 and within 1.5 "
+            "points of DP-SGD; amplified labels 82 % and 77.5 %.",
             markdown(header, rows),
         )
     )

@@ -46,7 +46,7 @@ LABEL: dict[str, Any] = {
 }
 RECORD_GRID = {"optimizer.lr": (0.5, 1.0, 2.0), "epochs": (20, 40)}
 NOISE_GRID = {"optimizer.lr": (0.5, 1.0), "epochs": (5, 10), "protection.clip_norm": (0.1, 0.2)}
-TABLE_GRID = {"optimizer.lr": (0.01, 0.02, 0.04), "epochs": (10, 20), "protection.flat_prior": (0.3, 1.0)}
+TABLE_GRID = {"optimizer.lr": (0.01, 0.02, 0.04), "epochs": (10,), "protection.flat_prior": (0.3, 1.0)}
 SMALL_BATCHES: dict[str, Any] = {"sampler": {"batch_size": 256, "scheme": "shuffled-epochs"}}
 
 ROWS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]], tuple[float, ...]]] = {

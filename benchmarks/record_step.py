@@ -1,7 +1,8 @@
 """What does a record-protected photonic DFA step cost beside DP-SGD by Opacus's ghost clipping?
 
-784-512-512-10 tanh, batch 256, SGD with momentum, clip norm 1, noise multiplier 1; the step only, both noises drawn (the
-device's and the central one here, the central one there). The bar: at least 1.8 times faster, with one thread and two.
+784-512-512-10 tanh, batch 256, SGD with momentum, clip norm 1, noise multiplier 1; the step only, both noises drawn
+(the device's and the central one here, the central one there). The bar: at least 1.8 times faster, with one thread
+and two.
 Opacus (extra `baselines`) is asked for its fastest form: ghost clipping, torch's default generator for the noise.
 """
 

@@ -6,13 +6,32 @@ from pathlib import Path
 from typing import Any
 
 import training
+from training.config import load_config
 from training.runs.folder import RunFolder
 from training.runs.run import Run
 
 
 def train_or_read(config: dict[str, Any], path: Path) -> Run:
-    """The run of a configuration: read back if it is done, else begun or resumed in its folder."""
+    """The run of a configuration: read back if it is done, else begun or resumed in its folder.
+
+    Raises:
+        ValueError: The folder holds a run of another configuration.
+    """
     folder = RunFolder(path)
-    if folder.finished:
-        return training.load_run(path)
-    return training.train(config, folder=path, resume=folder.started)
+    if not folder.started:
+        return training.train(config, folder=path)
+    _require_same(config, folder)
+    return training.load_run(path) if folder.finished else training.train(folder=path, resume=True)
+
+
+def _require_same(config: dict[str, Any], folder: RunFolder) -> None:
+    """Refuse a folder whose run was asked for something else; what the run resolved itself may differ."""
+    kept = folder.read_config()
+    wanted = load_config(config)
+    resolved = {"threads": kept.threads}
+    noise = {"noise_multiplier": kept.protection.noise_multiplier}
+    protection = wanted.protection.model_copy(update=noise if wanted.protection.epsilon else {})
+    if wanted.model_copy(update=resolved | {"protection": protection}) != kept:
+        raise ValueError(
+            f"run folder {folder.path} holds another configuration; remove it or choose another one"
+        )

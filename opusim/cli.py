@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from opusim.camera_schema import CameraSettings
     from opusim.description_schema import DeviceDescription
 
 app = typer.Typer(
@@ -25,6 +26,19 @@ _UNITS = {
     "variance_per_e": "projection units²/e⁻",
     "sigma": "projection units",
     "sigma_0": "projection units",
+    "per_s": "1/s",
+    "e": "e⁻",
+    "dn": "DN",
+    "gain_dn_per_e": "DN/e⁻",
+    "adc_bits": "bits",
+    "prnu": "of the response",
+    "s": "s",
+    "temperatures_c": "°C",
+    "quantum_efficiency": "e⁻/photon",
+    "anchor_flux_per_s": "photons/s",
+    "bias_flux_per_s": "photons/s",
+    "lowest": "of the mean",
+    "highest": "of the mean",
 }
 """Unit of a key by its whole last word or its suffix; the longest match counts."""
 
@@ -76,9 +90,8 @@ def _number_rows(description: DeviceDescription) -> list[tuple[str, ...]]:
     for key, value in description.numbers().items():
         origin = description.provenance.get(key)
         status, source = (origin.status, origin.source) if origin else ("", "")
-        rows.append(
-            (key, f"{value:g}" if isinstance(value, float) else str(value), _unit(key), status, source)
-        )
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        rows.append((key, shown, _unit(key), status or ("off" if value == 0 else ""), source))
     return rows
 
 
@@ -92,6 +105,8 @@ def _unit(key: str) -> str:
 def _noise_line(description: DeviceDescription) -> str:
     """What the noise of a reading is, in one line."""
     noise = description.noise
+    if description.camera is not None:
+        return _camera_lines(description.camera)
     if noise is None:
         return (
             "noise: none"
@@ -104,6 +119,34 @@ def _noise_line(description: DeviceDescription) -> str:
         share = noise.temperature_law.law().dark_share(temperature_c)
         line += f"; at {temperature_c:g} °C the dark current makes {share:.3%} of its variance"
     return line
+
+
+def _camera_lines(camera: CameraSettings) -> str:
+    """Where the light of a mean pixel goes, and what share of its variance each stage makes."""
+    from opusim.camera.stages import Light
+    from opusim.camera.twin import dark_charge_e, sensor_of
+
+    light, sensor = Light(**camera.light.model_dump()), sensor_of(camera)
+    dark = dark_charge_e(camera, light.exposure_us)
+    shot = sensor.variance_dn2(1.0) - sensor.variance_dn2(0.0)  # DN² per electron
+    parts = {
+        "photon shot noise": shot * light.anchor_e,
+        "bias light": shot * light.bias_e,
+        "dark current": shot * dark,
+        "read noise": (sensor.gain_dn_per_e * sensor.read_noise_e) ** 2,
+        "rounding": 0.0 if sensor.adc_bits is None else 1 / 12,
+    }
+    total = sum(float(part) for part in parts.values())
+    shares = (
+        ", ".join(f"{name} {float(part) / total:.3%}" for name, part in parts.items()) if total else "none"
+    )
+    at = "" if camera.dark is None else f" at {camera.dark.temperature_c:g} °C"
+    return (
+        f"a mean pixel of the anchor frame: {light.anchor_e:.4g} e⁻ of light, {light.bias_e:.4g} e⁻ of bias light, "
+        f"{dark:.4g} e⁻ of dark charge{at}; {sensor.gain_dn_per_e * light.anchor_e:.4g} DN above black, saturated at "
+        f"{sensor.saturation_e:.5g} e⁻\nvariance of a frame there: {total:.4g} DN²: {shares}\n"
+        "noise: Poisson counts, whose rates depend on what is shown; a reading takes four frames"
+    )
 
 
 def _print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

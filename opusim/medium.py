@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -175,14 +175,7 @@ class Medium:
 
     def _project_onto(self, columns: range, x: torch.Tensor) -> torch.Tensor:
         """B x at some outputs, shape (batch, len(columns)), summed over tiles of the inputs."""
-        total = torch.zeros((x.shape[0], len(columns)), dtype=torch.float64, device=x.device)
-        partial = torch.zeros_like(total, dtype=torch.float32)
-        for rows in _blocks(self.n_inputs, _INPUTS_PER_TILE):
-            partial.addmm_(x[:, rows.start : rows.stop], self._stored_or_new_tile(columns, rows, x.device))
-            if rows.stop % _INPUTS_PER_EXACT_SUM == 0 or rows.stop == self.n_inputs:
-                total += partial
-                partial.zero_()
-        return total.float()
+        return exact_product(x, lambda rows: self._stored_or_new_tile(columns, rows, x.device), len(columns))
 
     def _stored_or_new_tile(self, columns: range, rows: range, device: torch.device) -> torch.Tensor:
         """A view of the dense matrix where it is kept, else a fresh tile."""
@@ -207,6 +200,30 @@ class Medium:
             halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
             tile[part.start : part.stop] = table[halves.flatten(1)[:, skip : skip + len(columns)]]
         return tile
+
+
+def exact_product(
+    x: torch.Tensor, tile: Callable[[range], torch.Tensor], n_outputs: int
+) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
+    """The product of x with a matrix in tiles, added up in float64 from blocks of 2^17 inputs and rounded once.
+
+    Args:
+        x: float32, shape (batch, n_inputs).
+        tile: gives the matrix's rows of a range of inputs, float32, shape (len(range), n_outputs), on x's device.
+        n_outputs: columns of the matrix.
+
+    Returns:
+        float32, shape (batch, n_outputs); exact before the one rounding if entries are multiples of 2^-12 and x is
+        ternary (see `Medium`).
+    """
+    total = torch.zeros((x.shape[0], n_outputs), dtype=torch.float64, device=x.device)
+    partial = torch.zeros_like(total, dtype=torch.float32)
+    for rows in _blocks(x.shape[1], _INPUTS_PER_TILE):
+        partial.addmm_(x[:, rows.start : rows.stop], tile(rows))
+        if rows.stop % _INPUTS_PER_EXACT_SUM == 0 or rows.stop == x.shape[1]:
+            total += partial
+            partial.zero_()
+    return total.float()
 
 
 def _blocks(length: int, size: int) -> Iterator[range]:

@@ -156,11 +156,17 @@ class PhotonCountNoise(NoiseModel):
         rate_low: lowest expected count per pixel and frame, in electrons, at least 0; any shape. A rate_low
             of 0 gives no finite guarantee.
         rate_high: highest expected count, of the same shape, at least rate_low.
+        weight: where a reading is a sum over frames of weight times count: units of the reading per electron, of the
+            rates' shape, frames first. None: the reading is the counts themselves.
+        added_variance: variance of the reading that is not the counts' (read noise, rounding), squared units of the
+            reading, at least 0, one number or the shape of a reading; protects nobody.
     """
 
     law: ClassVar[str] = "photon_count"
     rate_low: np.ndarray | float
     rate_high: np.ndarray | float
+    weight: np.ndarray | None = None
+    added_variance: np.ndarray | float = 0.0
 
     def __post_init__(self) -> None:
         checks.non_negative(rate_low=self.rate_low, rate_high=self.rate_high)
@@ -170,10 +176,30 @@ class PhotonCountNoise(NoiseModel):
             raise ValueError("rate_high: must be at least rate_low everywhere; exchange the two?")
         object.__setattr__(self, "rate_low", low)
         object.__setattr__(self, "rate_high", high)
+        checks.non_negative(added_variance=self.added_variance)
+        object.__setattr__(self, "added_variance", _frozen(self.added_variance))
+        if self.weight is not None:
+            checks.finite(weight=self.weight)
+            weight = _frozen(self.weight)
+            checks.shape(low.shape, weight=weight, remedy="one weight for each rate, frames first")
+            object.__setattr__(self, "weight", weight)
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of outputs of a reading: the length of the rates' last axis, 1 without axes."""
+        shape = np.shape(self.rate_low)
+        return int(shape[-1]) if shape else 1
 
     def variance_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rates themselves: a Poisson count's variance is its mean."""
-        return np.asarray(self.rate_low), np.asarray(self.rate_high)
+        """Of a reading: sum over frames of weight^2 rate, plus the added variance.
+
+        Without weights the rates and the added variance: a Poisson count's variance is its mean.
+        """
+        return self._variance(np.asarray(self.rate_low)), self._variance(np.asarray(self.rate_high))
+
+    def _variance(self, rates: np.ndarray) -> np.ndarray:
+        counts = rates if self.weight is None else np.sum(np.square(self.weight) * rates, axis=0)
+        return np.asarray(counts + self.added_variance)
 
     def describe(self) -> str:
         """One line for people."""

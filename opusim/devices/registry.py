@@ -22,6 +22,7 @@ serves."""
 
 ENTRY_POINT_GROUP = "opusim.devices"
 _BUILTIN = {
+    "camera": "opusim.devices.camera:CameraDevice",
     "gaussian": "opusim.devices.gaussian:GaussianDevice",
     "ideal": "opusim.devices.ideal:IdealDevice",
 }

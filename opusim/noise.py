@@ -93,13 +93,17 @@ class GaussianNoise(NoiseModel):
         std: standard deviation in units of the reading, at least 0; one number for all outputs, or shape
             (n_outputs,). Kept as a read-only float64 array of no or one axis.
         n_outputs: number of outputs, at least 1.
+        beta: probability that the numbers are wrong, where they come from a calibration, in [0, 1); a guarantee adds
+            it to its delta.
     """
 
     law: ClassVar[str] = "gaussian"
     std: np.ndarray | float
     n_outputs: int
+    beta: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_beta(self.beta)
         checks.integer(n_outputs=self.n_outputs, minimum=1)
         checks.non_negative(std=self.std)
         std = _frozen(self.std)
@@ -126,7 +130,7 @@ class GaussianNoise(NoiseModel):
             ValueError: gain is 0, infinite or NaN.
         """
         checks.positive(abs_gain=abs(gain), remedy="a gain is a finite constant other than 0")
-        return GaussianNoise(std=np.asarray(self.std) * abs(gain), n_outputs=self.n_outputs)
+        return GaussianNoise(std=np.asarray(self.std) * abs(gain), n_outputs=self.n_outputs, beta=self.beta)
 
     def variance(self) -> np.ndarray:
         """std^2, shape () or (n_outputs,)."""
@@ -160,6 +164,7 @@ class PhotonCountNoise(NoiseModel):
             rates' shape, frames first. None: the reading is the counts themselves.
         added_variance: variance of the reading that is not the counts' (read noise, rounding), squared units of the
             reading, at least 0, one number or the shape of a reading; protects nobody.
+        beta: as for `GaussianNoise`.
     """
 
     law: ClassVar[str] = "photon_count"
@@ -167,8 +172,10 @@ class PhotonCountNoise(NoiseModel):
     rate_high: np.ndarray | float
     weight: np.ndarray | None = None
     added_variance: np.ndarray | float = 0.0
+    beta: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_beta(self.beta)
         checks.non_negative(rate_low=self.rate_low, rate_high=self.rate_high)
         low, high = _frozen(self.rate_low), _frozen(self.rate_high)
         checks.shape(low.shape, rate_high=high, remedy="rate_low and rate_high need one shape")
@@ -263,6 +270,11 @@ class DiscreteNoise(NoiseModel):
 _LAWS: dict[str, type[NoiseModel]] = {
     kind.law: kind for kind in (GaussianNoise, PhotonCountNoise, DiscreteNoise)
 }
+
+
+def _check_beta(beta: float) -> None:
+    if not (isinstance(beta, (int, float)) and 0 <= beta < 1):
+        raise ValueError(f"beta = {beta}: must be a probability in [0, 1)")
 
 
 def _frozen(value: Any) -> np.ndarray:

@@ -78,12 +78,13 @@ class PhotonTransfer:
     def linearity_error(self) -> float:
         """Largest deviation of a used level's mean from the line, relative to the line's rise from dark."""
         used = self.used()
-        photons, means = self._photons()[used], self.light.means()[used]
+        photons, means = self.photons()[used], self.light.means()[used]
         start, slope = _line(photons, means, 1.0 / self.light.variances()[used])
         rise = slope * photons
         return float(np.max(np.abs(means - start - rise)[rise > 0] / rise[rise > 0]))
 
-    def _photons(self) -> np.ndarray:
+    def photons(self) -> np.ndarray:
+        """Photons of the light series' levels."""
         return np.array([level.photons for level in self.light.levels])
 
     def _statistic(self, total: np.ndarray, used: np.ndarray) -> dict[str, float]:
@@ -91,7 +92,7 @@ class PhotonTransfer:
         count, mean = total[:, COUNT], total[:, MEAN] / total[:, COUNT]
         variance, square = total[:, VARIANCE] / count, total[:, MEAN_SQUARE] / count
         spatial = (square - np.square(mean)) * count / (count - 1)
-        n, photons, guide = len(self.light.levels), self._photons()[used], self.light.variances()[used]
+        n, photons, guide = len(self.light.levels), self.photons()[used], self.light.variances()[used]
         zero, response = _line(photons, mean[used], 1.0 / guide)
         floor, slope = _line(photons, variance[used], 1.0 / np.square(guide))
         gain = slope / response

@@ -73,7 +73,7 @@ class CameraDevice(NoisyDevice):
         return self._recovery
 
     @cached_property
-    def noise(self) -> PhotonCountNoise:
+    def described_noise(self) -> PhotonCountNoise:
         """Counts of the four frames at each output, with boxes of rates that hold for every ternary x.
 
         Rates lie between bias light with dark current and the largest field of any binary frame. The boxes rest on
@@ -177,6 +177,25 @@ class CameraDevice(NoisyDevice):
             numbers[start : start + rows] = exposure.expose_uniform(photons, rows, self._stream)
         self._meter.count(count)
         return numbers
+
+    def anchor_frames(self, count: int) -> np.ndarray:
+        """Frames of the anchor, every mirror of the window on.
+
+        Args:
+            count: frames, at least 1.
+
+        Returns:
+            float32, shape (count, n_outputs), DN.
+
+        Raises:
+            ValueError: count is out of range.
+            DeviceUnavailable: the device is closed.
+        """
+        self._require_open()
+        checks.integer(count=count, minimum=1)
+        field = torch.from_numpy(self._speckle.anchor.astype(np.float32))[:, None, :]
+        self._meter.count(count)
+        return self.exposure.expose(field.expand(2, count, -1), self._stream).numpy()
 
     def measure_anchor(self) -> None:
         """Measures the anchor anew, at the medium's present state, and counts the frames."""

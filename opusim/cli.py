@@ -8,30 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from opusim.calibration.cli import add_to as add_calibration_commands
+from opusim.units import unit_of
+
 if TYPE_CHECKING:
     from opusim.description_schema import DeviceDescription
 
-app = typer.Typer(
-    name="device", help="Show the devices that opusim can simulate or drive.", no_args_is_help=True
-)
+app = typer.Typer(name="device", help="Show, record, calibrate and check devices.", no_args_is_help=True)
 
-_UNITS = {
-    "us": "µs",
-    "w": "W",
-    "mib": "MiB",
-    "c": "°C",
-    "k": "K",
-    "e_per_s": "e⁻/s",
-    "variance_per_e": "projection units²/e⁻",
-    "sigma": "projection units",
-    "sigma_0": "projection units",
-}
-"""Unit of a key by its whole last word or its suffix; the longest match counts."""
+add_calibration_commands(app)
 
 
 @app.callback()
 def device() -> None:
-    """Show the devices that opusim can simulate or drive."""
+    """Show, record, calibrate and check the devices that opusim can simulate or drive."""
 
 
 @app.command("list")
@@ -50,7 +40,7 @@ def list_command(
         (entry.name, entry.kind, f"{entry.n_inputs:,}", f"{entry.n_outputs:,}", entry.title)
         for entry in found
     ]
-    _print_table("Devices", ("name", "kind", "inputs", "outputs", "what it is"), rows)
+    print_table("Devices", ("name", "kind", "inputs", "outputs", "what it is"), rows)
 
 
 @app.command("show")
@@ -66,7 +56,7 @@ def show_command(
         typer.echo(json.dumps(description.dump(), indent=2))
         return
     typer.echo(f"{description.name} ({description.kind}): {description.title}")
-    _print_table("", ("key", "value", "unit", "status", "source"), _number_rows(description))
+    print_table("", ("key", "value", "unit", "status", "source"), _number_rows(description))
     typer.echo(_noise_line(description))
 
 
@@ -76,22 +66,18 @@ def _number_rows(description: DeviceDescription) -> list[tuple[str, ...]]:
     for key, value in description.numbers().items():
         origin = description.provenance.get(key)
         status, source = (origin.status, origin.source) if origin else ("", "")
-        rows.append(
-            (key, f"{value:g}" if isinstance(value, float) else str(value), _unit(key), status, source)
-        )
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        rows.append((key, shown, unit_of(key), status or ("off" if value == 0 else ""), source))
     return rows
-
-
-def _unit(key: str) -> str:
-    """The unit that a key's name ends in, or nothing for a count."""
-    last = key.rsplit(".", 1)[-1]
-    matches = [suffix for suffix in _UNITS if last == suffix or last.endswith(f"_{suffix}")]
-    return _UNITS[max(matches, key=len)] if matches else ""
 
 
 def _noise_line(description: DeviceDescription) -> str:
     """What the noise of a reading is, in one line."""
     noise = description.noise
+    if description.camera is not None:
+        from opusim.camera.summary import camera_lines
+
+        return camera_lines(description.camera)
     if noise is None:
         return (
             "noise: none"
@@ -106,7 +92,7 @@ def _noise_line(description: DeviceDescription) -> str:
     return line
 
 
-def _print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+def print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """Prints a table of text; brackets in it are no markup."""
     from rich.console import Console
     from rich.markup import escape

@@ -17,7 +17,7 @@ from opusim.errors import ConfigError
 
 __all__ = ["DeviceDescription", "load_description", "packaged_names", "parse_description"]
 
-_ALTERNATIVES = {"noise": ("sigma", "temperature_law")}
+_ALTERNATIVES = {"noise": ("sigma", "temperature_law"), "camera.dark": ("doubling", "table")}
 """Keys of a section that exclude each other: an override by one takes the other away."""
 
 
@@ -112,7 +112,7 @@ def _note_overrides(content: dict[str, Any], changed: list[str]) -> None:
     provenance = content.get("provenance", {})
     for dotted in changed:
         value = _at(content, dotted)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_number = isinstance(value, (int, float, list)) and not isinstance(value, bool)
         if is_number and dotted.split(".")[0] not in (*EXEMPT_FROM_PROVENANCE, "provenance"):
             provenance[dotted] = {"status": "override", "source": "given by the caller"}
     content["provenance"] = {key: entry for key, entry in provenance.items() if _at(content, key) is not None}

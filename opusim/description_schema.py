@@ -1,6 +1,7 @@
 """The frozen description of a device, as its configuration file gives it.
 
-Every number of a device has its unit in its name, and a source and a status in the table ``[provenance]``.
+Every number of a device has its unit in its name, and a source and a status in the table ``[provenance]``; a
+stage of a camera that is switched off by 0 needs none.
 The meaning of a key never changes under one `schema` number.
 """
 
@@ -9,24 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from opusim.camera_schema import CameraSettings
+from opusim.settings import Section
 from opusim.temperature import TemperatureLaw
 
 Status = Literal["measured", "datasheet", "assumed", "override"]
+Number = int | float | list[float]
 EXEMPT_FROM_PROVENANCE = ("schema", "medium")
 """Numbers that describe the file or the simulation, not a physical device."""
 
 
-class _Section(BaseModel):
-    """Frozen, unknown keys refused, no silent conversion, no infinities."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True
-    )
-
-
-class MediumSettings(_Section):
+class MediumSettings(Section):
     """The scattering medium (see `opusim.medium`).
 
     Attributes:
@@ -38,7 +34,7 @@ class MediumSettings(_Section):
     dense_limit_mib: float = Field(default=1024.0, ge=0)
 
 
-class FrameSettings(_Section):
+class FrameSettings(Section):
     """Time and energy of the frames.
 
     Attributes:
@@ -53,7 +49,7 @@ class FrameSettings(_Section):
     frames_per_projection: int = Field(default=2, ge=1)
 
 
-class TemperatureSettings(_Section):
+class TemperatureSettings(Section):
     """The numbers of `opusim.temperature.TemperatureLaw`, and the temperature the device is at.
 
     Attributes:
@@ -84,7 +80,7 @@ class TemperatureSettings(_Section):
         return TemperatureLaw(**self.model_dump(exclude={"temperature_c"}))
 
 
-class NoiseSettings(_Section):
+class NoiseSettings(Section):
     """Gaussian noise of a reading, given directly or through a temperature: exactly one of the two.
 
     Attributes:
@@ -108,7 +104,7 @@ class NoiseSettings(_Section):
         return float(self.sigma or 0.0)
 
 
-class Provenance(_Section):
+class Provenance(Section):
     """Where a number comes from.
 
     Attributes:
@@ -120,19 +116,20 @@ class Provenance(_Section):
     source: str = Field(min_length=1)
 
 
-class DeviceDescription(_Section):
+class DeviceDescription(Section):
     """Everything that a configuration file says of a device.
 
     Attributes:
         schema_version: version of the keys' meaning; written ``schema`` in files.
         name: the device's own name.
-        kind: which class runs it: ``ideal``, ``gaussian``, or a registered kind.
+        kind: which class runs it: ``ideal``, ``gaussian``, ``camera``, or a registered kind.
         title: one line for people.
         n_inputs: largest number of inputs; a caller may open a smaller window.
         n_outputs: largest number of outputs, likewise.
         medium: the simulated medium; None for hardware.
         frames: time and energy.
         noise: noise of a reading; None where the kind has no noise or brings its own.
+        camera: the physical twin's numbers; None for other kinds.
         options: keys of a registered kind, checked by its factory.
         provenance: for each dotted key that holds a number, its status and source.
     """
@@ -146,13 +143,16 @@ class DeviceDescription(_Section):
     medium: MediumSettings | None = None
     frames: FrameSettings
     noise: NoiseSettings | None = None
+    camera: CameraSettings | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     provenance: dict[str, Provenance] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _every_number_has_provenance(self) -> Self:
-        numbers = {key for key in self.numbers() if key.split(".")[0] not in EXEMPT_FROM_PROVENANCE}
-        missing = sorted(numbers - set(self.provenance))
+        found = {k: v for k, v in self.numbers().items() if k.split(".")[0] not in EXEMPT_FROM_PROVENANCE}
+        numbers = set(found)
+        switched_off = {key for key, value in found.items() if key.startswith("camera.") and value == 0}
+        missing = sorted(numbers - switched_off - set(self.provenance))
         if missing:
             raise ValueError(
                 f"no provenance for {', '.join(missing)}; add to [provenance], for each, "
@@ -163,24 +163,41 @@ class DeviceDescription(_Section):
             raise ValueError(f"provenance for {', '.join(idle)}, which is no number of this file; remove it")
         return self
 
+    @model_validator(mode="after")
+    def _camera_fits_its_frames(self) -> Self:
+        if (self.camera is not None) != (self.kind == "camera"):
+            raise ValueError('a section [camera] and kind = "camera" belong together; give both or neither')
+        if self.camera is None:
+            return self
+        if self.noise is not None:
+            raise ValueError("noise: a camera's noise comes from its stages; remove it")
+        if self.frames.frames_per_projection != 4:
+            raise ValueError("frames.frames_per_projection: a camera shows 4 for a ternary vector; write 4")
+        if self.camera.light.exposure_us > self.frames.frame_period_us:
+            raise ValueError(
+                f"camera.light.exposure_us = {self.camera.light.exposure_us:g}: is longer than "
+                f"frames.frame_period_us = {self.frames.frame_period_us:g}; lengthen the period"
+            )
+        return self
+
     def dump(self) -> dict[str, Any]:
         """Plain values under the files' keys, fit for TOML and JSON; the loader takes them back."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
-    def numbers(self) -> dict[str, int | float]:
-        """Every number of the description under its dotted key, in the files' order."""
+    def numbers(self) -> dict[str, Number]:
+        """Every number, and every list of numbers, under its dotted key, in the files' order."""
         content = self.dump()
         content.pop("provenance", None)
         return dict(_numbers("", content))
 
 
-def _numbers(prefix: str, content: Mapping[str, Any]) -> list[tuple[str, int | float]]:
-    """The dotted keys that hold a number, in order."""
-    found: list[tuple[str, int | float]] = []
+def _numbers(prefix: str, content: Mapping[str, Any]) -> list[tuple[str, Number]]:
+    """The dotted keys that hold a number or a list of them, in order."""
+    found: list[tuple[str, Number]] = []
     for key, value in content.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, Mapping):
             found += _numbers(f"{dotted}.", value)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif isinstance(value, (int, float, list)) and not isinstance(value, bool):
             found.append((dotted, value))
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ MAX_INPUTS = 2**32
 MAX_OUTPUTS = OUTPUTS_PER_BLOCK * 2**32
 TABLE_STEP = 2.0**-12
 _OUTPUTS_PER_TILE = 2048
-_INPUTS_PER_TILE = 2048  # with the above, tiles of 16 MiB, which the allocator hands back without new pages
+_INPUTS_PER_TILE = 2048  # with the above, tiles of 16 MiB
 _INPUTS_PER_EXACT_SUM = 2**17
 _TORCH_ROWS = 2**19  # counters encrypted at a time by the torch path; each takes about 100 bytes meanwhile
 
@@ -120,7 +120,12 @@ class Medium:
         if torch.device(device).type != "cpu":
             return self._torch_tile(columns, rows, torch.device(device))
         tile = torch.empty((len(rows), len(columns)), dtype=torch.float32)
-        array, table, key = tile.numpy(), gaussian_table(), split_key(self.seed)
+        self._fill(tile.numpy(), columns, rows)
+        return tile
+
+    def _fill(self, array: np.ndarray, columns: range, rows: range) -> None:
+        """Writes a tile into an array of its shape, on the CPU."""
+        table, key = gaussian_table(), split_key(self.seed)
 
         def work(start: int, stop: int) -> None:
             fill_tile(
@@ -128,7 +133,6 @@ class Medium:
             )
 
         run_split(work, len(rows), grain=max(1, 2**17 // max(1, len(columns))))
-        return tile
 
     def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:  # (n_inputs, n_outputs)
         """The whole transposed matrix, float32, shape (n_inputs, n_outputs), kept after the first call.
@@ -148,47 +152,51 @@ class Medium:
             matrix = self._dense[where] = self.tile(range(self.n_outputs), range(self.n_inputs), where)
         return matrix
 
-    def project(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
+    def project(
+        self, x: torch.Tensor, outputs: slice | range | None = None
+    ) -> torch.Tensor:  # (batch, n_inputs) -> (batch, outputs)
         """B x for each row of x.
 
         Args:
             x: float32, shape (batch, n_inputs), on any torch device.
+            outputs: contiguous outputs to compute, step 1; None for all.
 
         Returns:
-            float32, shape (batch, n_outputs), on the same device. Exact for a ternary x (see the class), else
+            float32, shape (batch, number of outputs), on the same device. Exact for a ternary x (see the class), else
             within float32 rounding of the sum. Beyond the dense limit tiles of 16 MiB are computed one after
             the other.
 
         Raises:
-            TypeError, ValueError: x is not a float32 tensor of that shape.
+            TypeError, ValueError: x is not a float32 tensor of that shape, or outputs leave the medium.
         """
         checks.instance(torch.Tensor, x=x)
         checks.shape((None, self.n_inputs), x=x)
         if x.dtype != torch.float32:
             raise TypeError(f"x has dtype {x.dtype}: must be torch.float32; use x.float()")
+        wanted = range(self.n_outputs) if outputs is None else _window("outputs", outputs, self.n_outputs)
         if self.fits_dense and self.n_inputs <= _INPUTS_PER_EXACT_SUM:
-            return x @ self.dense(x.device)
-        y = torch.empty((x.shape[0], self.n_outputs), dtype=torch.float32, device=x.device)
-        for columns in _blocks(self.n_outputs, _OUTPUTS_PER_TILE):
-            y[:, columns.start : columns.stop] = self._project_onto(columns, x)
+            return x @ self.dense(x.device)[:, wanted.start : wanted.stop]
+        y = torch.empty((x.shape[0], len(wanted)), dtype=torch.float32, device=x.device)
+        for part in _blocks(len(wanted), _OUTPUTS_PER_TILE):
+            columns = range(wanted.start + part.start, wanted.start + part.stop)
+            y[:, part.start : part.stop] = self._project_onto(columns, x)
         return y
 
     def _project_onto(self, columns: range, x: torch.Tensor) -> torch.Tensor:
         """B x at some outputs, shape (batch, len(columns)), summed over tiles of the inputs."""
-        total = torch.zeros((x.shape[0], len(columns)), dtype=torch.float64, device=x.device)
-        partial = torch.zeros_like(total, dtype=torch.float32)
-        for rows in _blocks(self.n_inputs, _INPUTS_PER_TILE):
-            partial.addmm_(x[:, rows.start : rows.stop], self._stored_or_new_tile(columns, rows, x.device))
-            if rows.stop % _INPUTS_PER_EXACT_SUM == 0 or rows.stop == self.n_inputs:
-                total += partial
-                partial.zero_()
-        return total.float()
-
-    def _stored_or_new_tile(self, columns: range, rows: range, device: torch.device) -> torch.Tensor:
-        """A view of the dense matrix where it is kept, else a fresh tile."""
         if self.fits_dense:
-            return self.dense(device)[rows.start : rows.stop, columns.start : columns.stop]
-        return self.tile(columns, rows, device)
+            dense = self.dense(x.device)[:, columns.start : columns.stop]
+            return exact_product(x, lambda rows: dense[rows.start : rows.stop], len(columns))
+        if x.device.type != "cpu":
+            return exact_product(x, lambda rows: self.tile(columns, rows, x.device), len(columns))
+        room = torch.empty((min(_INPUTS_PER_TILE, self.n_inputs), len(columns)), dtype=torch.float32)
+
+        def tile(rows: range) -> torch.Tensor:
+            part = room[: len(rows)]
+            self._fill(part.numpy(), columns, rows)  # fresh memory would cost as much as the entries
+            return part
+
+        return exact_product(x, tile, len(columns))
 
     def _torch_tile(self, columns: range, rows: range, device: torch.device) -> torch.Tensor:
         """A tile through torch operations, a bounded number of rows at a time."""
@@ -207,6 +215,30 @@ class Medium:
             halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
             tile[part.start : part.stop] = table[halves.flatten(1)[:, skip : skip + len(columns)]]
         return tile
+
+
+def exact_product(
+    x: torch.Tensor, tile: Callable[[range], torch.Tensor], n_outputs: int
+) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
+    """The product of x with a matrix in tiles, added up in float64 from blocks of 2^17 inputs and rounded once.
+
+    Args:
+        x: float32, shape (batch, n_inputs).
+        tile: gives the matrix's rows of a range of inputs, float32, shape (len(range), n_outputs), on x's device.
+        n_outputs: columns of the matrix.
+
+    Returns:
+        float32, shape (batch, n_outputs); exact before the one rounding if entries are multiples of 2^-12 and x is
+        ternary (see `Medium`).
+    """
+    total = torch.zeros((x.shape[0], n_outputs), dtype=torch.float64, device=x.device)
+    partial = torch.zeros_like(total, dtype=torch.float32)
+    for rows in _blocks(x.shape[1], _INPUTS_PER_TILE):
+        partial.addmm_(x[:, rows.start : rows.stop], tile(rows))
+        if rows.stop % _INPUTS_PER_EXACT_SUM == 0 or rows.stop == x.shape[1]:
+            total += partial
+            partial.zero_()
+    return total.float()
 
 
 def _blocks(length: int, size: int) -> Iterator[range]:

@@ -12,33 +12,45 @@ from opusim.philox_kernels import philox_block
 
 OUTPUTS_PER_BLOCK = 8
 _BLOCKS_AT_ONCE = 256  # words of 256 counters, 4 kB: they stay in the first-level cache
-_LOW = np.uint64(0xFFFFFFFF)
+_U = np.uint32
+_HALF, _SIXTEEN = np.uint32(0xFFFF), np.uint32(16)
 
 
 @numba.njit(nogil=True, error_model="numpy")
-def _encrypt_row(
+def _encrypt_blocks(
     words: np.ndarray,
+    count: int,
     first_block: np.uint64,
     c1: np.uint64,
     c2: np.uint64,
     c3: np.uint64,
     key: tuple[int, int],
 ) -> None:
-    """The words of consecutive blocks of one input, uint32, shape (blocks, 4)."""
+    """Words of consecutive blocks of one input, uint32, one row of the array for each; so they stay in vectors."""
     k0, k1 = np.uint64(key[0]), np.uint64(key[1])
-    for i in range(words.shape[0]):
-        w0, w1, w2, w3 = philox_block((first_block + np.uint64(i)) & _LOW, c1, c2, c3, k0, k1)
-        words[i, 0] = np.uint32(w0)
-        words[i, 1] = np.uint32(w1)
-        words[i, 2] = np.uint32(w2)
-        words[i, 3] = np.uint32(w3)
+    row_0, row_1, row_2, row_3 = words[0], words[1], words[2], words[3]
+    for i in range(count):
+        w0, w1, w2, w3 = philox_block(first_block + np.uint64(i), c1, c2, c3, k0, k1)
+        row_0[i] = _U(w0)
+        row_1[i] = _U(w1)
+        row_2[i] = _U(w2)
+        row_3[i] = _U(w3)
 
 
 @numba.njit(nogil=True, error_model="numpy")
-def _look_up(row: np.ndarray, halves: np.ndarray, table: np.ndarray) -> None:
-    """Fills a row with the table's values at the given 16-bit indices."""
-    for j in range(row.size):
-        row[j] = table[halves[j]]
+def _look_up(row: np.ndarray, words: np.ndarray, count: int, table: np.ndarray) -> None:
+    """Fills a row of 8 outputs a block with the table's values at the words' halves, low half of word 0 first."""
+    row_0, row_1, row_2, row_3 = words[0], words[1], words[2], words[3]
+    for i in range(count):
+        j = OUTPUTS_PER_BLOCK * i
+        row[j] = table[row_0[i] & _HALF]
+        row[j + 1] = table[row_0[i] >> _SIXTEEN]
+        row[j + 2] = table[row_1[i] & _HALF]
+        row[j + 3] = table[row_1[i] >> _SIXTEEN]
+        row[j + 4] = table[row_2[i] & _HALF]
+        row[j + 5] = table[row_2[i] >> _SIXTEEN]
+        row[j + 6] = table[row_3[i] & _HALF]
+        row[j + 7] = table[row_3[i] >> _SIXTEEN]
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -62,8 +74,8 @@ def fill_tile(
         epoch: counter word 3.
         key: low and high 32 bits of the seed.
     """
-    words = np.empty((_BLOCKS_AT_ONCE, 4), np.uint32)
-    halves = words.reshape(-1).view(np.uint16)  # low half first, as on every processor that torch supports
+    words = np.empty((4, _BLOCKS_AT_ONCE), np.uint32)
+    edge = np.empty(_BLOCKS_AT_ONCE * OUTPUTS_PER_BLOCK, np.float32)
     c2, c3 = np.uint64(plane), np.uint64(epoch)
     skip = first_output % OUTPUTS_PER_BLOCK
     end = tile.shape[1] + skip
@@ -71,8 +83,12 @@ def fill_tile(
         c1 = np.uint64(first_input + i)
         for start in range(0, end, _BLOCKS_AT_ONCE * OUTPUTS_PER_BLOCK):
             stop = min(start + _BLOCKS_AT_ONCE * OUTPUTS_PER_BLOCK, end)
-            used = words[: (stop - start + OUTPUTS_PER_BLOCK - 1) // OUTPUTS_PER_BLOCK]
+            count = (stop - start + OUTPUTS_PER_BLOCK - 1) // OUTPUTS_PER_BLOCK
             first_block = np.uint64((first_output + start) // OUTPUTS_PER_BLOCK)
-            _encrypt_row(used, first_block, c1, c2, c3, key)
+            _encrypt_blocks(words, count, first_block, c1, c2, c3, key)
             first = skip if start == 0 else 0
-            _look_up(tile[i, start + first - skip : stop - skip], halves[first : stop - start], table)
+            if first == 0 and (stop - start) % OUTPUTS_PER_BLOCK == 0:
+                _look_up(tile[i, start - skip : stop - skip], words, count, table)
+            else:  # whole blocks do not fit into the row
+                _look_up(edge, words, count, table)
+                tile[i, start + first - skip : stop - skip] = edge[first : stop - start]

@@ -93,13 +93,17 @@ class GaussianNoise(NoiseModel):
         std: standard deviation in units of the reading, at least 0; one number for all outputs, or shape
             (n_outputs,). Kept as a read-only float64 array of no or one axis.
         n_outputs: number of outputs, at least 1.
+        beta: probability that the numbers are wrong, where they come from a calibration, in [0, 1); a guarantee adds
+            it to its delta.
     """
 
     law: ClassVar[str] = "gaussian"
     std: np.ndarray | float
     n_outputs: int
+    beta: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_beta(self.beta)
         checks.integer(n_outputs=self.n_outputs, minimum=1)
         checks.non_negative(std=self.std)
         std = _frozen(self.std)
@@ -126,7 +130,7 @@ class GaussianNoise(NoiseModel):
             ValueError: gain is 0, infinite or NaN.
         """
         checks.positive(abs_gain=abs(gain), remedy="a gain is a finite constant other than 0")
-        return GaussianNoise(std=np.asarray(self.std) * abs(gain), n_outputs=self.n_outputs)
+        return GaussianNoise(std=np.asarray(self.std) * abs(gain), n_outputs=self.n_outputs, beta=self.beta)
 
     def variance(self) -> np.ndarray:
         """std^2, shape () or (n_outputs,)."""
@@ -156,13 +160,22 @@ class PhotonCountNoise(NoiseModel):
         rate_low: lowest expected count per pixel and frame, in electrons, at least 0; any shape. A rate_low
             of 0 gives no finite guarantee.
         rate_high: highest expected count, of the same shape, at least rate_low.
+        weight: where a reading is a sum over frames of weight times count: units of the reading per electron, of the
+            rates' shape, frames first. None: the reading is the counts themselves.
+        added_variance: variance of the reading that is not the counts' (read noise, rounding), squared units of the
+            reading, at least 0, one number or the shape of a reading; protects nobody.
+        beta: as for `GaussianNoise`.
     """
 
     law: ClassVar[str] = "photon_count"
     rate_low: np.ndarray | float
     rate_high: np.ndarray | float
+    weight: np.ndarray | None = None
+    added_variance: np.ndarray | float = 0.0
+    beta: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_beta(self.beta)
         checks.non_negative(rate_low=self.rate_low, rate_high=self.rate_high)
         low, high = _frozen(self.rate_low), _frozen(self.rate_high)
         checks.shape(low.shape, rate_high=high, remedy="rate_low and rate_high need one shape")
@@ -170,10 +183,30 @@ class PhotonCountNoise(NoiseModel):
             raise ValueError("rate_high: must be at least rate_low everywhere; exchange the two?")
         object.__setattr__(self, "rate_low", low)
         object.__setattr__(self, "rate_high", high)
+        checks.non_negative(added_variance=self.added_variance)
+        object.__setattr__(self, "added_variance", _frozen(self.added_variance))
+        if self.weight is not None:
+            checks.finite(weight=self.weight)
+            weight = _frozen(self.weight)
+            checks.shape(low.shape, weight=weight, remedy="one weight for each rate, frames first")
+            object.__setattr__(self, "weight", weight)
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of outputs of a reading: the length of the rates' last axis, 1 without axes."""
+        shape = np.shape(self.rate_low)
+        return int(shape[-1]) if shape else 1
 
     def variance_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rates themselves: a Poisson count's variance is its mean."""
-        return np.asarray(self.rate_low), np.asarray(self.rate_high)
+        """Of a reading: sum over frames of weight^2 rate, plus the added variance.
+
+        Without weights the rates and the added variance: a Poisson count's variance is its mean.
+        """
+        return self._variance(np.asarray(self.rate_low)), self._variance(np.asarray(self.rate_high))
+
+    def _variance(self, rates: np.ndarray) -> np.ndarray:
+        counts = rates if self.weight is None else np.sum(np.square(self.weight) * rates, axis=0)
+        return np.asarray(counts + self.added_variance)
 
     def describe(self) -> str:
         """One line for people."""
@@ -237,6 +270,11 @@ class DiscreteNoise(NoiseModel):
 _LAWS: dict[str, type[NoiseModel]] = {
     kind.law: kind for kind in (GaussianNoise, PhotonCountNoise, DiscreteNoise)
 }
+
+
+def _check_beta(beta: float) -> None:
+    if not (isinstance(beta, (int, float)) and 0 <= beta < 1):
+        raise ValueError(f"beta = {beta}: must be a probability in [0, 1)")
 
 
 def _frozen(value: Any) -> np.ndarray:

@@ -31,7 +31,6 @@ _SWAP_BIT = np.uint32(0x40000000)
 _SQRT_HALF_BITS = np.int32(0x3F3504F3)  # float32 sqrt(1/2): mantissas are taken in [sqrt(1/2), sqrt(2))
 _MANTISSA = np.int32(0x007FFFFF)
 _MANTISSA_BITS = np.int32(23)
-_LOW = np.uint64(0xFFFFFFFF)
 _ANGLE_BITS = np.uint32(0xFFFFFF00)
 _ANGLE_MIDDLE = np.uint32(0x00000080)
 _LOW_MIDDLE = np.uint32(0x00800000)
@@ -130,7 +129,7 @@ def _philox_words(
     c1, c2, c3 = np.uint64(c[0]), np.uint64(c[1]), np.uint64(c[2])
     high, low, angle = words[0], words[1], words[2]
     for i in range(BLOCKS):
-        w0, w1, w2, w3 = philox_block((base + np.uint64(i)) & _LOW, c1, c2, c3, k0, k1)
+        w0, w1, w2, w3 = philox_block(base + np.uint64(i), c1, c2, c3, k0, k1)
         first, second = _U(w1), _U(w3)
         high[i] = _U(w0)
         low[i] = _U(first << _U(24)) | _LOW_MIDDLE

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -18,12 +18,15 @@ from opusim.noise import GaussianNoise, NoiseModel
 from opusim.randomness import MODES
 from opusim.usage import Usage, UsageMeter
 
+if TYPE_CHECKING:
+    from opusim.calibration.certificate import Certificate
+
 
 class NoisyDevice(ABC):
     """A matrix B that is applied by physics: B x + noise, a fresh noise for every reading.
 
     Entries of B are N(0, 1) in projection units on every device; B is fixed for the device's life unless its
-    description says that it drifts. Trainers own their gain. A subclass gives `noise`, `_project` and
+    description says that it drifts. Trainers own their gain. A subclass gives `described_noise`, `_project` and
     `_draw`, which get checked input.
 
     Use it as a context manager, or call `open` and `close`; both may be called twice. One device is not to be
@@ -61,6 +64,7 @@ class NoisyDevice(ABC):
         self._torch_device = torch.device(torch_device)
         self._meter = UsageMeter(description.frames.frame_period_us, description.frames.power_w)
         self._is_open = False
+        self._certified: NoiseModel | None = None
 
     # What a device tells
 
@@ -105,9 +109,23 @@ class NoisyDevice(ABC):
         return self._is_open
 
     @property
-    @abstractmethod
     def noise(self) -> NoiseModel:
-        """The law of the noise of one reading, in projection units."""
+        """The law of the noise of one reading: the description's, or a certificate's once one is attached."""
+        return self.described_noise if self._certified is None else self._certified
+
+    @property
+    @abstractmethod
+    def described_noise(self) -> NoiseModel:
+        """The law as the description gives it, in projection units."""
+
+    def attach_certificate(self, certificate: Certificate) -> None:
+        """Lets `noise` state what a calibration found, with its limits and their beta; readings stay the same.
+
+        Raises:
+            ConfigError: the certificate is another device's, or certifies another law.
+        """
+        certificate.check_device(self._description)
+        self._certified = certificate.certified(self.described_noise)
 
     # Opening and closing
 

@@ -36,7 +36,7 @@ class GaussianDevice(SimulatedDevice):
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
 
     @property
-    def noise(self) -> GaussianNoise:
+    def described_noise(self) -> GaussianNoise:
         """One standard deviation for all outputs."""
         return self._noise
 

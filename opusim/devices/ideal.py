@@ -35,7 +35,7 @@ class IdealDevice(SimulatedDevice):
         self._noise = GaussianNoise(std=0.0, n_outputs=self.n_outputs)
 
     @property
-    def noise(self) -> GaussianNoise:
+    def described_noise(self) -> GaussianNoise:
         """Standard deviation 0."""
         return self._noise
 

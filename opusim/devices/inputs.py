@@ -49,6 +49,20 @@ def ternary_batch(x: torch.Tensor | np.ndarray, n_inputs: int, device: torch.dev
     return tensor.to(device=device, dtype=torch.float32)
 
 
+def binary_batch(
+    x: torch.Tensor | np.ndarray, n_inputs: int, device: torch.device, *, ternary: bool
+) -> torch.Tensor:
+    """`ternary_batch`, and unless `ternary` no entry may be -1: a mirror is on or off in a frame.
+
+    Raises:
+        TypeError, ValueError: as `ternary_batch`, or x holds -1.
+    """
+    batch = ternary_batch(x, n_inputs, device)
+    if not ternary and bool((batch < 0).any()):
+        raise ValueError("x holds -1: a frame shows 0 or 1; split it by encodings.split_frames(x)")
+    return batch
+
+
 def like_input(y: torch.Tensor, x: Array) -> Array:
     """The result in the caller's library and on the caller's torch device."""
     return y.cpu().numpy() if isinstance(x, np.ndarray) else y.to(x.device)

@@ -22,6 +22,7 @@ serves."""
 
 ENTRY_POINT_GROUP = "opusim.devices"
 _BUILTIN = {
+    "camera": "opusim.devices.camera:CameraDevice",
     "gaussian": "opusim.devices.gaussian:GaussianDevice",
     "ideal": "opusim.devices.ideal:IdealDevice",
 }
@@ -67,6 +68,7 @@ def open_device(
     torch_device: torch.device | str = "cpu",
     n_inputs: int | None = None,
     n_outputs: int | None = None,
+    certificate: str | Path | None = None,
     **overrides: Any,
 ) -> NoisyDevice:
     """Opens a device; use the result as a context manager.
@@ -83,13 +85,16 @@ def open_device(
         torch_device: where a simulation computes.
         n_inputs: width of the window, None for the whole device.
         n_outputs: outputs of the window, None for all.
+        certificate: path of a certificate (`opusim device calibrate`) whose limits `noise` is to state; None for the
+            description's own numbers.
         **overrides: sections laid over the description's, such as ``noise={"sigma": 0.2}``.
 
     Returns:
         The device, open.
 
     Raises:
-        ConfigError: a description that cannot be used, an unknown kind, a window larger than the device.
+        ConfigError: a description that cannot be used, an unknown kind, a window larger than the device, or a
+            certificate of another one.
         TypeError, ValueError: an argument out of range.
         DeviceError: the device cannot be had.
     """
@@ -101,6 +106,7 @@ def open_device(
         torch_device=torch_device,
         n_inputs=n_inputs,
         n_outputs=n_outputs,
+        certificate=certificate,
     )
 
 
@@ -112,11 +118,16 @@ def open_described(
     torch_device: torch.device | str = "cpu",
     n_inputs: int | None = None,
     n_outputs: int | None = None,
+    certificate: str | Path | None = None,
 ) -> NoisyDevice:
     """Opens a device from a description that was read before; arguments and errors as for `open_device`."""
     device = _factory(description.name, description.kind)(
         description, n_inputs=n_inputs, n_outputs=n_outputs, mode=mode, seed=seed, torch_device=torch_device
     )
+    if certificate is not None:
+        from opusim.calibration.certificate import load_certificate
+
+        device.attach_certificate(load_certificate(certificate))
     return device.open()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from opusim.description_schema import DeviceDescription
@@ -55,3 +56,11 @@ class SimulatedDevice(NoisyDevice):
             ValueError: it exceeds the description's dense_limit_mib.
         """
         return self._medium.dense(self._torch_device).T
+
+    def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
+        """Variance of readings of x, squared projection units, float64; the same for every x.
+
+        Hardware cannot tell it; a calibration estimates it.
+        """
+        variance = torch.as_tensor(np.array(self.noise.variance_bounds()[1]))
+        return variance.expand(x.shape[0], self.n_outputs)

@@ -1,4 +1,6 @@
 import hashlib
+import subprocess
+import sys
 from types import ModuleType
 
 import numpy as np
@@ -86,6 +88,33 @@ def test_the_whole_size_works_without_the_matrix(seed: int) -> None:
     y = medium.project(x)
     assert torch.equal(y[0], medium.tile(range(24), range(5, 6))[0])
     assert torch.equal(y[1], -medium.tile(range(24), range(2**18 - 1, 2**18))[0])
+
+
+def test_some_outputs_are_those_of_all(seed: int) -> None:
+    x = ternary(3, 70, seed)
+    whole = Medium(70, 5000, seed).project(x)
+    for limit in (0, 1024):
+        medium = Medium(70, 5000, seed, dense_limit_mib=limit)
+        assert torch.equal(medium.project(x, range(1999, 4999)), whole[:, 1999:4999])
+        assert torch.equal(medium.project(x, slice(3)), whole[:, :3])
+    with pytest.raises(ValueError, match="outputs = .*: must be contiguous"):
+        medium.project(x, range(4990, 5001))
+
+
+@pytest.mark.slow
+def test_a_million_inputs_to_a_million_outputs_run_in_a_gibibyte() -> None:
+    code = (
+        "import torch; from opusim.medium import Medium\n"
+        "x = torch.zeros(16, 10**6); x[:, 7] = 1; x[:, 999_999] = -1\n"
+        "m = Medium(10**6, 10**6, 1)\n"
+        "y = m.project(x, range(999_000, 10**6))\n"
+        "tiles = [m.tile(range(999_000, 10**6), range(i, i + 1))[0] for i in (7, 999_999)]\n"
+        "assert torch.equal(y[3], tiles[0] - tiles[1])\n"
+        "lines = open('/proc/self/status').read().splitlines()\n"
+        "print(next(line.split()[1] for line in lines if line.startswith('VmHWM')))\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert int(out) < 2**20  # KiB
 
 
 def test_threads_do_not_change_entries() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import opusim
+from opusim.description import packaged_names
 from opusim.devices import registry
 from opusim.devices.ideal import IdealDevice
 from opusim.devices.registry import device_kinds, list_devices, open_device, register_device
@@ -36,14 +37,14 @@ def mirror_file(folder: Path, kind: str) -> Path:
 
 
 def test_packaged_devices_are_listed() -> None:
-    assert [entry.name for entry in list_devices()] == ["gaussian", "gaussian_temperature", "ideal"]
+    assert [entry.name for entry in list_devices()] == list(packaged_names())
     assert {"gaussian", "ideal"} <= set(device_kinds())
 
 
 def test_a_registered_kind_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     path = mirror_file(tmp_path, "mirror")
-    with pytest.raises(ConfigError, match="kind: unknown kind 'mirror'; known are gaussian, ideal"):
+    with pytest.raises(ConfigError, match="kind: unknown kind 'mirror'; known are camera, gaussian, ideal"):
         open_device(path, n_inputs=2, n_outputs=3)
     register_device("mirror", MirrorDevice)
     register_device("mirror", MirrorDevice)

@@ -1,0 +1,1 @@
+"""What do frames alone say of a device? Photon transfer, noise of readings, certificates."""

@@ -1,0 +1,180 @@
+"""The dated certificate of a device: which law its noise has, with which limits, and how sure they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from opusim.description_schema import DeviceDescription
+from opusim.errors import ConfigError
+from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
+from opusim.settings import Section
+
+
+class Limits(Section):
+    """An estimate with two-sided limits, each interval by itself at the certificate's confidence."""
+
+    value: float
+    low: float
+    high: float
+
+
+class TestedProperty(Section):
+    """A property the law needs; standard_errors is capped at 999."""
+
+    text: str
+    standard_errors: float
+    holds: bool
+
+
+class GaussianLaw(Section):
+    """Independent Gaussian readings.
+
+    Attributes:
+        std: lower limit of the smallest standard deviation, projection units.
+    """
+
+    law: Literal["gaussian"] = "gaussian"
+    std: float = Field(gt=0)
+
+
+class PhotonCountLaw(Section):
+    """Poisson counts at the pixels.
+
+    Attributes:
+        dark_e_low: lower limit of the dark charge of a frame, electrons, bias light
+            included.
+        dark_e_high: upper limit of it.
+        light_ratio_low: lower limit of the light over the description's.
+        light_ratio_high: upper limit of the light over the description's; more light is less private.
+    """
+
+    law: Literal["photon_count"] = "photon_count"
+    dark_e_low: float = Field(ge=0)
+    dark_e_high: float = Field(ge=0)
+    light_ratio_low: float = Field(ge=0)
+    light_ratio_high: float = Field(gt=0)
+
+
+class Certificate(Section):
+    """What a calibration found.
+
+    Attributes:
+        schema_version: version of the keys' meaning; ``schema`` in files.
+        device: name of the device.
+        description_digest: of the description it holds for (`digest_of`).
+        date: day of the frames, ISO 8601.
+        n_inputs: width of the window.
+        n_outputs: outputs of the window.
+        frames: frames it rests on.
+        confidence: of each interval in `estimates` by itself.
+        beta: probability that any number of `noise` is wrong; a guarantee adds it to its delta.
+        noise: the certified law, None where the frames speak against every law that this device could have.
+        estimates: constants of the device.
+        tests: what speaks for or against Gaussian readings.
+        remarks: what the certificate does not cover, for people.
+    """
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    device: str
+    description_digest: str
+    date: str
+    n_inputs: int
+    n_outputs: int
+    frames: int
+    confidence: float = Field(gt=0, lt=1)
+    beta: float = Field(gt=0, lt=1)
+    noise: GaussianLaw | PhotonCountLaw | None = Field(default=None, discriminator="law")
+    estimates: dict[str, Limits] = Field(default_factory=dict)
+    tests: list[TestedProperty] = Field(default_factory=list)
+    remarks: list[str] = Field(default_factory=list)
+
+    def check_device(self, description: DeviceDescription) -> None:
+        """Refuses a certificate of another device or another state of its description.
+
+        Raises:
+            ConfigError: it is not this device's.
+        """
+        if self.device != description.name:
+            raise ConfigError(
+                description.name, "certificate", f"is that of {self.device!r}; calibrate this device"
+            )
+        if self.description_digest != digest_of(description):
+            raise ConfigError(
+                description.name,
+                "certificate",
+                "was made for another description; calibrate the device again",
+            )
+
+    def certified(self, noise: NoiseModel) -> NoiseModel:
+        """The law with the certificate's limits in place of the description's numbers.
+
+        Raises:
+            ConfigError: the certificate has no law, or another one.
+        """
+        if isinstance(self.noise, GaussianLaw) and isinstance(noise, GaussianNoise):
+            return GaussianNoise(std=self.noise.std, n_outputs=noise.n_outputs, beta=self.beta)
+        if isinstance(self.noise, PhotonCountLaw) and isinstance(noise, PhotonCountNoise):
+            light = np.asarray(noise.rate_high) - np.asarray(noise.rate_low)
+            return PhotonCountNoise(
+                rate_low=np.full_like(np.asarray(noise.rate_low), self.noise.dark_e_low),
+                rate_high=np.maximum(self.noise.dark_e_high, noise.rate_low)
+                + self.noise.light_ratio_high * light,
+                weight=noise.weight,
+                added_variance=noise.added_variance,
+                beta=self.beta,
+            )
+        law = "no law" if self.noise is None else f"the law {self.noise.law!r}"
+        raise ConfigError(self.device, "certificate", f"certifies {law}, the device has {noise.law!r}")
+
+    def write(self, path: Path) -> None:
+        """Writes a TOML file."""
+        path.write_text(
+            _toml(self.model_dump(mode="json", by_alias=True, exclude_none=True)), encoding="utf-8"
+        )
+
+
+def load_certificate(path: str | Path) -> Certificate:
+    """Reads what `Certificate.write` wrote.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no certificate.
+    """
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return Certificate.model_validate(content)
+    except OSError as error:
+        raise ConfigError(str(path), "path", f"cannot be read: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), "syntax", f"not a TOML file: {error}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"]) or "certificate"
+        raise ConfigError(str(path), key, first["msg"]) from None
+
+
+def digest_of(description: DeviceDescription) -> str:
+    """BLAKE2b of everything a description says but its provenance, 16 bytes in hexadecimal."""
+    content = {key: value for key, value in description.dump().items() if key not in ("provenance", "title")}
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _toml(content: dict[str, Any], prefix: str = "") -> str:
+    """Plain values as TOML: keys first, then tables; JSON strings and numbers are TOML's."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in content.items() if not _is_table(value)]
+    for key, value in content.items():
+        if isinstance(value, dict):
+            lines.append(f"\n[{prefix}{key}]\n{_toml(value, f'{prefix}{key}.')}".rstrip())
+        elif _is_table(value):
+            lines += [f"\n[[{prefix}{key}]]\n{_toml(item)}".rstrip() for item in value]
+    return "\n".join(lines) + "\n"
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))

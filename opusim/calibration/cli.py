@@ -1,0 +1,186 @@
+"""The commands that take frames: ``opusim device record``, ``calibrate`` and ``check``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from opusim.calibration.calibrate import Calibration
+    from opusim.devices.base import NoisyDevice
+
+_NAME = Annotated[str, typer.Argument(help="A device's name, or a path ending in .toml.")]
+_SEED = Annotated[int, typer.Option(help="Seed of a simulated device's noise.")]
+_INPUTS = Annotated[int, typer.Option("--inputs", help="Inputs of the window.")]
+
+
+def record_command(
+    name: _NAME,
+    out: Annotated[Path, typer.Option("--out", help="A new folder for the frames.")],
+    outputs: Annotated[int, typer.Option("--outputs", help="Pixels of an image.")] = 40_000,
+    steps: Annotated[int, typer.Option("--steps", help="Points of the temporal series.")] = 30,
+    spatial_frames: Annotated[int, typer.Option("--spatial-frames", help="Images of a spatial point.")] = 16,
+    longest_exposure_us: Annotated[
+        float | None, typer.Option("--longest-us", help="Exposure of the last point; ten times the device's.")
+    ] = None,
+    seed: _SEED = 0,
+) -> None:
+    """Record frames under uniform light in the layout of the EMVA 1288 standard."""
+    from opusim.calibration.recording import Recording, record, shape_of
+    from opusim.devices.camera import CameraDevice
+    from opusim.errors import ConfigError
+
+    with _open(name, 2, outputs, seed) as device:
+        camera = device.description.camera
+        if not isinstance(device, CameraDevice) or camera is None:
+            raise ConfigError(
+                name, "kind", f"{device.kind!r} takes no frames; record a device of kind 'camera'"
+            )
+        exposure_us, bits = camera.light.exposure_us, camera.sensor.adc_bits
+        if bits is None:
+            raise ConfigError(
+                name, "camera.sensor.adc_bits", "is off; images need whole numbers, so switch it on"
+            )
+        width, height = shape_of(outputs)
+        wanted = Recording(
+            width=width,
+            height=height,
+            bits=bits,
+            steps=steps,
+            spatial_frames=spatial_frames,
+            longest_exposure_us=longest_exposure_us or 10 * exposure_us,
+            saturating_photons=1.1 * device.exposure.sensor.saturation_e / camera.light.quantum_efficiency,
+        )
+        path = record(device.flat_frames, wanted, out, exposure_us=exposure_us)
+        typer.echo(f"{path}: {device.usage.frames:,} frames of {width} x {height} pixels, {bits} bits")
+
+
+def calibrate_command(
+    name: _NAME,
+    out: Annotated[Path, typer.Option("--out", help="A folder for certificate and report.")],
+    outputs: Annotated[int, typer.Option("--outputs", help="Outputs of the window.")] = 4000,
+    inputs: _INPUTS = 64,
+    frames: Annotated[int, typer.Option("--frames", help="Frames of a level of light.")] = 64,
+    readings: Annotated[int, typer.Option("--readings", help="Readings of one input.")] = 500,
+    confidence: Annotated[float, typer.Option(help="Of each interval by itself.")] = 0.95,
+    warm_c: Annotated[
+        float | None,
+        typer.Option("--warm-c", help="Second temperature, to measure the dark current's doubling."),
+    ] = None,
+    beta: Annotated[
+        float, typer.Option(help="Probability that the certified law's numbers are wrong.")
+    ] = 1e-6,
+    seed: _SEED = 0,
+) -> None:
+    """Calibrate a device from frames alone: a dated certificate (TOML) and a report with the curves."""
+    from opusim.calibration.calibrate import calibrate
+    from opusim.calibration.plan import Plan
+    from opusim.calibration.report import write_report
+    from opusim.errors import ConfigError
+
+    with _open(name, inputs, outputs, seed) as device:
+        dark = None if device.description.camera is None else device.description.camera.dark
+        if warm_c is not None and dark is None:
+            raise ConfigError(name, "camera.dark", "is off, so warm_c has nothing to measure; leave it out")
+        temperatures = (dark.temperature_c, warm_c) if dark is not None and warm_c is not None else None
+        plan = Plan(frames=frames, temperatures_c=temperatures)
+        found = calibrate(device, plan=plan, readings=readings, confidence=confidence, beta=beta)
+    out.mkdir(parents=True, exist_ok=True)
+    certificate, report = out / f"{found.certificate.device}.certificate.toml", out / "report.html"
+    found.certificate.write(certificate)
+    write_report(found, report)
+    _print(found)
+    typer.echo(f"certificate: {certificate}\nreport: {report}")
+
+
+def check_command(
+    name: _NAME,
+    certificate: Annotated[Path, typer.Argument(help="The device's certificate.")],
+    frames: Annotated[int, typer.Option("--frames", help="Frames of a level of light.")] = 32,
+    readings: Annotated[int, typer.Option("--readings", help="Readings of one input.")] = 500,
+    seed: _SEED = 1,
+) -> None:
+    """Compare a device with its certificate; exits with 3 where its noise is below the certified."""
+    from opusim.calibration.calibrate import calibrate
+    from opusim.calibration.certificate import load_certificate
+    from opusim.calibration.check import compare, require_noise
+    from opusim.calibration.plan import Plan
+    from opusim.cli import print_table
+    from opusim.errors import ConfigError
+
+    old = load_certificate(certificate)
+    with _open(name, old.n_inputs, old.n_outputs, seed) as device:
+        if device.name != old.device:
+            raise ConfigError(name, "certificate", f"is that of {old.device!r}; calibrate this device")
+        new = calibrate(
+            device, plan=Plan(frames=frames), readings=readings, confidence=old.confidence, beta=old.beta
+        )
+    rows = [
+        (
+            row.name,
+            f"{row.certified:.5g}",
+            f"{row.measured:.5g}",
+            f"{row.standard_errors:+.1f}",
+            _word(row.agrees),
+        )
+        for row in compare(old, new)
+    ]
+    if rows:
+        print_table("", ("constant", f"certified {old.date}", "measured", "standard errors", ""), rows)
+    require_noise(old, new)
+    typer.echo("the certified noise is there")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the commands to ``opusim device``."""
+    app.command("record")(record_command)
+    app.command("calibrate")(calibrate_command)
+    app.command("check")(check_command)
+
+
+def _word(agrees: bool) -> str:
+    return "agrees" if agrees else "differs"
+
+
+def _open(name: str, inputs: int, outputs: int, seed: int) -> NoisyDevice:
+    """A window of the device, no larger than it is."""
+    from opusim.description import load_description
+    from opusim.devices.registry import open_described
+
+    description = load_description(name)
+    return open_described(
+        description,
+        n_inputs=min(inputs, description.n_inputs),
+        n_outputs=min(outputs, description.n_outputs),
+        seed=seed,
+    )
+
+
+def _print(found: Calibration) -> None:
+    """Constants, tests and the certified law as tables."""
+    from opusim.cli import print_table
+    from opusim.units import unit_of
+
+    rows = [
+        (key, f"{v.value:.5g}", f"{v.low:.5g} to {v.high:.5g}", unit_of(key))
+        for key, v in found.certificate.estimates.items()
+    ]
+    if rows:
+        limits = f"limits at {found.certificate.confidence:.0%}"
+        print_table("Constants from frames", ("constant", "estimate", limits, "unit"), rows)
+    noise, law = found.reading_noise, found.certificate.noise
+    typer.echo(
+        f"readings: standard deviation {noise.mean_std:.5g} (root mean square), {noise.smallest_std:.5g} at the "
+        "quietest output, projection units"
+    )
+    for test in noise.tests:
+        typer.echo(f"  {test.text}: {'holds' if test.holds else 'does not hold'}")
+    if law is None:
+        typer.echo("certified noise: none, the readings speak against the described law")
+        return
+    numbers = ", ".join(f"{key} {value:.6g}" for key, value in law.model_dump().items() if key != "law")
+    typer.echo(
+        f"certified noise: {law.law.replace('_', ' ')}, {numbers}; wrong with probability {found.certificate.beta:g}"
+    )

@@ -1,0 +1,136 @@
+"""Photon transfer as EMVA 1288 does it: a camera's constants from the means and variances of frames.
+
+With p photons on a pixel, below saturation (EMVA 1288 release 3.1, sections 2 to 4 and 6 to 8):
+    mean      m(p) = m_0 + R p,         R = K eta            [DN]
+    variance  v(p) = v_0 + S p,         S = K^2 eta          [DN^2], v_0 = K^2 (N_dark + read_noise^2) + 1/12
+    so gain K = S / R, quantum efficiency eta = R^2 / S;
+    dark current from dark means against exposure: slope / K;
+    of each pixel's mean, variance over pixels: K^2 dsnu^2 + prnu^2 (R p)^2 (the frames' noise taken off).
+Where the noise of a level is below 0.6 DN, rounding bends both lines (by up to exp(-2 pi^2 0.36) / pi DN at 0.6); such
+levels are left out, and dark quantities come from the lines' values at p = 0 and from dark frames under a little
+constant light. So an 8-bit camera gives up a read noise of a quarter of a DN, which no single level shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from opusim.calibration.flat_series import COUNT, MEAN, MEAN_SQUARE, VARIANCE, FlatSeries
+from opusim.calibration.jackknife import Estimate, jackknife
+
+LEAST_VARIANCE_DN2 = 0.36
+"""A level below is bent by rounding."""
+_ROUNDING = 1.0 / 12.0
+_SQUARES = {"read_noise_e": "read_noise_e2", "prnu": "prnu2", "dsnu_e": "dsnu_e2"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PhotonTransfer:
+    """What frames are evaluated.
+
+    Attributes:
+        light: levels of rising light at one exposure, of which the last lies far beyond saturation.
+        dark: levels of one light, each with its exposure.
+        exposure_us: the light series' exposure.
+        is_rounded: whether numbers come from a converter.
+        warm: like dark, at another temperature; None where temperature cannot be set.
+    """
+
+    light: FlatSeries
+    dark: FlatSeries
+    exposure_us: float
+    is_rounded: bool = True
+    warm: FlatSeries | None = None
+
+    def used(self) -> np.ndarray:
+        """Levels of the light series between rounding and saturation, indices.
+
+        At most 0.7 of the way from the first mean to the saturated one.
+
+        Raises:
+            ValueError: fewer than four are left.
+        """
+        means, variances = self.light.means(), self.light.variances()
+        below = means[0] + 0.7 * (means[-1] - means[0])
+        least = LEAST_VARIANCE_DN2 if self.is_rounded else 0.0
+        used = np.flatnonzero((means < below) & (variances > least))
+        if used.size < 4:
+            raise ValueError(
+                f"light has {used.size} levels between rounding and saturation: at least 4 are needed; add levels"
+            )
+        return used
+
+    def estimates(self, confidence: float) -> dict[str, Estimate]:
+        """The camera's constants, each with limits that hold with the given confidence by itself.
+
+        Keys: quantum_efficiency [e-/photon], gain_dn_per_e, black_level_dn, read_noise_e, dark_current_e_per_s,
+        prnu, dsnu_e, saturation_e, and doubling_k where a warm series is there.
+        """
+        series = [self.light, self.dark, *([] if self.warm is None else [self.warm])]
+        sums = np.concatenate([part.sums for part in series], axis=1)
+        found = jackknife(sums, partial(self._statistic, used=self.used()), confidence=confidence)
+        roots = {name: found[square].root() for name, square in _SQUARES.items()}
+        return {name: value for name, value in found.items() if name not in _SQUARES.values()} | roots
+
+    def linearity_error(self) -> float:
+        """Largest deviation of a used level's mean from the line, relative to the line's rise from dark."""
+        used = self.used()
+        photons, means = self.photons()[used], self.light.means()[used]
+        start, slope = _line(photons, means, 1.0 / self.light.variances()[used])
+        rise = slope * photons
+        return float(np.max(np.abs(means - start - rise)[rise > 0] / rise[rise > 0]))
+
+    def photons(self) -> np.ndarray:
+        """Photons of the light series' levels."""
+        return np.array([level.photons for level in self.light.levels])
+
+    def _statistic(self, total: np.ndarray, used: np.ndarray) -> dict[str, float]:
+        """All constants from summed pixels, shape (levels, 4)."""
+        count, mean = total[:, COUNT], total[:, MEAN] / total[:, COUNT]
+        variance, square = total[:, VARIANCE] / count, total[:, MEAN_SQUARE] / count
+        spatial = (square - np.square(mean)) * count / (count - 1)
+        n, photons, guide = len(self.light.levels), self.photons()[used], self.light.variances()[used]
+        zero, response = _line(photons, mean[used], 1.0 / guide)
+        floor, slope = _line(photons, variance[used], 1.0 / np.square(guide))
+        gain = slope / response
+        dark = _dark_slope(self.dark, mean[n : n + len(self.dark.levels)]) / gain
+        dark_e = dark * self.exposure_us * 1e-6
+        rise, spread = np.square(response * photons), spatial[used] - variance[used] / self.light.frames
+        guess = np.square(guide / self.light.frames + 1e-4 * rise)
+        offset2, prnu2 = _line(rise, spread, 1.0 / guess)
+        black = zero - gain * dark_e
+        found = {
+            "quantum_efficiency": response**2 / slope,
+            "gain_dn_per_e": gain,
+            "black_level_dn": black,
+            "read_noise_e2": (floor - _ROUNDING * self.is_rounded) / gain**2 - dark_e,
+            "dark_current_e_per_s": dark,
+            "prnu2": prnu2,
+            "dsnu_e2": offset2 / gain**2,
+            "saturation_e": (mean[n - 1] - black) / gain,
+        }
+        if self.warm is not None:
+            warm = _dark_slope(self.warm, mean[n + len(self.dark.levels) :]) / gain
+            step = float(self.warm.levels[0].temperature_c or 0) - float(
+                self.dark.levels[0].temperature_c or 0
+            )
+            ratio = warm / dark if dark > 0 and warm > 0 else np.nan
+            found["doubling_k"] = step / np.log2(ratio)
+        return {name: float(value) for name, value in found.items()}
+
+
+def _dark_slope(series: FlatSeries, means: np.ndarray) -> float:
+    """DN per second of exposure."""
+    seconds = np.array([float(level.exposure_us or 0) * 1e-6 for level in series.levels])
+    return _line(seconds, means, 1.0 / series.variances())[1]
+
+
+def _line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """Start and slope of the weighted least-squares line."""
+    total = weights.sum()
+    x_mean, y_mean = weights @ x / total, weights @ y / total
+    slope = float((weights * (x - x_mean)) @ y / ((weights * (x - x_mean)) @ x))
+    return float(y_mean - slope * x_mean), slope

@@ -1,0 +1,144 @@
+"""Exposures of the outputs' pixels: fields in, digital numbers or recovered projections out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from opusim.camera.frame_kernels import expose_fields, recover_rows
+from opusim.camera.stages import Light, Sensor
+from opusim.randomness import NoiseStream
+from opusim.threads import run_split
+
+_NUMBERS_PER_THREAD = 2**14  # pixel-frames below which a second thread is not worth its start
+_FRAMES_AT_ONCE = 64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exposure:
+    """The stages of a camera at its outputs' pixels.
+
+    Attributes:
+        light: mean light and exposure.
+        sensor: from electrons to digital numbers.
+        mirrors: mirrors of the anchor, whose mean photo-electrons the light tells.
+        dark_current_e: dark charge of a frame, electrons.
+        response: relative sensitivity of each pixel (1 + PRNU), shape (n_outputs,).
+        offset_e: fixed offset of each pixel, electrons, shape (n_outputs,).
+    """
+
+    light: Light
+    sensor: Sensor
+    mirrors: int
+    dark_current_e: float
+    response: np.ndarray
+    offset_e: np.ndarray
+
+    @property
+    def gain_e(self) -> np.ndarray:
+        """Electrons of a field of |u|^2 = 1 in mirror units, at each pixel: N_a / (2 mirrors) (1 + PRNU)."""
+        return self.light.anchor_e / (2.0 * self.mirrors) * self.response
+
+    @property
+    def dark_e(self) -> np.ndarray:
+        """Electrons of a frame without coherent light, at each pixel: bias light (1 + PRNU) + dark charge."""
+        return self.light.bias_e * self.response + self.dark_current_e
+
+    def rates(self, field: np.ndarray) -> np.ndarray:
+        """Expected electrons gain_e |u|^2 + dark_e of fields of shape (2, ..., n_outputs)."""
+        return np.asarray(self.gain_e * np.sum(np.square(field), axis=0) + self.dark_e)
+
+    def expose(self, field: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
+        """Digital numbers of frames.
+
+        Args:
+            field: float32, shape (2, frames, n_outputs), mirror units, on the CPU.
+            stream: where the noise comes from; one reading of it.
+
+        Returns:
+            float32, shape (frames, n_outputs), DN.
+        """
+        return self._expose(field, self._pixel(), stream)
+
+    def expose_uniform(self, photons: float, frames: int, stream: NoiseStream) -> np.ndarray:
+        """Frames under uniform light: rate = (quantum_efficiency photons + bias) (1 + PRNU) + dark charge.
+
+        Args:
+            photons: mean photons on a pixel in the exposure.
+            frames: how many.
+            stream: where the noise comes from; one reading of it.
+
+        Returns:
+            float32, shape (frames, n_outputs), DN.
+        """
+        pixel = self._pixel()
+        pixel[1] += self.light.quantum_efficiency * photons * self.response
+        dark = torch.zeros((1, 1, 1)).expand(2, frames, self.response.size)
+        return self._expose(dark, pixel, stream).numpy()
+
+    def mean_of(self, field: torch.Tensor, frames: int, stream: NoiseStream) -> np.ndarray:
+        """Mean digital numbers of many exposures of one field of shape (2, 1, n_outputs): float64, (n_outputs,)."""
+        total = np.zeros(self.response.size)
+        for start in range(0, frames, _FRAMES_AT_ONCE):
+            rows = min(_FRAMES_AT_ONCE, frames - start)
+            total += self.expose(field.expand(2, rows, -1), stream).double().sum(0).numpy()
+        return total / frames
+
+    def recover(
+        self,
+        y: torch.Tensor,
+        field: torch.Tensor,
+        anchor: np.ndarray,
+        decode: np.ndarray,
+        shift: np.ndarray,
+        stream: NoiseStream,
+    ) -> None:
+        """Four exposures of each row's frames and the projection recovered from them, in place.
+
+        Args:
+            y: float32, shape (rows, n_outputs), is overwritten.
+            field: float32, shape (2, 2 rows, n_outputs): the positive frames' fields, then the negative ones'.
+            anchor: float32, shape (2, n_outputs).
+            decode: as `opusim.camera.recovery.Recovery.decode` gives it.
+            shift: float64, shape (rows,).
+            stream: where the noise comes from; one reading of it.
+        """
+        rows = y.shape[0]
+        parts = field.view(2, 2, rows, -1).transpose(0, 1).reshape(4, rows, -1).numpy()
+        noise, pixel, sensor = self._normal(8, rows, stream), self._pixel(), self.sensor.numbers()
+        out = y.numpy()
+
+        def work(start: int, stop: int) -> None:
+            some = slice(start, stop)
+            recover_rows(
+                out[some], parts[:, some], anchor, pixel, decode, shift[some], noise[:, some], sensor
+            )
+
+        self._split(work, rows)
+
+    def _expose(self, field: torch.Tensor, pixel: np.ndarray, stream: NoiseStream) -> torch.Tensor:
+        frames = field.shape[1]
+        numbers = torch.empty((frames, self.response.size), dtype=torch.float32)
+        noise, sensor = self._normal(2, frames, stream), self.sensor.numbers()
+        out, source = numbers.numpy(), field.numpy()
+
+        def work(start: int, stop: int) -> None:
+            expose_fields(out[start:stop], source[:, start:stop], pixel, noise[:, start:stop], sensor)
+
+        self._split(work, frames)
+        return numbers
+
+    def _split(self, work: Callable[[int, int], None], rows: int) -> None:
+        run_split(work, rows, grain=max(1, _NUMBERS_PER_THREAD // self.response.size))
+
+    def _normal(self, planes: int, rows: int, stream: NoiseStream) -> np.ndarray:
+        """N(0, 1) numbers, float32, shape (planes, rows, n_outputs); empty where no stage needs them."""
+        pixels = self.response.size if self.sensor.is_noisy else 0
+        return stream.normal((planes, rows, pixels)).numpy()
+
+    def _pixel(self) -> np.ndarray:
+        """gain_e, dark_e and offset_e, float64, shape (3, n_outputs)."""
+        return np.stack([self.gain_e, self.dark_e, self.offset_e])

@@ -1,0 +1,247 @@
+"""The complex field behind the medium: which pixels serve as outputs, and what a frame's field is there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+import torch
+
+from opusim.errors import ConfigError
+from opusim.medium import TABLE_STEP, Medium, exact_product
+
+REAL_PLANE, IMAGINARY_PLANE = 1, 2
+"""Counter words of the two real media; plane 0 is the matrix of the ideal and the gaussian device."""
+_PIXELS_PER_BLOCK = 2048
+_INPUTS_PER_TILE = 2048
+_MOST_PIXELS_PER_OUTPUT = 64
+_INPUTS_PER_EXACT_SUM = 2**17  # see `opusim.medium.Medium`
+_SUM_SLACK = 1e-5  # above the rounding of a float32 sum
+ANGLE_STEP = 2.0**-10
+"""Drift moves in steps of this angle, over which the medium keeps a correlation of cos(2^-10) = 1 - 4.8e-7."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeckleLaw:
+    """What decides the field of a frame.
+
+    The field of pixel j is u_j = sum_i R_ji x_i over the mirrors that are on, R = P + iQ, with entries of the two real
+    media P and Q that are N(0, 1): |u|^2 of one mirror has mean 2. Drift and grain mix entries and round them to
+    multiples of 2^-12, so that sums over mirrors stay exact in float32, whatever the order.
+
+    Attributes:
+        n_inputs: mirrors that carry data.
+        reference: mirrors that are on in the anchor and its complements only; their entries follow the data's.
+        seed: of the medium.
+        lowest: least anchor intensity of a pixel that is used, as a multiple of the mean.
+        highest: largest one; infinite is off.
+        grain_correlation: correlation of neighbouring pixels' fields, in [0, 0.5].
+        dense_limit_mib: largest matrix (of P and Q together) kept in memory.
+    """
+
+    n_inputs: int
+    reference: int
+    seed: int
+    lowest: float
+    highest: float
+    grain_correlation: float
+    dense_limit_mib: float
+
+    @property
+    def mirrors(self) -> int:
+        """Mirrors of the anchor."""
+        return self.n_inputs + self.reference
+
+    def weights(self) -> tuple[float, float]:
+        """(a, b) with a^2 + b^2 = 1 and a b the correlation of a u_j + b u_(j+1) with its neighbour."""
+        angle = 0.5 * math.asin(2.0 * self.grain_correlation)
+        return math.cos(angle), math.sin(angle)
+
+
+class Speckle:
+    """The medium as the camera sees it: pixels with a usable anchor, and fields of frames there.
+
+    Pixels are taken in order of their number, those whose anchor intensity at time 0 lies within the law's limits; so
+    a smaller window of outputs has the first outputs of a larger one. The choice is part of the device, like a
+    factory's map of pixels: it does not depend on noise.
+
+    Args:
+        law: see `SpeckleLaw`.
+        n_outputs: pixels to find.
+        file: what to name in errors.
+
+    Raises:
+        ConfigError: no pixel in 64 fits.
+    """
+
+    def __init__(self, law: SpeckleLaw, n_outputs: int, file: str) -> None:
+        self.law = law
+        self.n_outputs = n_outputs
+        self._file = file
+        self._angle = 0.0
+        self._dense: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    @property
+    def angle(self) -> float:
+        """The drift's angle theta, radians."""
+        return self._angle
+
+    def drift_to(self, angle: float) -> None:
+        """Moves the medium to cos(theta) R + sin(theta) R', theta rounded to `ANGLE_STEP`."""
+        rounded = round(angle / ANGLE_STEP) * ANGLE_STEP
+        if rounded != self._angle:
+            self._angle = rounded
+            self._dense.clear()
+            self.__dict__.pop("anchor", None)
+
+    @cached_property
+    def pixels(self) -> np.ndarray:
+        """Numbers of the pixels that are the outputs, int64, shape (n_outputs,), increasing."""
+        chosen: list[np.ndarray] = []
+        found = start = 0
+        while found < self.n_outputs:
+            if start >= _MOST_PIXELS_PER_OUTPUT * (self.n_outputs + _PIXELS_PER_BLOCK):
+                raise ConfigError(
+                    self._file,
+                    "camera.anchor",
+                    f"only {found} of {start} pixels fit; widen lowest and highest",
+                )
+            sums = self._sums(range(start, start + _PIXELS_PER_BLOCK), angle=0.0)
+            share = np.sum(np.square(sums[:2]), axis=0) / (2.0 * self.law.mirrors)
+            good = start + np.flatnonzero((share >= self.law.lowest) & (share <= self.law.highest))
+            chosen.append(good)
+            found += good.size
+            start += _PIXELS_PER_BLOCK
+        return np.concatenate(chosen)[: self.n_outputs]
+
+    @cached_property
+    def anchor(self) -> np.ndarray:
+        """The anchor's field at the outputs, now: float64, shape (2, n_outputs), real and imaginary part."""
+        return self._at_outputs()[:2]
+
+    def largest_fields(self) -> np.ndarray:
+        """Upper limits of |u_x| over every binary x on the data mirrors, and of |u_a - u_x|: shape (2, n_outputs).
+
+        |u_x| = max over phases of Re(e^(-i theta) u_x) <= (|u_1| + max over theta of sum_i |Re e^(-i theta) R_i|) / 2,
+        and the sum at any theta is at most 1 / cos(pi/8) times the largest at the four angles 0, 45, 90 and 135
+        degrees, since it is a norm of the direction (the octagon around the unit circle). Data-independent; with many
+        mirrors at most some 9 % above the largest value.
+        """
+        sums = self._at_outputs()
+        reach = np.max(sums[4:], axis=0) * (1 + _SUM_SLACK) / math.cos(math.pi / 8)
+        data = 0.5 * (np.hypot(sums[2], sums[3]) + reach)
+        return np.stack([data, data + np.hypot(sums[0] - sums[2], sums[1] - sums[3])])
+
+    def fields(self, frames: torch.Tensor) -> torch.Tensor:
+        """Fields of binary frames.
+
+        Args:
+            frames: float32, shape (frames, n_inputs), entries 0 and 1, on any torch device.
+
+        Returns:
+            float32, shape (2, frames, n_outputs), on the CPU: real and imaginary part, exact.
+        """
+        out = torch.empty((2, frames.shape[0], self.n_outputs), dtype=torch.float32)
+        for part, plane in enumerate((REAL_PLANE, IMAGINARY_PLANE)):
+            dense = self.dense(plane, frames.device) if self.fits_dense else None
+            if dense is not None and self.law.n_inputs <= _INPUTS_PER_EXACT_SUM:
+                out[part] = frames @ dense
+                continue
+            for outputs in self._output_blocks():
+                tile = partial(self._stored_or_new_tile, plane, outputs, frames.device)
+                out[part, :, outputs.start : outputs.stop] = exact_product(frames, tile, len(outputs))
+        return out
+
+    @property
+    def fits_dense(self) -> bool:
+        """Whether P and Q at the outputs are within the limit."""
+        return 8 * self.law.n_inputs * self.n_outputs <= self.law.dense_limit_mib * 2**20
+
+    def dense(self, plane: int, device: torch.device | str = "cpu") -> torch.Tensor:  # (n_inputs, n_outputs)
+        """P or Q at the outputs, transposed, float32, kept until the medium drifts.
+
+        Raises:
+            ValueError: the two exceed dense_limit_mib.
+        """
+        if not self.fits_dense:
+            raise ValueError(
+                f"dense_limit_mib = {self.law.dense_limit_mib:g}: the dense medium takes "
+                f"{8 * self.law.n_inputs * self.n_outputs / 2**20:.0f} MiB; raise the limit"
+            )
+        where = torch.device(device)
+        matrix = self._dense.get((plane, where))
+        if matrix is None:
+            matrix = torch.empty((self.law.n_inputs, self.n_outputs), dtype=torch.float32)
+            for outputs in self._output_blocks():
+                matrix[:, outputs.start : outputs.stop] = self._tile(plane, outputs, range(self.law.n_inputs))
+            matrix = self._dense[plane, where] = matrix.to(where)
+        return matrix
+
+    def _stored_or_new_tile(
+        self, plane: int, outputs: range, device: torch.device, inputs: range
+    ) -> torch.Tensor:
+        """A view of the dense medium where it is kept, else a fresh tile."""
+        if self.fits_dense:
+            return self.dense(plane, device)[inputs.start : inputs.stop, outputs.start : outputs.stop]
+        return self._tile(plane, outputs, inputs).to(device)
+
+    def _output_blocks(self) -> Iterator[range]:
+        """Ranges of outputs whose pixels lie within one block."""
+        for start in range(0, self.n_outputs, _PIXELS_PER_BLOCK):
+            yield range(start, min(start + _PIXELS_PER_BLOCK, self.n_outputs))
+
+    def _tile(self, plane: int, outputs: range, inputs: range) -> torch.Tensor:
+        """Transposed entries at some outputs: float32, shape (inputs, outputs)."""
+        pixels = self.pixels[outputs.start : outputs.stop]
+        window = range(int(pixels[0]), int(pixels[-1]) + 1)
+        index = torch.from_numpy(pixels - window.start)
+        return self._pixel_tile(plane, window, inputs, self._angle).index_select(1, index)
+
+    def _pixel_tile(self, plane: int, pixels: range, inputs: range, angle: float) -> torch.Tensor:
+        """Transposed entries at contiguous pixels, with drift and grain, on the grid of 2^-12."""
+        grain = self.law.grain_correlation > 0
+        wide = range(pixels.start, pixels.stop + 1) if grain else pixels
+        tile = self._medium(plane, 0, wide.stop).tile(wide, inputs)
+        if angle:
+            tile.mul_(math.cos(angle))
+            tile.add_(self._medium(plane, 1, wide.stop).tile(wide, inputs), alpha=math.sin(angle))
+        if grain:
+            own, next_one = self.law.weights()
+            tile = own * tile[:, :-1] + next_one * tile[:, 1:]
+        return tile.div_(TABLE_STEP).round_().mul_(TABLE_STEP) if angle or grain else tile
+
+    def _medium(self, plane: int, epoch: int, pixels: int) -> Medium:
+        return Medium(self.law.mirrors, pixels, self.law.seed, plane=plane, epoch=epoch)
+
+    def _at_outputs(self) -> np.ndarray:
+        """`_sums` at the outputs, at the present angle."""
+        parts = []
+        for outputs in self._output_blocks():
+            pixels = self.pixels[outputs.start : outputs.stop]
+            window = range(int(pixels[0]), int(pixels[-1]) + 1)
+            parts.append(self._sums(window, self._angle)[:, pixels - window.start])
+        return np.concatenate(parts, axis=1)
+
+    def _sums(self, pixels: range, angle: float) -> np.ndarray:
+        """Sums over mirrors at contiguous pixels, float64, shape (8, pixels).
+
+        Rows: real and imaginary part over all mirrors; the same over data mirrors; over data mirrors the sums of
+        |P|, |P + Q| / sqrt 2, |Q| and |P - Q| / sqrt 2.
+        """
+        total = np.zeros((8, len(pixels)))
+        n = self.law.n_inputs
+        for start in range(0, self.law.mirrors, _INPUTS_PER_TILE):
+            rows = range(start, min(start + _INPUTS_PER_TILE, self.law.mirrors))
+            p, q = (self._pixel_tile(plane, pixels, rows, angle) for plane in (REAL_PLANE, IMAGINARY_PLANE))
+            data_p, data_q = p[: max(0, n - start)], q[: max(0, n - start)]
+            half = math.sqrt(0.5)
+            parts = [p, q, data_p, data_q, data_p.abs(), data_q.abs()]
+            sums = [part.sum(0, dtype=torch.float64) for part in parts]
+            slanted = [((data_p + data_q).abs().sum(0)) * half, ((data_p - data_q).abs().sum(0)) * half]
+            total += np.stack(
+                [term.double().numpy() for term in (*sums[:5], slanted[0], sums[5], slanted[1])]
+            )
+        return total

@@ -1,0 +1,103 @@
+"""From a description to the objects of the twin."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from opusim.camera.exposure import Exposure
+from opusim.camera.speckle import SpeckleLaw
+from opusim.camera.stages import FixedPattern, Light, Sensor
+from opusim.camera_schema import CameraSettings
+from opusim.description_schema import DeviceDescription, MediumSettings
+from opusim.errors import ConfigError
+from opusim.philox import derive_seed
+
+
+def speckle_law_of(description: DeviceDescription, n_inputs: int) -> SpeckleLaw:
+    """The law of the fields for a window of n_inputs mirrors.
+
+    The reference mirrors are as many as give them their share of the window: share / (1 - share) n_inputs, rounded.
+
+    Raises:
+        ConfigError: the anchor would have fewer than two mirrors.
+    """
+    camera, medium = sections_of(description)
+    share = camera.anchor.reference_share
+    law = SpeckleLaw(
+        n_inputs=n_inputs,
+        reference=round(n_inputs * share / (1 - share)),
+        seed=medium.seed,
+        lowest=camera.anchor.lowest,
+        highest=math.inf if camera.anchor.highest is None else camera.anchor.highest,
+        grain_correlation=camera.grain_correlation,
+        dense_limit_mib=medium.dense_limit_mib,
+    )
+    if law.mirrors < 2:
+        reason = (
+            f"a window of {n_inputs} input has an anchor of one mirror; raise reference_share to 0.5 or more"
+        )
+        raise ConfigError(description.name, "camera.anchor.reference_share", reason)
+    return law
+
+
+def exposure_of(
+    description: DeviceDescription,
+    mirrors: int,
+    pixels: np.ndarray,
+    exposure_us: float | None = None,
+    temperature_c: float | None = None,
+) -> Exposure:
+    """The camera's stages at some pixels.
+
+    Args:
+        description: one with a camera.
+        mirrors: mirrors of the anchor.
+        pixels: numbers of the pixels, int64, increasing.
+        exposure_us: another exposure than the description's, microseconds.
+        temperature_c: another temperature, degrees Celsius.
+    """
+    camera, medium = sections_of(description)
+    light = Light(**camera.light.model_dump() | ({} if exposure_us is None else {"exposure_us": exposure_us}))
+    pattern = FixedPattern(
+        prnu=camera.sensor.prnu, dsnu_e=camera.sensor.dsnu_e, seed=derive_seed(medium.seed, "fixed pattern")
+    )
+    window = int(pixels[0]), int(pixels[-1]) + 1
+    return Exposure(
+        light=light,
+        sensor=sensor_of(camera),
+        mirrors=mirrors,
+        dark_current_e=dark_charge_e(camera, light.exposure_us, temperature_c),
+        response=pattern.response(*window)[pixels - window[0]],
+        offset_e=pattern.offset_e(*window)[pixels - window[0]],
+    )
+
+
+def sensor_of(camera: CameraSettings) -> Sensor:
+    """The stages behind the light, without the fixed pattern."""
+    return Sensor(**camera.sensor.model_dump(exclude={"prnu", "dsnu_e"}))
+
+
+def dark_charge_e(camera: CameraSettings, exposure_us: float, temperature_c: float | None = None) -> float:
+    """Dark charge of a frame, electrons: current times exposure; 0 where dark current is off.
+
+    Raises:
+        ValueError: the sensor does not work at this temperature.
+    """
+    if camera.dark is None:
+        return 0.0
+    wanted = camera.dark.temperature_c if temperature_c is None else temperature_c
+    return float(camera.dark_law().current_e_per_s(wanted)) * exposure_us * 1e-6
+
+
+def sections_of(description: DeviceDescription) -> tuple[CameraSettings, MediumSettings]:
+    """The two sections that a twin needs.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    if description.camera is None or description.medium is None:
+        key = "medium" if description.medium is None else "camera"
+        raise ConfigError(description.name, key, "missing; the kind 'camera' needs [medium] and [camera]")
+    return description.camera, description.medium

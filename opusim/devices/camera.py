@@ -1,0 +1,278 @@
+"""The physical twin: a camera that looks at speckle, and a projection recovered from what it sees."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from opusim import checks
+from opusim.camera.exposure import Exposure
+from opusim.camera.recovery import FRAMES_PER_TERNARY, Recovery
+from opusim.camera.speckle import IMAGINARY_PLANE, REAL_PLANE, Speckle
+from opusim.camera.twin import exposure_of, sections_of, speckle_law_of
+from opusim.description_schema import DeviceDescription
+from opusim.devices.base import NoisyDevice
+from opusim.devices.inputs import binary_batch
+from opusim.errors import ConfigError
+from opusim.noise import PhotonCountNoise
+from opusim.randomness import noise_stream
+
+_NUMBERS_AT_ONCE = 2**24  # standard normal numbers of one reading of the stream: 64 MiB
+_SIGNS = np.array([1.0, -1.0, -1.0, 1.0])  # of the frames p, a - p, n and a - n in a reading
+
+
+class CameraDevice(NoisyDevice):
+    """Frames of light, as an OPU takes them; no product with B is ever computed.
+
+    `project` shows four frames for each ternary vector and recovers B x from their intensities
+    (`opusim.camera.recovery`), with the noise that the camera's stages make (`opusim.camera.stages`). `draw` does the
+    same for the vector 0. `intensities` gives the digital numbers of binary frames, a frame each.
+
+    The noise is Poisson counts, whose rates depend on what is shown; read noise comes on top. `noise` is the
+    law of the counts with a box for each rate; `reading_variance` is the variance of a reading of a given x. Opening
+    the device measures the anchor (``camera.anchor.frames`` frames and as many blank ones), whose error stays: it is
+    part of B, and `matrix` tells that B.
+
+    Args:
+        description: one with the sections ``[medium]`` and ``[camera]``.
+        **window: as for `NoisyDevice`; n_inputs and the reference mirrors together are at least 2.
+
+    Raises:
+        ConfigError: a section is missing or contradicts another.
+    """
+
+    def __init__(self, description: DeviceDescription, **window: Any) -> None:
+        super().__init__(description, **window)
+        self._settings, _ = sections_of(description)
+        self._law = speckle_law_of(description, self.n_inputs)
+        self._speckle = Speckle(self._law, self.n_outputs, description.name)
+        self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
+        self._recovery: Recovery | None = None
+
+    # What it tells
+
+    @cached_property
+    def exposure(self) -> Exposure:
+        """The camera's stages at this device's outputs."""
+        return exposure_of(self._description, self._law.mirrors, self._speckle.pixels)
+
+    @property
+    def speckle(self) -> Speckle:
+        """The medium as the camera sees it."""
+        return self._speckle
+
+    @property
+    def recovery(self) -> Recovery:
+        """How readings are decoded, with the anchor as it was measured when the device opened."""
+        self._require_open()
+        if self._recovery is None:
+            raise RuntimeError("the anchor was not measured; open() does it")
+        return self._recovery
+
+    @cached_property
+    def described_noise(self) -> PhotonCountNoise:
+        """Counts of the four frames at each output, with boxes of rates that hold for every ternary x.
+
+        Rates lie between bias light with dark current and the largest field of any binary frame. The boxes rest on
+        the medium at time 0 and on the exact anchor, not on its measurement, so that every opening tells the same.
+        """
+        exposure, fields = self.exposure, self._speckle.largest_fields()
+        dark = np.broadcast_to(exposure.dark_e, (FRAMES_PER_TERNARY, self.n_outputs))
+        highest = exposure.dark_e + exposure.gain_e * np.square(fields)  # (2, n_outputs)
+        scale = self._ideal_recovery().decode()[0]
+        rest = exposure.sensor.variance_dn2(0.0) * FRAMES_PER_TERNARY * np.square(scale)
+        return PhotonCountNoise(
+            rate_low=dark,
+            rate_high=np.concatenate([highest, highest]),
+            weight=np.broadcast_to(exposure.sensor.gain_dn_per_e * scale, dark.shape) * _SIGNS[:, None],
+            added_variance=rest,
+        )
+
+    def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
+        """The B that readings are noisy readings of: float32, shape (n_outputs, n_inputs).
+
+        From the medium, the measured anchor and the fixed pattern; hardware cannot tell it. Exact where no frame
+        saturates and nothing is rounded.
+
+        Raises:
+            ValueError: it exceeds the description's dense_limit_mib.
+            DeviceUnavailable: the device is closed.
+        """
+        scale, offset = self.recovery.decode()
+        factor = 2 * scale * self.exposure.sensor.gain_dn_per_e * self.exposure.gain_e
+        re, im = torch.from_numpy(self._speckle.anchor * factor)[:, :, None]
+        p, q = (self._speckle.dense(plane).T for plane in (REAL_PLANE, IMAGINARY_PLANE))
+        centre = torch.from_numpy(offset / self._law.mirrors)[:, None]
+        return (re * p + im * q - centre).float().to(self._torch_device)
+
+    def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
+        """Var[y] of readings of x, squared projection units, float64: EMVA 1288, eq. 9, through the recovery.
+
+        Valid where neither the full well nor the converter's ends are met.
+        """
+        rates = self._frame_rates(binary_batch(x, self.n_inputs, self._torch_device, ternary=True))
+        return torch.from_numpy(self.recovery.variance(self.exposure.sensor.variance_dn2(rates)))
+
+    # The camera itself
+
+    def intensities(self, frames: torch.Tensor | np.ndarray) -> torch.Tensor:
+        """Digital numbers of binary frames: |R x|^2 through the camera's stages, fresh noise in each.
+
+        Args:
+            frames: shape (frames, n_inputs), entries 0 and 1, of any real dtype.
+
+        Returns:
+            float32, shape (frames, n_outputs), DN: whole numbers where the converter is on.
+
+        Raises:
+            TypeError, ValueError: another type, shape or entry.
+            DeviceUnavailable: the device is closed.
+        """
+        self._require_open()
+        shown = binary_batch(frames, self.n_inputs, self._torch_device, ternary=False)
+        numbers = torch.empty((shown.shape[0], self.n_outputs), dtype=torch.float32)
+        at_once = max(1, _NUMBERS_AT_ONCE // (2 * self.n_outputs))
+        for start in range(0, shown.shape[0], at_once):
+            field = self._speckle.fields(shown[start : start + at_once])
+            numbers[start : start + at_once] = self.exposure.expose(field, self._stream)
+        self._meter.count(shown.shape[0])
+        return numbers.to(self._torch_device)
+
+    def flat_frames(
+        self,
+        count: int,
+        *,
+        photons: float = 0.0,
+        exposure_us: float | None = None,
+        temperature_c: float | None = None,
+    ) -> np.ndarray:
+        """Frames under uniform light instead of speckle, as EMVA 1288 wants them.
+
+        Args:
+            count: frames, at least 1.
+            photons: mean photons on a pixel during the exposure, at least 0; bias light comes on top.
+            exposure_us: exposure; None for the description's.
+            temperature_c: of the sensor; None for the description's.
+
+        Returns:
+            float32, shape (count, n_outputs), DN.
+
+        Raises:
+            ValueError: a number out of range.
+            DeviceUnavailable: the device is closed.
+        """
+        self._require_open()
+        checks.integer(count=count, minimum=1)
+        checks.non_negative(photons=photons)
+        exposure = exposure_of(
+            self._description, self._law.mirrors, self._speckle.pixels, exposure_us, temperature_c
+        )
+        numbers = np.empty((count, self.n_outputs), dtype=np.float32)
+        at_once = max(1, _NUMBERS_AT_ONCE // (2 * self.n_outputs))
+        for start in range(0, count, at_once):
+            rows = min(at_once, count - start)
+            numbers[start : start + rows] = exposure.expose_uniform(photons, rows, self._stream)
+        self._meter.count(count)
+        return numbers
+
+    def anchor_frames(self, count: int) -> np.ndarray:
+        """Frames of the anchor, every mirror of the window on.
+
+        Args:
+            count: frames, at least 1.
+
+        Returns:
+            float32, shape (count, n_outputs), DN.
+
+        Raises:
+            ValueError: count is out of range.
+            DeviceUnavailable: the device is closed.
+        """
+        self._require_open()
+        checks.integer(count=count, minimum=1)
+        field = torch.from_numpy(self._speckle.anchor.astype(np.float32))[:, None, :]
+        self._meter.count(count)
+        return self.exposure.expose(field.expand(2, count, -1), self._stream).numpy()
+
+    def measure_anchor(self) -> None:
+        """Measures the anchor anew, at the medium's present state, and counts the frames."""
+        self._require_open()
+        self._measure_anchor()
+
+    def drift_to(self, time_s: float) -> None:
+        """Moves the medium to a time since time 0, seconds; the anchor stays as it was measured.
+
+        Raises:
+            ConfigError: the description has no drift.
+        """
+        checks.non_negative(time_s=time_s)
+        if self._settings.drift is None:
+            raise ConfigError(self.name, "camera.drift", "missing; this medium does not drift")
+        self._speckle.drift_to(float(np.arccos(np.exp(-time_s / self._settings.drift.decorrelation_s))))
+
+    # What NoisyDevice asks for
+
+    def _open(self) -> None:
+        self._measure_anchor()
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty((x.shape[0], self.n_outputs), dtype=torch.float32)
+        shift = self.recovery.shift(x.sum(1, dtype=torch.float64).cpu().numpy())
+        at_once = max(1, _NUMBERS_AT_ONCE // (2 * FRAMES_PER_TERNARY * self.n_outputs))
+        decode, anchor = self.recovery.decode(), self._speckle.anchor.astype(np.float32)
+        for start in range(0, x.shape[0], at_once):
+            part = x[start : start + at_once]
+            field = self._speckle.fields(torch.cat([part.clamp(min=0), part.neg().clamp_(min=0)]))
+            rows = slice(start, start + part.shape[0])
+            self.exposure.recover(y[rows], field, anchor, decode, shift[rows], self._stream)
+        return y.to(self._torch_device)
+
+    def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
+        rows = int(np.prod(shape[:-1], dtype=np.int64))
+        blank = torch.zeros((rows, self.n_inputs), dtype=torch.float32, device=self._torch_device)
+        return self._project(blank).reshape(shape)
+
+    def _seek(self, step: int) -> None:
+        self._stream.seek(step)
+        if self._settings.drift is not None:
+            self.drift_to(step * self._settings.drift.seconds_per_step)
+
+    def _measure_anchor(self) -> None:
+        """Averages anchor frames and blank frames, with noise of a stream of their own."""
+        ideal, frames = self._ideal_recovery(), self._settings.anchor.frames
+        if frames == 0:
+            self._recovery = ideal
+            return
+        stream = noise_stream(self.mode, self._seed, f"anchor of device {self.kind}")
+        field = torch.from_numpy(self._speckle.anchor.astype(np.float32))[:, None, :]
+        lit = self.exposure.mean_of(field, frames, stream)
+        blank = self.exposure.mean_of(torch.zeros_like(field), frames, stream)
+        self._meter.count(2 * frames)
+        least = (
+            self._law.lowest / 4 * ideal.unit_dn
+        )  # a pixel far below the map's limit would be a faulty one
+        self._recovery = Recovery(
+            mirrors=ideal.mirrors, anchor_dn=np.maximum(lit - blank, least), unit_dn=ideal.unit_dn
+        )
+
+    def _ideal_recovery(self) -> Recovery:
+        """With the anchor known exactly."""
+        exposure, gain = self.exposure, self.exposure.sensor.gain_dn_per_e
+        intensity = exposure.gain_e * np.sum(np.square(self._speckle.anchor), axis=0)
+        return Recovery(
+            mirrors=self._law.mirrors, anchor_dn=gain * intensity, unit_dn=gain * exposure.light.anchor_e
+        )
+
+    def _frame_rates(self, x: torch.Tensor) -> np.ndarray:
+        """Expected electrons of the four frames of each row, float64, shape (4, batch, n_outputs)."""
+        rates = []
+        for part in (x.clamp(min=0), x.neg().clamp(min=0)):
+            field = self._speckle.fields(part).double().numpy()
+            rates += [
+                self.exposure.rates(field),
+                self.exposure.rates(self._speckle.anchor[:, None, :] - field),
+            ]
+        return np.stack(rates)

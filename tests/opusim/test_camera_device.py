@@ -1,0 +1,217 @@
+"""The camera twin: exact where nothing is noisy, lawful where something is, and the same whatever computes it."""
+
+import numpy as np
+import pytest
+import torch
+
+from opusim.camera.speckle import Speckle
+from opusim.devices.camera import CameraDevice
+from opusim.devices.registry import open_device
+from opusim.encodings import split_frames
+from opusim.errors import ConfigError
+
+SILENT = {"shot_noise": False, "full_well_e": None, "read_noise_e": 0.0, "adc_bits": None}
+
+
+def silent(**camera: object) -> CameraDevice:
+    """A twin without noise, saturation or rounding; its fixed pattern stays."""
+    settings = {"sensor": SILENT, "anchor": {"frames": 0}} | camera
+    return open_device("camera", n_inputs=60, n_outputs=300, camera=settings)
+
+
+def ternary(rows: int, width: int, seed: int) -> torch.Tensor:
+    return torch.randint(-1, 2, (rows, width), generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"grain_correlation": 0.3}, {"anchor": {"frames": 0, "reference_share": 0.0}}]
+)
+def test_the_noiseless_twin_is_the_ideal_device_on_its_own_matrix(
+    extra: dict[str, object], seed: int
+) -> None:
+    x = ternary(9, 60, seed)
+    with silent(**extra) as device:
+        ideal = x.double() @ device.matrix().double().T
+        torch.testing.assert_close(device.project(x).double(), ideal, rtol=0, atol=2e-5)
+        assert device.draw((2, 300)).abs().max() < 2e-5
+
+
+def test_a_measured_anchor_changes_the_matrix_and_keeps_the_identity(seed: int) -> None:
+    noisy = {"sensor": SILENT | {"shot_noise": True}, "anchor": {"frames": 5}}
+    x = ternary(4, 60, seed)
+    with silent() as exact, silent(**noisy) as measured:
+        assert not torch.equal(exact.matrix(), measured.matrix())
+        rows = (exact.matrix() - measured.matrix()).abs().max()
+        assert rows < 0.3
+        mean = torch.stack([measured.project(x) for _ in range(200)]).double().mean(0)
+        std = (measured.reading_variance(x) / 200).sqrt()
+        z = (mean - x.double() @ measured.matrix().double().T) / std
+    assert z.abs().max() < 6.5
+    assert abs(float((z**2).mean()) - 1) < 5 * (2 / z.numel()) ** 0.5
+
+
+def test_recovery_uses_intensities_as_the_formula_says(seed: int) -> None:
+    x = ternary(3, 60, seed)
+    with silent(anchor={"frames": 0, "reference_share": 0.0}) as device:
+        positive, negative = split_frames(x)
+        shown = torch.cat(
+            [positive, 1 - positive, negative, 1 - negative, torch.ones(1, 60, dtype=torch.uint8)]
+        )
+        dn = device.intensities(shown).double().numpy() - 4.0
+        offset = device.exposure.sensor.gain_dn_per_e * (device.exposure.offset_e + device.exposure.dark_e)
+        p, pc, n, nc = dn[:12].reshape(4, 3, 300)
+        a = dn[12] - offset
+        share = x.sum(1).double().numpy()[:, None] / 60
+        y = ((p - pc - n + nc) / (2 * np.sqrt(a)) - share * np.sqrt(a)) * device.recovery.column_norm
+        np.testing.assert_allclose(device.project(x).numpy(), y, atol=2e-4)
+
+
+def entries_are_standard(b: np.ndarray) -> bool:
+    n = b.size
+    return bool(
+        abs(b.mean()) < 5 / np.sqrt(n)
+        and abs(np.mean(b**2) - 1) < 5 * np.sqrt(2 / n)
+        and abs(np.mean(b**4) - 3) < 5 * np.sqrt(96 / n)
+    )
+
+
+def test_entries_of_the_effective_matrix_are_standard_normal(seed: int) -> None:
+    with open_device(
+        "camera",
+        n_inputs=300,
+        n_outputs=800,
+        medium={"seed": seed},
+        camera={"sensor": {"prnu": 0.0}, "anchor": {"frames": 0}},
+    ) as device:
+        b = device.matrix().double().numpy()
+    assert entries_are_standard(b)
+    assert not entries_are_standard(b * (1 + 10 / np.sqrt(2 * b.size)))
+    assert not entries_are_standard(b + 10 / np.sqrt(b.size))
+
+
+def test_without_reference_mirrors_rows_sum_to_zero() -> None:
+    with silent(anchor={"frames": 0, "reference_share": 0.0}) as device:
+        assert device.matrix().sum(1).abs().max() < 1e-3
+        assert device.speckle.law.reference == 0
+
+
+def test_masked_pixels_leave_a_window_the_first_outputs_of_a_larger_one() -> None:
+    with (
+        open_device("camera", n_inputs=12, n_outputs=30) as small,
+        open_device("camera", n_inputs=12, n_outputs=5000) as large,
+    ):
+        np.testing.assert_array_equal(large.speckle.pixels[:30], small.speckle.pixels)
+        intensity = np.sum(large.speckle.anchor**2, axis=0) / (2 * 24)
+        assert 0.1 <= intensity.min() <= intensity.max() <= 3.5
+        assert 5000 / large.speckle.pixels[-1] == pytest.approx(np.exp(-0.1) - np.exp(-3.5), abs=0.03)
+
+
+def test_streamed_and_dense_fields_agree(seed: int) -> None:
+    frames = (ternary(5, 60, seed) > 0).float()
+    with silent(grain_correlation=0.2) as device:
+        law = device.speckle.law
+        dense = device.speckle.fields(frames)
+        small = type(law)(
+            **{**{k: getattr(law, k) for k in law.__dataclass_fields__}, "dense_limit_mib": 0.0}
+        )
+        assert torch.equal(Speckle(small, 300, "test").fields(frames), dense)
+
+
+def test_no_binary_frame_has_a_larger_field_than_the_bound(seed: int) -> None:
+    with open_device("camera", n_inputs=10, n_outputs=50) as device:
+        every = torch.tensor([[(k >> i) & 1 for i in range(10)] for k in range(1024)]).float()
+        field = device.speckle.fields(every).double().numpy()
+        limit = device.speckle.largest_fields()
+        largest = np.sqrt(np.sum(field**2, axis=0)).max(0)
+        assert np.all(largest <= limit[0])
+        complement = device.speckle.anchor[:, None, :] - field
+        assert np.all(np.sqrt(np.sum(complement**2, axis=0)).max(0) <= limit[1])
+        assert np.median(limit[0] / largest) < 1.5
+
+
+def neighbour_correlation(device: CameraDevice) -> tuple[float, float]:
+    """Of the fields of adjacent pixels, and five standard errors of it."""
+    frames = torch.eye(60)
+    u = device.speckle.fields(frames).double().numpy()
+    pixels = device.speckle.pixels
+    together = np.flatnonzero(np.diff(pixels) == 1)
+    left, right = u[:, :, together], u[:, :, together + 1]
+    return float(np.mean(left * right)), 5 / np.sqrt(left.size)
+
+
+def test_grain_correlates_neighbours_by_the_configured_number() -> None:
+    with silent(grain_correlation=0.3) as device:
+        value, tolerance = neighbour_correlation(device)
+        assert abs(value - 0.3) < 1.5 * tolerance
+    with silent() as device:
+        value, tolerance = neighbour_correlation(device)
+        assert abs(value) < tolerance
+
+
+def test_the_medium_drifts_by_the_law_and_comes_back(seed: int) -> None:
+    drift = {"decorrelation_s": 10.0, "seconds_per_step": 2.0}
+    settings = {"sensor": SILENT, "anchor": {"frames": 0}, "drift": drift}
+    x = torch.eye(60)
+    with silent(**settings) as device:
+        first = device.speckle.fields(x).double()
+        device.seek(5)
+        later = device.speckle.fields(x).double()
+        correlation = float((first * later).mean() / (first**2).mean())
+        assert abs(correlation - np.exp(-1)) < 5 / np.sqrt(first.numel())
+        assert abs(float((later**2).mean()) - 1) < 5 * np.sqrt(2 / first.numel())
+        b = device.matrix().double()
+        torch.testing.assert_close(device.project(x).double(), b.T.contiguous(), rtol=0, atol=2e-5)
+        device.seek(0)
+        assert torch.equal(device.speckle.fields(x).double(), first)
+    with silent() as still, pytest.raises(ConfigError, match="camera.drift: missing"):
+        still.drift_to(1.0)
+
+
+def test_threads_change_no_frame(seed: int) -> None:
+    before, frames = torch.get_num_threads(), (ternary(40, 60, seed) > 0).float()
+    readings = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            with open_device(
+                "camera", n_inputs=60, n_outputs=3000, camera={"grain_correlation": 0.2}
+            ) as device:
+                readings.append((device.intensities(frames), device.project(frames)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*readings, strict=True))
+
+
+def test_frames_hold_whole_numbers_of_the_converter(seed: int) -> None:
+    with open_device(
+        "camera", n_inputs=60, n_outputs=500, camera={"light": {"anchor_flux_per_s": 1e8}}
+    ) as device:
+        dn = device.intensities(ternary(6, 60, seed).abs())
+        assert torch.equal(dn, dn.round())
+        assert dn.min() >= 0
+        assert dn.max() == 255
+        with pytest.raises(ValueError, match="x holds -1: a frame shows 0 or 1"):
+            device.intensities(-torch.ones(1, 60))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"camera": {"dark": {"temperature_c": 90.0}}},
+            r"camera: temperature_c = 90.0: must lie in \[-30, 70\]",
+        ),
+        ({"camera": {"light": {"exposure_us": 600.0}}}, "exposure_us = 600: is longer than"),
+        ({"frames": {"frames_per_projection": 2}}, "a camera shows 4"),
+        ({"noise": {"sigma": 0.1}}, "a camera's noise comes from its stages"),
+        ({"camera": {"anchor": {"lowest": 3.0}}}, "hardly a pixel is left"),
+        ({"camera": {"sensor": {"read_nois_e": 1.0}}}, "unknown key; did you mean read_noise_e?"),
+        ({"kind": "gaussian"}, "belong together"),
+        ({"n_inputs": 1, "camera": {"anchor": {"reference_share": 0.0}}}, "an anchor of one mirror"),
+    ],
+)
+def test_descriptions_that_contradict_themselves_are_refused(
+    overrides: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_device("camera", n_outputs=40, **{"n_inputs": None} | overrides)

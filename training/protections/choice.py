@@ -11,7 +11,7 @@ from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
 from opusim.randomness import NoiseStream, derive_seed, noise_stream
-from training.config import RunConfig
+from training.config import RunConfig, TrainerConfig
 from training.data import Dataset
 from training.protections.amplified_labels import AmplifiedLabels
 from training.protections.base import Protection
@@ -57,6 +57,7 @@ def make_protection(config: RunConfig, dataset: Dataset, device: NoisyDevice | N
             noise_multiplier=noise_multiplier,
             floor=floor,
             noise=noise,
+            output_gain=_output_gain(config.trainer),
         )
     return AmplifiedLabels(
         clip_norm=clip_norm,
@@ -124,6 +125,15 @@ def _central_noise(config: RunConfig, device: NoisyDevice | None) -> NoiseStream
         return DeviceNormals(device)
     seed = derive_seed(config.seed, "central-noise") if config.mode == "experiment" else 0
     return noise_stream(config.mode, seed, "central-noise")
+
+
+def _output_gain(options: TrainerConfig) -> float:
+    """By how much a feedback may stretch the distance of two errors on their way to the output layer."""
+    if options.kind != "bp":
+        return 1.0
+    return (
+        math.inf if options.scale == "sphere" else options.signal_gain
+    )  # the ball of eq. 9 stretches nothing
 
 
 def _reference(config: RunConfig, dataset: Dataset) -> torch.Tensor:

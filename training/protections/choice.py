@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 
+from accounting.errors import LedgerCorrupt
 from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
@@ -94,11 +95,16 @@ def make_noisy_labels(
     Raises:
         BudgetExceeded: It would cost more than the budget.
         ConfigError: The device's noise cannot be credited.
+        LedgerCorrupt: The look was taken and is not paid for.
     """
     if config.protection.kind not in ("label-once", "label-response"):
         return None
     if not folder.labels_file.exists():
         write_array(folder.labels_file, _look(config, dataset, device, ledger).numpy())
+    elif all(payment.name != _LABELS for payment in ledger.content.payments):
+        raise LedgerCorrupt(
+            f"{folder.ledger_file}: does not pay for {folder.labels_file.name}, which is there; restore it from a copy"
+        )
     scores = torch.from_numpy(read_array(folder.labels_file)).to(config.torch_device)
     return NoisyLabels(log_likelihood=scores, flat_steps=math.ceil(config.protection.flat_prior * steps))
 

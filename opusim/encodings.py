@@ -26,9 +26,7 @@ def ternarize(e: torch.Tensor, threshold: float) -> torch.Tensor:
         TypeError: e is not a real tensor.
         ValueError: e holds a NaN (it would silently become 0), or the threshold is out of range.
     """
-    checks.instance(torch.Tensor, e=e)
-    if e.is_complex() or e.dtype == torch.bool:
-        raise TypeError(f"e has dtype {e.dtype}: must be real; take real and imaginary parts apart first")
+    _check_real(e)
     if not (isinstance(threshold, (int, float)) and math.isfinite(threshold) and threshold >= 0):
         checks.non_negative(threshold=threshold)
     values = e.detach()
@@ -57,7 +55,7 @@ def bit_planes(e: torch.Tensor, planes: int) -> tuple[torch.Tensor, torch.Tensor
         TypeError: e is not a real tensor.
         ValueError: e holds a NaN, or planes is out of range.
     """
-    checks.instance(torch.Tensor, e=e)
+    _check_real(e)
     checks.integer(planes=planes, minimum=1, maximum=24)
     rest = e.detach().float().clamp(-1.0, 1.0)
     weights = 0.5 ** torch.arange(1, planes + 1, dtype=torch.float32, device=e.device)
@@ -66,6 +64,12 @@ def bit_planes(e: torch.Tensor, planes: int) -> tuple[torch.Tensor, torch.Tensor
         digits.append(ternarize(rest, weight / 2))
         rest = rest - weight * digits[-1]
     return torch.stack(digits), weights
+
+
+def _check_real(e: torch.Tensor) -> None:
+    checks.instance(torch.Tensor, e=e)
+    if e.is_complex() or e.dtype == torch.bool:
+        raise TypeError(f"e has dtype {e.dtype}: must be real; take real and imaginary parts apart first")
 
 
 def split_frames(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,9 +5,10 @@ into the ball of radius tau; noise is added to it afterwards, and to every weigh
 
     U_l = sum_i (delta_li + g_li) h_li^T + sqrt(lambda) sigma Xi_l,  g ~ N(0, sigma^2), sigma = z tau,
 
-so a changed label of record i shifts it by at most Delta_l = min(2 tau, the error's own largest distance) times h_i,
-against the covariance sigma^2 (H^T H + lambda I) of every row: mu_i^2 = sum_l Delta_l^2 lev_li / sigma^2. Before the
-step is computed the filter charges mu_i^2 to each record; one that cannot pay keeps its noise and loses its signal.
+so a changed label of record i shifts it by at most Delta_l times h_i, Delta_l = 2 tau and at the output also at most
+the error's own largest distance, against the covariance sigma^2 (H^T H + lambda I) of every row:
+mu_i^2 = sum_l Delta_l^2 lev_li / sigma^2. Before the step is computed the filter charges mu_i^2 to each record; one
+that cannot pay keeps its noise and loses its signal, and so does a signal that is not finite.
 Source: docs/privacy.md, sections 4 and 5 (leverage scores, a budget for each record).
 """
 
@@ -27,8 +28,8 @@ from training.networks.network import FullyConnected
 from training.protections.base import Protection, with_constant, write_gradient
 from training.protections.metric import batch_leverages
 
-_OUTPUT_DISTANCE = 2**0.5
-"""Largest distance of two errors p - y of one record."""
+_ERROR_DISTANCE = 2**0.5
+"""Largest distance of two errors h - y of one record, before the output's slope."""
 
 
 class BudgetedLabels(Protection):
@@ -41,6 +42,8 @@ class BudgetedLabels(Protection):
         noise_multiplier: z > 0.
         floor: lambda over the mean of the diagonal of H^T H, > 0.
         noise: Source of independent N(0, 1).
+        output_gain: By how much the feedback may stretch the distance of two errors before they reach the output
+            layer, >= 0; infinity where nothing bounds it.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class BudgetedLabels(Protection):
         noise_multiplier: float,
         floor: float,
         noise: NoiseStream,
+        output_gain: float = 1.0,
     ) -> None:
         super().__init__(noise)
+        self._output_distance = _ERROR_DISTANCE * output_gain
         self._filter = LabelFilter(budget_mu=budget_mu, n_records=n_records)
         self._spent = torch.zeros(n_records, dtype=torch.float64)
         self._clip_norm = clip_norm
@@ -82,10 +87,11 @@ class BudgetedLabels(Protection):
             for h, linear in zip(inputs, network.linears, strict=True)
         ]
         scores, ridges = self._leverages(rows)
-        keeps = self._charge(records, scores)[:, None]
+        keeps = self._charge(records, scores, network.activations[-1].slope_bounds[1])[:, None]
         divisor = max(len(records), 1)
         for layer, (delta, row, ridge) in enumerate(zip(deltas, rows, ridges, strict=True)):
-            signal = torch.where(keeps, scale_to_ball(delta, self._clip_norm), 0.0)
+            finite = torch.isfinite(delta).all(dim=1, keepdim=True)  # a label must not decide what overflows
+            signal = torch.where(keeps & finite, scale_to_ball(delta, self._clip_norm), 0.0)
             noisy = self._noise.add_to(signal, self._noise_std)
             total = noisy.t() @ row  # (n_l, n_(l-1) + 1)
             write_gradient(
@@ -99,10 +105,10 @@ class BudgetedLabels(Protection):
         pairs = [batch_leverages(row, floor=self._floor) for row in rows]
         return [scores.cpu().numpy()[:, None] for scores, _ in pairs], [ridge for _, ridge in pairs]
 
-    def _charge(self, records: Tensor, scores: Sequence[np.ndarray]) -> Tensor:
-        """Which records can pay for the step, shape (batch,), bool."""
+    def _charge(self, records: Tensor, scores: Sequence[np.ndarray], output_slope: float) -> Tensor:
+        """Which records can pay for the step, shape (batch,), bool; the slope bounds that of the output layer."""
         distances = [2 * self._clip_norm] * len(scores)
-        distances[-1] = min(distances[-1], _OUTPUT_DISTANCE)
+        distances[-1] = min(distances[-1], self._output_distance * output_slope)
         mu = step_mu_bound(distances, scores, [self._noise_std] * len(scores))
         self._filter.restore(self._spent.numpy())
         keeps = self._filter.admit(records.cpu().numpy(), mu)

@@ -7,11 +7,12 @@ import math
 import numpy as np
 import torch
 
+from accounting.errors import LedgerCorrupt
 from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
 from opusim.randomness import NoiseStream, derive_seed, noise_stream
-from training.config import RunConfig
+from training.config import RunConfig, TrainerConfig
 from training.data import Dataset
 from training.protections.amplified_labels import AmplifiedLabels
 from training.protections.base import Protection
@@ -57,6 +58,7 @@ def make_protection(config: RunConfig, dataset: Dataset, device: NoisyDevice | N
             noise_multiplier=noise_multiplier,
             floor=floor,
             noise=noise,
+            output_gain=_output_gain(config.trainer),
         )
     return AmplifiedLabels(
         clip_norm=clip_norm,
@@ -93,11 +95,16 @@ def make_noisy_labels(
     Raises:
         BudgetExceeded: It would cost more than the budget.
         ConfigError: The device's noise cannot be credited.
+        LedgerCorrupt: The look was taken and is not paid for.
     """
     if config.protection.kind not in ("label-once", "label-response"):
         return None
     if not folder.labels_file.exists():
         write_array(folder.labels_file, _look(config, dataset, device, ledger).numpy())
+    elif all(payment.name != _LABELS for payment in ledger.content.payments):
+        raise LedgerCorrupt(
+            f"{folder.ledger_file}: does not pay for {folder.labels_file.name}, which is there; restore it from a copy"
+        )
     scores = torch.from_numpy(read_array(folder.labels_file)).to(config.torch_device)
     return NoisyLabels(log_likelihood=scores, flat_steps=math.ceil(config.protection.flat_prior * steps))
 
@@ -124,6 +131,15 @@ def _central_noise(config: RunConfig, device: NoisyDevice | None) -> NoiseStream
         return DeviceNormals(device)
     seed = derive_seed(config.seed, "central-noise") if config.mode == "experiment" else 0
     return noise_stream(config.mode, seed, "central-noise")
+
+
+def _output_gain(options: TrainerConfig) -> float:
+    """By how much a feedback may stretch the distance of two errors on their way to the output layer."""
+    if options.kind != "bp":
+        return 1.0
+    return (
+        math.inf if options.scale == "sphere" else options.signal_gain
+    )  # the ball of eq. 9 stretches nothing
 
 
 def _reference(config: RunConfig, dataset: Dataset) -> torch.Tensor:

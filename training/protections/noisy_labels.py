@@ -105,15 +105,15 @@ def read_once_through(
         The log-likelihood of every class, shape (n, k).
 
     Raises:
-        ConfigError: The device's law is not Gaussian, or its matrix is not known.
+        ConfigError: The device's law is not Gaussian, it has no noise, or its matrix is not known.
     """
     law, matrix = device.noise, getattr(device, "matrix", None)
-    if not isinstance(law, GaussianNoise) or matrix is None:
+    if not isinstance(law, GaussianNoise) or not law.min_std > 0 or matrix is None:
         raise ConfigError(
             "configuration",
             "protection.noise",
-            f"'device' cannot read labels through device {device.name!r} (law: {law.law}, matrix "
-            f"{'not ' * (matrix is None)}known): that takes a Gaussian law and a known matrix; use 'digital'",
+            f"'device' cannot read labels through device {device.name!r} ({law.describe()}; matrix "
+            f"{'not ' * (matrix is None)}known): that takes a Gaussian law above 0 and a known matrix; use 'digital'",
         )
     codes = matrix().cpu().double().numpy()  # (n_outputs, k)
     distance = label_distance(codes)

@@ -1,47 +1,48 @@
-"""Putting a run together: data, network, device, sampler, folder, engine."""
+"""Training from a configuration to a run folder: checks, assembly, payment, the engine."""
 
 from __future__ import annotations
 
-import hashlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from accounting.ledger import Ledger
 from opusim.description import load_description, parse_description
 from opusim.description_schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
-from opusim.devices.registry import open_described
-from opusim.errors import ConfigError
-from opusim.randomness import derive_seed, noise_stream
+from training.assembly import (
+    Arrays,
+    check_torch_device,
+    configured_sampler,
+    fingerprint,
+    in_components,
+    load_data,
+    make_trainer,
+    moved,
+    new_model,
+    opened_device,
+    torch_threads,
+)
 from training.config import RunConfig, load_config
-from training.data import Dataset, Split, from_arrays
-from training.data.components import PrincipalComponents, reduced
-from training.data.records import OWN_ARRAYS, chosen_constants, configured_dataset
-from training.data.samplers import Sampler, make_sampler
+from training.data import Dataset
+from training.data.records import OWN_ARRAYS
+from training.data.samplers import Sampler
 from training.engine import Engine, Watcher
 from training.errors import RunFolderError
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected, LayerShape, build_model
-from training.optimizers import make_optimizer
-from training.protections.choice import make_noisy_labels, make_protection, pay_at_start
+from training.networks.network import FullyConnected
+from training.protections.choice import make_noisy_labels, pay_at_start
 from training.protections.plan import budget_of, require_covered, step_mechanisms, with_noise
 from training.runs.folder import RunFolder, facts_equal, versions
 from training.runs.run import Run, load_run
-from training.runs.storage import read_array, write_array
+from training.runs.storage import write_array
 from training.trainer import Trainer
 
 _STEPS_PAID_AT_ONCE = {"experiment": 64, "release": 16}
 """Steps that one synced line of the ledger reserves."""
-
-Arrays = tuple[np.ndarray | Tensor, np.ndarray | Tensor]
 
 
 def train(
@@ -76,24 +77,24 @@ def train(
         TrainingDiverged: A batch's error is not finite.
     """
     resolved = _stored(config, settings, folder) if resume else load_config(config, settings)
-    _check_torch_device(resolved.torch_device)
+    check_torch_device(resolved.torch_device)
     if resolved.mode == "release":
         resolved = resolved.model_copy(update={"seed": 0})  # no seed is used, so none is kept
     if data is not None:
         resolved = _with_own_data(resolved)
     run_folder = RunFolder(folder if folder is not None else _new_folder(resolved))
-    dataset = _reduced(resolved, _load_data(resolved, data), run_folder if resume else None)
-    network = FullyConnected(model if model is not None else _new_model(resolved, dataset))
+    dataset = in_components(resolved, load_data(resolved, data), run_folder if resume else None)
+    network = FullyConnected(model if model is not None else new_model(resolved, dataset))
     _check_fit(resolved, network, dataset, given=model is not None)
     description = _description(resolved, run_folder if resume else None)
-    sampler = _sampler(resolved, dataset)
+    sampler = configured_sampler(resolved, dataset)
     require_covered(resolved, dataset, sampler)
     resolved = with_noise(resolved, network, sampler)
-    with run_folder.writing(new=not resume), _threads(resolved.threads) as threads:
+    with run_folder.writing(new=not resume), torch_threads(resolved.threads) as threads:
         resolved = resolved.model_copy(update={"threads": threads})
-        with _device(resolved, network, description) as device:
+        with opened_device(resolved, network, description) as device:
             network.model.to(resolved.torch_device)
-            trainer = _trainer(resolved, network, dataset, device)
+            trainer = make_trainer(resolved, network, dataset, device)
             facts = _facts(resolved, dataset, network, description, device)
             engine = _engine(resolved, trainer, dataset, sampler, run_folder, watcher)
             if resume:
@@ -143,91 +144,6 @@ def _new_folder(config: RunConfig) -> Path:
     return Path("runs") / f"{stem}-{number}"
 
 
-def _check_torch_device(name: str) -> None:
-    """Refuse a torch device that is not there."""
-    try:
-        kind = torch.device(name).type
-    except RuntimeError as error:
-        raise ConfigError(
-            "configuration", "torch_device", f"{name!r} is no torch device; use 'cpu' or 'cuda'"
-        ) from error
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not available.get(kind, False):
-        usable = ", ".join(repr(key) for key, there in available.items() if there)
-        raise ConfigError(
-            "configuration", "torch_device", f"{name!r} is not available here; use one of {usable}"
-        )
-
-
-@contextmanager
-def _threads(wanted: int | None) -> Iterator[int]:
-    """Set torch's thread count for the run and put it back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted or before)
-    try:
-        yield torch.get_num_threads()
-    finally:
-        torch.set_num_threads(before)
-
-
-def _seed(config: RunConfig, label: str) -> int | None:
-    """A seed for one purpose; None in release mode, where nothing is seeded."""
-    return derive_seed(config.seed, label) if config.mode == "experiment" else None
-
-
-def _load_data(config: RunConfig, data: Arrays | Dataset | None) -> Dataset:
-    if isinstance(data, Dataset):
-        return data
-    if data is None:
-        return configured_dataset(config.data)
-    if not isinstance(data, tuple) or len(data) != 2:
-        raise TypeError(
-            f"data must be a pair (x, y) or a Dataset, got {type(data).__name__}; give data=(x, y)"
-        )
-    options = config.data
-    return from_arrays(
-        *data,
-        n_classes=options.n_classes,
-        validation_fraction=options.validation_fraction,
-        split_seed=options.split_seed,
-        standardise=chosen_constants(options),
-    )
-
-
-def _reduced(config: RunConfig, dataset: Dataset, resumed: RunFolder | None) -> Dataset:
-    """The data set in its principal components, if it is to be: the stored ones where a run goes on."""
-    wanted = config.data.components
-    if wanted is None:
-        return dataset
-    if resumed is not None:
-        return reduced(dataset, PrincipalComponents.from_array(read_array(resumed.components_file)))
-    return reduced(dataset, PrincipalComponents.of(dataset.train.x, wanted, whitening=config.data.whitening))
-
-
-def _new_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
-    options = config.model
-    layers = [
-        LayerShape(
-            n_outputs=width,
-            activation=options.activation,
-            bias=options.bias,
-            tau_h_max=options.tau_h_max,
-            tau_h_min=options.tau_h_min,
-        )
-        for width in options.hidden
-    ]
-    layers.append(
-        LayerShape(n_outputs=dataset.n_classes, activation=options.output_activation, bias=options.bias)
-    )
-    generator = torch.Generator()
-    seed = _seed(config, "initialisation")
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    return build_model(dataset.n_features, layers, generator=generator, gain=options.initial_gain)
-
-
 def _check_fit(config: RunConfig, network: FullyConnected, dataset: Dataset, *, given: bool) -> None:
     if config.trainer.kind == "pdfa" and network.depth == 1:
         raise ValueError("model has no hidden layer; pdfa needs one to send the projected error to")
@@ -253,25 +169,6 @@ def _description(config: RunConfig, resumed: RunFolder | None) -> DeviceDescript
     return load_description(config.device.name, config.device.overrides)
 
 
-@contextmanager
-def _device(
-    config: RunConfig, network: FullyConnected, description: DeviceDescription | None
-) -> Iterator[NoisyDevice | None]:
-    """Open the device that the trainer needs, as wide as the network."""
-    if description is None:
-        yield None
-        return
-    with open_described(
-        description,
-        mode=config.mode,
-        seed=_seed(config, "device") or 0,
-        torch_device=config.torch_device,
-        n_inputs=network.widths[-1],
-        n_outputs=sum(network.widths[:-1]),
-    ) as device:
-        yield device
-
-
 def _facts(
     config: RunConfig,
     dataset: Dataset,
@@ -289,7 +186,7 @@ def _facts(
         "standardisation": asdict(dataset.standardisation),
     }
     if config.mode == "experiment":
-        data["fingerprint"] = _fingerprint(dataset.train)
+        data["fingerprint"] = fingerprint(dataset.train)
     return {
         "network": {"n_inputs": network.n_inputs, "layers": [asdict(layer) for layer in network.layers]},
         "data": data,
@@ -297,14 +194,6 @@ def _facts(
         "noise": None if device is None else device.noise.to_json(),
         "versions": versions(),
     }
-
-
-def _fingerprint(split: Split) -> str:
-    """BLAKE2b of the records, so that a run is not resumed on other data."""
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in (split.x, split.y):
-        digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:
@@ -335,7 +224,7 @@ def _engine(
 ) -> Engine:
     return Engine(
         trainer=trainer,
-        dataset=_moved(dataset, config.torch_device),
+        dataset=moved(dataset, config.torch_device),
         sampler=sampler,
         folder=folder,
         epochs=config.epochs,
@@ -349,23 +238,6 @@ def _engine(
     )
 
 
-def _trainer(
-    config: RunConfig, network: FullyConnected, dataset: Dataset, device: NoisyDevice | None
-) -> FeedbackTrainer:
-    noise = None
-    if config.trainer.sigma:
-        noise = noise_stream(config.mode, _seed(config, "noise") or 0, "digital-noise")
-    return FeedbackTrainer(
-        network,
-        make_optimizer(network.parameters, config.optimizer),
-        config.trainer,
-        loss=config.loss,
-        device=device,
-        noise=noise,
-        protection=make_protection(config, dataset, device),
-    )
-
-
 def _ledger(config: RunConfig, folder: RunFolder) -> Ledger:
     """The run's ledger; a release run loses what is left of a block when it is killed, so its blocks are small."""
     return Ledger(
@@ -375,43 +247,4 @@ def _ledger(config: RunConfig, folder: RunFolder) -> Ledger:
         enforced=True,
         block=_STEPS_PAID_AT_ONCE[config.mode],
         budget=budget_of(config),
-    )
-
-
-def _sampler(config: RunConfig, dataset: Dataset) -> Sampler:
-    options = config.sampler
-    n_records = len(dataset.train)
-    if options.batch_size > n_records and options.scheme != "full-batch":
-        raise ConfigError(
-            "configuration",
-            "sampler.batch_size",
-            f"{options.batch_size} exceeds the {n_records} training records; "
-            f"set sampler.batch_size to at most {n_records}",
-        )
-    return make_sampler(
-        options.scheme,
-        n_records,
-        None if options.scheme == "full-batch" else options.batch_size,
-        _seed(config, "sampler"),
-        min_batch_size=options.min_batch_size,
-        drop_last=options.drop_last or None,
-    )
-
-
-def _moved(dataset: Dataset, place: str) -> Dataset:
-    """The data set on the torch device that trains."""
-    if place == "cpu":
-        return dataset
-
-    def move(split: Split) -> Split:
-        return Split(split.x.to(place), split.y.to(place))
-
-    return Dataset(
-        name=dataset.name,
-        n_classes=dataset.n_classes,
-        train=move(dataset.train),
-        validation=move(dataset.validation),
-        test=None if dataset.test is None else move(dataset.test),
-        standardisation=dataset.standardisation,
-        components=dataset.components,
     )

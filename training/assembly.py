@@ -1,0 +1,202 @@
+"""The parts of a run, each built from its configuration: data, network, device, sampler, trainer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from opusim.description_schema import DeviceDescription
+from opusim.devices.base import NoisyDevice
+from opusim.devices.registry import open_described
+from opusim.errors import ConfigError
+from opusim.randomness import derive_seed, noise_stream
+from training.config import RunConfig
+from training.data import Dataset, Split, from_arrays
+from training.data.components import PrincipalComponents, reduced
+from training.data.records import chosen_constants, configured_dataset
+from training.data.samplers import Sampler, make_sampler
+from training.feedback.trainer import FeedbackTrainer
+from training.networks.network import FullyConnected, LayerShape, build_model
+from training.optimizers import make_optimizer
+from training.protections.choice import make_protection
+from training.runs.folder import RunFolder
+from training.runs.storage import read_array
+
+Arrays = tuple[np.ndarray | Tensor, np.ndarray | Tensor]
+
+
+def check_torch_device(name: str) -> None:
+    """Refuse a torch device that is not there."""
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise ConfigError(
+            "configuration", "torch_device", f"{name!r} is no torch device; use 'cpu' or 'cuda'"
+        ) from error
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available.get(kind, False):
+        usable = ", ".join(repr(key) for key, there in available.items() if there)
+        raise ConfigError(
+            "configuration", "torch_device", f"{name!r} is not available here; use one of {usable}"
+        )
+
+
+@contextmanager
+def torch_threads(wanted: int | None) -> Iterator[int]:
+    """Set torch's thread count for the run and put it back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted or before)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+def seed_for(config: RunConfig, label: str) -> int | None:
+    """A seed for one purpose; None in release mode, where nothing is seeded."""
+    return derive_seed(config.seed, label) if config.mode == "experiment" else None
+
+
+def load_data(config: RunConfig, data: Arrays | Dataset | None) -> Dataset:
+    """The records to train on: those given, or the data set that the configuration names."""
+    if isinstance(data, Dataset):
+        return data
+    if data is None:
+        return configured_dataset(config.data)
+    if not isinstance(data, tuple) or len(data) != 2:
+        raise TypeError(
+            f"data must be a pair (x, y) or a Dataset, got {type(data).__name__}; give data=(x, y)"
+        )
+    options = config.data
+    return from_arrays(
+        *data,
+        n_classes=options.n_classes,
+        validation_fraction=options.validation_fraction,
+        split_seed=options.split_seed,
+        standardise=chosen_constants(options),
+    )
+
+
+def in_components(config: RunConfig, dataset: Dataset, resumed: RunFolder | None) -> Dataset:
+    """The data set in its principal components, if it is to be: the stored ones where a run goes on."""
+    wanted = config.data.components
+    if wanted is None:
+        return dataset
+    if resumed is not None:
+        return reduced(dataset, PrincipalComponents.from_array(read_array(resumed.components_file)))
+    return reduced(dataset, PrincipalComponents.of(dataset.train.x, wanted, whitening=config.data.whitening))
+
+
+def new_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
+    """The network of the configuration, freshly initialised."""
+    options = config.model
+    layers = [
+        LayerShape(
+            n_outputs=width,
+            activation=options.activation,
+            bias=options.bias,
+            tau_h_max=options.tau_h_max,
+            tau_h_min=options.tau_h_min,
+        )
+        for width in options.hidden
+    ]
+    layers.append(
+        LayerShape(n_outputs=dataset.n_classes, activation=options.output_activation, bias=options.bias)
+    )
+    generator = torch.Generator()
+    seed = seed_for(config, "initialisation")
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return build_model(dataset.n_features, layers, generator=generator, gain=options.initial_gain)
+
+
+@contextmanager
+def opened_device(
+    config: RunConfig, network: FullyConnected, description: DeviceDescription | None
+) -> Iterator[NoisyDevice | None]:
+    """Open the device that the trainer needs, as wide as the network."""
+    if description is None:
+        yield None
+        return
+    with open_described(
+        description,
+        mode=config.mode,
+        seed=seed_for(config, "device") or 0,
+        torch_device=config.torch_device,
+        n_inputs=network.widths[-1],
+        n_outputs=sum(network.widths[:-1]),
+    ) as device:
+        yield device
+
+
+def fingerprint(split: Split) -> str:
+    """BLAKE2b of the records, so that a run is not resumed on other data."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in (split.x, split.y):
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def make_trainer(
+    config: RunConfig, network: FullyConnected, dataset: Dataset, device: NoisyDevice | None
+) -> FeedbackTrainer:
+    """The trainer of the configuration, with its noise and protection; `noisy_labels` is left to the caller."""
+    noise = None
+    if config.trainer.sigma:
+        noise = noise_stream(config.mode, seed_for(config, "noise") or 0, "digital-noise")
+    return FeedbackTrainer(
+        network,
+        make_optimizer(network.parameters, config.optimizer),
+        config.trainer,
+        loss=config.loss,
+        device=device,
+        noise=noise,
+        protection=make_protection(config, dataset, device),
+    )
+
+
+def configured_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
+    """The sampler of the configuration over the training records."""
+    options = config.sampler
+    n_records = len(dataset.train)
+    if options.batch_size > n_records and options.scheme != "full-batch":
+        raise ConfigError(
+            "configuration",
+            "sampler.batch_size",
+            f"{options.batch_size} exceeds the {n_records} training records; "
+            f"set sampler.batch_size to at most {n_records}",
+        )
+    return make_sampler(
+        options.scheme,
+        n_records,
+        None if options.scheme == "full-batch" else options.batch_size,
+        seed_for(config, "sampler"),
+        min_batch_size=options.min_batch_size,
+        drop_last=options.drop_last or None,
+    )
+
+
+def moved(dataset: Dataset, place: str) -> Dataset:
+    """The data set on the torch device that trains."""
+    if place == "cpu":
+        return dataset
+
+    def move(split: Split) -> Split:
+        return Split(split.x.to(place), split.y.to(place))
+
+    return Dataset(
+        name=dataset.name,
+        n_classes=dataset.n_classes,
+        train=move(dataset.train),
+        validation=move(dataset.validation),
+        test=None if dataset.test is None else move(dataset.test),
+        standardisation=dataset.standardisation,
+        components=dataset.components,
+    )

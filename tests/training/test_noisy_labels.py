@@ -32,6 +32,7 @@ from training.protections.noisy_labels import (
     read_once_through,
 )
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from training.runs.storage import read_array
 
 K, N, MU = 4, 20_000, 0.83
 LIMIT = float(norm.isf(norm.sf(5.0) / 2))  # mean and variance
@@ -270,10 +271,10 @@ IDS = ["once", "once through the device", "response"]
 def test_true_labels_never_reach_the_weights(
     tmp_path: Path, config: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two data sets that differ in labels alone, given the same labels.npy, end in the same weights."""
+    """Two data sets that differ in labels alone, given the same labels.safetensors, end in the same weights."""
     x, y = data()
     training.train(config, data=(x, y), folder=tmp_path / "first")
-    kept = torch.from_numpy(np.load(tmp_path / "first" / "labels.npy"))
+    kept = torch.from_numpy(read_array(tmp_path / "first" / "labels.safetensors"))
     look = choice._look
 
     def look_at_the_kept(*arguments: Any) -> torch.Tensor:
@@ -383,10 +384,10 @@ def test_a_resumed_run_neither_reads_nor_pays_again(
     config = {**config, "mode": mode}
     with pytest.raises(KeyboardInterrupt):
         training.train(config, data=data(), folder=tmp_path / "broken", watcher=StopAt(6))
-    kept = (tmp_path / "broken" / "labels.npy").read_bytes()
+    kept = (tmp_path / "broken" / "labels.safetensors").read_bytes()
     run = training.train(data=data(), folder=tmp_path / "broken", resume=True)
     assert len(looks) == 1
-    assert (tmp_path / "broken" / "labels.npy").read_bytes() == kept
+    assert (tmp_path / "broken" / "labels.safetensors").read_bytes() == kept
     (payment,) = read_ledger(tmp_path / "broken").payments
     assert payment.name == "labels"
     (guarantee,) = run.guarantees
@@ -409,7 +410,7 @@ def test_a_look_that_was_paid_for_and_lost(
     if mode == "release":
         with pytest.raises(BudgetExceeded, match="more than epsilon 2"):
             training.train(data=data(), folder=tmp_path, resume=True)
-        assert not (tmp_path / "labels.npy").exists()
+        assert not (tmp_path / "labels.safetensors").exists()
         return
     training.train(data=data(), folder=tmp_path, resume=True)
     assert len(read_ledger(tmp_path).payments) == 1
@@ -420,5 +421,5 @@ def test_labels_that_are_not_paid_for_are_refused(tmp_path: Path) -> None:
         training.train(ONCE, data=data(), folder=tmp_path, watcher=StopAt(6))
     for file in tmp_path.glob("ledger.*"):
         file.unlink()
-    with pytest.raises(LedgerCorrupt, match="ledger.jsonl: does not pay for labels.npy"):
+    with pytest.raises(LedgerCorrupt, match="ledger.jsonl: does not pay for labels.safetensors"):
         training.train(data=data(), folder=tmp_path, resume=True)

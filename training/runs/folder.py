@@ -19,7 +19,7 @@ from training.errors import RunFolderError
 from training.runs.storage import append_line, read_json, read_lines, write_json, write_lines
 
 SCHEMA_VERSION = 1
-_BEFORE_BEGINNING = {"checkpoints", "components.npy", ".components.npy.partial"}
+_BEFORE_BEGINNING = {"checkpoints", "components.safetensors", ".components.safetensors.partial"}
 """What a start that was killed leaves beside its lock."""
 _PARTS = ("config", "network", "data", "device", "noise", "versions")
 
@@ -29,8 +29,8 @@ class RunFolder:
 
     Files: `config.json` (resolved configuration, network, thread count, versions), `metrics.jsonl` (a line
     per epoch, the same for a resumed run as for an uninterrupted one), `timing.jsonl` (seconds, which are
-    not), `ledger.jsonl` (what was released, paid for before it was computed), `labels.npy` (where a run looks
-    at its labels once), `components.npy` (the principal components that replace features), `summary.json`
+    not), `ledger.jsonl` (what was released, paid for before it was computed), `labels.safetensors` (where a run looks
+    at its labels once), `components.safetensors` (the principal components that replace features), `summary.json`
     (written when the run is done), `checkpoints/`, `figures/`, `report.html`, `lock`.
 
     Args:
@@ -44,8 +44,8 @@ class RunFolder:
         self.timing_file = self.path / "timing.jsonl"
         self.summary_file = self.path / "summary.json"
         self.ledger_file = self.path / LEDGER_FILE
-        self.labels_file = self.path / "labels.npy"
-        self.components_file = self.path / "components.npy"
+        self.labels_file = self.path / "labels.safetensors"
+        self.components_file = self.path / "components.safetensors"
         self.checkpoints = self.path / "checkpoints"
         self.figures = self.path / "figures"
         self.report_file = self.path / "report.html"

@@ -7,13 +7,16 @@ it was; `append_line` adds one line, and `read_lines` drops a last line that a k
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+_ARRAY = "array"
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -58,24 +61,23 @@ def read_json(path: Path) -> Any:
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
-    """Replace a file by one array in numpy's own format."""
-    content = io.BytesIO()
-    np.save(content, array, allow_pickle=False)
-    write_file(path, content.getvalue())
+    """Replace a file by one array (safetensors, nothing in it executes), with a schema version."""
+    write_file(path, save({_ARRAY: np.ascontiguousarray(array)}, metadata={"schema_version": "1"}))
 
 
 def read_array(path: Path) -> np.ndarray:
     """Read what `write_array` wrote.
 
     Raises:
-        ValueError: The file is something else; the message names it.
+        ValueError: The file is something else, cut, or of another schema; the message names it.
     """
     try:
-        return np.asarray(np.load(path, allow_pickle=False))
-    except (ValueError, EOFError) as error:
-        raise ValueError(
-            f"{path}: not a numpy array ({error}); restore it or start a new run folder"
-        ) from error
+        with safe_open(path, framework="np") as file:
+            if (file.metadata() or {}).get("schema_version") != "1":
+                raise ValueError(f"{path}: schema_version is not 1; read it with the opusim that wrote it")
+            return np.asarray(file.get_tensor(_ARRAY))
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not readable ({error}); restore it or start a new run folder") from error
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:

@@ -23,6 +23,9 @@ _PUBLISHED = (
 _HARDWARE = (
     "the reading's noise is Gaussian, of one law for every label, and nothing but a public gain follows"
 )
+_DEVICE_LAW = (
+    "the device's noise is Gaussian, independent of labels and batch, and at least as strong as stated"
+)
 
 
 class LabelFilter:
@@ -108,13 +111,14 @@ def guarantees(mechanisms: Sequence[LabelBudget], *, delta: float, enforced: boo
     hardware = any(mechanism.order == "hardware" for mechanism in mechanisms)
     published = any(mechanism.order == "published" for mechanism in mechanisms)
     checked = [*_CHECKED, *([_PUBLISHED] if published else []), *LABEL_CHECKED]
-    trusted = [*([_HARDWARE] if hardware else []), *LABEL_TRUSTED]
+    device = any(mechanism.device_noise for mechanism in mechanisms)
+    trusted = [*([_HARDWARE] if hardware else []), *([_DEVICE_LAW] if device else []), *LABEL_TRUSTED]
     return [
         label_guarantee(
             mechanisms,
             delta=delta,
             source="docs/privacy.md, sections 4 and 5: leverage scores and a filter (adaptive Gaussian composition)",
             assumptions=stated(checked, trusted, enforced=enforced),
-            device_model=hardware or any(mechanism.device_noise for mechanism in mechanisms),
+            device_model=hardware or device,
         )
     ]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opusim.encodings import check_ternary, split_frames, ternarize
+from opusim.encodings import bit_planes, check_ternary, split_frames, ternarize
 
 REAL = st.floats(-1e6, 1e6, width=32)
 
@@ -32,6 +32,50 @@ def test_ternarize_refuses_by_name() -> None:
         ternarize(torch.zeros(1), math.nan)
     with pytest.raises(TypeError, match=r"e has dtype torch.complex64: must be real"):
         ternarize(torch.zeros(1, dtype=torch.complex64), 0.1)
+
+
+UNIT = st.floats(-1, 1, width=32)
+
+
+def decoded(e: torch.Tensor, planes: int) -> torch.Tensor:
+    digits, weights = bit_planes(e, planes)
+    assert digits.shape == (planes, *e.shape)
+    assert set(digits.unique().tolist()) <= {-1.0, 0.0, 1.0}
+    assert weights.tolist() == [2.0**-k for k in range(1, planes + 1)]
+    return torch.tensordot(weights.double(), digits.double(), dims=1)
+
+
+@given(values=st.lists(UNIT, max_size=20), planes=st.integers(1, 24))
+def test_bit_planes_show_a_number_to_the_last_digit(values: list[float], planes: int) -> None:
+    e = torch.tensor(values, dtype=torch.float32)
+    error = (decoded(e, planes) - e.double()).abs()
+    assert bool((error <= 2.0**-planes).all())
+
+
+@given(values=st.lists(st.floats(1, 2.0**90, width=32), min_size=1, max_size=5), planes=st.integers(1, 24))
+def test_bit_planes_saturate(values: list[float], planes: int) -> None:
+    e = torch.tensor([values, [-value for value in values]])
+    assert torch.equal(decoded(e, planes), torch.sign(e).double() * (1 - 2.0**-planes))
+    assert torch.equal(
+        decoded(torch.tensor([math.inf, -math.inf]), 3), torch.tensor([0.875, -0.875]).double()
+    )
+
+
+def test_bit_planes_take_any_shape_and_refuse_by_name() -> None:
+    e = 2 * torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(1)) - 1
+    digits, _ = bit_planes(e, 5)
+    flat, _ = bit_planes(e.flatten(), 5)
+    assert torch.equal(digits.flatten(1), flat)
+    assert bit_planes(torch.zeros(0, 3), 2)[0].shape == (2, 0, 3)
+    assert not decoded(torch.zeros(7), 4).any()
+    with pytest.raises(ValueError, match="e holds NaN"):
+        bit_planes(torch.tensor([0.5, math.nan]), 3)
+    for planes in (0, 25):
+        with pytest.raises(ValueError, match=f"planes = {planes}"):
+            bit_planes(e, planes)
+    for wrong in (torch.zeros(1, dtype=torch.complex64), torch.tensor([True])):
+        with pytest.raises(TypeError, match="must be real"):
+            bit_planes(wrong, 3)
 
 
 def test_frames_are_binary_and_their_difference_is_the_vector() -> None:

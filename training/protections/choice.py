@@ -18,7 +18,13 @@ from training.protections.amplified_labels import AmplifiedLabels
 from training.protections.base import Protection
 from training.protections.budgeted_labels import BudgetedLabels
 from training.protections.device_normals import DeviceNormals
-from training.protections.noisy_labels import NoisyLabels, randomize, read_once, read_once_through
+from training.protections.noisy_labels import (
+    NoisyLabels,
+    randomize,
+    read_once,
+    read_once_through,
+    readable_law,
+)
 from training.protections.plan import divisor_of, label_budget, label_mu, label_response
 from training.protections.record import RecordProtection
 from training.runs.folder import RunFolder
@@ -42,6 +48,8 @@ def make_protection(config: RunConfig, dataset: Dataset, device: NoisyDevice | N
     """
     options = config.protection
     kind, noise_multiplier = options.kind, options.noise_multiplier
+    if kind == "label-once" and options.noise == "device" and device is not None:
+        readable_law(device)  # refused before the run begins
     if kind not in ("record", "label", "label-amplified") or noise_multiplier is None:
         return None
     noise = _central_noise(config, device)

@@ -107,15 +107,8 @@ def read_once_through(
     Raises:
         ConfigError: The device's law is not Gaussian, it has no noise, or its matrix is not known.
     """
-    law, matrix = device.noise, getattr(device, "matrix", None)
-    if not isinstance(law, GaussianNoise) or not law.min_std > 0 or matrix is None:
-        raise ConfigError(
-            "configuration",
-            "protection.noise",
-            f"'device' cannot read labels through device {device.name!r} ({law.describe()}; matrix "
-            f"{'not ' * (matrix is None)}known): that takes a Gaussian law above 0 and a known matrix; use 'digital'",
-        )
-    codes = matrix().cpu().double().numpy()  # (n_outputs, k)
+    law = readable_law(device)
+    codes = device.matrix().cpu().double().numpy()  # type: ignore[attr-defined]  # (n_outputs, k)
     distance = label_distance(codes)
     own = law.min_std
     top_up = math.sqrt(max((distance / mu) ** 2 - own**2, 0.0))
@@ -129,6 +122,23 @@ def read_once_through(
         whitened = readings.double().numpy() / sigmas
         scores.append(reading_log_likelihood([whitened], [codes / sigmas[:, None]], [1.0]))
     return torch.from_numpy(np.concatenate(scores)).float()
+
+
+def readable_law(device: NoisyDevice) -> GaussianNoise:
+    """The law of a device through which labels can be read.
+
+    Raises:
+        ConfigError: The device's law is not Gaussian, it has no noise, or its matrix is not known.
+    """
+    law, matrix = device.noise, getattr(device, "matrix", None)
+    if not isinstance(law, GaussianNoise) or not law.min_std > 0 or matrix is None:
+        raise ConfigError(
+            "configuration",
+            "protection.noise",
+            f"'device' cannot read labels through device {device.name!r} ({law.describe()}; matrix "
+            f"{'not ' * (matrix is None)}known): that takes a Gaussian law above 0 and a known matrix; use 'digital'",
+        )
+    return law
 
 
 def randomize(

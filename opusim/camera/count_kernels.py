@@ -52,11 +52,11 @@ def fill_counts(counts: np.ndarray, rates: np.ndarray, w: np.ndarray) -> None:
     """
     few = False
     for i in range(counts.size):
-        r, v = rates[i], np.float64(w[i])
+        r, v = max(rates[i], 1.0), np.float64(w[i])  # the expansion is not used below 64
         root, square = math.sqrt(r), v * v
         x = r + root * v + (2.0 + square) * (1.0 / 6.0) - v * (2.0 + square) / (72.0 * root)
         counts[i] = math.floor(x + (square * (3.0 * square + 7.0) - 16.0) / (810.0 * r))
-        few |= r < EXACT_BELOW
+        few |= rates[i] < EXACT_BELOW
     if few:
         for i in range(counts.size):
             if rates[i] < EXACT_BELOW:

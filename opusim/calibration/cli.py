@@ -1,4 +1,4 @@
-"""The commands that take frames: ``opusim device record``, ``calibrate`` and ``check``."""
+"""The commands that take frames: ``opusim device record``, ``calibrate``, ``check`` and ``temperature``."""
 
 from __future__ import annotations
 
@@ -133,11 +133,61 @@ def check_command(
     typer.echo("the certified noise is there")
 
 
+def temperature_command(
+    name: _NAME,
+    std: Annotated[
+        float | None, typer.Option("--std", help="Also: the temperature that gives this standard deviation.")
+    ] = None,
+    outputs: Annotated[int, typer.Option("--outputs", help="Outputs to average over.")] = 2000,
+    inputs: _INPUTS = 10,
+    figure: Annotated[
+        Path | None, typer.Option("--figure", help="Draw the curve into this PNG file.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Temperatures of the table, at least 2.")] = 10,
+    seed: _SEED = 0,
+) -> None:
+    """Show how a camera's temperature sets the noise of its readings, and what temperature a noise needs."""
+    import numpy as np
+    import torch
+
+    from opusim.camera.temperature_noise import temperature_noise
+    from opusim.cli import print_table
+    from opusim.devices.camera import CameraDevice
+    from opusim.errors import ConfigError
+
+    with _open(name, inputs, outputs, seed) as device:
+        if not isinstance(device, CameraDevice):
+            raise ConfigError(name, "kind", f"{device.kind!r} has no sensor; use a device of kind 'camera'")
+        x = torch.randint(-1, 2, (64, device.n_inputs), generator=torch.Generator().manual_seed(1)).float()
+        law = temperature_noise(device, x)
+    rows = [
+        (
+            f"{t:.1f}",
+            f"{law.dark.current_e_per_s(t):.4g}",
+            f"{law.dark_e(t):.4g}",
+            f"{law.std(t):.4g}",
+            f"{law.dark_share(t):.2%}",
+            f"{law.temperature_c(law.std(t)):.1f}",
+        )
+        for t in np.linspace(law.dark.temperature_min_c, law.dark.temperature_max_c, max(2, steps))
+    ]
+    columns = ("°C", "dark current, e⁻/s", "dark charge, e⁻", "noise of a reading", "dark share", "back, °C")
+    print_table(f"{device.name}: random ternary vectors, {device.n_inputs} inputs", columns, rows)
+    if std is not None:
+        typer.echo(f"a noise of {std:g} projection units needs {law.temperature_c(std):.2f} °C")
+    if figure is not None:
+        from opusim.calibration.figures import temperature_figure
+
+        temperature_figure(law, device.name).savefig(figure, dpi=110)
+        typer.echo(f"figure: {figure}")
+
+
 def add_to(app: typer.Typer) -> None:
     """Adds the commands to ``opusim device``."""
     app.command("record")(record_command)
     app.command("calibrate")(calibrate_command)
     app.command("check")(check_command)
+    app.command("temperature")(temperature_command)
 
 
 def _word(agrees: bool) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 
 from opusim.calibration.calibrate import Calibration
 from opusim.calibration.photon_transfer import PhotonTransfer
+from opusim.camera.temperature_noise import TemperatureNoise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,6 +55,24 @@ def readings_figure(calibration: Calibration) -> Figure:
     )
     right.hist(std, bins=60)
     right.set(xlabel="standard deviation, projection units", ylabel="outputs", title="Noise of the outputs")
+    return figure
+
+
+def temperature_figure(law: TemperatureNoise, name: str) -> Figure:
+    """The noise of a reading and the dark current's share of its variance against the temperature."""
+    from matplotlib.figure import Figure
+
+    temperatures = np.linspace(law.dark.temperature_min_c, law.dark.temperature_max_c, 200)
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    share = axes.twinx()
+    axes.plot(temperatures, [law.std(t) for t in temperatures], color="C0")
+    share.plot(temperatures, [100 * law.dark_share(t) for t in temperatures], color="C1", linestyle="--")
+    axes.set(xlabel="sensor temperature, °C", title=f"{name}: noise of a reading")
+    axes.set_ylabel("standard deviation, projection units", color="C0")
+    axes.set_ylim(bottom=0)
+    share.set_ylabel("dark current's share of the variance, %", color="C1")
+    share.set_ylim(0, 100)
     return figure
 
 

@@ -4,13 +4,13 @@ A Poisson count is the quantile F^-1(Phi(w)) of its law at a standard normal w, 
 whatever the rate: the same w and a slightly different rate give nearly always the same count, so noise stays comparable
 between runs whose light differs a little.
 
-- Below `EXACT_BELOW` = 64 electrons the quantile is found by adding up the law's masses: exact up to the rounding of
-  w to float32 (masses within 3e-7).
-- From 64 on it is floor(x) of the expansion of the continuous quantile (Cornish and Fisher; Temme 1979; Giles 2016,
-  ACM TOMS 42(1) 6, eq. 16) to order 1/rate:
-  x = r + sqrt(r) w + (2 + w^2)/6 - (2 w + w^3)/(72 sqrt r) + (3 w^4 + 7 w^2 - 16)/(810 r).
-  Total variation from the Poisson law: 3.0e-6 at 64 electrons, 1.2e-6 at 100, below 1e-6 from 200 on, where the
-  rounding of w remains (tests compute it). A normal count rounded to an integer is 3,000 times further off at 64.
+The quantile is floor(x) of the expansion of the continuous quantile (Cornish and Fisher; Temme 1979; Giles 2016, ACM
+TOMS 42(1) 6, eq. 16) to order 1/rate,
+    x = r + sqrt(r) w + (2 + w^2)/6 - (2 w + w^3)/(72 sqrt r) + (3 w^4 + 7 w^2 - 16)/(810 r).
+Where x lies so near a whole number that its error could matter, within (0.03 + 0.0035 |w|^5) / r^1.5, and where the
+expansion is poor (r below 12, or |w| above sqrt(r)/2), the law's masses are added up instead. So counts are exact up to
+the rounding of w to float32 (total variation below 1e-6; tests compute it); above 700 electrons, where the
+expansion's own error is below 1e-7, nothing is added up.
 
 The slow twin stands in tests/opusim/naive_camera.py.
 """
@@ -22,14 +22,16 @@ import math
 import numba
 import numpy as np
 
-EXACT_BELOW = 64.0
-_MOST_STEPS = 400  # a count of 400 at a rate of 64 is 42 standard deviations away
+SUM_BELOW = 700.0
+"""Rates up to which masses may be added up: exp(-rate) is still a normal number."""
+_EXPAND_FROM = 12.0
+_MOST_STEPS = 1100  # 15 standard deviations above 700, 300 above 12
 _ROOT_HALF = math.sqrt(0.5)
 
 
 @numba.njit(nogil=True, error_model="numpy")
 def _small_count(rate: float, w: float) -> float:
-    """The smallest n with P(N <= n) >= Phi(w), by adding up masses; rate below `EXACT_BELOW`."""
+    """The smallest n with P(N <= n) >= Phi(w), by adding up masses; rate below `SUM_BELOW`."""
     target = 0.5 * math.erfc(-w * _ROOT_HALF)
     mass = math.exp(-rate)
     below = mass
@@ -50,16 +52,22 @@ def fill_counts(counts: np.ndarray, rates: np.ndarray, w: np.ndarray) -> None:
         rates: float64, same length, electrons, at least 0.
         w: float32, same length.
     """
-    few = False
+    some = False
     for i in range(counts.size):
-        r, v = rates[i], np.float64(w[i])
-        root, square = math.sqrt(r), v * v
+        r, v = max(rates[i], 1.0), np.float64(w[i])
+        root, square, size = math.sqrt(r), v * v, abs(v)
         x = r + root * v + (2.0 + square) * (1.0 / 6.0) - v * (2.0 + square) / (72.0 * root)
-        counts[i] = math.floor(x + (square * (3.0 * square + 7.0) - 16.0) / (810.0 * r))
-        few |= r < EXACT_BELOW
-    if few:
+        x += (square * (3.0 * square + 7.0) - 16.0) / (810.0 * r)
+        off = abs(x - np.rint(x)) * (r * root)
+        near = (
+            (off < 0.03 + 0.0035 * size * square * square) | (square > 0.25 * r) | (rates[i] < _EXPAND_FROM)
+        )
+        sum_up = near & (rates[i] < SUM_BELOW)
+        counts[i] = -1.0 if sum_up else math.floor(x)
+        some |= sum_up
+    if some:
         for i in range(counts.size):
-            if rates[i] < EXACT_BELOW:
+            if counts[i] < 0.0:
                 counts[i] = _small_count(rates[i], np.float64(w[i]))
 
 

@@ -9,7 +9,7 @@ import pytest
 from scipy.special import ndtr, ndtri
 from scipy.stats import poisson
 
-from opusim.camera.count_kernels import EXACT_BELOW, fill_counts, fill_numbers
+from opusim.camera.count_kernels import fill_counts, fill_numbers
 
 
 @pytest.fixture(scope="module")
@@ -39,36 +39,32 @@ def total_variation(rate: float) -> float:
     return float(0.5 * np.sum(np.abs(masses - poisson.pmf(n[:-1], rate))))
 
 
-@pytest.mark.parametrize(
-    ("rate", "stated"),
-    [(0.05, 3e-7), (1.0, 3e-7), (6.0, 3e-7), (63.9, 3e-7), (64.0, 3.2e-6), (100.0, 1.5e-6), (2544.0, 1e-6)],
-)
-def test_the_counts_law_is_within_the_stated_distance(rate: float, stated: float) -> None:
-    assert total_variation(rate) < stated
+@pytest.mark.parametrize("rate", [0.05, 1.0, 6.0, 11.99, 12.0, 20.0, 64.0, 100.0, 699.0, 701.0, 2544.0])
+def test_the_counts_law_is_within_the_stated_distance(rate: float) -> None:
+    assert total_variation(rate) < 1e-6
 
 
 def test_a_rounded_normal_count_would_be_thousands_of_times_further_off() -> None:
     n = np.arange(200)
     masses = ndtr((n + 0.5 - 64) / 8) - ndtr((n - 0.5 - 64) / 8)
-    assert 0.5 * np.sum(np.abs(masses - poisson.pmf(n, 64))) > 3000 * 3e-6
+    assert 0.5 * np.sum(np.abs(masses - poisson.pmf(n, 64))) > 9000 * 1e-6
 
 
 def test_counts_equal_the_naive_twins(twin: ModuleType, seed: int) -> None:
     random = np.random.default_rng(seed)
-    w = random.standard_normal(400).astype(np.float32)
-    rates = random.exponential(40.0, 400)
-    counts = np.empty(400)
+    w = random.standard_normal(4000).astype(np.float32)
+    rates = random.exponential(80.0, 4000)
+    counts = np.empty(4000)
     fill_counts(counts, rates, w)
     wrong = counts != [twin.count(rate, value) for rate, value in zip(rates, w.astype(float), strict=True)]
-    assert np.mean(wrong[rates < EXACT_BELOW]) == 0
-    assert np.sum(wrong) <= 1  # the expansion may differ where w is within 1e-5 of a step
+    assert not np.any(wrong)
 
 
 def test_counts_grow_with_the_rate_and_with_w() -> None:
     w = np.linspace(-5, 5, 1001)
     for rate in (0.3, 12.0, 80.0):
         assert np.all(np.diff(counts_at(rate, w)) >= 0)
-    low, high = counts_at(63.999, w), counts_at(64.001, w)
+    low, high = counts_at(11.9999, w), counts_at(12.0001, w)
     assert np.mean(low != high) < 0.01  # no seam where the method changes
     assert np.all(counts_at(0.0, w) == 0)
 

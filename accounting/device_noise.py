@@ -36,19 +36,18 @@ class DeviceReadings:
     """Readings of private inputs, released as they are, protected by the device's own noise alone.
 
     Attributes:
-        noise: The law; for photon counts its boxes hold every pixel and frame of one reading.
+        noise: The law; for photon counts its boxes hold every pixel and frame of one reading. The probability beta
+            that its certificate is wrong is taken off delta.
         readings: How many readings of one record (or label) leave in all, at least 1.
         distance: Delta >= 0, the largest distance of two inputs' noise-free readings, in units of the reading;
             needed for the Gaussian law, None for photon counts, whose boxes say it.
         unit: Whether an input is a record or a label.
-        beta: Probability that the certificate of the law's numbers is wrong, in [0, 1).
     """
 
     noise: NoiseModel
     readings: int
     distance: float | None = None
     unit: Unit = Unit.RECORD
-    beta: float = 0.0
 
     def __post_init__(self) -> None:
         arguments.count(readings=self.readings)
@@ -58,7 +57,11 @@ class DeviceReadings:
             raise ValueError(
                 "distance = None: the Gaussian law needs the largest distance of two inputs' readings"
             )
-        arguments.share(beta=self.beta)
+
+    @property
+    def beta(self) -> float:
+        """Probability that the certificate of the law's numbers is wrong."""
+        return self.noise.beta if isinstance(self.noise, (GaussianNoise, PhotonCountNoise)) else 0.0
 
 
 def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarantee:

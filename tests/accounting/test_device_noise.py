@@ -82,10 +82,8 @@ def test_a_rate_of_zero_is_infinite_with_its_reason() -> None:
 
 
 def test_gaussian_readings_compose_and_use_the_smallest_deviation() -> None:
-    noise = GaussianNoise(std=np.array([4.0, 2.7]), n_outputs=2)
-    guarantee = device_readings_guarantee(
-        DeviceReadings(noise=noise, readings=9, distance=0.9, beta=1e-6), DELTA
-    )
+    noise = GaussianNoise(std=np.array([4.0, 2.7]), n_outputs=2, beta=1e-6)
+    guarantee = device_readings_guarantee(DeviceReadings(noise=noise, readings=9, distance=0.9), DELTA)
     assert guarantee.epsilon == pytest.approx(get_epsilon_gaussian(1.0, 9e-6))
     silent = DeviceReadings(noise=GaussianNoise(std=0.0, n_outputs=2), readings=1, distance=1.0)
     assert math.isinf(device_readings_guarantee(silent, DELTA).epsilon)
@@ -110,8 +108,8 @@ def test_laws_without_a_theorem_are_refused_by_name() -> None:
     with pytest.raises(NoGuarantee, match="noise law 'photon_count': counts are no central noise"):
         central_noise_multiplier(PhotonCountNoise(rate_low=1.0, rate_high=2.0), 1.0)
     assert central_noise_multiplier(GaussianNoise(std=2.7, n_outputs=3), 0.9) == pytest.approx(3.0)
-    law = GaussianNoise(std=1.0, n_outputs=1)
-    readings = DeviceReadings(noise=law, readings=1, distance=1.0, beta=DELTA)
+    law = GaussianNoise(std=1.0, n_outputs=1, beta=DELTA)
+    readings = DeviceReadings(noise=law, readings=1, distance=1.0)
     with pytest.raises(NoGuarantee, match="must exceed beta"):
         device_readings_guarantee(readings, DELTA)
 

@@ -87,7 +87,7 @@ def test_devices_without_a_gaussian_law_are_refused() -> None:
         (open_device("camera", n_inputs=3, n_outputs=5), "'camera' .*Poisson counts"),
     ):
         with pytest.raises(
-            ConfigError, match=f"protection.noise.*{message}.*Gaussian law above 0; take 'digital'"
+            ConfigError, match=f"protection.noise.*{message}.*Gaussian law above 0, .*; use 'digital'"
         ):
             DeviceNormals(device)  # fmt: skip
 
@@ -113,7 +113,7 @@ def test_a_run_on_a_noiseless_device_is_refused_and_on_a_gaussian_one_rests_on_i
         **PROTECTED[kind],
     }
     data = np.random.default_rng(1).normal(size=(60, 5)), np.arange(60) % 3
-    with pytest.raises(ConfigError, match="protection.noise.*use 'digital'|take 'digital'"):
+    with pytest.raises(ConfigError, match="protection.noise.*use 'digital'|use 'digital'"):
         training.train({**config, "device": {"name": "ideal"}}, data=data, folder=tmp_path / "run")
     device = {"name": "gaussian", "noise": {"sigma": 0.2}}
     run = training.train({**config, "device": device}, data=data, folder=tmp_path / "run")  # was not burnt

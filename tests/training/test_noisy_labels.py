@@ -154,7 +154,7 @@ class _Counts(_NoMatrix):
     ("device", "message"),
     [
         (open_device("ideal", n_inputs=K, n_outputs=40), "'ideal' .*standard deviation 0 .*above 0"),
-        (_NoMatrix(), "'hardware' .*matrix not known"),
+        (_NoMatrix(), "'hardware', whose matrix is not known"),
         (_Counts(), "'counter' .*discrete.*Gaussian law"),
     ],
 )

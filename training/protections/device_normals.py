@@ -14,6 +14,24 @@ from opusim.noise import GaussianNoise
 from opusim.randomness import NoiseStream
 
 
+def creditable_law(device: NoisyDevice) -> GaussianNoise:
+    """The device's law, where a protection may rest on it.
+
+    Raises:
+        ConfigError: It is not Gaussian, is 0 at some output, or rests on a certificate, whose own error no protection
+            accounts for yet.
+    """
+    law = device.noise
+    if isinstance(law, GaussianNoise) and law.min_std > 0 and law.beta == 0:
+        return law
+    raise ConfigError(
+        "configuration",
+        "protection.noise",
+        f"'device' credits the noise of device {device.name!r} ({law.describe()}), but that takes a Gaussian law above "
+        "0, not one certified from frames; use 'digital'",
+    )
+
+
 class DeviceNormals(NoiseStream):
     """N(0, 1) numbers from a device's blank readings, each divided by its output's standard deviation.
 
@@ -23,18 +41,11 @@ class DeviceNormals(NoiseStream):
         device: Open, with noise of a Gaussian law above 0 at every output. Its steps are set by the trainer.
 
     Raises:
-        ConfigError: Another law, or no noise.
+        ConfigError: See `creditable_law`.
     """
 
     def __init__(self, device: NoisyDevice) -> None:
-        law = device.noise
-        if not isinstance(law, GaussianNoise) or not law.min_std > 0:
-            raise ConfigError(
-                "configuration",
-                "protection.noise",
-                f"'device' credits the noise of device {device.name!r} ({law.describe()}), but that takes a Gaussian "
-                "law above 0; take 'digital'",
-            )
+        law = creditable_law(device)
         self._device = device
         self._std = torch.from_numpy(np.broadcast_to(law.std, device.n_outputs).astype(np.float32))
 

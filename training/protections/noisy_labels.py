@@ -26,6 +26,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
 from opusim.randomness import NoiseStream
+from training.protections.device_normals import creditable_law
 
 LABEL_STEP = 2**64 - 1
 """The step number under which labels are read, so that no training step repeats their noise."""
@@ -105,7 +106,7 @@ def read_once_through(
         The log-likelihood of every class, shape (n, k).
 
     Raises:
-        ConfigError: The device's law is not Gaussian, it has no noise, or its matrix is not known.
+        ConfigError: See `readable_law`.
     """
     law = readable_law(device)
     codes = device.matrix().cpu().double().numpy()  # type: ignore[attr-defined]  # (n_outputs, k)
@@ -128,15 +129,14 @@ def readable_law(device: NoisyDevice) -> GaussianNoise:
     """The law of a device through which labels can be read.
 
     Raises:
-        ConfigError: The device's law is not Gaussian, it has no noise, or its matrix is not known.
+        ConfigError: See `creditable_law`, or its matrix is not known.
     """
-    law, matrix = device.noise, getattr(device, "matrix", None)
-    if not isinstance(law, GaussianNoise) or not law.min_std > 0 or matrix is None:
+    law = creditable_law(device)
+    if getattr(device, "matrix", None) is None:
         raise ConfigError(
             "configuration",
             "protection.noise",
-            f"'device' cannot read labels through device {device.name!r} ({law.describe()}; matrix "
-            f"{'not ' * (matrix is None)}known): that takes a Gaussian law above 0 and a known matrix; use 'digital'",
+            f"'device' cannot read labels through device {device.name!r}, whose matrix is not known; use 'digital'",
         )
     return law
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +19,15 @@ from training.protections.metric import Metric, equalised_weights
 WIDTHS = (5, 7, 6, 3)  # inputs, two hidden layers, classes
 CLIP, DIVISOR, FLOOR, ROUNDS = 0.27, 17.0, 0.05, 30
 N_PUBLIC = 40
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny matrices: a second thread costs more than it brings, above all beside other programs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def new_network(*, bias: bool = True) -> FullyConnected:

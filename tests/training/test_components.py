@@ -53,8 +53,8 @@ def test_axes_are_orthogonal_and_their_sign_is_settled() -> None:
 def test_components_come_back_from_their_file_bit_for_bit(tmp_path: Path) -> None:
     components = PrincipalComponents.of(records(), SMALL, whitening=0.5)
     assert components.to_array().shape == (SMALL + 1, D)
-    write_array(tmp_path / "components.npy", components.to_array())
-    back = PrincipalComponents.from_array(read_array(tmp_path / "components.npy"))
+    write_array(tmp_path / "components.safetensors", components.to_array())
+    back = PrincipalComponents.from_array(read_array(tmp_path / "components.safetensors"))
     assert np.array_equal(back.mean, components.mean)
     assert np.array_equal(back.axes, components.axes)
     for n in (1, 3, 100, N):
@@ -102,7 +102,7 @@ def test_a_run_with_components_takes_raw_features(tmp_path: Path) -> None:
     x, y = data()
     assert run.n_features == D
     assert run.facts["network"]["n_inputs"] == SMALL
-    stored = PrincipalComponents.from_array(np.load(tmp_path / "components.npy"))
+    stored = PrincipalComponents.from_array(read_array(run.folder.components_file))
     expected = run.model(stored.apply(torch.from_numpy(x))).argmax(dim=1).numpy()
     assert np.array_equal(run.predict(x), expected)
     assert run.evaluate(x, y)["accuracy"] == pytest.approx((expected == y).mean())

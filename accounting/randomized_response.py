@@ -7,6 +7,7 @@ the label, with delta 0. Source: Warner 1965; Kairouz et al. 2014.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import numpy as np
 
@@ -25,9 +26,14 @@ def keep_probability(epsilon: float, n_labels: int) -> float:
     return 1 / (1 + (n_labels - 1) * math.exp(-epsilon))
 
 
-def respond(
-    labels: np.ndarray, *, epsilon: float, n_labels: int, generator: np.random.Generator
-) -> np.ndarray:
+class UniformSource(Protocol):
+    """Gives independent uniform numbers in [0, 1), such as a `numpy.random.Generator`."""
+
+    def random(self, size: tuple[int, ...]) -> np.ndarray:
+        """Float64, of the given shape."""
+
+
+def respond(labels: np.ndarray, *, epsilon: float, n_labels: int, generator: UniformSource) -> np.ndarray:
     """One randomized label for each label, independently, shape (n,), dtype int64.
 
     To draw twice for one record spends epsilon twice: draw once and keep.
@@ -36,7 +42,7 @@ def respond(
         labels: Integers in [0, n_labels), shape (n,).
         epsilon: At least 0 and finite.
         n_labels: k >= 2.
-        generator: Source of randomness; for a release, one seeded from the operating system and never stored.
+        generator: Source of randomness; for a release, the operating system's own (`opusim.randomness`).
 
     Raises:
         ValueError: A label out of range.
@@ -46,7 +52,7 @@ def respond(
     arguments.shape((None,), labels=given)
     if given.dtype.kind not in "iu" or (given.size and not (given.min() >= 0 and given.max() < n_labels)):
         raise ValueError(f"labels: must be integers in [0, {n_labels})")
-    shift = generator.integers(1, n_labels, size=given.shape)  # uniform over the other labels
+    shift = 1 + np.floor(generator.random(given.shape) * (n_labels - 1)).astype(np.int64)  # one of the others
     kept = generator.random(given.shape) < stays
     return np.where(kept, given, (given + shift) % n_labels).astype(np.int64)
 

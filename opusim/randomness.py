@@ -22,7 +22,15 @@ from opusim.normal_kernels import CHUNK, PAIRS, add_from_philox, fill_from_philo
 from opusim.philox import derive_seed, split_key
 from opusim.threads import run_split
 
-__all__ = ["MODES", "NoiseStream", "SeededStream", "SystemStream", "derive_seed", "noise_stream"]
+__all__ = [
+    "MODES",
+    "NoiseStream",
+    "SeededStream",
+    "SystemStream",
+    "SystemUniforms",
+    "derive_seed",
+    "noise_stream",
+]
 
 MODES = ("experiment", "release")
 MAX_ELEMENTS = 2**33  # a draw's pairs are counted by one 32-bit word
@@ -190,6 +198,16 @@ def noise_stream(mode: str, seed: int | None, purpose: str) -> NoiseStream:
             "seed = None: the mode 'experiment' needs a seed; give an integer, or use mode='release'"
         )
     return SeededStream(seed, purpose)
+
+
+class SystemUniforms:
+    """Uniform numbers in [0, 1) from the operating system's cryptographic generator; never replayable."""
+
+    def random(self, size: int | tuple[int, ...]) -> np.ndarray:
+        """Multiples of 2^-53, float64, of the given shape."""
+        shape = size if isinstance(size, tuple) else (size,)
+        words = np.frombuffer(os.urandom(8 * math.prod(shape)), dtype=np.uint64).reshape(shape)
+        return (words >> np.uint64(11)) * 2.0**-53
 
 
 def _add_scaled(scale: np.float32, out: np.ndarray, *position: int) -> None:

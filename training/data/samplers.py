@@ -20,7 +20,6 @@ operating system's entropy, and cannot be repeated.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
@@ -30,7 +29,7 @@ import torch
 from scipy.special import bdtrc
 
 from opusim import checks
-from opusim.randomness import derive_seed
+from opusim.randomness import SystemUniforms, derive_seed
 
 _LEAST_ACCEPTANCE = 1e-3
 """Rejection below this probability of success is refused: a batch would take over 1,000 draws on average."""
@@ -134,10 +133,8 @@ class PoissonSampler(Sampler):
 
     def _uniforms(self, generator: np.random.Generator) -> np.ndarray:
         """One number of 53 bits in [0, 1) for each record; without a seed from the system's cryptographic generator."""
-        if self.seed is not None:
-            return generator.random(self.n_records)
-        words = np.frombuffer(os.urandom(8 * self.n_records), dtype=np.uint64)
-        return (words >> np.uint64(11)) * 2.0**-53
+        source = SystemUniforms() if self.seed is None else generator
+        return source.random(self.n_records)
 
 
 @dataclass(frozen=True)

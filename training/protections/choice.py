@@ -10,8 +10,9 @@ import torch
 from accounting.errors import LedgerCorrupt
 from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
+from accounting.randomized_response import UniformSource
 from opusim.devices.base import NoisyDevice
-from opusim.randomness import NoiseStream, derive_seed, noise_stream
+from opusim.randomness import NoiseStream, SystemUniforms, derive_seed, noise_stream
 from training.config import RunConfig, TrainerConfig
 from training.data import Dataset
 from training.protections.amplified_labels import AmplifiedLabels
@@ -125,8 +126,10 @@ def _look(config: RunConfig, dataset: Dataset, device: NoisyDevice | None, ledge
         ledger.pay_once(_LABELS, mechanism)
 
     if config.protection.kind == "label-response":
-        seed = derive_seed(config.seed, "labels") if config.mode == "experiment" else None
-        return randomize(labels, label_response(config, k), np.random.default_rng(seed), pay=pay)
+        source: UniformSource = SystemUniforms()
+        if config.mode == "experiment":
+            source = np.random.default_rng(derive_seed(config.seed, "labels"))
+        return randomize(labels, label_response(config, k), source, pay=pay)
     seed = derive_seed(config.seed, "label-noise") if config.mode == "experiment" else 0
     noise, mu = noise_stream(config.mode, seed, "label-noise"), label_mu(config)
     if config.protection.noise == "device" and device is not None:

@@ -21,7 +21,7 @@ from accounting.label_leverage import label_distance
 from accounting.label_mechanisms import LabelOnce
 from accounting.label_once import reading_log_likelihood
 from accounting.mechanisms import Mechanism, RandomizedResponse
-from accounting.randomized_response import respond, response_log_likelihood
+from accounting.randomized_response import UniformSource, respond, response_log_likelihood
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
@@ -141,15 +141,13 @@ def readable_law(device: NoisyDevice) -> GaussianNoise:
     return law
 
 
-def randomize(
-    labels: Tensor, mechanism: RandomizedResponse, generator: np.random.Generator, *, pay: Pay
-) -> Tensor:
+def randomize(labels: Tensor, mechanism: RandomizedResponse, generator: UniformSource, *, pay: Pay) -> Tensor:
     """Labels by k-ary randomized response.
 
     Args:
         labels: Class numbers, shape (n,).
         mechanism: The response.
-        generator: Source of randomness; for a release one from the operating system's entropy, never stored.
+        generator: Source of randomness; for a release the operating system's own.
         pay: Takes what is released.
 
     Returns:

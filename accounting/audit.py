@@ -216,14 +216,27 @@ def _halves(scores: np.ndarray, generator: np.random.Generator) -> tuple[np.ndar
 
 
 def _best_threshold(scores_in: np.ndarray, scores_out: np.ndarray, plan: AuditPlan) -> float:
-    """The threshold with the largest bound on the half that is spent on choosing; midway between scores."""
+    """The threshold with the largest bound on the half that is spent on choosing; midway between two scores.
+
+    A threshold at a score itself would lose fresh scores beside it although the worlds are far apart. Of thresholds
+    with equal bounds it is the one in the widest gap.
+    """
     points = np.unique(np.concatenate([scores_in, scores_out]))
-    candidates = np.quantile(points, np.linspace(0, 1, 200)) if len(points) > 200 else points
+    candidates = np.concatenate([points[:1], (points[:-1] + points[1:]) / 2])
+    widths = np.concatenate([[0.0], np.diff(points)])
     misses = np.searchsorted(np.sort(scores_in), candidates)
     alarms = len(scores_out) - np.searchsorted(np.sort(scores_out), candidates)
     level = (1 - plan.confidence) / 2
-    limits = _upper_limits(misses, len(scores_in), level), _upper_limits(alarms, len(scores_out), level)
-    return float(candidates[int(np.argmax(_strength(*limits, plan)))])
+    miss = _limits_table(len(scores_in), level)[misses]
+    alarm = _limits_table(len(scores_out), level)[alarms]
+    strengths = _strength(miss, alarm, plan)
+    best = np.flatnonzero(strengths == strengths.max())
+    return float(candidates[best[np.argmax(widths[best])]])
+
+
+def _limits_table(trials: int, level: float) -> np.ndarray:
+    """The limits for 0 .. trials events."""
+    return _upper_limits(np.arange(trials + 1), trials, level)
 
 
 def _upper_limits(events: np.ndarray, trials: int, level: float) -> np.ndarray:

@@ -272,6 +272,51 @@ def account_device(
     print_rows(level_rows(levels))
 
 
+@app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    trials: Annotated[
+        int, typer.Option(help="Coin tosses on the run; the controls take up to 200 each.")
+    ] = 400,
+    seed: Annotated[int | None, typer.Option(help="Repeats an audit; drawn and kept by default.")] = None,
+    delta: Annotated[float | None, typer.Option(help="Of the bounds; the run's by default.")] = None,
+    arrays: Annotated[
+        Path | None,
+        typer.Option(
+            help="An .npz file with the arrays x and y that the run was trained on, if it was on arrays."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Attack a run: can whoever sees its updates tell which records were used? Beside a null and a broken control."""
+    import json
+
+    from training.attacks.run_audit import audit_run
+    from training.runs.progress import CountingBar
+    from training.runs.report import write_report
+    from training.runs.run import load_run
+    from training.runs.run_evaluation import read_npz
+
+    data = None if arrays is None else read_npz(arrays)
+    with CountingBar("audit") as bar:
+        found = audit_run(
+            run, data=data, trials=trials, seed=seed, delta=delta, on_start=bar.start, on_trial=bar.advance
+        )
+    report_file = write_report(load_run(run))
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+        return
+    from textwrap import fill
+
+    from accounting.tables import print_rows
+    from training.attacks.words import finding_rows, paragraphs
+
+    print_rows(finding_rows(found))
+    for text in paragraphs(found):
+        typer.echo("\n" + fill(text, width=120))
+    typer.echo(f"\nkept in {run / 'audit.json'} and shown in {report_file}")
+
+
 def main() -> None:
     """Run the command; exit codes: 2 for bad input, 3 for a device fault, 4 for a spent budget, 130 for Ctrl-C."""
     debug = "--debug" in sys.argv

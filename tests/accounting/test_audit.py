@@ -105,3 +105,11 @@ def test_a_bound_far_below_the_claim_proves_nothing() -> None:
 def test_bad_scores_are_named(scores: np.ndarray) -> None:
     with pytest.raises(ValueError, match="scores_in"):
         audit(scores, np.ones(10), PLAN)
+
+
+def test_worlds_far_apart_reach_the_ceiling_whatever_the_split() -> None:
+    """A threshold at a member's score would lose a fresh member just below it; one midway loses none."""
+    generator = np.random.default_rng(3)
+    for split in range(50):
+        result = audit(10 + generator.random(60), generator.random(60), replace(PLAN, seed=split))
+        assert result.epsilon_lower == result.ceiling

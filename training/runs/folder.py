@@ -31,7 +31,8 @@ class RunFolder:
     per epoch, the same for a resumed run as for an uninterrupted one), `timing.jsonl` (seconds, which are
     not), `ledger.jsonl` (what was released, paid for before it was computed), `labels.safetensors` (where a run looks
     at its labels once), `components.safetensors` (the principal components that replace features), `summary.json`
-    (written when the run is done), `checkpoints/`, `figures/`, `report.html`, `lock`.
+    (written when the run is done), `audit.json` (what an audit of the run found), `checkpoints/`, `figures/`,
+    `report.html`, `lock`.
 
     Args:
         path: The folder; it need not exist yet.
@@ -46,6 +47,7 @@ class RunFolder:
         self.ledger_file = self.path / LEDGER_FILE
         self.labels_file = self.path / "labels.safetensors"
         self.components_file = self.path / "components.safetensors"
+        self.audit_file = self.path / "audit.json"
         self.checkpoints = self.path / "checkpoints"
         self.figures = self.path / "figures"
         self.report_file = self.path / "report.html"

@@ -58,3 +58,33 @@ class ProgressBar:
             if accuracy is not None:
                 parts.append(f"{name} {100 * accuracy:.1f} %")
         self._progress.update(self._task, news=", ".join(parts))
+
+
+class CountingBar:
+    """Shows how many of a known number of things are done, and the time left, on standard error.
+
+    Args:
+        label: What stands before the bar.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._bar = ProgressBar(label)
+        self._done = 0
+
+    def __enter__(self) -> Self:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.__exit__(kind, error, trace)
+
+    def start(self, total: int) -> None:
+        """So many there will be."""
+        self._bar.on_start(step=0, total_steps=total)
+
+    def advance(self) -> None:
+        """One more is done."""
+        self._done += 1
+        self._bar.on_step(step=self._done)

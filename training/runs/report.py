@@ -12,10 +12,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from accounting.tables import guarantee_rows
+from training.attacks.findings import RunAudit
+from training.attacks.words import finding_rows, paragraphs
 from training.data.records import OWN_ARRAYS
 from training.runs import figures
 from training.runs.run import Run
-from training.runs.storage import write_file
+from training.runs.storage import read_json, write_file
 
 
 def write_report(run: Run) -> Path:
@@ -139,6 +141,11 @@ def _render(
         ),
         data_sets=_distinct([(name, run.facts["data"]) for run, name in zip(runs, names, strict=True)]),
         guarantees=[(name, _guarantee_rows(run)) for run, name in zip(runs, names, strict=True)],
+        audits=[
+            (name, *_audit(run))
+            for run, name in zip(runs, names, strict=True)
+            if run.folder.audit_file.exists()
+        ],
         modes=sorted({run.config.mode for run in runs}),
         configurations=[(name, _flat(run.facts["config"])) for run, name in zip(runs, names, strict=True)],
         commands=[_command(run) for run in runs],
@@ -148,6 +155,12 @@ def _render(
 
 def _guarantee_rows(run: Run) -> list[dict[str, str]]:
     return guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment")
+
+
+def _audit(run: Run) -> tuple[list[dict[str, str]], list[str]]:
+    """What an audit of the run found: its table and its paragraphs."""
+    found = RunAudit.from_json(read_json(run.folder.audit_file))
+    return finding_rows(found), paragraphs(found)
 
 
 def _distinct(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:

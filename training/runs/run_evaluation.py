@@ -31,7 +31,7 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
     """
     run = load_run(path)
     if arrays is not None:
-        x, y = _read_npz(arrays)
+        x, y = read_npz(arrays)
         return {"data": arrays.name, "records": len(x), **run.evaluate(x, y)}
     if data is None and run.config.data.name == OWN_ARRAYS:
         raise DataError(
@@ -55,7 +55,12 @@ def _test_records(run: Run, name: str) -> Split:
     return dataset.test
 
 
-def _read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The arrays x and y of a person's .npz file.
+
+    Raises:
+        DataError: It cannot be read, or holds other arrays.
+    """
     try:
         loaded = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:

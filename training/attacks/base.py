@@ -1,0 +1,229 @@
+"""A game that is played with an attacker: trials in two worlds, what is seen in each, and a score.
+
+The auditor owns the data. A trial flips a coin between two neighbouring worlds, lets the run's own trainer release
+something, and shows it to attacks, each of which answers with a score, higher where it takes the first world for the
+one that was played. Trials are independent: fresh batches, fresh noise, the same starting point.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opusim.randomness import derive_seed
+from training.attacks.updates import last_gradient
+from training.config import OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """Records that the attacker knows.
+
+    Attributes:
+        x: Features as the network takes them, shape (n, d).
+        y: Class numbers, shape (n,).
+    """
+
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What the attacker sees and knows in a trial.
+
+    Attributes:
+        weights: The parameters before and after consecutive steps, oldest first, by name ("layer1.weight", ...).
+        optimizer: The optimizer's constants.
+        rate: Its learning rate in these steps.
+        others: The records that are in the last step's batch in both worlds.
+        batch_size: Records in that batch.
+    """
+
+    weights: Sequence[Mapping[str, Tensor]]
+    optimizer: OptimizerConfig
+    rate: float
+    others: Records
+    batch_size: int
+
+    def gradient(self, layer: int) -> Tensor:
+        """The last step's gradient of a layer (0 ..), float64, shape (n_l, n_(l-1)), one column more for a bias."""
+        names = [f"layer{layer + 1}.weight", f"layer{layer + 1}.bias"]
+        parts = [
+            last_gradient([parameters[name] for parameters in self.weights], self.optimizer, self.rate)
+            for name in names
+            if name in self.weights[-1]
+        ]
+        return torch.cat([part.reshape(len(parts[0]), -1) for part in parts], dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """A pair of records of which at most one is in the batch.
+
+    Attributes:
+        member: In the batch in the first world.
+        rival: In its place in the second world, where a record is replaced; None where it is left out.
+    """
+
+    member: Records
+    rival: Records | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What one trial shows.
+
+    Attributes:
+        sight: What is seen.
+        candidates: Whom the coin was about.
+        strangers: A pair that is in no batch in either world, for the null control.
+    """
+
+    sight: Sight
+    candidates: Candidates
+    strangers: Candidates
+
+
+class Game(ABC):
+    """Plays trials.
+
+    Attributes:
+        pair: The two worlds, in words.
+        released: What the attacker sees, in words.
+    """
+
+    pair: str
+    released: str
+
+    @abstractmethod
+    def play(self, trial: int, *, first_world: bool) -> Trial:
+        """Play a trial in one of the two worlds.
+
+        Args:
+            trial: Its number, from 0; other trials share neither batch nor noise with it.
+            first_world: Which world.
+        """
+
+
+class Attack(ABC):
+    """Turns what is seen into a score.
+
+    Attributes:
+        name: In a word or two.
+        knows: What the attacker knows beside what is released.
+    """
+
+    name: str
+    knows: str
+
+    @abstractmethod
+    def score(self, sight: Sight, candidates: Candidates) -> float:
+        """Higher where the first world looks likelier; finite.
+
+        Args:
+            sight: What is seen.
+            candidates: The pair in question.
+        """
+
+    def learn(self, trial: Trial) -> None:  # noqa: B027  # optional hook
+        """Look at a trial of the second world that the attacker simulated, before the game begins.
+
+        Args:
+            trial: It counts for nothing in the game.
+        """
+
+    def figure(self, score: float) -> str:
+        """A score in words."""
+        return f"{score:.3g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """An attack's scores in two worlds.
+
+    Attributes:
+        first: Scores of trials of the first world, shape (n,).
+        second: Those of the second, shape (m,).
+    """
+
+    first: np.ndarray
+    second: np.ndarray
+
+    @property
+    def auc(self) -> float:
+        """Probability that a score of the first world exceeds one of the second, ties counted half; NaN for none."""
+        if not len(self.first) or not len(self.second):
+            return float("nan")
+        ordered = np.sort(self.second)
+        below = np.searchsorted(ordered, self.first, side="left")
+        not_above = np.searchsorted(ordered, self.first, side="right")
+        return float(np.mean(below + not_above) / 2 / len(ordered))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """All scores of an attack: on the candidates, and on strangers with a coin of their own (none if not asked)."""
+
+    candidates: Scores
+    strangers: Scores
+
+
+@dataclass
+class _Tally:
+    scores: list[float] = field(default_factory=list)
+    coins: list[bool] = field(default_factory=list)
+
+    def add(self, score: float, coin: bool) -> None:
+        self.scores.append(score)
+        self.coins.append(coin)
+
+    def done(self) -> Scores:
+        scores, coins = np.array(self.scores, dtype=float), np.array(self.coins, dtype=bool)
+        return Scores(first=scores[coins], second=scores[~coins])
+
+
+def play(
+    game: Game,
+    attacks: Sequence[Attack],
+    *,
+    trials: int,
+    seed: int,
+    rehearsals: int = 0,
+    strangers: bool = False,
+    on_trial: Callable[[], None] = lambda: None,
+) -> list[Played]:
+    """Play a game against several attacks, a fair coin a trial.
+
+    Args:
+        game: What is played.
+        attacks: Who looks at each trial.
+        trials: How many count, at least 1.
+        seed: Of the coins, in [0, 2^64).
+        rehearsals: Trials of the second world, with other batches and noise, that the attacks may learn from first.
+        strangers: Whether they are asked about strangers too.
+        on_trial: Called after each trial that counts.
+
+    Returns:
+        For each attack its scores.
+    """
+    for number in range(rehearsals):
+        trial = game.play(trials + number, first_world=False)
+        for attack in attacks:
+            attack.learn(trial)
+    coins = np.random.default_rng(derive_seed(seed, "coins"))
+    tallies = [(_Tally(), _Tally()) for _ in attacks]
+    for number in range(trials):
+        present, imagined = bool(coins.random() < 0.5), bool(coins.random() < 0.5)
+        trial = game.play(number, first_world=present)
+        for attack, (known, strange) in zip(attacks, tallies, strict=True):
+            known.add(attack.score(trial.sight, trial.candidates), present)
+            if strangers:
+                strange.add(attack.score(trial.sight, trial.strangers), imagined)
+        on_trial()
+    return [Played(candidates=known.done(), strangers=strange.done()) for known, strange in tallies]

@@ -1,0 +1,121 @@
+"""The covariance attack: a record in the batch widens the update's noise along its own input, at every sigma.
+
+With the signals' part subtracted, row j of the first layer's summed update is y_j ~ N(0, sigma^2 A_j) without the
+candidate, A_j = sum_i phi'_ij^2 h_i h_i^T over the others, and N(w_j h, sigma^2 (A_j + phi'_j^2 h h^T)) with it, w_j
+its own signal. With a_j = phi'_j^2 h^T A_j^-1 h, p_j = phi'_j h^T A_j^-1 y_j / sigma and u_j = w_j / (phi'_j sigma),
+
+    log-likelihood ratio = sum_j [p_j u_j - u_j^2 a_j / 2 + (p_j - u_j a_j)^2 / (2 (1 + a_j)) - log(1 + a_j) / 2].
+
+sigma is estimated from the rows themselves, and a_j does not depend on it: more noise hides nothing. For batches
+above the fan-in, where the row space says nothing.
+Source: docs/privacy.md, section 2 (whole records have no guarantee at any sigma).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from training.attacks.base import Attack, Candidates, Records, Sight
+from training.attacks.stage import Shadow
+from training.networks.clipping import ActivationClipping
+from training.protections.base import with_constant
+
+_WORK = 1e10  # multiplications a trial may take: it limits the rows that are looked at
+_MEMORY = 1e7  # numbers
+_RIDGE = 1e-7
+
+
+class CovarianceAttack(Attack):
+    """The likelihood ratio of the first layer's rows.
+
+    Args:
+        shadow: Computes the signals' part.
+        clipping: What the update does to the inputs.
+        through_clip: Whether clipped neurons have slope 0.
+        depth: Layers of the network.
+        bias: Whether the first layer has a bias.
+    """
+
+    name = "covariance"
+    knows = "all other records of the batch, the candidate, the weights and the device's matrix, not sigma"
+
+    def __init__(
+        self, shadow: Shadow, clipping: ActivationClipping, *, through_clip: bool, depth: int, bias: bool
+    ) -> None:
+        self._shadow, self._clipping, self._through_clip = shadow, clipping, through_clip
+        self._depth, self._bias = depth, bias
+        self._seen: tuple[Sight, Rows] | None = None
+
+    def score(self, sight: Sight, candidates: Candidates) -> float:
+        """See Attack.score; where a record is replaced, the ratio of the two."""
+        score = self._ratio(sight, candidates.member)
+        return score if candidates.rival is None else score - self._ratio(sight, candidates.rival)
+
+    def _ratio(self, sight: Sight, record: Records) -> float:
+        if self._seen is None or self._seen[0] is not sight:
+            left = (
+                sight.gradient(0) * sight.batch_size - self._shadow.sums(sight.weights[-2], sight.others)[0]
+            )
+            self._seen = sight, Rows(left, *self._layer(sight, sight.others))
+        h, slope = self._layer(sight, record)
+        own = self._shadow.sums(sight.weights[-2], record)[0]
+        signal = own @ h[0] / h[0].square().sum()  # w_j, shape (n,)
+        return self._seen[1].log_likelihood_ratio(h[0], slope[0], signal)
+
+    def _layer(self, sight: Sight, records: Records) -> tuple[Tensor, Tensor]:
+        """What the first layer's update takes for the inputs, and its slopes, float64."""
+        weights = sight.weights[-2]
+        slopes = self._shadow.slopes(weights, records.x, through_clip=self._through_clip)
+        h = self._clipping(records.x, layer=0, depth=self._depth, n_layer=slopes.shape[1])
+        return with_constant(h, bias=self._bias).double(), slopes
+
+
+class Rows:
+    """Rows of an update less the others' signals, and the covariance that the others give them.
+
+    Args:
+        left: y_j, shape (n, d), float64 like all.
+        inputs: h_i of the others, shape (m, d).
+        slopes: phi'_ij of the others, shape (m, n).
+    """
+
+    def __init__(self, left: Tensor, inputs: Tensor, slopes: Tensor) -> None:
+        m, d = inputs.shape
+        self._n = min(len(left), max(int(_WORK // (m * d * d + d**3 // 3)), 1))
+        self._left = left[: self._n]
+        self._factors = torch.cat(
+            [
+                _cholesky(part, inputs)
+                for part in slopes[:, : self._n].t().split(max(int(_MEMORY // (m * d)), 1))
+            ]
+        )  # (n, d, d)
+        self._whitened = self._solve(self._left[:, :, None])[:, :, 0]  # A_j^-1 y_j, (n, d)
+        self._sigma = ((self._left * self._whitened).sum() / (d * self._n)).sqrt().clamp_min(1e-300)
+
+    def log_likelihood_ratio(self, h: Tensor, slope: Tensor, signal: Tensor) -> float:
+        """The candidate in the batch against the others alone; see the module's law.
+
+        Args:
+            h: Of the candidate, shape (d,).
+            slope: phi'_j, shape (n,).
+            signal: w_j, shape (n,).
+        """
+        leverage = (self._solve(h.expand(self._n, -1)[:, :, None])[:, :, 0] * h).sum(dim=1)  # (n,)
+        slope, signal = slope[: self._n], signal[: self._n]
+        a, p = slope.square() * leverage, slope * (self._whitened @ h) / self._sigma
+        u = torch.where(slope == 0, 0.0, signal / slope / self._sigma)
+        terms = p * u - u * u * a / 2 + (p - u * a).square() / (2 * (1 + a)) - torch.log1p(a) / 2
+        return float(terms.sum())
+
+    def _solve(self, right: Tensor) -> Tensor:
+        return torch.cholesky_solve(right, self._factors)
+
+
+def _cholesky(slopes: Tensor, inputs: Tensor) -> Tensor:
+    """Factors of A_j, shape (rows, d, d), from slopes (rows, m); a ridge that no float32 update could show."""
+    scaled = slopes[:, :, None] * inputs  # (rows, m, d)
+    gram = scaled.transpose(1, 2) @ scaled
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    diagonal.add_(_RIDGE * diagonal.mean(dim=1, keepdim=True) + 1e-300)
+    return torch.linalg.cholesky(gram)

@@ -61,9 +61,9 @@ class Finding:
         if bound is None:
             return "membership found" if found else "nothing found, which proves nothing"
         words = {
-            Verdict.REFUTED: f"the proven {bound.epsilon:.3g} is refuted",
-            Verdict.CONSISTENT: f"agrees with the proven {bound.epsilon:.3g}",
-            Verdict.PROVES_NOTHING: f"below the proven {bound.epsilon:.3g}",
+            Verdict.REFUTED: f"the step's proven {bound.epsilon:.3g} is refuted",
+            Verdict.CONSISTENT: f"agrees with the step's proven {bound.epsilon:.3g}",
+            Verdict.PROVES_NOTHING: f"below the step's proven {bound.epsilon:.3g}",
         }
         return words[self.result.verdict(bound)]
 

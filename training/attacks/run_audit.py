@@ -45,6 +45,8 @@ from training.runs.storage import write_json
 FEWEST_TRIALS = 40
 _CONTROL_TRIALS = 200
 _REHEARSALS = 16
+_ERROR = 0.05
+"""Probability that any bound on the run is too high, shared by its attacks."""
 _CONTROL_NOISE = 4.0
 """Noise multiplier of the controls: its epsilon of 0.93 at delta 1e-5 is low enough for 200 trials to refute it."""
 
@@ -219,6 +221,7 @@ def _findings(
             threat_model=f"sees {MembershipGame.released}, knows {attack.knows}",
             pair=pair,
             delta=delta,
+            confidence=1 - _ERROR / len(attacks),
             seed=derive_seed(seed, "halves") >> 1,
         )
         found.append(_finding(role, attack, played.candidates, plan, claim))

@@ -21,7 +21,7 @@ def finding_rows(audit: RunAudit) -> list[dict[str, str]]:
             "members": finding.members,
             "others": finding.others,
             "AUC": f"{finding.auc:.3f}",
-            "errors": f"{finding.result.false_negatives} + {finding.result.false_positives}",
+            "missed + false": f"{finding.result.false_negatives} + {finding.result.false_positives}",
             "epsilon at least": f"{finding.result.epsilon_lower:.2f}",
             "of at most": f"{finding.result.ceiling:.2f}",
             "says": finding.says,
@@ -41,7 +41,8 @@ def _played(audit: RunAudit) -> str:
         f"What was played: {audit.trials} times, from step {audit.step} of the run, its own trainer made one step with "
         f"{plan.pair}, by the toss of a coin. The attacker {plan.threat_model}, and says which it was. Half of the "
         "trials choose its threshold, the other half, counted in the table, give the bound: epsilon is at least so "
-        f"much with confidence {plan.confidence:g} at delta {plan.delta:g} ({plan.estimator.value}); a perfect attack "
+        f"much with confidence {plan.confidence:g} a row at delta {plan.delta:g} ({plan.estimator.value}), 0.95 for "
+        "all rows of the run; a perfect attack "
         f"would have shown {audit.strongest.result.ceiling:.2f} with as many trials."
     )
 
@@ -53,8 +54,10 @@ def _found(audit: RunAudit) -> str:
         return "Found: nothing. A better attack may exist; an audit never proves privacy."
     rate = f"{result.false_negatives} of {result.n_in} members missed, "
     rate += f"{result.false_positives} of {result.n_out} others"
+    allowed = best.claim is not None and not best.refutes
     return (
-        f"Found: membership. By the {best.attack} attack ({rate} taken for members) one step alone costs at least "
+        f"Found: {'no more than is proven' if allowed else 'membership'}. By the {best.attack} attack ({rate} taken "
+        "for members) one step alone costs at least "
         f"epsilon {result.epsilon_lower:.2f}."
     )
 

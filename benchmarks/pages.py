@@ -47,7 +47,7 @@ def _private_rows() -> list[Row]:
         (
             f"FashionMNIST under protection, test accuracy [%] at epsilon {epsilon:g}, delta 1e-5",
             "; ".join(f"{cell['row']} {cell['test']:.1f}" for cell in cells if cell["epsilon"] == epsilon),
-            "`python -m benchmarks.pdfa_private`",
+            "`python -m benchmarks.pdfa_private measure`",
         )
         for epsilon in sorted(epsilons)
     ]

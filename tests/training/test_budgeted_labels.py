@@ -401,30 +401,15 @@ def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
     return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
 
 
-class StopAt:
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        pass
-
-    def on_step(self, *, step: int) -> None:
-        if step == self.step:
-            raise KeyboardInterrupt
-
-    def on_epoch(self, record: dict) -> None:
-        pass
-
-
 def last_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
 
 
-def test_a_resumed_run_takes_up_its_spending_bit_for_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_takes_up_its_spending_bit_for_bit(tmp_path: Path, stop_at: type) -> None:
     """Records run out of budget in this run, so a spending that was forgotten would change the weights."""
     unbroken = training.train(LABEL, data=data(), folder=tmp_path / "unbroken")
     with pytest.raises(KeyboardInterrupt):
-        training.train(LABEL, data=data(), folder=tmp_path / "broken", watcher=StopAt(10))
+        training.train(LABEL, data=data(), folder=tmp_path / "broken", watcher=stop_at(10))
     resumed = training.train(data=data(), folder=tmp_path / "broken", resume=True)
     expected, found = last_tensors(tmp_path / "unbroken"), last_tensors(tmp_path / "broken")
     assert expected.keys() == found.keys()
@@ -439,22 +424,22 @@ def test_a_resumed_run_takes_up_its_spending_bit_for_bit(tmp_path: Path) -> None
 
 
 def test_planted_fault_a_forgotten_spending_is_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: type
 ) -> None:
     training.train(LABEL, data=data(), folder=tmp_path / "unbroken")
     with pytest.raises(KeyboardInterrupt):
-        training.train(LABEL, data=data(), folder=tmp_path / "broken", watcher=StopAt(10))
+        training.train(LABEL, data=data(), folder=tmp_path / "broken", watcher=stop_at(10))
     monkeypatch.setattr(budgeted_labels.LabelFilter, "restore", lambda self, spent: None)
     training.train(data=data(), folder=tmp_path / "broken", resume=True)
     expected, found = last_tensors(tmp_path / "unbroken"), last_tensors(tmp_path / "broken")
     assert not all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_a_release_run_cannot_spend_its_budget_twice(tmp_path: Path) -> None:
+def test_a_release_run_cannot_spend_its_budget_twice(tmp_path: Path, stop_at: type) -> None:
     """Its noise would be drawn afresh, so the whole budget is charged again: more than epsilon."""
     config = {**LABEL, "mode": "release"}
     with pytest.raises(KeyboardInterrupt):
-        training.train(config, data=data(), folder=tmp_path, watcher=StopAt(10))
+        training.train(config, data=data(), folder=tmp_path, watcher=stop_at(10))
     before = (tmp_path / "ledger.jsonl").read_bytes()
     with pytest.raises(BudgetExceeded, match="more than epsilon 3 .*not taken"):
         training.train(data=data(), folder=tmp_path, resume=True)

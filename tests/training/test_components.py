@@ -119,32 +119,17 @@ def test_a_known_data_set_is_evaluated_through_the_runs_own_components(tmp_path:
     assert evaluate_run(tmp_path)["accuracy"] == run.summary["test_accuracy"]
 
 
-def test_a_resumed_run_takes_the_stored_components(tmp_path: Path) -> None:
+def test_a_resumed_run_takes_the_stored_components(tmp_path: Path, stop_at: type) -> None:
     """The records' fingerprint is that of the components, so a map that came back otherwise would be refused."""
     training.train(CONFIG, data=data(), folder=tmp_path / "unbroken")
     with pytest.raises(KeyboardInterrupt):
-        training.train(CONFIG, data=data(), folder=tmp_path / "broken", watcher=_StopAt(13))
+        training.train(CONFIG, data=data(), folder=tmp_path / "broken", watcher=stop_at(13))
     training.train(data=data(), folder=tmp_path / "broken", resume=True)
     expected, found = (
         read_checkpoint(list_checkpoints(tmp_path / name / "checkpoints")[-1]).tensors
         for name in ("unbroken", "broken")
     )
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-
-class _StopAt:
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        pass
-
-    def on_step(self, *, step: int) -> None:
-        if step == self.step:
-            raise KeyboardInterrupt
-
-    def on_epoch(self, record: dict) -> None:
-        pass
 
 
 def test_private_records_have_no_components(tmp_path: Path) -> None:

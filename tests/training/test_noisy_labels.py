@@ -240,21 +240,6 @@ def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
     return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
 
 
-class StopAt:
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        pass
-
-    def on_step(self, *, step: int) -> None:
-        if step == self.step:
-            raise KeyboardInterrupt
-
-    def on_epoch(self, record: dict) -> None:
-        pass
-
-
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
 
@@ -372,7 +357,7 @@ def test_label_and_calibration_steps_are_no_training_steps() -> None:
 @pytest.mark.parametrize("mode", ["experiment", "release"])
 @pytest.mark.parametrize("config", KINDS, ids=IDS)
 def test_a_resumed_run_neither_reads_nor_pays_again(
-    tmp_path: Path, config: dict, mode: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, config: dict, mode: str, monkeypatch: pytest.MonkeyPatch, stop_at: type
 ) -> None:
     looks, look = [], choice._look
 
@@ -383,7 +368,7 @@ def test_a_resumed_run_neither_reads_nor_pays_again(
     monkeypatch.setattr(choice, "_look", counted)
     config = {**config, "mode": mode}
     with pytest.raises(KeyboardInterrupt):
-        training.train(config, data=data(), folder=tmp_path / "broken", watcher=StopAt(6))
+        training.train(config, data=data(), folder=tmp_path / "broken", watcher=stop_at(6))
     kept = (tmp_path / "broken" / "labels.safetensors").read_bytes()
     run = training.train(data=data(), folder=tmp_path / "broken", resume=True)
     assert len(looks) == 1
@@ -416,9 +401,9 @@ def test_a_look_that_was_paid_for_and_lost(
     assert len(read_ledger(tmp_path).payments) == 1
 
 
-def test_labels_that_are_not_paid_for_are_refused(tmp_path: Path) -> None:
+def test_labels_that_are_not_paid_for_are_refused(tmp_path: Path, stop_at: type) -> None:
     with pytest.raises(KeyboardInterrupt):
-        training.train(ONCE, data=data(), folder=tmp_path, watcher=StopAt(6))
+        training.train(ONCE, data=data(), folder=tmp_path, watcher=stop_at(6))
     for file in tmp_path.glob("ledger.*"):
         file.unlink()
     with pytest.raises(LedgerCorrupt, match="ledger.jsonl: does not pay for labels.safetensors"):

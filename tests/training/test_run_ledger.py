@@ -51,23 +51,6 @@ def data(n: int = 64) -> tuple[np.ndarray, np.ndarray]:
     return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
 
 
-class StopAt:
-    """A watcher who falls dead after a step: no checkpoint is written."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        pass
-
-    def on_step(self, *, step: int) -> None:
-        if step == self.step:
-            raise KeyboardInterrupt
-
-    def on_epoch(self, record: dict) -> None:
-        pass
-
-
 def entries(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line)["entry"] for line in (folder / "ledger.jsonl").read_text().splitlines()]
 
@@ -292,13 +275,13 @@ def unpaid(events: list[tuple[str, Any]], *, mode: str) -> list[int]:
 @pytest.mark.parametrize("block", [1, 3, 64])
 @pytest.mark.parametrize("mode", ["experiment", "release"])
 def test_every_step_is_written_and_synced_before_it_is_computed(
-    tmp_path: Path, mode: str, block: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mode: str, block: int, monkeypatch: pytest.MonkeyPatch, stop_at: type
 ) -> None:
     monkeypatch.setattr(session, "_STEPS_PAID_AT_ONCE", {mode: block})
     recorder = Recorder(monkeypatch)
     config = {**RECORD, "mode": mode}
     with pytest.raises(KeyboardInterrupt):
-        training.train(config, data=data(), folder=tmp_path, watcher=StopAt(5))
+        training.train(config, data=data(), folder=tmp_path, watcher=stop_at(5))
     training.train(data=data(), folder=tmp_path, resume=True)
     steps = [value for kind, value in recorder.events if kind == "step"]
     assert steps == [0, 1, 2, 3, 4, 4, 5, 6, 7]  # step 4 stood behind the checkpoint and was done again
@@ -345,34 +328,37 @@ def _reserve_as_experiment(reserve: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.mark.parametrize("fault", [_pay_late, _never_sync, _pay_once_for_repeats])
 def test_planted_faults_of_the_order_are_caught(
-    tmp_path: Path, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    fault: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    stop_at: type,
 ) -> None:
     monkeypatch.setattr(session, "_STEPS_PAID_AT_ONCE", {"release": 1})
     recorder = Recorder(monkeypatch)
     fault(monkeypatch)
     config = {**RECORD, "mode": "release"}
     with pytest.raises(KeyboardInterrupt):
-        training.train(config, data=data(), folder=tmp_path, watcher=StopAt(5))
+        training.train(config, data=data(), folder=tmp_path, watcher=stop_at(5))
     training.train(data=data(), folder=tmp_path, resume=True)
     assert unpaid(recorder.events, mode="release")
 
 
 @pytest.mark.parametrize(("mode", "total"), [("experiment", STEPS), ("release", STEPS + 4)])
-def test_a_release_run_that_goes_on_pays_again(tmp_path: Path, mode: str, total: int) -> None:
+def test_a_release_run_that_goes_on_pays_again(tmp_path: Path, mode: str, total: int, stop_at: type) -> None:
     """Killed after step 5, checkpoint at 4: steps 4 to 7, paid for in a block before, are drawn and charged afresh."""
     unbroken = training.train({**RECORD, "mode": mode}, data=data(), folder=tmp_path / "unbroken")
     with pytest.raises(KeyboardInterrupt):
-        training.train({**RECORD, "mode": mode}, data=data(), folder=tmp_path / "broken", watcher=StopAt(5))
+        training.train({**RECORD, "mode": mode}, data=data(), folder=tmp_path / "broken", watcher=stop_at(5))
     run = training.train(data=data(), folder=tmp_path / "broken", resume=True)
     assert paid_steps(tmp_path / "broken") == total
     (exact,), (found,) = unbroken.guarantees, run.guarantees
     assert (found.epsilon > exact.epsilon) == (mode == "release")
 
 
-def test_a_release_run_may_run_out_of_budget_by_being_killed(tmp_path: Path) -> None:
+def test_a_release_run_may_run_out_of_budget_by_being_killed(tmp_path: Path, stop_at: type) -> None:
     config = {**RECORD, "protection": {"kind": "record", "epsilon": 2.0}, "mode": "release"}
     with pytest.raises(KeyboardInterrupt):
-        training.train(config, data=data(), folder=tmp_path, watcher=StopAt(5))
+        training.train(config, data=data(), folder=tmp_path, watcher=stop_at(5))
     with pytest.raises(BudgetExceeded, match="training ended after step 4 of 8"):
         training.train(data=data(), folder=tmp_path, resume=True)
     (guarantee,) = training.load_run(tmp_path).guarantees
@@ -383,13 +369,13 @@ def test_a_release_run_may_run_out_of_budget_by_being_killed(tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped(tmp_path_factory: pytest.TempPathFactory, stop_at: type) -> Path:
     """A run that was stopped after 5 of 8 steps, with a line of the ledger for each pair of them."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(session, "_STEPS_PAID_AT_ONCE", {"experiment": 2})
         with pytest.raises(KeyboardInterrupt):
-            training.train(RECORD, data=data(), folder=folder, watcher=StopAt(5))
+            training.train(RECORD, data=data(), folder=folder, watcher=stop_at(5))
     return folder
 
 
@@ -502,8 +488,8 @@ def test_a_run_without_its_ledger_says_so(stopped: Path, tmp_path: Path) -> None
         training.train(data=data(), folder=folder, resume=True)
 
 
-def test_ctrl_c_and_resume_pay_once_in_experiment_mode(tmp_path: Path) -> None:
-    class Presses(StopAt):
+def test_ctrl_c_and_resume_pay_once_in_experiment_mode(tmp_path: Path, stop_at: type) -> None:
+    class Presses(stop_at):
         def on_step(self, *, step: int) -> None:
             if step == self.step:
                 os.kill(os.getpid(), signal.SIGINT)

@@ -48,34 +48,21 @@ def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
     return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
 
 
-class StopAt:
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        pass
-
-    def on_step(self, *, step: int) -> None:
-        if step == self.step:
-            raise KeyboardInterrupt
-
-    def on_epoch(self, record: dict) -> None:
-        pass
-
-
 def last(folder: Path) -> dict[str, torch.Tensor]:
     return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_resumed_run_takes_up_its_schedule_bit_for_bit(tmp_path: Path, schedule: str, name: str) -> None:
+def test_a_resumed_run_takes_up_its_schedule_bit_for_bit(
+    tmp_path: Path, schedule: str, name: str, stop_at: type
+) -> None:
     config = {**CONFIG, "optimizer": {"name": name, "schedule": schedule, "averaged_tail": 0.5}}
     training.train(config, data=data(), folder=tmp_path / "unbroken")
     for stop in (3, 9):  # before and within the mean's steps
         folder = tmp_path / f"broken at {stop}"
         with pytest.raises(KeyboardInterrupt):
-            training.train(config, data=data(), folder=folder, watcher=StopAt(stop))
+            training.train(config, data=data(), folder=folder, watcher=stop_at(stop))
         training.train(data=data(), folder=folder, resume=True)
         expected, found = last(tmp_path / "unbroken"), last(folder)
         assert expected.keys() == found.keys()
@@ -87,7 +74,9 @@ def test_a_resumed_run_takes_up_its_schedule_bit_for_bit(tmp_path: Path, schedul
     )
 
 
-def test_every_step_of_a_run_has_its_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_of_a_run_has_its_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: type
+) -> None:
     rates: list[float] = []
 
     def recorded(optimizer: torch.optim.Optimizer, config: OptimizerConfig, progress: float) -> None:
@@ -97,7 +86,7 @@ def test_every_step_of_a_run_has_its_rate(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("training.engine.set_learning_rate", recorded)
     optimizer = {"lr": 0.3, "schedule": "linear"}
     with pytest.raises(KeyboardInterrupt):
-        training.train({**CONFIG, "optimizer": optimizer}, data=data(), folder=tmp_path, watcher=StopAt(6))
+        training.train({**CONFIG, "optimizer": optimizer}, data=data(), folder=tmp_path, watcher=stop_at(6))
     training.train(data=data(), folder=tmp_path, resume=True)
     steps = [0, 1, 2, 3, 4, 5, *range(4, 12)]  # the checkpoint of the first epoch stands at 4
     np.testing.assert_allclose(rates, [0.3 * (1 - step / 12) for step in steps])

@@ -25,7 +25,7 @@ from joblib import Parallel, delayed
 
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
-from training.config import merged, parse_setting
+from training.config.reading import merged, parse_setting
 
 FOLDER = Path("runs/private")
 TUNING_SEED, SEEDS = 100, (0, 1, 2)

@@ -16,7 +16,7 @@ from joblib import Parallel, delayed
 from benchmarks.pdfa_table1 import BATCH, PAPER, SIGMAS, WIDTH, configuration
 from benchmarks.results_file import save_results
 from benchmarks.runs import train_or_read
-from training.config import merged
+from training.config.reading import merged
 
 FOLDER = Path("runs/readings")
 COLUMNS = ("0", "0.2")

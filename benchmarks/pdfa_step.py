@@ -14,7 +14,8 @@ from torch import nn
 from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
 from opusim import open_device
-from training.config import OptimizerConfig, TrainerConfig
+from training.config.feedback import FeedbackConfig
+from training.config.optimizer import OptimizerConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
 from training.optimizers import make_optimizer
@@ -38,7 +39,7 @@ def autograd_step(x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
     return step
 
 
-def closed_form_step(x: torch.Tensor, y: torch.Tensor, config: TrainerConfig) -> Callable[[], None]:
+def closed_form_step(x: torch.Tensor, y: torch.Tensor, config: FeedbackConfig) -> Callable[[], None]:
     network = FullyConnected(new_model())
     device = open_device("gaussian", n_inputs=10, n_outputs=1024) if config.kind == "pdfa" else None
     trainer = FeedbackTrainer(
@@ -56,13 +57,13 @@ def main() -> None:
     x, y = torch.randn(BATCH, 784), torch.randint(0, 10, (BATCH,))
     work = {
         "autograd backpropagation": autograd_step(x, y),
-        "bp, closed form": closed_form_step(x, y, TrainerConfig(kind="bp")),
-        "dfa": closed_form_step(x, y, TrainerConfig(kind="dfa")),
-        "pdfa, hardware order": closed_form_step(x, y, TrainerConfig(kind="pdfa")),
+        "bp, closed form": closed_form_step(x, y, FeedbackConfig(kind="bp")),
+        "dfa": closed_form_step(x, y, FeedbackConfig(kind="dfa")),
+        "pdfa, hardware order": closed_form_step(x, y, FeedbackConfig(kind="pdfa")),
         "pdfa, published order (two noises)": closed_form_step(
             x,
             y,
-            TrainerConfig(kind="pdfa", order="published", tau_b=1.0, tau_h_max=1.0, clipped_layers="hidden"),
+            FeedbackConfig(kind="pdfa", order="published", tau_b=1.0, tau_h_max=1.0, clipped_layers="hidden"),
         ),
     }
     rows = []

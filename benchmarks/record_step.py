@@ -22,7 +22,8 @@ from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
 from opusim import open_device
 from opusim.randomness import noise_stream
-from training.config import OptimizerConfig, TrainerConfig
+from training.config.feedback import FeedbackConfig
+from training.config.optimizer import OptimizerConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
 from training.optimizers import make_optimizer
@@ -66,7 +67,7 @@ def protected_step(x: torch.Tensor, y: torch.Tensor, mode: str, kind: str) -> Ca
     trainer = FeedbackTrainer(
         network,
         make_optimizer(network.parameters, OptimizerConfig()),
-        TrainerConfig(kind=kind),
+        FeedbackConfig(kind=kind),
         device=open_device("gaussian", n_inputs=10, n_outputs=1024, mode=mode) if kind == "pdfa" else None,
         protection=protection,
     )

@@ -1,4 +1,4 @@
-"""The parts of a run, each built from its configuration: data, network, device, sampler, trainer."""
+"""The parts of a run, each built from its configuration: data, device, sampler."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opusim.description_schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
-from opusim.randomness import derive_seed, noise_stream
-from training.config import RunConfig
+from training.config.run import RunConfig
 from training.data import Dataset, Split, from_arrays
 from training.data.components import PrincipalComponents, reduced
 from training.data.records import chosen_constants, configured_dataset
 from training.data.samplers import Sampler, make_sampler
-from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected, LayerShape, build_model
-from training.optimizers import make_optimizer
-from training.protections.choice import make_protection
+from training.family import DeviceShape
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
+from training.seeds import seed_for
 
 Arrays = tuple[np.ndarray | Tensor, np.ndarray | Tensor]
 
@@ -55,11 +52,6 @@ def torch_threads(wanted: int | None) -> Iterator[int]:
         yield torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
-
-
-def seed_for(config: RunConfig, label: str) -> int | None:
-    """A seed for one purpose; None in release mode, where nothing is seeded."""
-    return derive_seed(config.seed, label) if config.mode == "experiment" else None
 
 
 def load_data(config: RunConfig, data: Arrays | Dataset | None) -> Dataset:
@@ -92,36 +84,11 @@ def in_components(config: RunConfig, dataset: Dataset, resumed: RunFolder | None
     return reduced(dataset, PrincipalComponents.of(dataset.train.x, wanted, whitening=config.data.whitening))
 
 
-def new_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
-    """The network of the configuration, freshly initialised."""
-    options = config.model
-    layers = [
-        LayerShape(
-            n_outputs=width,
-            activation=options.activation,
-            bias=options.bias,
-            tau_h_max=options.tau_h_max,
-            tau_h_min=options.tau_h_min,
-        )
-        for width in options.hidden
-    ]
-    layers.append(
-        LayerShape(n_outputs=dataset.n_classes, activation=options.output_activation, bias=options.bias)
-    )
-    generator = torch.Generator()
-    seed = seed_for(config, "initialisation")
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    return build_model(dataset.n_features, layers, generator=generator, gain=options.initial_gain)
-
-
 @contextmanager
 def opened_device(
-    config: RunConfig, network: FullyConnected, description: DeviceDescription | None
+    config: RunConfig, shape: DeviceShape, description: DeviceDescription | None
 ) -> Iterator[NoisyDevice | None]:
-    """Open the device that the trainer needs, as wide as the network."""
+    """Open the device that the trainer needs; None where the run has none."""
     if description is None:
         yield None
         return
@@ -130,8 +97,8 @@ def opened_device(
         mode=config.mode,
         seed=seed_for(config, "device") or 0,
         torch_device=config.torch_device,
-        n_inputs=network.widths[-1],
-        n_outputs=sum(network.widths[:-1]),
+        n_inputs=shape.n_inputs,
+        n_outputs=shape.n_outputs,
     ) as device:
         yield device
 
@@ -142,24 +109,6 @@ def fingerprint(split: Split) -> str:
     for tensor in (split.x, split.y):
         digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def make_trainer(
-    config: RunConfig, network: FullyConnected, dataset: Dataset, device: NoisyDevice | None
-) -> FeedbackTrainer:
-    """The trainer of the configuration, with its noise and protection; `noisy_labels` is left to the caller."""
-    noise = None
-    if config.trainer.sigma:
-        noise = noise_stream(config.mode, seed_for(config, "noise") or 0, "digital-noise")
-    return FeedbackTrainer(
-        network,
-        make_optimizer(network.parameters, config.optimizer),
-        config.trainer,
-        loss=config.loss,
-        device=device,
-        noise=noise,
-        protection=make_protection(config, dataset, device),
-    )
 
 
 def configured_sampler(config: RunConfig, dataset: Dataset) -> Sampler:

@@ -19,7 +19,8 @@ from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.usage import Usage
 from training.averaging import TailAverage
-from training.config import LossName, OptimizerConfig
+from training.config.optimizer import OptimizerConfig
+from training.config.run import LossName
 from training.data import Dataset
 from training.data.samplers import Sampler
 from training.errors import RunFolderError, RunInterrupted, TrainingDiverged

@@ -21,21 +21,20 @@ from training.assembly import (
     fingerprint,
     in_components,
     load_data,
-    make_trainer,
     moved,
-    new_model,
     opened_device,
     torch_threads,
 )
-from training.config import RunConfig, load_config
+from training.config.reading import load_config
+from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.records import OWN_ARRAYS
 from training.data.samplers import Sampler
 from training.engine import Engine, Watcher
 from training.errors import RunFolderError
-from training.networks.network import FullyConnected
-from training.protections.choice import make_noisy_labels, pay_at_start
-from training.protections.plan import budget_of, require_covered, step_mechanisms, with_noise
+from training.family import family_of
+from training.networks.base import Network
+from training.protections.plan import budget_of
 from training.runs.folder import RunFolder, facts_equal, versions
 from training.runs.run import Run, load_run
 from training.runs.storage import write_array
@@ -49,7 +48,7 @@ def train(
     config: RunConfig | str | Path | Mapping[str, Any] | None = None,
     *,
     data: Arrays | Dataset | None = None,
-    model: nn.Sequential | None = None,
+    model: nn.Module | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
     settings: Sequence[str] = (),
@@ -61,8 +60,8 @@ def train(
         config: A RunConfig, a TOML file, a mapping, or None for the defaults (PDFA on digits).
         data: (x, y) with x of shape (n, d) and class numbers y of shape (n,), numpy or torch; or a
             Dataset; None loads the data set that the configuration names.
-        model: An nn.Sequential of nn.Linear and activations, trained in place; None builds the network of the
-            configuration.
+        model: A module to train in place, of a kind that the trainer takes (feedbacks: an nn.Sequential of nn.Linear
+            and activations); None builds the network of the configuration.
         folder: The run folder; None takes a new one under ./runs.
         resume: Go on with the unfinished run in `folder`, under its own configuration; data and model are given
             again if they were given at first.
@@ -84,35 +83,34 @@ def train(
         resolved = _with_own_data(resolved)
     run_folder = RunFolder(folder if folder is not None else _new_folder(resolved))
     dataset = in_components(resolved, load_data(resolved, data), run_folder if resume else None)
-    network = FullyConnected(model if model is not None else new_model(resolved, dataset))
-    _check_fit(resolved, network, dataset, given=model is not None)
+    family = family_of(resolved.trainer.kind)
+    network = family.network(resolved, dataset, model)
     description = _description(resolved, run_folder if resume else None)
     sampler = configured_sampler(resolved, dataset)
-    require_covered(resolved, dataset, sampler)
-    resolved = with_noise(resolved, network, sampler)
+    family.require_covered(resolved, dataset, sampler)
+    resolved = family.with_noise(resolved, network, sampler)
     with run_folder.writing(new=not resume), torch_threads(resolved.threads) as threads:
         resolved = resolved.model_copy(update={"threads": threads})
-        with opened_device(resolved, network, description) as device:
+        with opened_device(resolved, family.device_shape(resolved, network), description) as device:
             network.model.to(resolved.torch_device)
-            trainer = make_trainer(resolved, network, dataset, device)
+            trainer = family.trainer(resolved, network, dataset, device)
             facts = _facts(resolved, dataset, network, description, device)
             engine = _engine(resolved, trainer, dataset, sampler, run_folder, watcher)
             if resume:
                 _check_same(run_folder, facts)
                 engine.resume()
             else:
-                if resolved.model.initial_output == "feedback":
-                    trainer.start_from_feedback()
+                family.begin(resolved, trainer)
                 engine.checkpoint()  # before the configuration, so that a run once begun can always go on
                 if dataset.components is not None:
                     write_array(run_folder.components_file, dataset.components.to_array())
                 run_folder.begin(resolved, facts)
             with _ledger(resolved, run_folder) as ledger:
-                pay_at_start(resolved, ledger)
-                trainer.noisy_labels = make_noisy_labels(
-                    resolved, dataset, device, ledger, run_folder, steps=engine.total_steps
+                family.pay_at_start(
+                    resolved, trainer, dataset, device, ledger, run_folder, steps=engine.total_steps
                 )
-                mechanisms = step_mechanisms(resolved, network, sampler, device.noise if device else None)
+                noise = device.noise if device else None
+                mechanisms = family.step_mechanisms(resolved, network, sampler, noise)
                 engine.run(ledger, mechanisms)
     return load_run(run_folder.path)
 
@@ -144,21 +142,9 @@ def _new_folder(config: RunConfig) -> Path:
     return Path("runs") / f"{stem}-{number}"
 
 
-def _check_fit(config: RunConfig, network: FullyConnected, dataset: Dataset, *, given: bool) -> None:
-    if config.trainer.kind == "pdfa" and network.depth == 1:
-        raise ValueError("model has no hidden layer; pdfa needs one to send the projected error to")
-    wanted = (dataset.n_features, dataset.n_classes)
-    found = (network.n_inputs, network.widths[-1])
-    if given and wanted != found:
-        raise ValueError(
-            f"model maps {found[0]} inputs to {found[1]} outputs, but the data have {wanted[0]} features and "
-            f"{wanted[1]} classes; change its first or last layer"
-        )
-
-
 def _description(config: RunConfig, resumed: RunFolder | None) -> DeviceDescription | None:
     """The device's description: the stored one where a run goes on, so that its file need not be there."""
-    if config.trainer.kind != "pdfa":
+    if not config.uses_device:
         if config.device != type(config.device)():
             load_description(
                 config.device.name, config.device.overrides
@@ -172,7 +158,7 @@ def _description(config: RunConfig, resumed: RunFolder | None) -> DeviceDescript
 def _facts(
     config: RunConfig,
     dataset: Dataset,
-    network: FullyConnected,
+    network: Network,
     description: DeviceDescription | None,
     device: NoisyDevice | None,
 ) -> dict[str, Any]:
@@ -188,7 +174,7 @@ def _facts(
     if config.mode == "experiment":
         data["fingerprint"] = fingerprint(dataset.train)
     return {
-        "network": {"n_inputs": network.n_inputs, "layers": [asdict(layer) for layer in network.layers]},
+        "network": network.facts,
         "data": data,
         "device": None if description is None else description.dump(),
         "noise": None if device is None else device.noise.to_json(),

@@ -32,7 +32,7 @@ class Trainer(ABC):
     """Parameters, what one step releases, and the step."""
 
     kind: str
-    model: nn.Sequential
+    model: nn.Module
     optimizer: torch.optim.Optimizer
 
     @abstractmethod

@@ -20,7 +20,9 @@ from accounting.label_leverage import LayerReadings, leverages
 from accounting.ledger import read_ledger
 from opusim import open_device
 from opusim.randomness import NoiseStream, SeededStream, noise_stream
-from training.config import OptimizerConfig, RunConfig, load_config
+from training.config import RunConfig, load_config
+from training.config.optimizer import OptimizerConfig
+from training.feedback.options import feedback_options
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.activations import ACTIVATIONS
 from training.networks.network import FullyConnected
@@ -152,7 +154,7 @@ def _silent(config: RunConfig, n_records: int) -> BudgetedLabels:
     """The protection that a run would take, without noise and with all the budget in the world."""
     x, y = np.zeros((n_records, 2)), np.zeros(n_records, dtype=np.int64)
     dataset = training.data.from_arrays(x, y, n_classes=2, validation_fraction=0.0, split_seed=0)
-    shield = make_protection(config, dataset, None)
+    shield = make_protection(config, feedback_options(config), dataset, None)
     assert isinstance(shield, BudgetedLabels)
     shield._noise = NoNoise()
     shield._filter.budget_mu = BIG

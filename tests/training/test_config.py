@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from opusim.errors import ConfigError
-from training.config import RunConfig, load_config, merged, option_rows, parse_setting
+from training.config import RunConfig, load_config
+from training.config.reading import merged, option_rows, parse_setting
 
 
 def test_defaults_are_a_valid_run() -> None:
@@ -35,7 +36,7 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
         ("trainer.treshold=0.1", "trainer.treshold.*did you mean 'threshold'"),
         ("nonsense=1", "nonsense.*keys here are"),
         ("trainer.sigma=-0.1", "trainer.sigma.*greater than or equal to 0, got -0.1"),
-        ("trainer.kind=backprop", "trainer.kind.*'bp', 'dfa', 'tdfa' or 'pdfa'"),
+        ("trainer.kind=backprop", "trainer.kind.*'bp', 'dfa', 'tdfa', 'pdfa'"),
         ("epochs=many", "epochs.*valid integer.*'many'"),
         ("optimizer.lr=nan", "optimizer.lr"),
         ("model.hidden=[0]", "model.*width below 1"),

@@ -10,7 +10,8 @@ from opusim import open_device
 from opusim.encodings import ternarize
 from opusim.medium import Medium
 from opusim.randomness import noise_stream
-from training.config import OptimizerConfig, TrainerConfig
+from training.config.feedback import FeedbackConfig
+from training.config.optimizer import OptimizerConfig
 from training.errors import TrainingDiverged
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.losses import cross_entropy
@@ -39,7 +40,7 @@ def batch(size: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 9, generator=generator), torch.randint(0, 4, (size,), generator=generator)
 
 
-def gradients(config: TrainerConfig, *, sigma: float = 0.0, step: int = 0) -> list[torch.Tensor]:
+def gradients(config: FeedbackConfig, *, sigma: float = 0.0, step: int = 0) -> list[torch.Tensor]:
     """Gradients of one step with a learning rate too small to matter."""
     network = new_network()
     device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": sigma})
@@ -67,7 +68,7 @@ def written_out(
     x, y = batch()
     forward = network.forward(x)
     error = cross_entropy(forward.output, y).output_gradient
-    matrix = Medium(4, 27, TrainerConfig().feedback_seed).dense().t()  # B, (27, 4)
+    matrix = Medium(4, 27, FeedbackConfig().feedback_seed).dense().t()  # B, (27, 4)
     expected = []
     for layer, (start, stop) in enumerate(((0, 12), (12, 27))):
         weight, bias = torch.zeros(WIDTHS[layer + 1], WIDTHS[layer]), torch.zeros(WIDTHS[layer + 1])
@@ -94,20 +95,20 @@ def assert_hidden_close(found: list[torch.Tensor], expected: list[torch.Tensor])
 
 
 def test_dfa_is_equation_4() -> None:
-    assert_hidden_close(gradients(TrainerConfig(kind="dfa")), written_out(ternary=False))
+    assert_hidden_close(gradients(FeedbackConfig(kind="dfa")), written_out(ternary=False))
 
 
 def test_tdfa_projects_the_ternarized_error() -> None:
-    assert_hidden_close(gradients(TrainerConfig(kind="tdfa")), written_out(ternary=True))
+    assert_hidden_close(gradients(FeedbackConfig(kind="tdfa")), written_out(ternary=True))
 
 
 def test_pdfa_on_a_noiseless_device_equals_tdfa_bit_for_bit() -> None:
-    photonic, digital = gradients(TrainerConfig(kind="pdfa")), gradients(TrainerConfig(kind="tdfa"))
+    photonic, digital = gradients(FeedbackConfig(kind="pdfa")), gradients(FeedbackConfig(kind="tdfa"))
     assert all(torch.equal(a, b) for a, b in zip(photonic, digital, strict=True))
 
 
 def test_published_order_scales_then_adds_digital_noise() -> None:
-    config = TrainerConfig(kind="tdfa", order="published", tau_b=0.3, sigma=SIGMA, tau_h_max=0.8)
+    config = FeedbackConfig(kind="tdfa", order="published", tau_b=0.3, sigma=SIGMA, tau_h_max=0.8)
     stream = noise_stream("experiment", 5, "digital-noise")
     stream.seek(2)
     noise = SIGMA * stream.normal((20, 27))
@@ -117,7 +118,7 @@ def test_published_order_scales_then_adds_digital_noise() -> None:
 
 def test_published_order_scales_the_noisy_reading_then_draws() -> None:
     """The second noise does not shrink with the reading: that is what the order is about."""
-    config = TrainerConfig(kind="pdfa", order="published", tau_b=1e-6)
+    config = FeedbackConfig(kind="pdfa", order="published", tau_b=1e-6)
     found = gradients(config, sigma=SIGMA)
     device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": SIGMA})
     device.project(torch.zeros(20, 4))  # the reading comes first
@@ -128,7 +129,7 @@ def test_published_order_scales_the_noisy_reading_then_draws() -> None:
 def test_planted_fault_noise_before_the_scale_is_caught() -> None:
     device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": SIGMA})
     noise = device.draw((20, 27))
-    hardware = gradients(TrainerConfig(kind="pdfa"), sigma=SIGMA)
+    hardware = gradients(FeedbackConfig(kind="pdfa"), sigma=SIGMA)
     with pytest.raises(AssertionError):
         assert_hidden_close(hardware, written_out(ternary=True, tau_b=0.3, noise=noise))
 
@@ -138,7 +139,10 @@ def test_layers_get_disjoint_slices() -> None:
     network = new_network()
     device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": 50.0})
     trainer = FeedbackTrainer(
-        network, make_optimizer(network.parameters, OptimizerConfig(lr=1e-30)), TrainerConfig(), device=device
+        network,
+        make_optimizer(network.parameters, OptimizerConfig(lr=1e-30)),
+        FeedbackConfig(),
+        device=device,
     )
     x, y = batch()
     pairs = []
@@ -150,15 +154,15 @@ def test_layers_get_disjoint_slices() -> None:
 
 
 def test_a_repeated_step_repeats_its_noise_and_another_does_not() -> None:
-    config = TrainerConfig(kind="pdfa")
+    config = FeedbackConfig(kind="pdfa")
     first, again, other = (gradients(config, sigma=SIGMA, step=step) for step in (4, 4, 5))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], other[0])
 
 
 def test_the_output_layer_learns_from_the_error_itself() -> None:
-    output = gradients(TrainerConfig(kind="pdfa"), sigma=SIGMA)[4:]
-    reference = gradients(TrainerConfig(kind="bp"))[4:]
+    output = gradients(FeedbackConfig(kind="pdfa"), sigma=SIGMA)[4:]
+    reference = gradients(FeedbackConfig(kind="bp"))[4:]
     for a, b in zip(output, reference, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -166,7 +170,7 @@ def test_the_output_layer_learns_from_the_error_itself() -> None:
 def test_diagnostics_of_backpropagation_are_perfect_alignment() -> None:
     network = new_network()
     trainer = FeedbackTrainer(
-        network, make_optimizer(network.parameters, OptimizerConfig()), TrainerConfig(kind="bp")
+        network, make_optimizer(network.parameters, OptimizerConfig()), FeedbackConfig(kind="bp")
     )
     record = trainer.step(*batch(), step=0, observe=True)
     assert record.diagnostics["alignment"] == pytest.approx([1.0] * 3, abs=1e-6)
@@ -177,7 +181,7 @@ def test_reported_noise_norm_is_the_realised_one() -> None:
     network = new_network()
     device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": SIGMA})
     trainer = FeedbackTrainer(
-        network, make_optimizer(network.parameters, OptimizerConfig()), TrainerConfig(), device=device
+        network, make_optimizer(network.parameters, OptimizerConfig()), FeedbackConfig(), device=device
     )
     reported = trainer.step(*batch(), step=0, observe=True).diagnostics["noise_norm"]
     realised = device.draw((4000, 27)).split([12, 15], dim=1)
@@ -190,7 +194,7 @@ def test_reported_noise_norm_is_the_realised_one() -> None:
 def test_nan_in_the_error_stops_before_the_update() -> None:
     network = new_network()
     trainer = FeedbackTrainer(
-        network, make_optimizer(network.parameters, OptimizerConfig()), TrainerConfig(kind="dfa")
+        network, make_optimizer(network.parameters, OptimizerConfig()), FeedbackConfig(kind="dfa")
     )
     x, y = batch()
     x[3, 2] = float("nan")
@@ -204,7 +208,7 @@ def test_an_empty_batch_moves_nothing() -> None:
     network = new_network()
     device = open_device("gaussian", n_inputs=4, n_outputs=27)
     trainer = FeedbackTrainer(
-        network, make_optimizer(network.parameters, OptimizerConfig()), TrainerConfig(), device=device
+        network, make_optimizer(network.parameters, OptimizerConfig()), FeedbackConfig(), device=device
     )
     before = [parameter.detach().clone() for parameter in network.parameters]
     record = trainer.step(torch.empty(0, 9), torch.empty(0, dtype=torch.int64), step=0, observe=True)
@@ -216,10 +220,10 @@ def test_wrong_devices_are_refused() -> None:
     network = new_network()
     optimizer = make_optimizer(network.parameters, OptimizerConfig())
     with pytest.raises(ValueError, match="device is missing"):
-        FeedbackTrainer(network, optimizer, TrainerConfig())
+        FeedbackTrainer(network, optimizer, FeedbackConfig())
     with pytest.raises(ValueError, match="n_inputs=4, n_outputs=27"):
         FeedbackTrainer(
-            network, optimizer, TrainerConfig(), device=open_device("gaussian", n_inputs=4, n_outputs=26)
+            network, optimizer, FeedbackConfig(), device=open_device("gaussian", n_inputs=4, n_outputs=26)
         )
 
 
@@ -227,7 +231,7 @@ def test_wrong_devices_are_refused() -> None:
 def test_every_optimizer_lowers_the_loss(name: str) -> None:
     network = new_network()
     optimizer = make_optimizer(network.parameters, OptimizerConfig(name=name, lr=0.03))
-    trainer = FeedbackTrainer(network, optimizer, TrainerConfig(kind="dfa"))
+    trainer = FeedbackTrainer(network, optimizer, FeedbackConfig(kind="dfa"))
     x, y = batch()
     losses = [float(trainer.step(x, y, step=step).loss_sum) for step in range(200)]
     assert losses[-1] < 0.7 * losses[0]

@@ -13,7 +13,8 @@ from torch import nn
 import training
 from accounting.errors import NoGuarantee
 from opusim.randomness import noise_stream
-from training.config import OptimizerConfig, TrainerConfig
+from training.config.feedback import FeedbackConfig
+from training.config.optimizer import OptimizerConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
 from training.optimizers import make_optimizer
@@ -122,7 +123,7 @@ def test_one_records_nan_does_not_stop_a_protected_step() -> None:
     trainer = FeedbackTrainer(
         network,
         make_optimizer(network.parameters, OptimizerConfig(lr=0.1)),
-        TrainerConfig(kind="tdfa"),
+        FeedbackConfig(kind="tdfa"),
         protection=protection(noise_multiplier=0.5),
     )
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))

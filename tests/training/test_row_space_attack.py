@@ -12,7 +12,7 @@ from training.attacks.base import Scores
 from training.attacks.covariance import Rows
 from training.attacks.row_space import residual, row_space
 from training.attacks.updates import last_gradient, steps_needed
-from training.config import OptimizerConfig
+from training.config.optimizer import OptimizerConfig
 from training.optimizers import make_optimizer
 
 RATE = 0.27

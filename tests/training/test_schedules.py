@@ -13,7 +13,7 @@ from torch import nn
 
 import training
 from training.averaging import TailAverage
-from training.config import OptimizerConfig
+from training.config.optimizer import OptimizerConfig
 from training.engine import Engine
 from training.optimizers import make_optimizer, set_learning_rate
 from training.runs.checkpoints import list_checkpoints, read_checkpoint

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from opusim.randomness import derive_seed
 from training.attacks.updates import last_gradient
-from training.config import OptimizerConfig
+from training.config.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

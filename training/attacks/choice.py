@@ -7,7 +7,9 @@ from training.attacks.covariance import CovarianceAttack
 from training.attacks.difference import DifferenceAttack
 from training.attacks.row_space import RowSpaceAttack
 from training.attacks.stage import RunParts, Shadow
-from training.config import RunConfig, TrainerConfig
+from training.config.feedback import FeedbackConfig
+from training.config.run import RunConfig
+from training.feedback.options import feedback_options
 from training.networks.clipping import ActivationClipping
 from training.protections.plan import divisor_of
 
@@ -26,17 +28,18 @@ def fitting_attacks(
         shadow: The noiseless step, where there is one.
         batch_size: Expected records in a batch.
     """
+    options = feedback_options(config)
     first, depth = parts.layers[0], len(parts.layers)
-    clipping = update_clipping(config.trainer)
+    clipping = update_clipping(options)
     protected = config.protection.kind != "none"
     attacks: list[Attack] = []
     spans = batch_size + ROOM <= parts.n_inputs + first.bias and batch_size <= first.n_outputs
     if spans:
         attacks.append(RowSpaceAttack(clipping, width=first.n_outputs, depth=depth, bias=first.bias))
-    elif shadow is not None and not protected and _noised_readings(config):
+    elif shadow is not None and not protected and _noised_readings(options):
         attacks.append(
             CovarianceAttack(
-                shadow, clipping, through_clip=config.trainer.through_clip, depth=depth, bias=first.bias
+                shadow, clipping, through_clip=options.through_clip, depth=depth, bias=first.bias
             )
         )
     if shadow is not None and (protected or not spans):
@@ -46,7 +49,7 @@ def fitting_attacks(
     return attacks
 
 
-def update_clipping(options: TrainerConfig) -> ActivationClipping:
+def update_clipping(options: FeedbackConfig) -> ActivationClipping:
     """What an update does to the activations that enter it."""
     return ActivationClipping(
         tau_h_max=options.tau_h_max,
@@ -56,9 +59,8 @@ def update_clipping(options: TrainerConfig) -> ActivationClipping:
     )
 
 
-def _noised_readings(config: RunConfig) -> bool:
+def _noised_readings(options: FeedbackConfig) -> bool:
     """Whether every hidden layer's signal has noise of one standard deviation, before the slope."""
-    options = config.trainer
     if options.kind == "pdfa":
         return options.encoding == "ternary"
     return options.kind in ("dfa", "tdfa") and options.sigma > 0

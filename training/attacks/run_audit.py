@@ -33,7 +33,8 @@ from training.attacks.choice import fitting_attacks
 from training.attacks.findings import Finding, Role, RunAudit
 from training.attacks.membership import MembershipGame
 from training.attacks.stage import RunParts, shadowed, staged, without_noise
-from training.config import RunConfig
+from training.config.feedback import FeedbackConfig
+from training.config.run import RunConfig
 from training.data import Dataset
 from training.errors import RunFolderError
 from training.networks.network import LayerShape
@@ -126,6 +127,10 @@ def read_parts(folder: RunFolder, data: Arrays | Dataset | None) -> RunParts:
         raise NoGuarantee(
             f"protection.kind = {config.protection.kind!r} protects labels and takes the features for public; this "
             "audit plays for whole records: audit a run without protection or with protection.kind=record"
+        )
+    if not isinstance(config.trainer, FeedbackConfig):
+        raise NoGuarantee(
+            f"trainer.kind = {config.trainer.kind!r}: this audit plays steps of bp, dfa, tdfa and pdfa alone"
         )
     check_torch_device(config.torch_device)
     checkpoints = list_checkpoints(folder.checkpoints)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from opusim.description_schema import DeviceDescription, NoiseSettings
-from training.assembly import configured_sampler, make_trainer, opened_device
+from training.assembly import configured_sampler, opened_device
 from training.attacks.base import Records
 from training.attacks.updates import steps_needed
-from training.config import RunConfig
+from training.config.run import RunConfig
 from training.data import Dataset
+from training.feedback.family import FeedbackFamily
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected, LayerShape, build_model
+from training.networks.network import FullyConnected, LayerShape
 from training.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
 from training.protections.plan import divisor_of
 from training.runs.checkpoints import Checkpoint, copy_parameters
@@ -55,10 +56,11 @@ class RunParts:
 
     def network(self) -> FullyConnected:
         """A network with the checkpoint's weights."""
-        model = build_model(self.n_inputs, self.layers, generator=torch.Generator())
-        network = FullyConnected(model)
+        network = FullyConnected.from_facts(
+            {"n_inputs": self.n_inputs, "layers": [asdict(layer) for layer in self.layers]}
+        )
         copy_parameters(self.checkpoint, network.tensors, self.checkpoint_file)
-        model.to(self.config.torch_device)
+        network.model.to(self.config.torch_device)
         return network
 
 
@@ -131,8 +133,9 @@ def staged(parts: RunParts, config: RunConfig) -> Iterator[Stage]:
         DeviceError: The device cannot be opened.
     """
     network = parts.network()
-    with opened_device(config, network, parts.description) as device:
-        yield Stage(parts, config, make_trainer(config, network, parts.dataset, device))
+    family = FeedbackFamily()
+    with opened_device(config, family.device_shape(config, network), parts.description) as device:
+        yield Stage(parts, config, family.trainer(config, network, parts.dataset, device))
 
 
 class Shadow:
@@ -200,10 +203,10 @@ def shadowed(parts: RunParts, config: RunConfig) -> Iterator[Shadow | None]:
         if description.noise is not None:
             description = description.model_copy(update={"noise": NoiseSettings(sigma=0.0)})
     silent = without_noise(config)
-    network = parts.network()
-    with opened_device(silent, network, description) as device:
+    network, family = parts.network(), FeedbackFamily()
+    with opened_device(silent, family.device_shape(silent, network), description) as device:
         divisor = None if config.protection.kind == "none" else divisor_of(config)
-        yield Shadow(network, make_trainer(silent, network, parts.dataset, device), divisor)
+        yield Shadow(network, family.trainer(silent, network, parts.dataset, device), divisor)
 
 
 def without_noise(config: RunConfig) -> RunConfig:

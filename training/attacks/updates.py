@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opusim.errors import ConfigError
-from training.config import OptimizerConfig
+from training.config.optimizer import OptimizerConfig
 
 _NESTEROV_STEPS = 40
 

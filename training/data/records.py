@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opusim.errors import ConfigError
-from training.config import DataConfig
+from training.config.data import DataConfig
 from training.data import Dataset, load_dataset
 from training.data.standardisation import Standardisation
 

@@ -16,7 +16,8 @@ from opusim.devices.base import NoisyDevice
 from opusim.medium import Medium
 from opusim.randomness import NoiseStream
 from opusim.usage import Usage
-from training.config import LossName, TrainerConfig
+from training.config.feedback import FeedbackConfig
+from training.config.run import LossName
 from training.errors import TrainingDiverged
 from training.feedback.rules import (
     Alignment,
@@ -63,7 +64,7 @@ class FeedbackTrainer(Trainer):
         self,
         network: FullyConnected,
         optimizer: torch.optim.Optimizer,
-        config: TrainerConfig,
+        config: FeedbackConfig,
         *,
         loss: LossName = "cross-entropy",
         device: NoisyDevice | None = None,
@@ -193,7 +194,7 @@ class FeedbackTrainer(Trainer):
             cosines.append(float(torch.cosine_similarity(update, torch.cat(flat), dim=0)))
         return {"alignment": cosines, "signal_norm": deltas.signal_norms, "noise_norm": deltas.noise_norms}
 
-    def _make_feedback(self, config: TrainerConfig) -> Feedback:
+    def _make_feedback(self, config: FeedbackConfig) -> Feedback:
         draw = self._digital_draw(config)
         if config.kind == "bp":
             return Backpropagation(scale=_scale(config), draw=draw, signal_gain=config.signal_gain)
@@ -206,7 +207,7 @@ class FeedbackTrainer(Trainer):
         projection = DigitalProjection(matrix, threshold=threshold)
         return _alignment(projection, config, draw)
 
-    def _photonic(self, config: TrainerConfig) -> Feedback:
+    def _photonic(self, config: FeedbackConfig) -> Feedback:
         device = self._device
         if device is None:
             raise ValueError(
@@ -223,7 +224,7 @@ class FeedbackTrainer(Trainer):
         projection = DeviceProjection(device, threshold=config.threshold, planes=planes)
         return _alignment(projection, config, device.draw if config.order == "published" else None)
 
-    def _digital_draw(self, config: TrainerConfig) -> Draw | None:
+    def _digital_draw(self, config: FeedbackConfig) -> Draw | None:
         if config.kind == "pdfa" or not config.sigma:
             return None
         stream = self._noise
@@ -233,7 +234,7 @@ class FeedbackTrainer(Trainer):
         return lambda shape: stream.normal(shape, device=place).mul_(config.sigma)
 
 
-def _alignment(projection: Projection, config: TrainerConfig, draw: Draw | None) -> Alignment:
+def _alignment(projection: Projection, config: FeedbackConfig, draw: Draw | None) -> Alignment:
     return Alignment(
         projection,
         gain=config.gain,
@@ -244,7 +245,7 @@ def _alignment(projection: Projection, config: TrainerConfig, draw: Draw | None)
     )
 
 
-def _scale(config: TrainerConfig) -> Scale | None:
+def _scale(config: FeedbackConfig) -> Scale | None:
     """What brings a signal to tau_B."""
     tau_b = config.tau_b
     if tau_b is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from training.config import ClippedLayers, WidthRule
+from training.config.clips import ClippedLayers, WidthRule
 
 
 def clip_entries(v: Tensor, bound: float) -> Tensor:

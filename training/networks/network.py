@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from training.networks.activations import ACTIVATIONS, Activation, activation_of
+from training.networks.base import Network
 from training.networks.clipping import ClippedNeurons
 
 
@@ -48,7 +50,7 @@ class LayerShape:
     tau_h_min: float = 0.0
 
 
-class FullyConnected:
+class FullyConnected(Network):
     """A view on an nn.Sequential of linear layers and activations; its parameters are the module's own.
 
     Layer l computes h_l = phi_l(W_l h_(l-1) + b_l), l = 1..L, with W_l of shape (n_l, n_(l-1)).
@@ -72,6 +74,17 @@ class FullyConnected:
         self.model = model
         self.linears, self.activations, self.clips = _split_layers(model)
         _check_layers(self.linears)
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any]) -> Self:
+        """A network as `facts` describes it, its parameters yet to be filled in."""
+        layers = [LayerShape(**layer) for layer in facts["layers"]]
+        return cls(build_model(facts["n_inputs"], layers, generator=torch.Generator()))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See Network.facts."""
+        return {"n_inputs": self.n_inputs, "layers": [asdict(layer) for layer in self.layers]}
 
     @property
     def depth(self) -> int:

@@ -13,12 +13,14 @@ from accounting.mechanisms import Mechanism
 from accounting.randomized_response import UniformSource
 from opusim.devices.base import NoisyDevice
 from opusim.randomness import NoiseStream, SystemUniforms, derive_seed, noise_stream
-from training.config import RunConfig, TrainerConfig
+from training.config.feedback import FeedbackConfig
+from training.config.run import RunConfig
 from training.data import Dataset
 from training.protections.amplified_labels import AmplifiedLabels
 from training.protections.base import Protection
 from training.protections.budgeted_labels import BudgetedLabels
 from training.protections.device_normals import DeviceNormals
+from training.protections.label_plan import label_budget, label_mu, label_response
 from training.protections.noisy_labels import (
     NoisyLabels,
     randomize,
@@ -26,7 +28,7 @@ from training.protections.noisy_labels import (
     read_once_through,
     readable_law,
 )
-from training.protections.plan import divisor_of, label_budget, label_mu, label_response
+from training.protections.plan import divisor_of
 from training.protections.record import RecordProtection
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array, write_array
@@ -36,11 +38,14 @@ _LABELS = "labels"
 _BUDGET = "label budget"
 
 
-def make_protection(config: RunConfig, dataset: Dataset, device: NoisyDevice | None) -> Protection | None:
+def make_protection(
+    config: RunConfig, feedback: FeedbackConfig, dataset: Dataset, device: NoisyDevice | None
+) -> Protection | None:
     """What clips and noises the updates; None where nothing does.
 
     Args:
         config: The run, with its noise multiplier.
+        feedback: Its trainer's options.
         dataset: Its data.
         device: Its open device, for noise that is the device's.
 
@@ -67,7 +72,7 @@ def make_protection(config: RunConfig, dataset: Dataset, device: NoisyDevice | N
             noise_multiplier=noise_multiplier,
             floor=floor,
             noise=noise,
-            output_gain=_output_gain(config.trainer),
+            output_gain=_output_gain(feedback),
         )
     return AmplifiedLabels(
         clip_norm=clip_norm,
@@ -80,7 +85,7 @@ def make_protection(config: RunConfig, dataset: Dataset, device: NoisyDevice | N
     )
 
 
-def pay_at_start(config: RunConfig, ledger: Ledger) -> None:
+def pay_for_budget(config: RunConfig, ledger: Ledger) -> None:
     """Pay for a budget that covers the whole run; a release run that goes on spends it again.
 
     Raises:
@@ -144,7 +149,7 @@ def _central_noise(config: RunConfig, device: NoisyDevice | None) -> NoiseStream
     return noise_stream(config.mode, seed, "central-noise")
 
 
-def _output_gain(options: TrainerConfig) -> float:
+def _output_gain(options: FeedbackConfig) -> float:
     """By how much a feedback may stretch the distance of two errors on their way to the output layer."""
     if options.kind != "bp":
         return 1.0

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 from accounting.budget import Budget
 from accounting.calibration import calibrate
 from accounting.errors import NoGuarantee
-from accounting.label_mechanisms import LabelAmplified, LabelBudget, LabelOnce
-from accounting.mechanisms import Mechanism, RandomizedResponse
-from accounting.pdfa_mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
-from accounting.record_mechanisms import RecordCentral, Unprotected
+from accounting.label_mechanisms import LabelAmplified
+from accounting.record_mechanisms import RecordCentral
 from accounting.schemes import require_scheme
-from opusim.noise import GaussianNoise, NoiseModel
-from training.config import RunConfig
+from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.records import OWN_ARRAYS
 from training.data.samplers import Sampler
-from training.networks.activations import ACTIVATIONS
-from training.networks.network import FullyConnected
-
-_SPENDING = 0.8
-"""Share of a label budget that an average record is meant to spend; the rest is for records of high leverage."""
 
 
 def require_covered(config: RunConfig, dataset: Dataset, sampler: Sampler) -> None:
@@ -51,8 +41,10 @@ def require_covered(config: RunConfig, dataset: Dataset, sampler: Sampler) -> No
         )
 
 
-def with_noise(config: RunConfig, network: FullyConnected, sampler: Sampler) -> RunConfig:
-    """The configuration with the noise multiplier that its epsilon asks for, where none was given.
+def with_sampled_noise(config: RunConfig, sampler: Sampler) -> RunConfig:
+    """The configuration with the noise multiplier at which all steps on secret batches stay within epsilon.
+
+    Left as it is where a multiplier is given, or epsilon is not.
 
     Raises:
         NoGuarantee: No noise reaches epsilon.
@@ -60,17 +52,17 @@ def with_noise(config: RunConfig, network: FullyConnected, sampler: Sampler) -> 
     options = config.protection
     if options.noise_multiplier is not None or options.epsilon is None:
         return config
-    if options.kind == "label":
-        noise = _label_noise(config, network, sampler)
-    elif options.kind in ("record", "label-amplified"):
-        steps = _sampled(config, sampler, noise_multiplier=1.0).repeated(_steps(config, sampler))
-        found, _ = calibrate(steps, target_epsilon=options.epsilon, delta=options.delta)
-        noise = found.noise_multiplier
-    else:
+    if options.kind not in ("record", "label-amplified"):
         return config
-    return config.model_copy(
-        update={"protection": options.model_copy(update={"noise_multiplier": float(noise)})}
-    )
+    steps = sampled_step(config, sampler, noise_multiplier=1.0).repeated(total_steps(config, sampler))
+    found, _ = calibrate(steps, target_epsilon=options.epsilon, delta=options.delta)
+    return with_multiplier(config, found.noise_multiplier)
+
+
+def with_multiplier(config: RunConfig, noise_multiplier: float) -> RunConfig:
+    """The configuration with this noise multiplier."""
+    changed = config.protection.model_copy(update={"noise_multiplier": float(noise_multiplier)})
+    return config.model_copy(update={"protection": changed})
 
 
 def budget_of(config: RunConfig) -> Budget | None:
@@ -84,60 +76,12 @@ def divisor_of(config: RunConfig) -> float:
     return config.protection.divisor or float(config.sampler.batch_size)
 
 
-def step_mechanisms(
-    config: RunConfig, network: FullyConnected, sampler: Sampler, noise: NoiseModel | None
-) -> tuple[Mechanism, ...]:
-    """What one step releases; empty where everything is paid for at the beginning.
-
-    Args:
-        config: The run, with its noise multiplier.
-        network: Its network.
-        sampler: Its sampler.
-        noise: The device's noise, None for a trainer without a device.
-    """
-    options = config.protection
-    if options.kind in ("record", "label-amplified"):
-        return (_sampled(config, sampler, noise_multiplier=options.noise_multiplier or math.nan),)
-    if options.kind != "none":
-        return ()
-    if config.trainer.kind == "pdfa" and noise is not None:
-        return (_published(config, network, noise),)
-    return (Unprotected(what=f"{config.trainer.kind} without protection"),)
-
-
-def label_budget(config: RunConfig) -> LabelBudget:
-    """The budget of every record's label in the whole run."""
-    found, _ = calibrate(
-        LabelBudget(budget_mu=1.0, device_noise=config.protection.noise == "device"),
-        target_epsilon=config.protection.epsilon or math.nan,
-        delta=config.protection.delta,
-    )
-    return found
-
-
-def label_mu(config: RunConfig) -> float:
-    """Mu of one reading of every label."""
-    found, _ = calibrate(
-        LabelOnce(mu=1.0), target_epsilon=config.protection.epsilon or math.nan, delta=config.protection.delta
-    )
-    return found.mu
-
-
-def label_response(config: RunConfig, n_classes: int) -> RandomizedResponse:
-    """Randomized response at the run's epsilon."""
-    found, _ = calibrate(
-        RandomizedResponse.from_epsilon(1.0, n_classes),
-        target_epsilon=config.protection.epsilon or math.nan,
-        delta=config.protection.delta,
-    )
-    return found
-
-
-def _steps(config: RunConfig, sampler: Sampler) -> int:
+def total_steps(config: RunConfig, sampler: Sampler) -> int:
+    """Steps of the whole run."""
     return config.epochs * sampler.steps_per_epoch
 
 
-def _sampled(
+def sampled_step(
     config: RunConfig, sampler: Sampler, *, noise_multiplier: float
 ) -> RecordCentral | LabelAmplified:
     """One step on a secret Poisson batch."""
@@ -156,49 +100,4 @@ def _sampled(
         clip_norm=options.clip,
         divisor=divisor_of(config),
         device_noise=device_noise,
-    )
-
-
-def _label_noise(config: RunConfig, network: FullyConnected, sampler: Sampler) -> float:
-    """Z at which a record of average leverage spends a stated share of its budget by the end.
-
-    The mean leverage in a batch of m is at most (fan_in + 1) / m, and mu^2 = 4 lev / z^2 for each layer and step.
-    """
-    batch = sampler.expected_batch_size
-    fan_ins = [linear.in_features + (linear.bias is not None) for linear in network.linears]
-    leverage = sum(min(1.0, fan_in / batch) for fan_in in fan_ins)
-    visits = _steps(config, sampler) * batch / sampler.n_records
-    return 2 * math.sqrt(visits * leverage / _SPENDING) / label_budget(config).budget_mu
-
-
-def _published(config: RunConfig, network: FullyConnected, noise: NoiseModel) -> Mechanism:
-    """The paper's formula, where the run has the constants that it asks for."""
-    trainer = config.trainer
-    tau_h_max = trainer.tau_h_max or config.model.tau_h_max
-    sigma = noise.min_std if isinstance(noise, GaussianNoise) else 0.0
-    missing = {
-        "the ball of the projected error (trainer.tau_b)": trainer.tau_b is None,
-        "the clip of the activations (trainer.tau_h_max)": tau_h_max is None,
-        "Gaussian noise of the device": not sigma,
-    }
-    if trainer.tau_b is None or tau_h_max is None or not sigma:
-        return PdfaWithoutFormula(missing=", ".join(name for name, lacks in missing.items() if lacks))
-    layers = tuple(
-        PublishedLayer(
-            fan_in=linear.in_features + (linear.bias is not None),
-            width=linear.out_features,
-            gamma_min=ACTIVATIONS[phi.name].slope_bounds[0],
-            gamma_max=ACTIVATIONS[phi.name].slope_bounds[1],
-            inputs_bounded_below=False,
-            noised=number < network.depth - 1,
-        )
-        for number, (linear, phi) in enumerate(zip(network.linears, network.activations, strict=True))
-    )
-    return PublishedPdfa(
-        layers=layers,
-        batch_size=config.sampler.batch_size,
-        sigma=sigma,
-        tau_b=trainer.tau_b,
-        tau_h_min=trainer.tau_h_min or config.model.tau_h_min,
-        tau_h_max=tau_h_max,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from training.config import LossName
+from training.config.run import LossName
 from training.data import Split
 from training.networks.losses import LOSSES
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from accounting.ledger import LEDGER_FILE
 from opusim.errors import ConfigError
-from training.config import RunConfig, load_config
+from training.config.reading import load_config
+from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.storage import append_line, read_json, read_lines, write_json, write_lines
 

@@ -6,19 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from accounting.errors import LedgerCorrupt
 from accounting.guarantee import Guarantee
 from accounting.ledger import read_ledger
-from training.config import RunConfig
+from training.config.run import RunConfig
 from training.data import Split
 from training.data.arrays import check_lengths, check_range, checked_features, checked_labels
 from training.data.components import PrincipalComponents
 from training.data.standardisation import Standardisation
 from training.errors import RunFolderError
-from training.networks.network import FullyConnected, LayerShape, build_model
+from training.family import family_of
 from training.runs.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
 from training.runs.evaluation import evaluate_split, model_outputs
 from training.runs.folder import RunFolder
@@ -32,11 +31,11 @@ class Run:
         folder: The run folder.
         config: The resolved configuration.
         facts: The whole of `config.json`: network, data, device, versions.
-        model: The trained nn.Sequential, on the CPU.
+        model: The trained module, on the CPU.
         step: Steps that the model was trained for.
     """
 
-    def __init__(self, folder: RunFolder, model: nn.Sequential, step: int) -> None:
+    def __init__(self, folder: RunFolder, model: nn.Module, step: int) -> None:
         self.folder = folder
         self.config: RunConfig = folder.read_config()
         self.facts: dict[str, Any] = folder.read_facts()
@@ -115,8 +114,12 @@ class Run:
         return standardised if self._components is None else self._components.apply(standardised)
 
 
-def load_run(path: str | Path) -> Run:
+def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:
     """Read a run back from its folder, with the model of its newest checkpoint.
+
+    Args:
+        path: The run folder.
+        model: The module that the run was given, where its folder cannot describe it; its parameters are overwritten.
 
     Raises:
         RunFolderError: No run there, no checkpoint yet, or a checkpoint that does not fit.
@@ -128,11 +131,10 @@ def load_run(path: str | Path) -> Run:
         raise RunFolderError(
             f"run folder {path} has no checkpoint yet; go on with: opusim train resume {path}"
         )
-    layers = [LayerShape(**layer) for layer in facts["network"]["layers"]]
-    model = build_model(facts["network"]["n_inputs"], layers, generator=torch.Generator())
+    network = family_of(folder.read_config().trainer.kind).rebuilt(facts["network"], model)
     checkpoint = read_checkpoint(checkpoints[-1])
-    copy_parameters(checkpoint, FullyConnected(model).tensors, checkpoints[-1])
-    return Run(folder, model, checkpoint.step)
+    copy_parameters(checkpoint, network.tensors, checkpoints[-1])
+    return Run(folder, network.model, checkpoint.step)
 
 
 def read_standardisation(data_facts: dict[str, Any]) -> Standardisation:

@@ -1,0 +1,33 @@
+"""`opusim account device`: what a device's own noise is worth."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def mount(account_app: typer.Typer) -> None:
+    """Add the command to `opusim account`."""
+    account_app.command("device")(account_device)
+
+
+def account_device(
+    name: Annotated[str, typer.Argument(help="A name of `opusim device list`, or the path of a TOML file.")],
+    outputs: Annotated[int, typer.Option(help="Outputs of a reading, at least 1.")] = 1024,
+    classes: Annotated[int, typer.Option(help="Number of labels, at least 2.")] = 10,
+    target_epsilon: Annotated[
+        list[float] | None, typer.Option(help="Say what this epsilon takes; repeatable.")
+    ] = None,
+    delta: Annotated[float, typer.Option(help="At which epsilon is stated.")] = 1e-5,
+) -> None:
+    """What a device's own noise is worth for labels read once: sigma, temperature and epsilon, both ways."""
+    from accounting.tables import print_rows
+    from opusim.description import load_description
+    from training.device_privacy import device_levels, level_rows
+
+    targets = target_epsilon or [8.0, 3.0, 1.0]
+    levels = device_levels(
+        load_description(name), n_classes=classes, n_outputs=outputs, targets=targets, delta=delta
+    )
+    print_rows(level_rows(levels))

@@ -1,0 +1,42 @@
+"""`opusim train resume` and `opusim train options`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from training.cli.options import Quiet
+from training.cli.training_runs import watched
+
+
+def mount(train_app: typer.Typer) -> None:
+    """Add the commands to `opusim train`."""
+    train_app.command("resume")(train_resume)
+    train_app.command("options")(train_options)
+
+
+def train_resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that was stopped or killed.")],
+    quiet: Quiet = False,
+) -> None:
+    """Go on with a run that was stopped or killed, from its newest checkpoint."""
+    from training.runs.folder import RunFolder
+    from training.session import train
+
+    kind = RunFolder(run).read_config().trainer.kind
+    watched(kind, quiet, lambda watcher: train(folder=run, resume=True, watcher=watcher))
+
+
+def train_options() -> None:
+    """List every key of the configuration, with its default and its meaning."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from training.config.reading import option_rows
+
+    table = Table("key", "default", "meaning", title="Keys for --set and for TOML files")
+    for key, default, meaning in option_rows():
+        table.add_row(key, default, meaning)
+    Console().print(table)

@@ -1,0 +1,107 @@
+"""What every training command does: flags to a configuration, training behind a progress bar, the table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from opusim.errors import ConfigError
+
+if TYPE_CHECKING:
+    from training.engine import Watcher
+    from training.runs.run import Run
+
+EXAMPLES = """[bold]Examples[/bold]
+
+opusim train {kind} --data digits --epochs 30
+
+opusim train {kind} --data fashion-mnist --set optimizer.lr=0.01 --set model.hidden=[512,512]
+
+opusim train {kind} --config run.toml --seed 3 --out runs/third
+
+[bold]--set[/bold] changes any key of the configuration; `opusim train options` lists them all with their meaning
+and default. A run is a folder; `opusim report RUN` draws it, `opusim evaluate RUN` measures it,
+`opusim train resume RUN` goes on with one that was stopped or killed."""
+
+
+def flag_changes(kind: str, data: str | None, epochs: int | None, seed: int | None) -> dict[str, Any]:
+    """The flags as a nested mapping over the configuration."""
+    changes: dict[str, Any] = {"trainer": {"kind": kind}}
+    if data is not None:
+        changes["data"] = {"name": data}
+    if epochs is not None:
+        changes["epochs"] = epochs
+    if seed is not None:
+        changes["seed"] = seed
+    return changes
+
+
+def private_changes(
+    protect: str | None,
+    epsilon: float | None,
+    delta: float | None,
+    noise_multiplier: float | None,
+    release: bool,
+) -> dict[str, Any]:
+    """The privacy flags as a nested mapping; protections by secret batches take Poisson batches."""
+    flags = {"kind": protect, "epsilon": epsilon, "delta": delta, "noise_multiplier": noise_multiplier}
+    changes: dict[str, Any] = {"mode": "release"} if release else {}
+    changes["protection"] = {key: value for key, value in flags.items() if value is not None}
+    if protect in ("record", "label-amplified"):
+        changes["sampler"] = {"scheme": "poisson"}
+    return changes
+
+
+def train_configured(
+    config: Path | None, settings: list[str] | None, changes: dict[str, Any], out: Path | None, quiet: bool
+) -> None:
+    """Train under the file, the flags and the settings; they must name the trainer of the command.
+
+    Raises:
+        ConfigError: They name another, or are wrong.
+    """
+    from training.config.reading import load_config
+
+    resolved = load_config(config, settings or (), changes)
+    kind = changes["trainer"]["kind"]
+    if resolved.trainer.kind != kind:
+        reason = (
+            f"{resolved.trainer.kind!r} contradicts the command; use: opusim train {resolved.trainer.kind}"
+        )
+        raise ConfigError("--set", "trainer.kind", reason)
+
+    from training.session import train
+
+    watched(resolved.trainer.kind, quiet, lambda watcher: train(resolved, folder=out, watcher=watcher))
+
+
+def watched(kind: str, quiet: bool, work: Callable[[Watcher | None], Run]) -> None:
+    """Train behind a progress bar, then print the table and write the report."""
+    from training.runs.report import write_report
+
+    if quiet:
+        run = work(None)
+    else:
+        from training.runs.progress import ProgressBar
+
+        with ProgressBar(kind) as bar:
+            run = work(bar)
+    report_file = write_report(run)
+    if quiet:
+        typer.echo(run.folder.path)
+    else:
+        _print_run(run, report_file)
+
+
+def _print_run(run: Run, report_file: Path) -> None:
+    from accounting.tables import guarantee_rows, print_rows
+    from training.runs.report import run_name, summary_row
+
+    print_rows([summary_row(run, run_name(run))])
+    print_rows(guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment"))
+    typer.echo(f"run folder: {run.folder.path}\nreport:     {report_file}")
+    if run.config.mode == "experiment":
+        typer.echo("experiment mode: not for release, the noise can be reconstructed from the seed")

@@ -1,0 +1,70 @@
+"""What is protected, and how strongly."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from training.config.section import Section
+
+ProtectionName = Literal["none", "record", "label", "label-amplified", "label-once", "label-response"]
+
+
+class ProtectionConfig(Section):
+    """What is protected, and how strongly."""
+
+    kind: ProtectionName = "none"
+    """none: noise only where the trainer puts it. record: whole records, by clipped contributions, central Gaussian
+    noise and Poisson batches. label, label-amplified, label-once, label-response: the labels alone, the features
+    being public; by noise on every layer's signal and a budget for each record, by clipping and noise in the geometry
+    of public features with secret Poisson batches, by one noisy reading of each label, by randomized response."""
+    epsilon: float | None = Field(None, gt=0.0)
+    """Budget at delta: training stops before the step that would exceed it. Where the noise is not given it is the
+    least that reaches this epsilon."""
+    delta: float = Field(1e-5, gt=0.0, lt=1.0)
+    """delta of every guarantee that this run prints."""
+    noise_multiplier: float | None = Field(None, gt=0.0)
+    """z: the noise's standard deviation over clip_norm (record, label, label-amplified); None takes it from epsilon."""
+    clip_norm: float | None = Field(None, gt=0.0)
+    """Largest norm of a record's contribution: over all layers (record, 1 by default), of each layer's signal (label,
+    1 by default), over all layers in the geometry of public features (label-amplified, 0.2 by default)."""
+    divisor: float | None = Field(None, gt=0.0)
+    """Constant that the noisy sum is divided by; None takes sampler.batch_size, never the realised size."""
+    noise: Literal["digital", "device"] = "digital"
+    """Where the credited noise comes from: a digital generator, and the device's own noise earns nothing; or the
+    device, whose noise must be Gaussian."""
+    floor: float = Field(1e-3, gt=0.0)
+    """Noise on every weight beside that on the signals, as a share of the mean second moment of a layer's inputs
+    (label, label-amplified)."""
+    reference_size: int = Field(4096, ge=1)
+    """Public records, drawn from the training features, that give label-amplified noise its geometry."""
+    equalise: bool = False
+    """Whether these records are weighed by the D-optimal design in the first layer (label-amplified, S2)."""
+    flat_prior: float = Field(0.3, ge=0.0, le=1.0)
+    """Share of the training before the model's own prediction becomes the prior of a noisy label (label-once,
+    label-response); 1 for never."""
+
+    @property
+    def clip(self) -> float:
+        """clip_norm, or its default for this kind."""
+        default = 0.2 if self.kind == "label-amplified" else 1.0
+        return default if self.clip_norm is None else self.clip_norm
+
+    @model_validator(mode="after")
+    def _check_strength(self) -> Self:
+        given = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier}
+        if self.kind == "none":
+            for name, value in given.items():
+                if value is not None:
+                    raise ValueError(
+                        f"{name} = {value} does nothing under kind = 'none'; set protection.kind"
+                    )
+        elif self.kind in ("record", "label-amplified"):
+            if self.epsilon is None and self.noise_multiplier is None:
+                raise ValueError(
+                    f"epsilon is missing; kind = {self.kind!r} needs one above 0, such as 3.0, or a noise_multiplier"
+                )
+        elif self.epsilon is None:
+            raise ValueError(f"epsilon is missing; kind = {self.kind!r} needs one above 0, such as 3.0")
+        return self

@@ -1,0 +1,177 @@
+"""Reading a configuration from a file, a mapping and lines key=value; errors name file, key and reason."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from opusim.errors import ConfigError
+from training.config.run import RunConfig
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any] | RunConfig | None = None,
+    settings: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Resolve a configuration: the file or mapping, then `changes`, then `key=value` settings.
+
+    Args:
+        source: A TOML file (or the config.json of a run), a mapping, a RunConfig, or None for the defaults.
+        settings: Lines "dotted.key=value"; the value is read as TOML, a bare word as a string.
+        changes: A nested mapping merged over the source.
+
+    Raises:
+        ConfigError: Missing file, malformed TOML, an unknown key or a value out of range; one line that
+            names file, key and reason.
+    """
+    origin = str(source) if isinstance(source, str | Path) else "configuration"
+    values = merged(_read(source), changes or {})
+    for setting in settings:
+        values = merged(values, parse_setting(setting))
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise _first_problem(error, origin) from error
+
+
+def parse_setting(setting: str) -> dict[str, Any]:
+    """Turn "a.b=1.5" into {"a": {"b": 1.5}}.
+
+    Raises:
+        ConfigError: There is no "=" or no key.
+    """
+    key, separator, text = setting.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError("--set", setting, "is not of the form key=value, as in trainer.threshold=0.1")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for part in reversed(key.strip().split(".")):
+        value = {part: value}
+    return value
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `changes` laid over it, mappings merged key by key."""
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> dict[str, Any]:
+    if source is None:
+        return {}
+    if isinstance(source, RunConfig):
+        return source.model_dump()
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".json":
+            return tomllib.loads(text)
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ConfigError(str(path), "syntax", f"holds a {type(values).__name__}, not a table of keys")
+        return dict(
+            values.get("config", values)
+        )  # the config.json of a run holds more than the configuration
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror}); check the path"
+        raise ConfigError(str(path), "path", reason) from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), "syntax", f"is not valid {path.suffix or 'TOML'}: {error}") from error
+
+
+def _first_problem(error: ValidationError, origin: str) -> ConfigError:
+    problem = error.errors()[0]
+    sections, keys = _walk(problem["loc"])
+    key = ".".join(keys)
+    if problem["type"] == "extra_forbidden":
+        return ConfigError(
+            origin, key, f"is not a key of the configuration{_suggestion(sections[-1], keys[-1])}"
+        )
+    if problem["type"] == "union_tag_invalid":
+        context = problem["ctx"]
+        return ConfigError(
+            origin, f"{key}.kind", f"{context['tag']!r} is no trainer; take one of {context['expected_tags']}"
+        )
+    reason = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] != "value_error":
+        reason = f"{reason}, got {problem['input']!r}"
+    return ConfigError(origin, key or "configuration", reason)
+
+
+def _walk(location: Sequence[str | int]) -> tuple[list[type[BaseModel]], list[str]]:
+    """The sections that an error's location passes, and its keys; pydantic puts a variant's kind between them."""
+    sections: list[type[BaseModel]] = [RunConfig]
+    keys: list[str] = []
+    variants: dict[str, type[BaseModel]] = {}
+    for part in map(str, location):
+        if part in variants:
+            sections.append(variants.pop(part))
+            continue
+        keys.append(part)
+        field = sections[-1].model_fields.get(part)
+        variants = (
+            {} if field is None else {kind: v for v in _variants(field.annotation) for kind in _kinds(v)}
+        )
+        if (
+            field is not None
+            and isinstance(field.annotation, type)
+            and issubclass(field.annotation, BaseModel)
+        ):
+            sections.append(field.annotation)
+    return sections, keys
+
+
+def _suggestion(section: type[BaseModel], key: str) -> str:
+    known = list(section.model_fields)
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; the keys here are {', '.join(known)}"
+
+
+def option_rows(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str, str]]:
+    """Every key as (dotted key, default, meaning), for help and documentation.
+
+    Keys of a section that depends on its kind say in brackets which kinds they are for.
+    """
+    rows: list[tuple[str, str, str]] = []
+    for name, field in section.model_fields.items():
+        default = field.default
+        variants = _variants(field.annotation)
+        for variant in variants:
+            kinds = ", ".join(_kinds(variant))
+            rows += [
+                (key, value, f"[{kinds}] {text}")
+                for key, value, text in option_rows(variant, f"{prefix}{name}.")
+            ]
+        if not variants and isinstance(default, BaseModel):
+            rows += option_rows(type(default), f"{prefix}{name}.")
+        elif not variants:
+            meaning = " ".join((field.description or "").split())
+            rows.append((f"{prefix}{name}", json.dumps(default), meaning))
+    return rows
+
+
+def _variants(annotation: Any) -> list[type[BaseModel]]:
+    """The sections among which a key chooses by kind; none where it is a section of one kind, or a value."""
+    parts = typing.get_args(annotation)
+    return (
+        list(parts) if parts and all(isinstance(p, type) and issubclass(p, BaseModel) for p in parts) else []
+    )
+
+
+def _kinds(variant: type[BaseModel]) -> tuple[str, ...]:
+    return typing.get_args(variant.model_fields["kind"].annotation)

@@ -1,0 +1,86 @@
+"""A whole run's configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, model_validator
+
+from training.config.checkpoint import CheckpointConfig
+from training.config.data import DataConfig
+from training.config.device import DeviceChoice
+from training.config.feedback import FeedbackConfig
+from training.config.network import ModelConfig
+from training.config.optimizer import OptimizerConfig
+from training.config.protection import ProtectionConfig
+from training.config.sampler import SamplerConfig
+from training.config.section import Section
+from training.config.ulr import UlrConfig
+
+LossName = Literal["cross-entropy", "squared-error"]
+TrainerConfig = Annotated[FeedbackConfig | UlrConfig, Discriminator("kind")]
+"""The options of each family of trainers, told apart by their kind."""
+
+
+class RunConfig(Section):
+    """A whole run. `training.train` takes it, `config.json` of a run folder holds it resolved."""
+
+    schema_version: Literal[1] = 1
+    """Version of this format."""
+    mode: Literal["experiment", "release"] = "experiment"
+    """experiment: seeded and reproducible, not for release (the noise can be rebuilt from the seed).
+    release: noise and sampling from the operating system's entropy; no seed is stored."""
+    seed: int = Field(0, ge=0)
+    """Seed of initialisation, sampling and simulated noise (experiment mode)."""
+    epochs: int = Field(15, ge=1)
+    """Passes over the training records."""
+    loss: LossName = "cross-entropy"
+    """Loss whose derivative is the error e."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of torch; None takes torch's default. A resumed run repeats bit for bit at the same number."""
+    torch_device: str = "cpu"
+    """Where the network is trained: cpu, cuda, cuda:0."""
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    trainer: TrainerConfig = FeedbackConfig()
+    protection: ProtectionConfig = ProtectionConfig()
+    device: DeviceChoice = DeviceChoice()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def uses_device(self) -> bool:
+        """Whether the run opens its device."""
+        return self.trainer.kind == "pdfa"
+
+    def digest(self) -> str:
+        """BLAKE2b of the whole configuration, by which a checkpoint knows the run it belongs to."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_trainer(cls, values: Any) -> Any:
+        """A section `trainer` without a kind is that of the default."""
+        trainer = values.get("trainer") if isinstance(values, Mapping) else None
+        if isinstance(trainer, Mapping) and "kind" not in trainer:
+            return {**values, "trainer": {"kind": FeedbackConfig().kind, **trainer}}
+        return values
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> Self:
+        if self.protection.noise == "device" and not self.uses_device:
+            raise ValueError(
+                f"protection.noise = 'device' needs a device, but trainer.kind = {self.trainer.kind!r} has none; "
+                "train pdfa, or take 'digital'"
+            )
+        if self.loss == "cross-entropy" and self.model.output_activation != "identity":
+            raise ValueError(
+                f"loss = 'cross-entropy' takes logits, but model.output_activation = "
+                f"'{self.model.output_activation}'; set it to 'identity' or take loss = 'squared-error'"
+            )
+        return self

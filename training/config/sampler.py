@@ -1,0 +1,24 @@
+"""How records are drawn into batches."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from training.config.section import Section
+
+
+class SamplerConfig(Section):
+    """How records are drawn into batches (see training.data.samplers)."""
+
+    scheme: Literal[
+        "shuffled-epochs", "poisson", "poisson-min-batch", "fixed-size", "disjoint-cyclic", "full-batch"
+    ] = "shuffled-epochs"
+    """Sampling scheme; an accountant asks for it by this name."""
+    batch_size: int = Field(256, ge=1)
+    """Records in a batch (expected number under Poisson sampling)."""
+    min_batch_size: int | None = Field(None, ge=1)
+    """Smallest batch that poisson-min-batch accepts."""
+    drop_last: bool = False
+    """Leave out the last, shorter batch of an epoch (shuffled-epochs only)."""

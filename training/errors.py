@@ -15,3 +15,7 @@ class RunFolderError(OpusimError, ValueError):
 
 class RunInterrupted(OpusimError):
     """A person stopped the run (Ctrl-C); a checkpoint was written and the run can be resumed."""
+
+
+class FolderBusy(RunFolderError):
+    """Another process is writing the folder."""

@@ -82,7 +82,31 @@ def train(
     if data is not None:
         resolved = _with_own_data(resolved)
     run_folder = RunFolder(folder if folder is not None else _new_folder(resolved))
-    dataset = in_components(resolved, load_data(resolved, data), run_folder if resume else None)
+    records = load_data(resolved, data)
+    return train_on(resolved, records, run_folder, model=model, resume=resume, watcher=watcher)
+
+
+def train_on(
+    config: RunConfig,
+    records: Dataset,
+    folder: RunFolder,
+    *,
+    model: nn.Module | None = None,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> Run:
+    """Train under a resolved configuration on records that are in memory already; see `train`.
+
+    Args:
+        config: The configuration; where a run goes on, the one that its folder holds.
+        records: The data set that it names.
+        folder: The run folder.
+        model: See `train`.
+        resume: See `train`.
+        watcher: See `train`.
+    """
+    resolved, run_folder = config, folder
+    dataset = in_components(resolved, records, run_folder if resume else None)
     family = family_of(resolved.trainer.kind)
     network = family.network(resolved, dataset, model)
     description = _description(resolved, run_folder if resume else None)

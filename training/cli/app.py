@@ -10,7 +10,7 @@ import typer
 from accounting.cli import app as account_app
 from opusim.cli import app as device_app
 from opusim.errors import DeviceError, OpusimError
-from training.cli import device_privacy, feedback, resuming, runs
+from training.cli import curve, device_privacy, feedback, resuming, runs
 
 app = typer.Typer(
     name="opusim",
@@ -33,6 +33,7 @@ app.add_typer(account_app, name="account")
 feedback.mount(train_app)
 resuming.mount(train_app)
 runs.mount(app)
+curve.mount(app)
 device_privacy.mount(account_app)
 
 

@@ -55,7 +55,12 @@ def parse_setting(setting: str) -> dict[str, Any]:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    for part in reversed(key.strip().split(".")):
+    return nested(key.strip(), value)
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """Turn "a.b" and a value into {"a": {"b": value}}."""
+    for part in reversed(key.split(".")):
         value = {part: value}
     return value
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +13,7 @@ from opusim.errors import ConfigError
 from training.config.reading import load_config
 from training.config.run import RunConfig
 from training.errors import RunFolderError
+from training.runs.locking import LOCK_FILE, only_writer
 from training.runs.storage import append_line, read_json, read_lines, write_json, write_lines
 
 SCHEMA_VERSION = 1
@@ -52,7 +49,6 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.figures = self.path / "figures"
         self.report_file = self.path / "report.html"
-        self._lock_file = self.path / "lock"
 
     @property
     def started(self) -> bool:
@@ -74,31 +70,9 @@ class RunFolder:
         Raises:
             RunFolderError: Another process writes here, the folder holds something else, or it cannot be used.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise RunFolderError(
-                f"run folder {self.path} cannot be used ({error.strerror}); choose another folder"
-            ) from error
-        try:
-            self._lock(descriptor)
+        with only_writer(self.path, "run folder"):
             self._check_new() if new else self._check_unfinished()
             yield
-        finally:
-            os.close(descriptor)
-
-    def _lock(self, descriptor: int) -> None:
-        """Take the lock and write who holds it."""
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "another process"
-            raise RunFolderError(
-                f"run folder {self.path} is being written by {holder}; wait for it or choose another folder"
-            ) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _holder().encode(), 0)
 
     def _check_new(self) -> None:
         """Refuse a folder that holds anything but what a start that was killed leaves."""
@@ -109,7 +83,7 @@ class RunFolder:
                 f"run folder {self.path} already holds {state}; choose another folder{remedy}"
             )
         others = [
-            path.name for path in self.path.iterdir() if path.name not in ("lock", ".config.json.partial")
+            path.name for path in self.path.iterdir() if path.name not in (LOCK_FILE, ".config.json.partial")
         ]
         begun = [path.name for path in self.checkpoints.glob("*")] if self.checkpoints.is_dir() else []
         if set(others) - _BEFORE_BEGINNING or any("step-0000000000" not in name for name in begun):
@@ -192,12 +166,6 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any] | None:
         """The summary, or None while the run is not done."""
         return read_json(self.summary_file) if self.finished else None
-
-
-def _holder() -> str:
-    """Name this process, for the message that another one gets."""
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"process {os.getpid()} on {socket.gethostname()} since {started}\n"
 
 
 def versions() -> dict[str, str]:

@@ -86,7 +86,7 @@ def write_comparison(
             if figure is not None:
                 pictures.append(_picture(folder / f"{stem}-{name}.png", caption, figure))
     pictures += [
-        {"caption": caption, "source": _data_url(file.read_bytes())} for caption, file in extra_pictures
+        {"caption": caption, "source": data_url(file.read_bytes())} for caption, file in extra_pictures
     ]
     page = _render(title=title, runs=runs, pictures=pictures, labels=labels)
     write_file(path, page.encode())
@@ -132,14 +132,14 @@ def _render(
         title=title,
         rows=[summary_row(run, name) for run, name in zip(runs, names, strict=True)],
         pictures=pictures,
-        devices=_distinct(
+        devices=distinct(
             [
                 (name, _device_rows(run.facts["device"]))
                 for run, name in zip(runs, names, strict=True)
                 if run.facts["device"]
             ]
         ),
-        data_sets=_distinct([(name, run.facts["data"]) for run, name in zip(runs, names, strict=True)]),
+        data_sets=distinct([(name, run.facts["data"]) for run, name in zip(runs, names, strict=True)]),
         guarantees=[(name, _guarantee_rows(run)) for run, name in zip(runs, names, strict=True)],
         audits=[
             (name, *_audit(run))
@@ -149,7 +149,7 @@ def _render(
         modes=sorted({run.config.mode for run in runs}),
         configurations=[(name, _flat(run.facts["config"])) for run, name in zip(runs, names, strict=True)],
         commands=[_command(run) for run in runs],
-        versions=_distinct([(name, run.facts["versions"]) for run, name in zip(runs, names, strict=True)]),
+        versions=distinct([(name, run.facts["versions"]) for run, name in zip(runs, names, strict=True)]),
     )
 
 
@@ -163,7 +163,7 @@ def _audit(run: Run) -> tuple[list[dict[str, str]], list[str]]:
     return finding_rows(found), paragraphs(found)
 
 
-def _distinct(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def distinct(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Each different value once, under the names of the runs that share it."""
     groups: list[tuple[list[str], Any]] = []
     for name, value in pairs:
@@ -178,10 +178,11 @@ def _distinct(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 def _picture(path: Path, caption: str, figure: Figure) -> dict[str, str]:
     content = figures.save_figure(figure, path)
-    return {"caption": caption, "source": _data_url(content)}
+    return {"caption": caption, "source": data_url(content)}
 
 
-def _data_url(png: bytes) -> str:
+def data_url(png: bytes) -> str:
+    """A picture as an address that a page can hold."""
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 

@@ -1,0 +1,79 @@
+"""`opusim curve`: noise against privacy against accuracy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the command to `opusim`."""
+    app.command(epilog=_EPILOG)(curve)
+
+
+_EPILOG = """[bold]A spec[/bold] is a TOML file: a title, \\[config] with keys of every run, \\[axes] with lists
+of values, and any number of \\[\\[series]], each with a name, config and axes of its own. Runs take all combinations.
+Ready ones stand in benchmarks/curves.
+
+A sweep that was stopped or killed goes on with the same command; no finished run is made twice."""
+
+
+def curve(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The sweep, a TOML file.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The sweep's folder; runs/ and the spec's name by default.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs side by side; one a processor core by default.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="A Dask scheduler, such as tcp://10.0.0.5:8786, whose workers see the folder.",
+        ),
+    ] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try failed runs again.")] = False,
+    draw_only: Annotated[
+        bool, typer.Option("--draw-only", help="Draw what is there, such as after an audit; train nothing.")
+    ] = False,
+) -> None:
+    """Make a table of runs, draw accuracy and epsilon against noise, and write one report."""
+    from training.sweeps.spec import read_spec
+
+    read, text = read_spec(spec)
+    from training.sweeps.points import points_of
+
+    points = points_of(read, text)
+    import os
+
+    from accounting.tables import print_rows
+    from training.sweeps.curves import SweepResult
+    from training.sweeps.execution import run_sweep
+    from training.sweeps.folder import SweepFolder
+    from training.sweeps.progress import SweepBar
+    from training.sweeps.report import setting_rows, write_sweep
+
+    folder = SweepFolder(out or Path("runs") / spec.stem)
+    if draw_only:
+        rows = folder.rows(points)
+    else:
+        with SweepBar(read.title) as bar:
+            rows = run_sweep(
+                points,
+                folder,
+                jobs=jobs or os.cpu_count() or 1,
+                cluster=cluster,
+                retry_failed=retry_failed,
+                on_start=bar.start,
+                on_row=bar.advance,
+            )
+    result = SweepResult(spec=read, points=points, rows=rows, folder=folder)
+    report_file = write_sweep(result, spec.read_text(encoding="utf-8"))
+    print_rows(setting_rows(result), without=("device energy [J]", "device time [s]"))
+    for row in rows.values():
+        if row.status == "failed":
+            typer.echo(f"failed: {row.identity}: {row.reason}")
+    typer.echo(f"sweep folder: {folder.path}\nreport:       {report_file}")

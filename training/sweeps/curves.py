@@ -1,0 +1,222 @@
+"""What a sweep's figures show: means over seeds, with their spread, against noise, epsilon and cost."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from training.sweeps.folder import SweepFolder
+from training.sweeps.points import Point
+from training.sweeps.rows import Row, audited_epsilon
+from training.sweeps.spec import SweepSpec
+
+_NOISE_KEYS = ("sigma", "temperature_c", "exposure_us", "noise_multiplier", "epsilon")
+"""Last parts of the keys that set a noise level, those that say it most directly first."""
+_LABELS = {
+    "device.noise.sigma": "standard deviation of the device's noise [units of the projection]",
+    "trainer.sigma": "standard deviation of the noise [units of the signal]",
+    "temperature_c": "temperature of the sensor [°C]",
+    "exposure_us": "exposure [µs]",
+    "protection.noise_multiplier": "noise multiplier z (noise / clip norm)",
+    "protection.epsilon": "privacy budget ε",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """All seeds of one setting.
+
+    Attributes:
+        x: Where it stands on the axis.
+        mean: Mean over seeds; infinite where any is.
+        spread: Standard deviation over seeds; 0 for one seed.
+        n: Seeds.
+        std: Standard deviation of the device's noise there; None without one.
+    """
+
+    x: float
+    mean: float
+    spread: float
+    n: int
+    std: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One line of a figure.
+
+    Attributes:
+        name: The series.
+        kind: What is drawn: accuracy, or claimed, proven or audited epsilon, or a cost.
+        levels: By rising x.
+    """
+
+    name: str
+    kind: str
+    levels: tuple[Level, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepResult:
+    """A sweep's points with their rows.
+
+    Attributes:
+        spec: What was asked for.
+        points: All points.
+        rows: The rows that are there, by identity.
+        folder: Where the runs are.
+    """
+
+    spec: SweepSpec
+    points: Sequence[Point]
+    rows: Mapping[str, Row]
+    folder: SweepFolder
+
+    @property
+    def series(self) -> list[str]:
+        """Names of the series that are drawn as curves, in the spec's order."""
+        references = {series.name for series in self.spec.series if series.reference}
+        return [
+            name for name in dict.fromkeys(point.series for point in self.points) if name not in references
+        ]
+
+    @property
+    def references(self) -> list[str]:
+        """Names of the series that are drawn as level lines."""
+        return [series.name for series in self.spec.series if series.reference]
+
+    @property
+    def noise_key(self) -> str | None:
+        """The axis that stands for the noise."""
+        if self.spec.noise is not None:
+            return self.spec.noise
+        keys = dict.fromkeys(key for point in self.points for key in point.values)
+        ranked = [key for last in _NOISE_KEYS for key in keys if key.split(".")[-1] == last]
+        return ranked[0] if ranked else None
+
+    def finished(self, series: str) -> list[tuple[Point, Row]]:
+        """Points of a series whose runs have figures."""
+        return [
+            (point, self.rows[point.identity])
+            for point in self.points
+            if point.series == series
+            and point.identity in self.rows
+            and self.rows[point.identity].status != "failed"
+        ]
+
+
+def axis_label(key: str) -> str:
+    """What a figure writes at the axis of a configuration key, with its unit."""
+    return _LABELS.get(key) or _LABELS.get(key.split(".")[-1]) or key
+
+
+def accuracy_against_noise(result: SweepResult) -> list[Curve]:
+    """Accuracy in percent on the noise axis, a curve a series that has it."""
+    return _on_noise_axis(result, "accuracy", _percent)
+
+
+def references(result: SweepResult) -> list[Curve]:
+    """Accuracy of the reference series, one level each."""
+    curves = []
+    for name in result.references:
+        values = [v for _, row in result.finished(name) if (v := _percent(row)) is not None]
+        if values:
+            curves.append(Curve(name=name, kind="accuracy", levels=(_level(math.nan, values, None),)))
+    return curves
+
+
+def epsilon_against_noise(result: SweepResult) -> list[Curve]:
+    """Claimed, proven and audited epsilon on the noise axis, each a curve of its own."""
+    kinds: dict[str, Callable[[Row], float | None]] = {
+        "claimed": lambda row: row.claimed_epsilon,
+        "proven": lambda row: row.proven_epsilon,
+        "audited": lambda row: audited_epsilon(_run_folder(result, row)),
+    }
+    return [curve for kind, value in kinds.items() for curve in _on_noise_axis(result, kind, value)]
+
+
+def accuracy_against_epsilon(result: SweepResult) -> list[Curve]:
+    """Accuracy in percent against proven epsilon, a curve a series with finite ones."""
+    curves = []
+    for name in result.series:
+        groups: dict[float, list[float]] = {}
+        for _, row in result.finished(name):
+            epsilon, accuracy = row.proven_epsilon, _percent(row)
+            if epsilon is not None and math.isfinite(epsilon) and accuracy is not None:
+                groups.setdefault(float(f"{epsilon:.3g}"), []).append(accuracy)
+        if groups:
+            levels = tuple(_level(x, groups[x], None) for x in sorted(groups))
+            curves.append(Curve(name=name, kind="accuracy", levels=levels))
+    return curves
+
+
+def costs(result: SweepResult) -> list[Curve]:
+    """Device energy [J], device time [s] and wall time [s] of one run of each series, references included."""
+    kinds: dict[str, Callable[[Row], float | None]] = {
+        "device energy [J]": lambda row: _figure(row, "joules"),
+        "device time [s]": lambda row: _figure(row, "seconds"),
+        "wall time [s]": lambda row: row.wall_s,
+    }
+    curves = []
+    for kind, value in kinds.items():
+        for name in [*result.series, *result.references]:
+            values = [v for _, row in result.finished(name) if (v := value(row)) is not None]
+            if values:
+                curves.append(Curve(name=name, kind=kind, levels=(_level(0.0, values, None),)))
+    return curves
+
+
+def _on_noise_axis(result: SweepResult, kind: str, value: Callable[[Row], float | None]) -> list[Curve]:
+    key = result.noise_key
+    curves = []
+    for name in result.series:
+        groups: dict[float, list[tuple[float, float | None]]] = {}
+        for point, row in result.finished(name):
+            found = value(row)
+            if key is not None and key in point.values and found is not None:
+                groups.setdefault(float(point.values[key]), []).append((found, row.noise_std))
+        if groups:
+            levels = tuple(
+                _level(x, [found for found, _ in groups[x]], groups[x][0][1]) for x in sorted(groups)
+            )
+            curves.append(Curve(name=name, kind=kind, levels=levels))
+    return curves
+
+
+def _level(x: float, values: Sequence[float], std: float | None) -> Level:
+    if not all(math.isfinite(value) for value in values):
+        return Level(x=x, mean=math.inf, spread=0.0, n=len(values), std=std)
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return Level(x=x, mean=statistics.fmean(values), spread=spread, n=len(values), std=std)
+
+
+def _percent(row: Row) -> float | None:
+    return None if row.accuracy is None else 100 * row.accuracy
+
+
+def _figure(row: Row, name: str) -> float | None:
+    found = row.figures.get(name)
+    return None if found is None else float(found)
+
+
+def _run_folder(result: SweepResult, row: Row) -> Path:
+    return result.folder.path / "runs" / row.identity
+
+
+def curve_rows(curves: Iterable[Curve]) -> list[dict[str, str | float]]:
+    """What a figure drew, a row a level."""
+    return [
+        {
+            "series": curve.name,
+            "kind": curve.kind,
+            "x": level.x,
+            "mean": level.mean,
+            "spread": level.spread,
+            "runs": level.n,
+        }
+        for curve in curves
+        for level in curve.levels
+    ]

@@ -1,0 +1,140 @@
+"""Running the points of a sweep side by side: through joblib, on local processes or on a Dask cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import joblib
+from joblib.externals.loky.process_executor import TerminatedWorkerError
+
+from opusim.errors import OpusimError
+from training.runs.locking import only_writer
+from training.sweeps.folder import SweepFolder
+from training.sweeps.points import Point
+from training.sweeps.rows import Row, failed_row, write_row
+from training.sweeps.worker import run_point
+
+_MOST_DEATHS = 3
+"""Processes that may die over one run before it counts as failed."""
+
+
+class SweepStopped(OpusimError):
+    """A sweep could not go on; the runs so far are kept, and the same command goes on."""
+
+
+def run_sweep(
+    points: Sequence[Point],
+    folder: SweepFolder,
+    *,
+    jobs: int,
+    cluster: str | None = None,
+    retry_failed: bool = False,
+    on_start: Callable[[int, int], None] = lambda done, total: None,
+    on_row: Callable[[Row, float | None], None] = lambda row, left: None,
+) -> dict[str, Row]:
+    """Make the runs that are not done yet, and return all rows by identity.
+
+    Args:
+        points: The sweep's points; those of one configuration share a run.
+        folder: Where everything is kept; one process writes it.
+        jobs: Runs side by side on this machine, at least 1.
+        cluster: Address of a Dask scheduler whose workers see the same folder; None for local processes.
+        retry_failed: Whether runs that failed before are tried again.
+        on_start: Told how many runs are there already, and how many there will be.
+        on_row: Told each new row, and the seconds that the rest will take.
+
+    Raises:
+        FolderBusy: Another process makes this sweep.
+        SweepStopped: The cluster cannot be reached, or was lost.
+    """
+    distinct = {point.identity: point for point in points}
+    with only_writer(folder.path, "sweep folder"):
+        rows = folder.rows(list(distinct.values()))
+        if retry_failed:
+            rows = {identity: row for identity, row in rows.items() if row.status != "failed"}
+        on_start(len(rows), len(distinct))
+        deaths: Counter[str] = Counter()
+        while missing := [point for identity, point in distinct.items() if identity not in rows]:
+            try:
+                for row in _finished_rows(missing, folder, jobs=jobs, cluster=cluster):
+                    rows[row.identity] = row
+                    on_row(row, _seconds_left(rows, distinct, jobs))
+            except TerminatedWorkerError:
+                rows |= folder.rows(missing)
+                rows |= _given_up(missing, rows, folder, deaths)
+    return rows
+
+
+def _finished_rows(
+    points: Sequence[Point], folder: SweepFolder, *, jobs: int, cluster: str | None
+) -> Iterator[Row]:
+    """Rows as their runs end."""
+    tasks = [
+        joblib.delayed(run_point)(
+            point.config, _absolute(folder.run_path(point)), _absolute(folder.row_path(point))
+        )
+        for point in points
+    ]
+    with _backend(cluster):
+        parallel = joblib.Parallel(
+            n_jobs=-1 if cluster else jobs, batch_size=1, return_as="generator_unordered"
+        )
+        yield from parallel(tasks)
+
+
+@contextlib.contextmanager
+def _backend(cluster: str | None) -> Iterator[None]:
+    """Where joblib sends the runs; each has one thread, since they run side by side."""
+    if cluster is None:
+        with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
+            yield
+        return
+    try:
+        from distributed import Client
+    except ModuleNotFoundError as error:
+        raise SweepStopped("--cluster needs the extra 'cluster': pip install 'opusim[cluster]'") from error
+    try:
+        client = Client(cluster, timeout=10)
+    except (OSError, TimeoutError, ValueError) as error:
+        raise SweepStopped(f"no Dask scheduler answers at {cluster} ({error}); check the address") from error
+    with client, joblib.parallel_config(backend="dask", wait_for_workers_timeout=30):
+        yield
+
+
+def _given_up(
+    points: Sequence[Point], rows: dict[str, Row], folder: SweepFolder, deaths: Counter[str]
+) -> dict[str, Row]:
+    """Rows of runs over which processes die again and again (out of memory, as a rule)."""
+    given_up = {}
+    for point in points:
+        if point.identity in rows or not folder.run_path(point).exists():
+            continue
+        deaths[point.identity] += 1
+        if deaths[point.identity] >= _MOST_DEATHS:
+            reason = f"the process that made it died {_MOST_DEATHS} times (out of memory?); try it alone"
+            row = failed_row(point.identity, reason)
+            write_row(folder.row_path(point), row)
+            given_up[point.identity] = row
+    return given_up
+
+
+def _seconds_left(rows: dict[str, Row], distinct: dict[str, Point], jobs: int) -> float | None:
+    """What the rest will take: each run as long as those of its series have taken, or all of them."""
+    times: dict[str, list[float]] = {}
+    for identity, row in rows.items():
+        if row.status != "failed":
+            times.setdefault(distinct[identity].series, []).append(row.wall_s)
+    if not times:
+        return None
+    overall = statistics.fmean(seconds for found in times.values() for seconds in found)
+    left = [point.series for identity, point in distinct.items() if identity not in rows]
+    return sum(statistics.fmean(times.get(series, [overall])) for series in left) / jobs
+
+
+def _absolute(path: Path) -> Path:
+    """A path that means the same in every process."""
+    return path.absolute()

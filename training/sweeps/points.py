@@ -1,0 +1,124 @@
+"""The runs that a sweep asks for, each with its resolved configuration; what can be refused is refused here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from opusim.description import load_description
+from opusim.errors import ConfigError
+from training.config.reading import load_config, merged, nested
+from training.config.run import RunConfig
+from training.sweeps.spec import SeriesSpec, SpecText, SweepSpec, flat_axes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One run of a sweep.
+
+    Attributes:
+        series: Name of its series.
+        values: Its value on each axis, by dotted configuration key.
+        config: Its resolved configuration.
+    """
+
+    series: str
+    values: dict[str, Any]
+    config: RunConfig
+
+    @property
+    def identity(self) -> str:
+        """Name of its run folder: points of one configuration share one run."""
+        return f"{self.config.trainer.kind}-{self.config.digest()[:16]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Axis:
+    key: str
+    values: Sequence[Any]
+    path: tuple[str, ...]
+
+
+def points_of(spec: SweepSpec, text: SpecText) -> list[Point]:
+    """All points of a sweep, series by series.
+
+    Raises:
+        ConfigError: An axis without values or with one twice, two axes that set one key, a key or a value that no
+            configuration takes, an unknown trainer or device; with the line of the spec.
+    """
+    series = spec.series or (SeriesSpec(name="runs"),)
+    points: list[Point] = []
+    for number, one in enumerate(series):
+        points += _series_points(spec, one, text, number)
+    return points
+
+
+def _series_points(spec: SweepSpec, series: SeriesSpec, text: SpecText, number: int) -> list[Point]:
+    place = ("series", str(number))
+    axes = [_Axis(key=k, values=v, path=("axes", k)) for k, v in flat_axes(spec.axes).items()]
+    axes += [_Axis(key=k, values=v, path=(*place, "axes", k)) for k, v in flat_axes(series.axes).items()]
+    fixed = merged(spec.config, series.config)
+    for axis in axes:
+        _check_values(axis, text)
+    _check_clashes(axes, fixed, text)
+    points = []
+    for values in itertools.product(*(axis.values for axis in axes)):
+        changes = dict(zip((axis.key for axis in axes), values, strict=True))
+        config = _resolved(fixed, changes, text, place)
+        points.append(Point(series=series.name, values=changes, config=config))
+    return points
+
+
+def _check_values(axis: _Axis, text: SpecText) -> None:
+    if not isinstance(axis.values, list):
+        raise text.error(f"{axis.values!r} is no list; give an axis its values as in [0.0, 1.0]", axis.path)
+    if not axis.values:
+        raise text.error("is empty; give it at least one value, or leave the axis out", axis.path)
+    for place, value in enumerate(axis.values):
+        if value in axis.values[:place]:
+            raise text.error(f"holds {value!r} twice; a run is made once", axis.path)
+
+
+def _check_clashes(axes: Sequence[_Axis], fixed: Mapping[str, Any], text: SpecText) -> None:
+    """Refuse two axes, or an axis and a fixed key, that set the same thing."""
+    for place, axis in enumerate(axes):
+        for other in axes[:place]:
+            if _overlap(axis.key, other.key):
+                raise text.error(f"clashes with the axis {other.key}: both set it; leave one out", axis.path)
+        fixed_value: Any = fixed
+        for part in axis.key.split("."):
+            fixed_value = fixed_value.get(part) if isinstance(fixed_value, Mapping) else None
+        if fixed_value is not None:
+            raise text.error(f"is set to {fixed_value!r} in config and is an axis; leave one out", axis.path)
+
+
+def _overlap(left: str, right: str) -> bool:
+    return f"{left}.".startswith(f"{right}.") or f"{right}.".startswith(f"{left}.")
+
+
+def _resolved(
+    fixed: Mapping[str, Any], changes: Mapping[str, Any], text: SpecText, place: tuple[str, str]
+) -> RunConfig:
+    """One run's configuration, on one thread unless the sweep says otherwise: sweeps run side by side."""
+    values = merged({"threads": 1}, fixed)
+    for key, value in changes.items():
+        values = merged(values, nested(key, value))
+    try:
+        config = load_config(values)
+        load_description(config.device.name, config.device.overrides)
+    except ConfigError as error:
+        raise _at_line(error, text, place) from error
+    return config
+
+
+def _at_line(error: ConfigError, text: SpecText, place: tuple[str, str]) -> ConfigError:
+    """The same error at the line of the spec that causes it."""
+    keys = error.key.split(".")
+    if error.file != "configuration":  # a device description's: its keys stand under device here
+        keys = ["device", *keys]
+    homes = [(*place, "axes"), ("axes",), (*place, "config"), ("config",)]
+    paths = [(*home, *keys) for home in homes]
+    exact = [path for path in paths if text.holds(path)]
+    return text.error(error.reason, *(exact or [(*place, "config", *keys), ("config", *keys)]))

@@ -1,0 +1,134 @@
+"""What a sweep keeps of each run: a row of figures, or the reason why there are none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from accounting.guarantee import Guarantee, Status
+from training.attacks.findings import Role, RunAudit
+from training.config.run import RunConfig
+from training.runs.run import Run
+from training.runs.storage import read_json, write_json
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One run's figures.
+
+    Attributes:
+        identity: Name of the run folder.
+        status: done; stopped (its privacy budget was spent before the end); failed.
+        reason: Why it stopped or failed, in one line; None for a run that is done.
+        figures: The run's summary: accuracies and losses per split, frames, seconds, joules; empty for a failed run
+            and, but for steps, for one in release mode.
+        noise_std: Standard deviation of the device's Gaussian noise, units of the projection; None without one.
+        guarantees: What is said of its privacy.
+        wall_s: Seconds that it took, of all its processes.
+    """
+
+    identity: str
+    status: Literal["done", "stopped", "failed"]
+    reason: str | None = None
+    figures: Mapping[str, Any]
+    noise_std: float | None = None
+    guarantees: Sequence[Guarantee] = ()
+    wall_s: float = 0.0
+
+    @property
+    def accuracy(self) -> float | None:
+        """On test records, else on validation records, in [0, 1]; None where the run keeps none."""
+        found = self.figures.get("test_accuracy", self.figures.get("validation_accuracy"))
+        return None if found is None else float(found)
+
+    def epsilon(self, *statuses: Status) -> float | None:
+        """The smallest epsilon of these statuses (at one delta, in one unit); None where nothing is said."""
+        found = [g.epsilon for g in self.guarantees if g.status in statuses]
+        return min(found) if found else None
+
+    @property
+    def proven_epsilon(self) -> float | None:
+        """Proven, maybe under a device model; infinite where no finite guarantee exists."""
+        return self.epsilon(Status.PROVEN, Status.PROVEN_UNDER_DEVICE_MODEL, Status.NONE)
+
+    @property
+    def claimed_epsilon(self) -> float | None:
+        """A paper's formula with its hypotheses taken as given; None where no paper claims anything."""
+        values = [g.formula_value for g in self.guarantees if g.formula_value is not None]
+        return min(values) if values else self.epsilon(Status.CLAIMED)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        values = asdict(self)
+        values["figures"] = dict(self.figures)
+        values["guarantees"] = [guarantee.to_json() for guarantee in self.guarantees]
+        return {"schema_version": SCHEMA_VERSION, **values}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Row:
+        """The row that `to_json` wrote."""
+        values = {key: value for key, value in content.items() if key != "schema_version"}
+        values["guarantees"] = tuple(Guarantee.from_json(value) for value in values["guarantees"])
+        return cls(**values)
+
+
+def row_of(run: Run, config: RunConfig, *, wall_s: float) -> Row:
+    """The row of a finished run."""
+    summary = dict(run.summary or {})
+    stopped = summary.pop("stopped", None)
+    return Row(
+        identity=run.folder.path.name,
+        status="done" if stopped is None else "stopped",
+        reason=stopped,
+        figures=summary,
+        noise_std=_noise_std(run.facts.get("device")),
+        guarantees=tuple(run.guarantees),
+        wall_s=wall_s,
+    )
+
+
+def failed_row(identity: str, error: BaseException | str) -> Row:
+    """The row of a run that has no figures."""
+    text = error if isinstance(error, str) else " ".join(str(error).split()) or type(error).__name__
+    return Row(identity=identity, status="failed", reason=text, figures={})
+
+
+def write_row(path: Path, row: Row) -> None:
+    """Keep a row; an infinite figure becomes null."""
+    values = row.to_json()
+    values["figures"] = {k: v for k, v in values["figures"].items() if _kept(v)}
+    write_json(path, values)
+
+
+def read_row(path: Path) -> Row | None:
+    """The row that was kept, or None."""
+    return Row.from_json(read_json(path)) if path.exists() else None
+
+
+def audited_epsilon(run_folder: Path) -> float | None:
+    """The largest lower bound that an audit of this run found, at its delta; None where it was not audited."""
+    file = run_folder / "audit.json"
+    if not file.exists():
+        return None
+    found = [
+        f.result.epsilon_lower for f in RunAudit.from_json(read_json(file)).findings if f.role is Role.RUN
+    ]
+    return max(found) if found else None
+
+
+def _noise_std(device: Mapping[str, Any] | None) -> float | None:
+    """The standard deviation that a device's description gives its readings directly or by a temperature."""
+    if not device or not device.get("noise"):
+        return None
+    from opusim.description_schema import NoiseSettings
+
+    return NoiseSettings.model_validate(device["noise"]).value()
+
+
+def _kept(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

@@ -19,3 +19,7 @@ class RunInterrupted(OpusimError):
 
 class FolderBusy(RunFolderError):
     """Another process is writing the folder."""
+
+
+class SweepStopped(OpusimError):
+    """A sweep could not go on; the runs so far are kept, and the same command goes on."""

@@ -6,12 +6,11 @@ import contextlib
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import joblib
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-from opusim.errors import OpusimError
+from training.errors import SweepStopped
 from training.runs.locking import only_writer
 from training.sweeps.folder import SweepFolder
 from training.sweeps.points import Point
@@ -22,10 +21,6 @@ _MOST_DEATHS = 3
 """Processes that may die over one run before it counts as failed."""
 
 
-class SweepStopped(OpusimError):
-    """A sweep could not go on; the runs so far are kept, and the same command goes on."""
-
-
 def run_sweep(
     points: Sequence[Point],
     folder: SweepFolder,
@@ -33,6 +28,7 @@ def run_sweep(
     jobs: int,
     cluster: str | None = None,
     retry_failed: bool = False,
+    patience_s: float = 10.0,
     on_start: Callable[[int, int], None] = lambda done, total: None,
     on_row: Callable[[Row, float | None], None] = lambda row, left: None,
 ) -> dict[str, Row]:
@@ -44,6 +40,7 @@ def run_sweep(
         jobs: Runs side by side on this machine, at least 1.
         cluster: Address of a Dask scheduler whose workers see the same folder; None for local processes.
         retry_failed: Whether runs that failed before are tried again.
+        patience_s: Seconds to wait for the scheduler's answer.
         on_start: Told how many runs are there already, and how many there will be.
         on_row: Told each new row, and the seconds that the rest will take.
 
@@ -60,48 +57,39 @@ def run_sweep(
         deaths: Counter[str] = Counter()
         while missing := [point for identity, point in distinct.items() if identity not in rows]:
             try:
-                for row in _finished_rows(missing, folder, jobs=jobs, cluster=cluster):
-                    rows[row.identity] = row
-                    on_row(row, _seconds_left(rows, distinct, jobs))
+                with _backend(cluster, patience_s):
+                    for row in _finished_rows(missing, folder, jobs=-1 if cluster else jobs):
+                        rows[row.identity] = row
+                        on_row(row, _seconds_left(rows, distinct, jobs))
             except TerminatedWorkerError:
                 rows |= folder.rows(missing)
                 rows |= _given_up(missing, rows, folder, deaths)
     return rows
 
 
-def _finished_rows(
-    points: Sequence[Point], folder: SweepFolder, *, jobs: int, cluster: str | None
-) -> Iterator[Row]:
+def _finished_rows(points: Sequence[Point], folder: SweepFolder, *, jobs: int) -> Iterator[Row]:
     """Rows as their runs end."""
     tasks = [
         joblib.delayed(run_point)(
-            point.config, _absolute(folder.run_path(point)), _absolute(folder.row_path(point))
+            point.config, folder.run_path(point).absolute(), folder.row_path(point).absolute()
         )
         for point in points
     ]
-    with _backend(cluster):
-        parallel = joblib.Parallel(
-            n_jobs=-1 if cluster else jobs, batch_size=1, return_as="generator_unordered"
-        )
-        yield from parallel(tasks)
+    yield from joblib.Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")(tasks)
 
 
 @contextlib.contextmanager
-def _backend(cluster: str | None) -> Iterator[None]:
+def _backend(cluster: str | None, patience_s: float) -> Iterator[None]:
     """Where joblib sends the runs; each has one thread, since they run side by side."""
     if cluster is None:
         with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
             yield
         return
     try:
-        from distributed import Client
+        from training.sweeps.cluster import connected
     except ModuleNotFoundError as error:
         raise SweepStopped("--cluster needs the extra 'cluster': pip install 'opusim[cluster]'") from error
-    try:
-        client = Client(cluster, timeout=10)
-    except (OSError, TimeoutError, ValueError) as error:
-        raise SweepStopped(f"no Dask scheduler answers at {cluster} ({error}); check the address") from error
-    with client, joblib.parallel_config(backend="dask", wait_for_workers_timeout=30):
+    with connected(cluster, patience_s):
         yield
 
 
@@ -133,8 +121,3 @@ def _seconds_left(rows: dict[str, Row], distinct: dict[str, Point], jobs: int) -
     overall = statistics.fmean(seconds for found in times.values() for seconds in found)
     left = [point.series for identity, point in distinct.items() if identity not in rows]
     return sum(statistics.fmean(times.get(series, [overall])) for series in left) / jobs
-
-
-def _absolute(path: Path) -> Path:
-    """A path that means the same in every process."""
-    return path.absolute()

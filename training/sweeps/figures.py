@@ -104,9 +104,9 @@ def cost(result: SweepResult) -> Figure | None:
         axes.barh(places, means, color=[COLOURS[place % len(COLOURS)] for place in places], height=0.6)
         for place, mean in zip(places, means, strict=True):
             axes.annotate(
-                f"{mean:,.3g}", (mean, place), (3, 0), textcoords="offset points", va="center", fontsize=8
+                _amount(mean), (mean, place), (3, 0), textcoords="offset points", va="center", fontsize=8
             )
-        axes.set(xlabel=f"{kind}, mean of a run", xlim=(0, max(max(means), 1e-12) * 1.3))
+        axes.set(xlabel=kind, xlim=(0, max(max(means), 1e-12) * 1.3))
         axes.spines[["top", "right"]].set_visible(False)
         axes.xaxis.label.set_size(9)
         axes.tick_params(axis="x", labelsize=8)
@@ -167,6 +167,11 @@ def _mark_infinity(axes: Axes, infinity: float, high: float) -> None:
     ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= high]
     axes.set_yticks([*ticks, infinity], [*(_power(tick) for tick in ticks), "∞"])
     axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _amount(value: float) -> str:
+    """Three digits, without powers of ten."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _power(value: float) -> str:

@@ -108,17 +108,26 @@ def _resolved(
     try:
         config = load_config(values)
         load_description(config.device.name, config.device.overrides)
+        _check_data(config.data.name)
     except ConfigError as error:
         raise _at_line(error, text, place) from error
     return config
 
 
+def _check_data(name: str) -> None:
+    """Refuse a data set that no run of a sweep could load."""
+    from training.data.catalogue import CATALOGUE
+
+    if name not in CATALOGUE:
+        raise ConfigError("configuration", "data.name", f"{name!r} is not known; take {', '.join(CATALOGUE)}")
+
+
 def _at_line(error: ConfigError, text: SpecText, place: tuple[str, str]) -> ConfigError:
     """The same error at the line of the spec that causes it."""
-    keys = error.key.split(".")
+    keys, reason = error.key.split("."), error.reason
     if error.file != "configuration":  # a device description's: its keys stand under device here
-        keys = ["device", *keys]
+        keys, reason = ["device", *keys], f"{error.file}: {reason}"
     homes = [(*place, "axes"), ("axes",), (*place, "config"), ("config",)]
     paths = [(*home, *keys) for home in homes]
     exact = [path for path in paths if text.holds(path)]
-    return text.error(error.reason, *(exact or [(*place, "config", *keys), ("config", *keys)]))
+    return text.error(reason, *(exact or [(*place, "config", *keys), ("config", *keys)]))

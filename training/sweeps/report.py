@@ -42,7 +42,7 @@ _FIGURES: dict[
         figures.accuracy_epsilon,
         curves.accuracy_against_epsilon,
     ),
-    "cost": ("What one run costs", figures.cost, curves.costs),
+    "cost": ("What one run of each series costs, mean", figures.cost, curves.costs),
 }
 
 
@@ -202,7 +202,10 @@ def _mean_and_spread(values: Sequence[float]) -> str:
 
 def _mean(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
-    return f"{statistics.fmean(known):,.3g}" if known else "–"
+    if not known:
+        return "–"
+    mean = statistics.fmean(known)
+    return f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}"
 
 
 def _epsilons(values: Sequence[float | None]) -> str:

@@ -12,14 +12,16 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from opusim.access_schema import AccessSettings, MonitorSettings
 from opusim.camera_schema import CameraSettings
+from opusim.lighton_schema import LightonSettings
 from opusim.settings import Section
 from opusim.temperature import TemperatureLaw
 
 Status = Literal["measured", "datasheet", "assumed", "override"]
 Number = int | float | list[float]
-EXEMPT_FROM_PROVENANCE = ("schema", "medium")
-"""Numbers that describe the file or the simulation, not a physical device."""
+EXEMPT_FROM_PROVENANCE = ("schema", "medium", "access", "monitor")
+"""Numbers that describe the file, the simulation or its use, not a physical device."""
 
 
 class MediumSettings(Section):
@@ -130,6 +132,9 @@ class DeviceDescription(Section):
         frames: time and energy.
         noise: noise of a reading; None where the kind has no noise or brings its own.
         camera: the physical twin's numbers; None for other kinds.
+        lighton: which OPU lightonml drives; None for other kinds.
+        access: patience with a device that may fail, and who may have it.
+        monitor: how it is watched; None for a device that is not.
         options: keys of a registered kind, checked by its factory.
         provenance: for each dotted key that holds a number, its status and source.
     """
@@ -144,6 +149,9 @@ class DeviceDescription(Section):
     frames: FrameSettings
     noise: NoiseSettings | None = None
     camera: CameraSettings | None = None
+    lighton: LightonSettings | None = None
+    access: AccessSettings | None = None
+    monitor: MonitorSettings | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     provenance: dict[str, Provenance] = Field(default_factory=dict)
 
@@ -161,6 +169,12 @@ class DeviceDescription(Section):
         idle = sorted(set(self.provenance) - numbers)
         if idle:
             raise ValueError(f"provenance for {', '.join(idle)}, which is no number of this file; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _lighton_fits_its_kind(self) -> Self:
+        if (self.lighton is not None) != (self.kind == "lighton"):
+            raise ValueError('a section [lighton] and kind = "lighton" belong together; give both or neither')
         return self
 
     @model_validator(mode="after")

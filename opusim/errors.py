@@ -53,3 +53,7 @@ class DeviceFault(DeviceError, RuntimeError):
 
 class NoiseBelowCertificate(DeviceError):
     """The measured noise is weaker than the certificate that a privacy statement rests on."""
+
+
+class NoiseUnknown(OpusimError, ValueError):
+    """A device states no law for its noise: nobody measured it, and its description assumes none."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from accounting.errors import BudgetExceeded
 from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
+from opusim.errors import DeviceError
 from opusim.usage import Usage
 from training.averaging import TailAverage
 from training.config.optimizer import OptimizerConfig
@@ -136,6 +137,7 @@ class Engine:
             LedgerCorrupt: A step that was computed is not paid for.
             TrainingDiverged: A batch's error is not finite; the last checkpoint is kept.
             RunInterrupted: Ctrl-C; a checkpoint was written first.
+            DeviceError: The device failed; a checkpoint was written first.
             OSError: The disk is full or not writable; the last checkpoint is kept.
         """
         if self._watcher:
@@ -147,7 +149,7 @@ class Engine:
             while self._step < self.total_steps:
                 if mechanisms:
                     self._pay(ledger, mechanisms)
-                self._advance()
+                self._advance_or_keep()
                 if interrupted.is_set() and self._step < self.total_steps:
                     self.checkpoint()
                     raise RunInterrupted(
@@ -169,6 +171,20 @@ class Engine:
             raise BudgetExceeded(
                 f"{error}; training ended after step {self._step} of {self.total_steps}, whose model is in "
                 f"{self._folder.path}"
+            ) from error
+
+    def _advance_or_keep(self) -> None:
+        """Do one step; a device that fails in it leaves a checkpoint of the steps before, so that none is lost.
+
+        A step changes the model at its very end, so that a step which failed has changed nothing of it.
+        """
+        try:
+            self._advance()
+        except DeviceError as error:
+            self.checkpoint()
+            raise type(error)(
+                f"{error}. Step {self._step} of {self.total_steps} was not done, all before it are kept; "
+                f"when the device is back, go on with: opusim train resume {self._folder.path}"
             ) from error
 
     def _advance(self) -> None:

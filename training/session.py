@@ -14,6 +14,9 @@ from accounting.ledger import Ledger
 from opusim.description import load_description, parse_description
 from opusim.description_schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
+from opusim.devices.baseline import Baseline
+from opusim.errors import NoiseUnknown
+from opusim.noise import NoiseModel
 from training.assembly import (
     Arrays,
     check_torch_device,
@@ -37,7 +40,7 @@ from training.networks.base import Network
 from training.protections.plan import budget_of
 from training.runs.folder import RunFolder, facts_equal, versions
 from training.runs.run import Run, load_run
-from training.runs.storage import write_array
+from training.runs.storage import read_array, write_array
 from training.trainer import Trainer
 
 _STEPS_PAID_AT_ONCE = {"experiment": 64, "release": 16}
@@ -123,18 +126,21 @@ def train_on(
             if resume:
                 _check_same(run_folder, facts)
                 engine.resume()
+                if device is not None and run_folder.baseline_file.exists():
+                    device.compare_with(Baseline.from_array(read_array(run_folder.baseline_file)))
             else:
                 family.begin(resolved, trainer)
                 engine.checkpoint()  # before the configuration, so that a run once begun can always go on
                 if dataset.components is not None:
                     write_array(run_folder.components_file, dataset.components.to_array())
+                if device is not None and device.baseline is not None:
+                    write_array(run_folder.baseline_file, device.baseline.to_array())
                 run_folder.begin(resolved, facts)
             with _ledger(resolved, run_folder) as ledger:
                 family.pay_at_start(
                     resolved, trainer, dataset, device, ledger, run_folder, steps=engine.total_steps
                 )
-                noise = device.noise if device else None
-                mechanisms = family.step_mechanisms(resolved, network, sampler, noise)
+                mechanisms = family.step_mechanisms(resolved, network, sampler, _stated_noise(device))
                 engine.run(ledger, mechanisms)
     return load_run(run_folder.path)
 
@@ -187,6 +193,7 @@ def _facts(
     device: NoisyDevice | None,
 ) -> dict[str, Any]:
     """What `config.json` says beside the configuration."""
+    noise = _stated_noise(device)
     data: dict[str, Any] = {
         "name": dataset.name,
         "n_classes": dataset.n_classes,
@@ -201,9 +208,17 @@ def _facts(
         "network": network.facts,
         "data": data,
         "device": None if description is None else description.dump(),
-        "noise": None if device is None else device.noise.to_json(),
+        "noise": None if noise is None else noise.to_json(),
         "versions": versions(),
     }
+
+
+def _stated_noise(device: NoisyDevice | None) -> NoiseModel | None:
+    """The law that a device states; None for a run without one, or where nobody knows it."""
+    try:
+        return None if device is None else device.noise
+    except NoiseUnknown:
+        return None
 
 
 def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 
 from opusim import checks
 from opusim.description_schema import DeviceDescription
+from opusim.devices.access import Access
 from opusim.devices.inputs import Array, drawn_shape, like_input, ternary_batch
-from opusim.errors import ConfigError, DeviceUnavailable
+from opusim.devices.readings import check_reading
+from opusim.errors import ConfigError, DeviceError, DeviceUnavailable, NoiseUnknown
 from opusim.noise import GaussianNoise, NoiseModel
 from opusim.randomness import MODES
 from opusim.usage import Usage, UsageMeter
 
 if TYPE_CHECKING:
     from opusim.calibration.certificate import Certificate
+    from opusim.devices.baseline import Baseline
+    from opusim.devices.monitor import Monitor
 
 
 class NoisyDevice(ABC):
@@ -65,6 +71,12 @@ class NoisyDevice(ABC):
         self._meter = UsageMeter(description.frames.frame_period_us, description.frames.power_w)
         self._is_open = False
         self._certified: NoiseModel | None = None
+        self._access = (
+            None
+            if description.access is None
+            else Access(description.access, description.name, self._reconnect)
+        )
+        self._monitor: Monitor | None = None
 
     # What a device tells
 
@@ -132,19 +144,38 @@ class NoisyDevice(ABC):
     def open(self) -> Self:
         """Gets hold of the device; nothing happens if it is open.
 
+        A device with a section ``[monitor]`` is looked at once: later checks compare with what is found here.
+
         Raises:
-            DeviceError: the device cannot be had.
+            DeviceError: the device cannot be had; an exclusive one that somebody holds is `DeviceBusy`.
         """
-        if not self._is_open:
-            self._open()
+        if self._is_open:
+            return self
+        if self._access is not None:
+            self._access.acquire()
+        try:
+            if self._access is None:
+                self._open()
+            else:
+                self._access.once(self._open)
             self._is_open = True
+            self._begin_monitor(None)
+        except BaseException:
+            self.close()
+            if self._access is not None:
+                self._access.release()
+            raise
         return self
 
     def close(self) -> None:
         """Lets go of the device; nothing happens if it is closed."""
         if self._is_open:
             self._is_open = False
-            self._close()
+            try:
+                self._close()
+            finally:
+                if self._access is not None:
+                    self._access.release()
 
     def __enter__(self) -> Self:
         return self.open()
@@ -173,10 +204,7 @@ class NoisyDevice(ABC):
         """
         self._require_open()
         batch = ternary_batch(x, self._n_inputs, self._torch_device)
-        with torch.no_grad():
-            y = self._project(batch)
-        self._meter.count(batch.shape[0] * self._description.frames.frames_per_projection)
-        return like_input(y, x)
+        return like_input(self._read(lambda: self._project(batch), (batch.shape[0], self._n_outputs)), x)
 
     def draw(self, shape: Sequence[int]) -> torch.Tensor:
         """Fresh noise alone, of the law that `project` adds, from blank or reference frames.
@@ -194,19 +222,17 @@ class NoisyDevice(ABC):
             DeviceUnavailable: the device is closed.
         """
         self._require_open()
-        uniform = isinstance(self.noise, GaussianNoise) and self.noise.is_uniform
+        law = self._stated_law()
+        uniform = isinstance(law, GaussianNoise) and law.is_uniform
         lengths = drawn_shape(shape, self._n_outputs, uniform=uniform)
-        with torch.no_grad():
-            noise = self._draw(lengths)
-        readings = -(-math.prod(lengths) // self._n_outputs)
-        self._meter.count(readings * self._description.frames.frames_per_projection)
-        return noise
+        return self._read(lambda: self._draw(lengths), lengths)
 
     def seek(self, step: int) -> None:
         """Tells the device that a training step begins.
 
         In ``experiment`` mode the noise is keyed by step and reading, so a re-executed step repeats its
-        noise. In ``release`` mode, and on hardware, nothing is repeated.
+        noise. In ``release`` mode, and on hardware, nothing is repeated. A monitored device is checked at every
+        ``monitor.every_steps``-th step.
 
         Args:
             step: in [0, 2^64).
@@ -214,12 +240,38 @@ class NoisyDevice(ABC):
         Raises:
             TypeError, ValueError: not such a number.
             DeviceUnavailable: the device is closed.
+            DeviceFault, NoiseBelowCertificate: the monitor found the device changed.
         """
         self._require_open()
         checks.integer(step=step, minimum=0, maximum=2**64 - 1)
         self._seek(step)
+        if self._monitor is not None and self._monitor.due(step):
+            self._monitor.check()
+
+    # Being watched
+
+    @property
+    def baseline(self) -> Baseline | None:
+        """What the monitor compares with: the device as it was when it was opened; None for one without a monitor."""
+        return None if self._monitor is None else self._monitor.baseline
+
+    def compare_with(self, baseline: Baseline) -> None:
+        """Lets the monitor compare with an earlier look than this opening's, such as that of a run that goes on.
+
+        Raises:
+            DeviceFault, NoiseBelowCertificate: the device has changed since.
+            DeviceUnavailable: the device is closed.
+        """
+        self._require_open()
+        self._begin_monitor(baseline)
+        if self._monitor is not None:
+            self._monitor.check()
 
     # What a subclass gives
+
+    def _saturated_share(self) -> float | None:
+        """Share of saturated pixels in a reference frame, for the monitor; None where a device cannot tell."""
+        return None
 
     def _open(self) -> None:  # noqa: B027  # optional hook
         """Gets hold of the device; a simulation needs nothing."""
@@ -238,6 +290,50 @@ class NoisyDevice(ABC):
     @abstractmethod
     def _seek(self, step: int) -> None:
         """Positions the noise at a checked step."""
+
+    def _read(self, act: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+        """A checked reading, with patience where the description asks for it; counts its frames."""
+        with torch.no_grad():
+            y = act() if self._access is None else self._access.call(act)
+        check_reading(y, shape, self.name)
+        readings = -(-math.prod(shape) // self._n_outputs)
+        self._meter.count(readings * self._description.frames.frames_per_projection)
+        return y
+
+    def _reconnect(self) -> None:
+        """Closes the device, whatever state it is in, and opens it again; the lock stays."""
+        with contextlib.suppress(DeviceError):  # it may be lost already
+            self._close()
+        if self._access is not None:
+            self._access.once(self._open)
+
+    def _begin_monitor(self, baseline: Baseline | None) -> None:
+        settings = self._description.monitor
+        if settings is None:
+            return
+        from opusim.devices.monitor import Monitor
+
+        self._monitor = Monitor(
+            settings,
+            self.name,
+            n_inputs=self._n_inputs,
+            read=self._read_vectors,
+            law=self._stated_law,
+            saturated=self._saturated_share,
+            baseline=baseline,
+        )
+
+    def _stated_law(self) -> NoiseModel | None:
+        try:
+            return self.noise
+        except NoiseUnknown:
+            return None
+
+    def _read_vectors(self, vectors: torch.Tensor) -> np.ndarray:
+        """Readings of ternary vectors for the monitor, float64."""
+        batch = vectors.to(self._torch_device)
+        y = self._read(lambda: self._project(batch), (batch.shape[0], self._n_outputs))
+        return y.cpu().double().numpy()
 
     def _require_open(self) -> None:
         if not self._is_open:

@@ -15,6 +15,7 @@ from opusim.camera.speckle import IMAGINARY_PLANE, REAL_PLANE, Speckle
 from opusim.camera.twin import exposure_of, sections_of, speckle_law_of
 from opusim.description_schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
+from opusim.devices.baseline import reference_vectors
 from opusim.devices.inputs import binary_batch
 from opusim.errors import ConfigError
 from opusim.noise import PhotonCountNoise
@@ -217,6 +218,12 @@ class CameraDevice(NoisyDevice):
 
     def _open(self) -> None:
         self._measure_anchor()
+
+    def _saturated_share(self) -> float | None:
+        sensor = self.exposure.sensor
+        frame = reference_vectors(1, self.n_inputs).clamp_(min=0)
+        end = min(sensor.top_dn, sensor.black_level_dn + sensor.gain_dn_per_e * sensor.saturation_e)
+        return float((self.intensities(frame) >= end - 0.5).float().mean())
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.empty((x.shape[0], self.n_outputs), dtype=torch.float32)

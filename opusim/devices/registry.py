@@ -25,6 +25,7 @@ _BUILTIN = {
     "camera": "opusim.devices.camera:CameraDevice",
     "gaussian": "opusim.devices.gaussian:GaussianDevice",
     "ideal": "opusim.devices.ideal:IdealDevice",
+    "lighton": "opusim.devices.lighton:LightonDevice",
 }
 _registered: dict[str, DeviceFactory] = {}
 

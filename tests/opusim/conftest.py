@@ -19,7 +19,9 @@ def naive() -> ModuleType:
     return module
 
 
-@pytest.fixture(params=["ideal", "gaussian", "gaussian_temperature", "camera", "camera_low_light"])
+@pytest.fixture(
+    params=["ideal", "gaussian", "gaussian_temperature", "camera", "camera_low_light", "lightonml_simulated"]
+)
 def open_any(request: pytest.FixtureRequest) -> Callable[..., NoisyDevice]:
     """Opens a small window of each packaged device: what the contract tests run on."""
 

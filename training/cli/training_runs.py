@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from opusim.description import load_description
 from opusim.errors import ConfigError
+from opusim.presence import require_present
 
 if TYPE_CHECKING:
     from training.engine import Watcher
@@ -73,6 +75,8 @@ def train_configured(
         )
         raise ConfigError("--set", "trainer.kind", reason)
 
+    if resolved.uses_device:
+        require_present(load_description(resolved.device.name, resolved.device.overrides))
     from training.session import train
 
     watched(resolved.trainer.kind, quiet, lambda watcher: train(resolved, folder=out, watcher=watcher))

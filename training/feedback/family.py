@@ -78,7 +78,7 @@ class FeedbackFamily(TrainerFamily[FullyConnected]):
             return (sampled_step(config, sampler, noise_multiplier=protection.noise_multiplier or math.nan),)
         if protection.kind != "none":
             return ()
-        if noise is not None:
+        if config.uses_device:
             return (published_mechanism(config, feedback_options(config), network, noise),)
         return (Unprotected(what=f"{config.trainer.kind} without protection"),)
 

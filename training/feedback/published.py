@@ -12,7 +12,7 @@ from training.networks.network import FullyConnected
 
 
 def published_mechanism(
-    config: RunConfig, options: FeedbackConfig, network: FullyConnected, noise: NoiseModel
+    config: RunConfig, options: FeedbackConfig, network: FullyConnected, noise: NoiseModel | None
 ) -> Mechanism:
     """The paper's formula, where the run has the constants that it asks for."""
     tau_h_max = options.tau_h_max or config.model.tau_h_max

@@ -17,7 +17,11 @@ from training.runs.locking import LOCK_FILE, only_writer
 from training.runs.storage import append_line, read_json, read_lines, write_json, write_lines
 
 SCHEMA_VERSION = 1
-_BEFORE_BEGINNING = {"checkpoints", "components.safetensors", ".components.safetensors.partial"}
+_BEFORE_BEGINNING = {
+    "checkpoints",
+    *("components.safetensors", ".components.safetensors.partial"),
+    *("baseline.safetensors", ".baseline.safetensors.partial"),
+}
 """What a start that was killed leaves beside its lock."""
 _PARTS = ("config", "network", "data", "device", "noise", "versions")
 
@@ -28,7 +32,8 @@ class RunFolder:
     Files: `config.json` (resolved configuration, network, thread count, versions), `metrics.jsonl` (a line
     per epoch, the same for a resumed run as for an uninterrupted one), `timing.jsonl` (seconds, which are
     not), `ledger.jsonl` (what was released, paid for before it was computed), `labels.safetensors` (where a run looks
-    at its labels once), `components.safetensors` (the principal components that replace features), `summary.json`
+    at its labels once), `baseline.safetensors` (the device's first blank and reference frames, where it is monitored;
+    no data are in them), `components.safetensors` (the principal components that replace features), `summary.json`
     (written when the run is done), `audit.json` (what an audit of the run found), `checkpoints/`, `figures/`,
     `report.html`, `lock`.
 
@@ -45,6 +50,7 @@ class RunFolder:
         self.ledger_file = self.path / LEDGER_FILE
         self.labels_file = self.path / "labels.safetensors"
         self.components_file = self.path / "components.safetensors"
+        self.baseline_file = self.path / "baseline.safetensors"
         self.audit_file = self.path / "audit.json"
         self.checkpoints = self.path / "checkpoints"
         self.figures = self.path / "figures"

@@ -1,15 +1,12 @@
-"""A folder has one writer: a lock that the kernel gives back when its holder dies, and that says who holds it."""
+"""A folder has one writer."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from opusim.locks import LockHeld, held
 from training.errors import FolderBusy, RunFolderError
 
 LOCK_FILE = "lock"
@@ -27,34 +24,19 @@ def only_writer(folder: Path, what: str) -> Iterator[None]:
         FolderBusy: Another process writes here.
         RunFolderError: The folder cannot be used.
     """
+    lock = held(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        lock.__enter__()
+    except LockHeld as error:
+        raise FolderBusy(
+            f"{what} {folder} is being written by {error.holder}; wait for it or choose another folder"
+        ) from error
     except OSError as error:
         raise RunFolderError(
             f"{what} {folder} cannot be used ({error.strerror}); choose another folder"
         ) from error
     try:
-        _lock(descriptor, folder, what)
         yield
     finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, folder: Path, what: str) -> None:
-    """Take the lock and write who holds it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "another process"
-        raise FolderBusy(
-            f"{what} {folder} is being written by {holder}; wait for it or choose another folder"
-        ) from error
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, _holder().encode(), 0)
-
-
-def _holder() -> str:
-    """Name this process, for the message that another one gets."""
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"process {os.getpid()} on {socket.gethostname()} since {started}\n"
+        lock.__exit__(None, None, None)

@@ -1,0 +1,149 @@
+"""LightOn's OPU through lightonml: the appliance, or lightonml's own simulated device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from opusim.description_schema import DeviceDescription
+from opusim.devices.base import NoisyDevice
+from opusim.devices.lightonml_driver import import_lightonml, quiet, translated
+from opusim.errors import ConfigError, NoiseUnknown
+from opusim.noise import GaussianNoise
+from opusim.presence import require_configuration, require_lightonml
+from opusim.randomness import noise_stream
+
+_WORD = 2**32
+
+
+class LightonDevice(NoisyDevice):
+    """y = sqrt(n) (linear_transform(x+) - linear_transform(x-)): two passes of binary frames for a ternary vector.
+
+    lightonml's linear_transform gives R x with entries of R of variance 1/n on n inputs (the appliance by its factory
+    calibration, rescale="variance"; the simulated device by construction, rescale="none"), so that the factor sqrt(n)
+    brings entries of B to variance 1. One fitted OPU object serves all readings; the fit looks at no data.
+
+    The simulated device is a noiseless product whose matrix comes from the description's medium.seed; ``[noise]`` adds
+    Gaussian noise to it in software. The appliance brings its own noise, whose law nobody published: `noise` is what
+    ``[noise]`` assumes or a certificate found, and without either it is refused.
+
+    Args:
+        description: one with a section ``[lighton]``.
+        **window: as for `opusim.devices.base.NoisyDevice`.
+
+    Raises:
+        ConfigError: the section is missing, or a simulated device has no medium.
+    """
+
+    def __init__(self, description: DeviceDescription, **window: Any) -> None:
+        super().__init__(description, **window)
+        if description.lighton is None:
+            raise ConfigError(description.name, "lighton", "missing; a device of this kind needs [lighton]")
+        self._settings = description.lighton
+        if self._settings.simulated and description.medium is None:
+            raise ConfigError(
+                description.name, "medium", "missing; a simulated device needs [medium] with a seed"
+            )
+        self._std = None if description.noise is None else description.noise.value()
+        self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
+        self._opu: Any = None
+
+    @property
+    def described_noise(self) -> GaussianNoise:
+        """Gaussian, as the description assumes.
+
+        Raises:
+            NoiseUnknown: it assumes nothing.
+        """
+        if self._std is None:
+            raise NoiseUnknown(
+                f"device {self.name!r}: nothing is known of its noise; measure it by "
+                "`opusim device calibrate`, or assume a noise.sigma"
+            )
+        return GaussianNoise(std=self._std, n_outputs=self.n_outputs)
+
+    def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
+        """B of the simulated device, float32, shape (n_outputs, n_inputs).
+
+        Raises:
+            ValueError: hardware cannot tell its matrix.
+        """
+        if not self._settings.simulated:
+            raise ValueError(
+                f"device {self.name!r} is hardware and cannot tell its matrix; project unit vectors"
+            )
+        self._require_open()
+        b = self._opu.device.random_matrix.real.T * math.sqrt(self.n_inputs)
+        return torch.from_numpy(np.ascontiguousarray(b, dtype=np.float32)).to(self._torch_device)
+
+    def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
+        """Variance of readings of x as the law states it, float64."""
+        variance = torch.as_tensor(np.array(self.noise.variance_bounds()[1]))
+        return variance.expand(x.shape[0], self.n_outputs)
+
+    def _open(self) -> None:
+        require_configuration(self.name, self._settings.config_file)
+        require_lightonml(self.name, simulated=self._settings.simulated)
+        lightonml = import_lightonml()
+        with translated(self.name), quiet():
+            self._opu = self._new_opu(lightonml)
+            self._opu.open()
+            overrides = (
+                {} if self._settings.exposure_us is None else {"exposure_us": self._settings.exposure_us}
+            )
+            self._opu.fit1d(n_features=self.n_inputs, online=False, **overrides)
+
+    def _new_opu(self, lightonml: Any) -> Any:
+        options: dict[str, Any] = {
+            "n_components": self.n_outputs,
+            "max_n_features": self.n_inputs,
+            "disable_pbar": True,
+            "open_at_init": False,
+        }
+        if not self._settings.simulated:
+            return lightonml.OPU(config_file=self._settings.config_file, rescale="variance", **options)
+        from lightonml.internal.simulated_device import SimulatedOpuDevice
+
+        simulated = SimulatedOpuDevice()
+        simulated.build_random_matrix(self.n_inputs, self.n_outputs, self._matrix_seed())
+        return lightonml.OPU(opu_device=simulated, rescale="none", **options)
+
+    def _matrix_seed(self) -> list[int]:
+        """The medium's seed as the 32-bit words that numpy's old generator takes."""
+        medium = self._description.medium
+        seed = 0 if medium is None else medium.seed
+        return [seed % _WORD, seed // _WORD]
+
+    def _close(self) -> None:
+        opu, self._opu = self._opu, None
+        if opu is not None:
+            with translated(self.name), quiet():
+                opu.close()
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        if not len(x):
+            return torch.zeros((0, self.n_outputs), device=self._torch_device)
+        positive, negative = ((x == sign).to(torch.uint8).cpu().numpy() for sign in (1, -1))
+        with translated(self.name), quiet():
+            y = np.subtract(self._opu.linear_transform(positive), self._opu.linear_transform(negative))
+        scaled = np.asarray(y, dtype=np.float32) * np.float32(math.sqrt(self.n_inputs))
+        return self._with_noise(torch.from_numpy(scaled).to(self._torch_device))
+
+    def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if self._settings.simulated:
+            return self._with_noise(torch.zeros(shape, device=self._torch_device))
+        rows = -(-math.prod(shape) // self.n_outputs)
+        blank = torch.zeros((rows, self.n_inputs), device=self._torch_device)
+        return self._project(blank).flatten()[: math.prod(shape)].reshape(shape)
+
+    def _seek(self, step: int) -> None:
+        self._stream.seek(step)
+
+    def _with_noise(self, y: torch.Tensor) -> torch.Tensor:
+        """The simulated device's software noise; hardware brings its own."""
+        if self._settings.simulated and self._std:
+            return self._stream.add_to(y, self._std)
+        return y

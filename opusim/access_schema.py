@@ -28,7 +28,7 @@ class MonitorSettings(Section):
 
     Attributes:
         every_steps: steps from one check to the next.
-        blank_readings: readings of nothing in a check, at least 2.
+        blank_readings: readings of nothing in a check, at least 2; narrow windows take more, to hold 4,096 numbers.
         reference_vectors: fixed ternary vectors that a check projects.
         baseline_readings: readings of each kind that the first look, at opening, averages; at least 8.
         false_alarm: probability that one test of one check stops a healthy device.

@@ -24,6 +24,8 @@ _DARK = 0.05
 """Share of the first light below which a device is dark."""
 _TIED = 0.01
 """Share of pixels at their end, or of outputs at one extreme value, from which a device is saturated."""
+_NUMBERS = 4096
+"""Numbers that the blank readings of a check hold at least: a change of 25 % in their variance then stands out."""
 
 
 class Readings(Protocol):
@@ -63,11 +65,12 @@ class Monitor:
         self._law = law
         self._saturated = saturated
         self._vectors = reference_vectors(settings.reference_vectors, n_inputs)
-        self._blank = torch.zeros(settings.blank_readings, n_inputs)
         self._last: np.ndarray | None = None
         if baseline is None:
             baseline = measure_baseline(read, self._vectors, settings.baseline_readings)
         self.baseline = baseline
+        enough = -(-_NUMBERS // baseline.weights.size)
+        self._blank = torch.zeros(max(settings.blank_readings, enough), n_inputs)
 
     def due(self, step: int) -> bool:
         """Whether a check belongs before this step."""

@@ -122,7 +122,7 @@ def open_described(
     certificate: str | Path | None = None,
 ) -> NoisyDevice:
     """Opens a device from a description that was read before; arguments and errors as for `open_device`."""
-    device = _factory(description.name, description.kind)(
+    device = device_factory(description.name, description.kind)(
         description, n_inputs=n_inputs, n_outputs=n_outputs, mode=mode, seed=seed, torch_device=torch_device
     )
     if certificate is not None:
@@ -132,7 +132,7 @@ def open_described(
     return device.open()
 
 
-def _factory(file: str, kind: str) -> DeviceFactory:
+def device_factory(file: str, kind: str) -> DeviceFactory:
     """The factory of a kind: opusim's own, then registered, then installed by other packages."""
     if kind in _BUILTIN:
         module, name = _BUILTIN[kind].split(":")

@@ -1,8 +1,9 @@
 """What happens to a run when its device breaks: is each fault noticed, named and survived?
 
-Photonic DFA on digits, three epochs, through a Gaussian device that breaks at step 23 in one way at a time; the monitor
-looks every ten steps. Printed and kept: the error, the steps from the fault to the stop, and whether the run that goes on
-with the mended device ends (and ends as the run that was never disturbed, where no reading was spoiled unnoticed).
+Photonic DFA on digits, three epochs, through a Gaussian device that breaks at step 23 in one way at a time; the
+monitor looks every ten steps. Printed and kept: the error, the steps from the fault to the stop, and whether the run
+that goes on with the mended device ends (and ends as the run that was never disturbed, where no reading was spoiled
+unnoticed).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def description_file(folder: Path, fault: Fault | None, lasts_calls: int | None 
     options = (
         f'[options]\nkind = "gaussian"\nfault = "{fault or Fault.TIMEOUT}"\nat_step = {at_step}\n{lasts}'
     )
-    sections = f"[access]\ntimeout_s = 2.0\nattempts = 3\nbackoff_s = 0.01\n[monitor]\nevery_steps = {EVERY_STEPS}\n{options}"
+    patience = "[access]\ntimeout_s = 2.0\nattempts = 3\nbackoff_s = 0.01\n"
+    sections = f"{patience}[monitor]\nevery_steps = {EVERY_STEPS}\n{options}"
     numbers = ["options.at_step", *(["options.lasts_calls"] if lasts else [])]
     rows = "".join(
         f'"{key}" = {{ status = "assumed", source = "the fault to be injected" }}\n' for key in numbers

@@ -1,0 +1,293 @@
+"""The tests that every noisy device passes, to be inherited.
+
+    class TestMyDevice(DeviceContract):
+        def open_window(self, **options):
+            return open_device("my_device.toml", n_inputs=12, n_outputs=40, **options)
+
+pytest then runs every test below on it. Statistics are taken at five standard errors from fixed seeds, so that a sound
+device fails once in a million times and a noise that is 5 % off is found.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from opusim.devices.base import NoisyDevice
+from opusim.errors import DeviceUnavailable
+from opusim.noise import GaussianNoise
+
+N_INPUTS, N_OUTPUTS, BATCH = 12, 40, 5
+_SURE = 5.0  # standard errors
+_READINGS = 500
+
+
+def ternary_batch() -> torch.Tensor:
+    """Fixed ternary vectors, shape (5, 12)."""
+    return torch.randint(-1, 2, (BATCH, N_INPUTS), generator=torch.Generator().manual_seed(2))
+
+
+class DeviceContract:
+    """Inherit it and give `open_window`."""
+
+    replayable = True
+    """Whether `seek` repeats the noise of a step in experiment mode; False for hardware."""
+
+    def open_window(self, **options: Any) -> NoisyDevice:
+        """Opens the device with 12 inputs and 40 outputs; options are those of `opusim.open_device`."""
+        raise NotImplementedError("give open_window in your test class")
+
+    # What it tells
+
+    def test_it_tells_what_it_is(self) -> None:
+        with self.open_window() as device:
+            assert (device.n_inputs, device.n_outputs) == (N_INPUTS, N_OUTPUTS)
+            assert device.name == device.description.name
+            assert device.kind == device.description.kind
+            low, high = device.noise.variance_bounds()
+            assert np.broadcast_to(low, N_OUTPUTS).shape == np.broadcast_to(high, N_OUTPUTS).shape
+            assert np.all((low >= 0) & (low <= high))
+            assert device.is_open
+        assert not device.is_open
+
+    # Shapes and types
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int8, torch.int64])
+    def test_every_dtype_is_taken(self, dtype: torch.dtype) -> None:
+        with self.open_window() as device:
+            device.seek(0)
+            expected = device.project(ternary_batch().float())
+            device.seek(0)
+            found = device.project(ternary_batch().to(dtype))
+            assert found.shape == (BATCH, N_OUTPUTS)
+            assert found.dtype == torch.float32
+            if self.replayable:
+                assert torch.equal(found, expected)
+
+    def test_numpy_in_gives_numpy_out(self) -> None:
+        with self.open_window() as device:
+            found = device.project(ternary_batch().numpy().astype(np.int8))
+            assert isinstance(found, np.ndarray)
+            assert found.dtype == np.float32
+            assert device.project(np.zeros((0, N_INPUTS))).shape == (0, N_OUTPUTS)
+
+    def test_the_input_is_left_alone(self) -> None:
+        x = ternary_batch().float()
+        with self.open_window() as device:
+            device.project(x).zero_()
+        assert torch.equal(x, ternary_batch().float())
+
+    # Noise
+
+    def test_every_reading_has_fresh_noise(self) -> None:
+        with self.open_window() as device:
+            device.seek(0)
+            one, two = device.project(ternary_batch()), device.project(ternary_batch())
+            three, four = device.draw((2, N_OUTPUTS))
+            device.seek(1)
+            other_step = device.project(ternary_batch())
+            if float(np.min(device.noise.variance_bounds()[0])) > 0:
+                assert not torch.equal(one, two)
+                assert not torch.equal(one, other_step)
+                assert not torch.equal(three, four)
+
+    def test_the_noise_of_readings_is_the_reported_one(self) -> None:
+        with self.open_window() as device:
+            device.seek(0)
+            x = ternary_batch()[:1].repeat(2 * _READINGS, 1)
+            self._check_scatter(device, device.project(x).double().numpy())
+
+    def test_the_noise_drawn_is_the_reported_one(self) -> None:
+        with self.open_window() as device:
+            device.seek(0)
+            self._check_scatter(device, device.draw((2 * _READINGS, N_OUTPUTS)).double().numpy())
+
+    def test_the_noise_drawn_has_no_mean_that_readings_lack(self) -> None:
+        with self.open_window() as device:
+            device.seek(0)
+            drawn = device.draw((_READINGS, N_OUTPUTS)).double().numpy()
+            blank = device.project(torch.zeros(_READINGS, N_INPUTS)).double().numpy()
+            error = np.sqrt((drawn.var(0, ddof=1) + blank.var(0, ddof=1)) / _READINGS)
+            bound = (_SURE + 1) * error + 1e-6  # one more for the largest of 40 outputs
+            assert np.all(np.abs(drawn.mean(0) - blank.mean(0)) <= bound)
+
+    def _check_scatter(self, device: NoisyDevice, readings: np.ndarray) -> None:
+        """Differences of pairs of readings of one vector scatter as the law says, on both sides, over all outputs."""
+        halves = (readings[0::2] - readings[1::2]) / math.sqrt(2)
+        low, high = (np.broadcast_to(bound, N_OUTPUTS) for bound in device.noise.variance_bounds())
+        if not np.any(high > 0):
+            assert not halves.any()
+            return
+        assert scatter_fits(halves, low, high), (
+            f"variance {np.mean(halves**2):.6g}, the law says {np.mean(low):.6g} to {np.mean(high):.6g}"
+        )
+
+    # The matrix
+
+    def test_readings_are_linear_and_of_unit_entries(self) -> None:
+        with self.open_window() as device:
+            device.seek(0)
+            unit = torch.eye(N_INPUTS)
+            columns = np.stack([_mean(device, row) for row in unit])  # (n_inputs, n_outputs)
+            error = math.sqrt(float(np.mean(device.noise.variance_bounds()[1])) / _READINGS)
+            power = np.mean(columns**2) - error**2
+            assert abs(power - 1) <= _SURE * math.sqrt(2 / columns.size) + _SURE * error
+            x = ternary_batch()[0]
+            expected = x.double().numpy() @ columns
+            left = _mean(device, x) - expected
+            bound = error * math.sqrt(1 + float(x.abs().sum()))
+            assert np.sqrt(np.mean(left**2)) <= bound * (1 + _SURE / math.sqrt(2 * N_OUTPUTS)) + 2e-2
+
+    def test_the_matrix_stays_over_opening_and_closing(self) -> None:
+        means = []
+        for _ in range(2):
+            with self.open_window() as device:
+                device.seek(0)
+                means.append(_mean(device, ternary_batch()[1]))
+                high = float(np.mean(device.noise.variance_bounds()[1]))
+        error = math.sqrt(2 * high / _READINGS)
+        assert (
+            np.sqrt(np.mean((means[0] - means[1]) ** 2))
+            <= error * (1 + _SURE / math.sqrt(2 * N_OUTPUTS)) + 2e-2
+        )
+
+    def test_a_reading_does_not_depend_on_its_batch(self) -> None:
+        x = ternary_batch()
+        with self.open_window() as device:
+            device.seek(0)
+            alone = _mean(device, x[1])
+            mixed = device.project(x.repeat(_READINGS, 1)).double().numpy()[1::BATCH].mean(axis=0)
+            parts = [device.project(x[:2])[1] for _ in range(20)]
+            small = torch.stack(parts).double().numpy().mean(axis=0)
+            high = float(np.mean(device.noise.variance_bounds()[1]))
+        for other, readings in ((mixed, _READINGS), (small, 20)):
+            error = math.sqrt(high / _READINGS + high / readings)
+            assert (
+                np.sqrt(np.mean((other - alone) ** 2))
+                <= error * (1 + _SURE / math.sqrt(2 * N_OUTPUTS)) + 2e-2
+            )
+
+    # Replaying
+
+    def test_seek_repeats_a_step_in_experiment(self) -> None:
+        if not self.replayable:
+            return
+        with self.open_window() as device:
+            device.seek(3)
+            first = (
+                device.project(ternary_batch()),
+                device.draw((2, N_OUTPUTS)),
+                device.project(ternary_batch()),
+            )
+            device.seek(4)
+            device.project(ternary_batch())
+            device.seek(3)
+            again = (
+                device.project(ternary_batch()),
+                device.draw((2, N_OUTPUTS)),
+                device.project(ternary_batch()),
+            )
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+    def test_release_noise_is_never_repeated(self) -> None:
+        with self.open_window(mode="release") as device:
+            device.seek(0)
+            first = device.draw((2, N_OUTPUTS))
+            device.seek(0)
+            if float(np.min(device.noise.variance_bounds()[0])) > 0:
+                assert not torch.equal(device.draw((2, N_OUTPUTS)), first)
+
+    # Use
+
+    def test_usage_counts_the_frames_of_each_vector_and_survives_closing(self) -> None:
+        with self.open_window() as device:
+            opened = device.usage
+            device.project(ternary_batch())
+            device.draw((3, N_OUTPUTS))
+            if isinstance(device.noise, GaussianNoise) and device.noise.is_uniform:
+                device.draw((N_OUTPUTS + 1,))
+            else:
+                device.draw((2, N_OUTPUTS))
+        frames, spent = device.description.frames, device.usage - opened
+        assert spent.frames == frames.frames_per_projection * (BATCH + 3 + 2)
+        assert spent.seconds == pytest.approx(spent.frames * frames.frame_period_us * 1e-6)
+        assert spent.joules == pytest.approx(spent.seconds * frames.power_w)
+
+    def test_a_closed_device_says_what_to_do(self) -> None:
+        device = self.open_window()
+        device.close()
+        device.close()
+        for use in (
+            lambda: device.project(ternary_batch()),
+            lambda: device.draw((1, N_OUTPUTS)),
+            lambda: device.seek(0),
+        ):
+            with pytest.raises(DeviceUnavailable, match=r"is closed; call open\(\)"):
+                use()
+        with device.open().open():
+            assert device.project(ternary_batch()).shape == (BATCH, N_OUTPUTS)
+
+    @pytest.mark.parametrize(
+        ("x", "error", "message"),
+        [
+            (
+                torch.full((1, 12), 0.5),
+                ValueError,
+                "x holds 0.5: a device shows -1, 0 or 1; encode real values first",
+            ),
+            (torch.full((1, 12), torch.nan), ValueError, "x holds NaN"),
+            (torch.full((1, 12), 255, dtype=torch.uint8), ValueError, "unsigned integers wrap -1"),
+            (np.full((1, 12), 2), ValueError, "x holds 2"),
+            (torch.zeros(12), ValueError, r"x has shape \(12,\): must be \(any, 12\)"),
+            (torch.zeros(1, 13), ValueError, r"x has shape \(1, 13\): must be \(any, 12\)"),
+            (torch.zeros(1, 12, requires_grad=True), ValueError, r"x requires a gradient.*pass x.detach\(\)"),
+            (
+                torch.zeros(1, 12, dtype=torch.complex64),
+                TypeError,
+                "x has dtype torch.complex64: must be real",
+            ),
+            (np.zeros((1, 12), dtype=complex), TypeError, "x has dtype complex128: must be real"),
+            ([[0] * 12], TypeError, "must be Tensor or ndarray, not list"),
+        ],
+    )
+    def test_bad_input_is_refused_by_name(self, x: Any, error: type[Exception], message: str) -> None:
+        with self.open_window() as device:
+            opened = device.usage.frames
+            with pytest.raises(error, match=message):
+                device.project(x)
+            assert device.usage.frames == opened
+
+    def test_bad_steps_and_shapes_are_refused(self) -> None:
+        with self.open_window() as device:
+            with pytest.raises(ValueError, match="step = -1"):
+                device.seek(-1)
+            with pytest.raises(TypeError, match=r"length = 2.5: must be an integer"):
+                device.draw((2.5,))  # type: ignore[arg-type]
+
+
+def scatter_fits(differences: np.ndarray, low: np.ndarray, high: np.ndarray) -> bool:
+    """Whether the variance of readings lies between a law's limits, taken over all outputs, at five standard errors.
+
+    Args:
+        differences: of pairs of readings, over sqrt(2), shape (pairs, n_outputs).
+        low: smallest variance of each output.
+        high: largest variance of each output.
+    """
+    squares = differences**2
+    fits = True
+    for bound, sign in ((low, 1.0), (high, -1.0)):
+        ratio = squares / np.where(bound > 0, bound, 1.0)
+        error = float(ratio.std()) / math.sqrt(ratio.size)
+        fits = fits and (float(ratio.mean()) - 1) * sign >= -_SURE * error
+    return fits
+
+
+def _mean(device: NoisyDevice, x: torch.Tensor) -> np.ndarray:
+    """Mean of many readings of one vector, float64, shape (n_outputs,)."""
+    rows = x.float().reshape(1, -1).repeat(_READINGS, 1)
+    mean: np.ndarray = device.project(rows).double().numpy().mean(axis=0)
+    return mean

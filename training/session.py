@@ -191,7 +191,7 @@ def _facts(
         "network": {"n_inputs": network.n_inputs, "layers": [asdict(layer) for layer in network.layers]},
         "data": data,
         "device": None if description is None else description.dump(),
-        "noise": None if device is None else device.noise.to_json(),
+        "noise": None if device is None else device.noise.summary(),
         "versions": versions(),
     }
 

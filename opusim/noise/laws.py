@@ -5,7 +5,7 @@ consumer asks for the law, and refuses by name a law that it has no use for. The
 outside this file cannot join it, hence a consumer that handles `GaussianNoise`, `PhotonCountNoise` and
 `DiscreteNoise` handles all there is. The meaning of a law never changes; a new fact gets a new class.
 
-This file needs numpy only, because privacy accounting reads it without the device layer.
+Needs numpy only, because privacy accounting reads it without the device layer.
 """
 
 from __future__ import annotations

@@ -3,17 +3,13 @@
 import warnings
 from pathlib import Path
 
-import numba
 import numpy as np
 import pytest
 
 from opusim.calibration.recording import Recording, record, shape_of
 from opusim.devices.registry import open_device
 
-pytestmark = pytest.mark.skipif(
-    bool(numba.config.DISABLE_JIT),
-    reason="millions of counts; test_camera_counts runs the kernels uncompiled",
-)
+pytestmark = pytest.mark.compiled
 
 EXPOSURE_US = 200_000.0
 

@@ -33,6 +33,7 @@ def test_bit_planes_show_real_numbers_to_their_last_digit() -> None:
             device.project(REAL)
 
 
+@pytest.mark.compiled
 def test_the_noise_of_bit_planes_is_that_of_their_weighted_readings(seed: int) -> None:
     """Five standard errors of a variance; weights that are not squared are caught."""
     planes, repeats = 3, 1500

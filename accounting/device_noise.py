@@ -21,7 +21,7 @@ from accounting import arguments
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
 from accounting.mechanisms import counted
-from accounting.photon_counts import ORDERS, box_rdp, epsilon_of_curve, pattern_rdp
+from accounting.photon_counts import box_rdp, epsilon_of_divergence, pattern_rdp
 from accounting.proven import proven_status
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
 
@@ -87,7 +87,7 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
             "the device adds no noise at some output",
         )
     elif isinstance(noise, PhotonCountNoise):
-        epsilon = epsilon_of_curve([readings.readings * box_rdp(noise, order) for order in ORDERS], left)
+        epsilon = epsilon_of_divergence(lambda order: readings.readings * box_rdp(noise, order), left)
         law = "counts are independent Poisson counts, and every rate lies in its box"
         source, reason = (
             "docs/privacy.md, section 9: exact Poisson Renyi divergence over boxes of rates",
@@ -129,7 +129,7 @@ def known_counts_guarantee(
     if delta <= beta:
         raise NoGuarantee(f"delta = {delta}: must exceed beta = {beta}, the certificate's own error")
     return _guarantee(
-        epsilon_of_curve([pattern_rdp(rates, order) for order in ORDERS], delta - beta),
+        epsilon_of_divergence(lambda order: pattern_rdp(rates, order), delta - beta),
         delta,
         unit,
         mechanism=f"one reading of {len(rates)} possible inputs by {rates.shape[1]:,} photon counts",

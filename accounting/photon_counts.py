@@ -10,7 +10,7 @@ Source: docs/privacy.md, section 9.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from dp_accounting.rdp import compute_epsilon
@@ -106,3 +106,25 @@ def epsilon_of_curve(curve: Sequence[float], delta: float) -> float:
         return math.inf
     epsilon = float(compute_epsilon([o for o, _ in pairs], [r for _, r in pairs], delta)[0])
     return epsilon if epsilon >= 0 else math.inf
+
+
+def epsilon_of_divergence(divergence: Callable[[float], float], delta: float) -> float:
+    """`epsilon_of_curve` of a Renyi divergence, computed for no more orders than can matter.
+
+    Divergences rise with the order, and a conversion takes at most log(a / (a - 1)) + log(a) / (a - 1) < 6 off them at
+    orders a >= 1.01: once one exceeds the best epsilon so far by 6, higher orders are left out. Leaving out orders is
+    always sound.
+
+    Args:
+        divergence: Takes an order to the divergence, infinity where there is none.
+        delta: In (0, 1).
+    """
+    arguments.fraction(delta=delta)
+    curve, best = [math.inf] * len(ORDERS), math.inf
+    for index, order in enumerate(ORDERS):
+        curve[index] = divergence(order)
+        if curve[index] > best + 6:
+            break
+        if math.isfinite(curve[index]):
+            best = min(best, float(compute_epsilon([order], [curve[index]], delta)[0]))
+    return epsilon_of_curve(curve, delta)

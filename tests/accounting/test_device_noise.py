@@ -22,7 +22,14 @@ from accounting.device_noise import (
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Status
 from accounting.noise_certificate import certify_gaussian, doubts
-from accounting.photon_counts import box_rdp, pattern_rdp, poisson_divergence
+from accounting.photon_counts import (
+    ORDERS,
+    box_rdp,
+    epsilon_of_curve,
+    epsilon_of_divergence,
+    pattern_rdp,
+    poisson_divergence,
+)
 from opusim.noise import DiscreteNoise, GaussianNoise, PhotonCountNoise
 
 DELTA = 1e-5
@@ -90,6 +97,20 @@ def test_known_counts_are_sharper_than_the_boxes_around_them() -> None:
     assert sharp.status is Status.PROVEN_UNDER_DEVICE_MODEL
     with pytest.raises(NoGuarantee, match="must exceed beta"):
         known_counts_guarantee(rates, delta=DELTA, beta=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.01, 1.0, 30.0, 1e4])
+def test_orders_that_cannot_matter_change_no_epsilon(scale: float) -> None:
+    seen = []
+
+    def divergence(order: float) -> float:
+        seen.append(order)
+        return scale * float(poisson_divergence(3.0, 2.0, order))
+
+    found = epsilon_of_divergence(divergence, DELTA)
+    curve = [scale * float(poisson_divergence(3.0, 2.0, order)) for order in ORDERS]
+    assert found == epsilon_of_curve(curve, DELTA)
+    assert len(seen) < len(ORDERS)
 
 
 def test_photon_epsilon_is_above_the_exact_hockey_stick_divergence() -> None:

@@ -27,6 +27,8 @@ bench: $(DEV)  ## Speed, as ratios in one run.
 	$(BIN)/python -m benchmarks.pdfa_step
 	$(BIN)/python -m benchmarks.record_step
 	$(BIN)/python -m benchmarks.accounting_speed
+	$(BIN)/python -m benchmarks.camera
+	$(BIN)/python -m benchmarks.matrix_free
 
 bench-report: $(DEV)  ## The pages that show what benchmarks/results/ holds.
 	$(BIN)/python -m benchmarks.pages

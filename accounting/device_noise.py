@@ -21,7 +21,7 @@ from accounting import arguments
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
 from accounting.mechanisms import counted
-from accounting.photon_counts import ORDERS, box_rdp, epsilon_of_curve
+from accounting.photon_counts import box_rdp, epsilon_of_divergence, pattern_rdp
 from accounting.proven import proven_status
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
 
@@ -87,7 +87,7 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
             "the device adds no noise at some output",
         )
     elif isinstance(noise, PhotonCountNoise):
-        epsilon = epsilon_of_curve([readings.readings * box_rdp(noise, order) for order in ORDERS], left)
+        epsilon = epsilon_of_divergence(lambda order: readings.readings * box_rdp(noise, order), left)
         law = "counts are independent Poisson counts, and every rate lies in its box"
         source, reason = (
             "docs/privacy.md, section 9: exact Poisson Renyi divergence over boxes of rates",
@@ -98,18 +98,72 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
             f"noise law {noise.law!r}: no theorem turns readings of it into a guarantee (masses at one offset prove "
             "nothing); use a Gaussian or a photon_count law"
         )
+    return _guarantee(
+        epsilon,
+        delta,
+        readings.unit,
+        mechanism=f"{counted(readings.readings, 'reading')} with the device's own noise: {noise.describe()}",
+        source=source,
+        law=law,
+        beta=readings.beta,
+        reason=reason,
+    )
+
+
+def known_counts_guarantee(
+    rates: np.ndarray, *, delta: float, beta: float = 0.0, unit: Unit = Unit.LABEL
+) -> Guarantee:
+    """One reading by photon counts of inputs whose expected counts are known: sharper than boxes around them.
+
+    Args:
+        rates: Expected counts of each possible input at every pixel and frame, shape (inputs, pixels).
+        delta: In (beta, 1); beta is taken off before anything is converted.
+        beta: Probability that a rate is wrong, in [0, 1).
+        unit: Whether an input is a record or a label.
+
+    Raises:
+        NoGuarantee: delta does not exceed beta.
+    """
+    arguments.fraction(delta=delta)
+    arguments.share(beta=beta)
+    if delta <= beta:
+        raise NoGuarantee(f"delta = {delta}: must exceed beta = {beta}, the certificate's own error")
+    return _guarantee(
+        epsilon_of_divergence(lambda order: pattern_rdp(rates, order), delta - beta),
+        delta,
+        unit,
+        mechanism=f"one reading of {len(rates)} possible inputs by {rates.shape[1]:,} photon counts",
+        source="docs/privacy.md, section 9: exact Poisson Renyi divergence between known rates",
+        law="counts are independent Poisson counts, and every input's rates are known",
+        beta=beta,
+        reason="a rate may be 0 for one input and not for another",
+    )
+
+
+def _guarantee(
+    epsilon: float,
+    delta: float,
+    unit: Unit,
+    *,
+    mechanism: str,
+    source: str,
+    law: str,
+    beta: float,
+    reason: str,
+) -> Guarantee:
+    """A statement about released readings; the reason stands where epsilon is infinite."""
     return Guarantee(
         epsilon=epsilon,
         delta=delta,
-        unit=readings.unit,
+        unit=unit,
         adjacency=Adjacency.REPLACE_ONE,
         release=Release.EVERY_UPDATE,
         status=proven_status(epsilon, device_model=True),
-        mechanism=f"{counted(readings.readings, 'reading')} with the device's own noise: {noise.describe()}",
+        mechanism=mechanism,
         source=source,
         assumptions=(
             Assumption(text=law),
-            Assumption(text=f"the law's numbers are right, but for a probability of {readings.beta:g}"),
+            Assumption(text=f"the law's numbers are right, but for a probability of {beta:g}"),
             Assumption(text="what is released is a function of the readings"),
         ),
         reason=reason if math.isinf(epsilon) else None,

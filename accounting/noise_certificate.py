@@ -1,10 +1,7 @@
 """A lower limit on a device's Gaussian noise from calibration frames, and what speaks against using one.
 
-With n = frames - 1, S the sample covariance and v the unit vector that minimises v^T Sigma v for the true Sigma,
-lambda_min(S) <= v^T S v = lambda_min(Sigma) chi2_n / n, so lambda_min(Sigma) >= n lambda_min(S) / chi2_{n, 1-beta}
-with confidence 1 - beta, without a union over outputs; likewise for the smallest variance of independent outputs.
-Only for Gaussian, unquantised readings of frames that do not depend on each other; a variance alone proves nothing.
-Source: docs/privacy.md, section 9.
+The limit and the statistics are `opusim.noise.gaussian_readings`'s. Only for Gaussian, unquantised readings of frames
+that do not depend on each other; a variance alone proves nothing. Source: docs/privacy.md, section 9.
 """
 
 from __future__ import annotations
@@ -12,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import chi2
 
 from accounting import arguments
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Assumption
+from opusim.noise import gaussianity_statistics, smallest_variance, variance_lower_limit
 
 _LIMIT = 5.0
 """Standard errors from which a test speaks against the certificate."""
@@ -69,13 +66,9 @@ def certify_gaussian(
     against = [item.text for item in doubts(samples) if item.holds is False]
     if against:
         raise NoGuarantee(f"samples: no certificate, because this does not hold: {'; '.join(against)}")
-    centred = np.asarray(samples, dtype=np.float64) - np.mean(samples, axis=0)
-    n = frames - 1
-    if independent_outputs:
-        smallest = float(np.min(np.sum(np.square(centred), axis=0)) / n)
-    else:
-        smallest = max(float(np.linalg.eigvalsh(centred.T @ centred / n)[0]), 0.0)
-    return NoiseCertificate(std=float(np.sqrt(n * smallest / chi2.isf(beta, n))), beta=beta, frames=frames)
+    smallest = smallest_variance(samples, independent_outputs=independent_outputs)
+    low = variance_lower_limit(smallest, readings=frames, beta=beta)
+    return NoiseCertificate(std=low**0.5, beta=beta, frames=frames)
 
 
 def doubts(samples: np.ndarray) -> tuple[Assumption, ...]:
@@ -88,18 +81,11 @@ def doubts(samples: np.ndarray) -> tuple[Assumption, ...]:
     Args:
         samples: Shape (frames, n_outputs), at least three frames.
     """
-    frames = len(samples)
-    arguments.count(minimum=3, frames=frames)
-    centred = np.asarray(samples, dtype=np.float64) - np.mean(samples, axis=0)
-    spread = np.sqrt(np.mean(np.square(centred), axis=0))
-    standard = centred / np.where(spread > 0, spread, 1.0)
-    count = standard.size
-    kurtosis = np.mean(standard**4) - 3 * (frames - 1) / (frames + 1)  # its mean for a Gaussian sample
-    successive = np.mean(standard[1:] * standard[:-1]) + 1 / frames
-    gaussian = bool(abs(kurtosis) < _LIMIT * (24 / count) ** 0.5)
-    distinct = np.unique(np.asarray(samples)).size
+    arguments.count(minimum=3, frames=len(samples))
+    found = gaussianity_statistics(samples)
+    gaussian = bool(abs(found.fourth_moment) < _LIMIT)
     return (
-        Assumption(text="fourth moment of a Gaussian", holds=gaussian if count >= _ENOUGH else None),
-        Assumption(text="frames do not correlate", holds=bool(abs(successive) < _LIMIT * count**-0.5)),
-        Assumption(text="readings are not quantised", holds=bool(distinct > count / 2)),
+        Assumption(text="fourth moment of a Gaussian", holds=gaussian if found.size >= _ENOUGH else None),
+        Assumption(text="frames do not correlate", holds=bool(abs(found.successive_errors) < _LIMIT)),
+        Assumption(text="readings are not quantised", holds=bool(found.distinct > 0.5)),
     )

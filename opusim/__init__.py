@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from opusim.description_schema import DeviceDescription
     from opusim.devices.base import NoisyDevice
     from opusim.devices.registry import list_devices, open_device, register_device
-    from opusim.encodings import split_frames, ternarize
+    from opusim.encodings import binarize, bit_planes, split_frames, ternarize
     from opusim.errors import (
         ConfigError,
         DeviceBusy,
@@ -52,6 +52,8 @@ __all__ = [
     "SystemStream",
     "TemperatureLaw",
     "Usage",
+    "binarize",
+    "bit_planes",
     "derive_seed",
     "list_devices",
     "load_description",
@@ -83,6 +85,8 @@ _HOME = {
     "SystemStream": "randomness",
     "TemperatureLaw": "temperature",
     "Usage": "usage",
+    "binarize": "encodings",
+    "bit_planes": "encodings",
     "derive_seed": "randomness",
     "list_devices": "devices.registry",
     "load_description": "description",

@@ -30,11 +30,29 @@ def ternarize(e: torch.Tensor, threshold: float) -> torch.Tensor:
     if not (isinstance(threshold, (int, float)) and math.isfinite(threshold) and threshold >= 0):
         checks.non_negative(threshold=threshold)
     values = e.detach()
-    if values.is_floating_point() and bool(torch.isnan(values).any()):
-        raise ValueError(
-            "e holds NaN: a NaN has no ternary code; did the training diverge? Lower the learning rate"
-        )
+    _refuse_nan(values, "ternary")
     return (values > threshold).float().sub_((values < -threshold).float())
+
+
+def binarize(e: torch.Tensor, threshold: float) -> torch.Tensor:
+    """The frame of a mirror array: 1 where e > threshold, else 0; what `CameraDevice.intensities` shows.
+
+    Args:
+        e: real tensor of any shape.
+        threshold: finite, in units of e.
+
+    Returns:
+        float32, same shape and torch device, values in {0, 1}.
+
+    Raises:
+        TypeError: e is not a real tensor.
+        ValueError: e holds a NaN, or the threshold is not finite.
+    """
+    _check_real(e)
+    checks.finite(threshold=threshold)
+    values = e.detach()
+    _refuse_nan(values, "binary")
+    return (values > threshold).float()
 
 
 def bit_planes(e: torch.Tensor, planes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,6 +82,13 @@ def bit_planes(e: torch.Tensor, planes: int) -> tuple[torch.Tensor, torch.Tensor
         digits.append(ternarize(rest, weight / 2))
         rest = rest - weight * digits[-1]
     return torch.stack(digits), weights
+
+
+def _refuse_nan(values: torch.Tensor, code: str) -> None:
+    if values.is_floating_point() and bool(torch.isnan(values).any()):
+        raise ValueError(
+            f"e holds NaN: a NaN has no {code} code; did the training diverge? Lower the learning rate"
+        )
 
 
 def _check_real(e: torch.Tensor) -> None:
@@ -104,5 +129,5 @@ def check_ternary(x: torch.Tensor) -> None:
     hint = "; unsigned integers wrap -1 to their largest value, use int8" if not x.dtype.is_signed else ""
     raise ValueError(
         f"x holds {wrong:g}: a device shows -1, 0 or 1; "
-        f"encode real values first, as by encodings.ternarize(x, threshold){hint}"
+        f"encode real values first, by encodings.ternarize, bit_planes or (for frames) binarize{hint}"
     )

@@ -208,7 +208,7 @@ def _facts(
         "network": network.facts,
         "data": data,
         "device": None if description is None else description.dump(),
-        "noise": None if noise is None else noise.to_json(),
+        "noise": None if noise is None else noise.summary(),
         "versions": versions(),
     }
 

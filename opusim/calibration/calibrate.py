@@ -18,6 +18,7 @@ from opusim.calibration.certificate import (
     TestedProperty,
     digest_of,
 )
+from opusim.calibration.code_noise import dark_noise_dn
 from opusim.calibration.drift import decorrelation_time, sparse_patterns
 from opusim.calibration.jackknife import Estimate
 from opusim.calibration.photon_transfer import PhotonTransfer
@@ -78,9 +79,10 @@ def calibrate(
     noise = evaluate_readings(samples, beta=beta)
     if isinstance(device, CameraDevice):
         transfer = _transfer(device, plan or Plan())
-        estimates = transfer.estimates(confidence) | _drift(device, confidence)
+        dark, doubt = _dark_noise(device, transfer, confidence)
+        estimates = transfer.estimates(confidence) | dark | _drift(device, confidence)
         law: Any = _photon_count_law(device, transfer, beta)
-        remarks = [_BIAS, _STUDENT, _SIMULATED]
+        remarks = [*doubt, _BIAS, _STUDENT, _SIMULATED]
     else:
         transfer, estimates, remarks = None, {}, [_SIMULATED]
         described = isinstance(device.described_noise, GaussianNoise)
@@ -154,6 +156,18 @@ def _photon_count_law(device: CameraDevice, transfer: PhotonTransfer, beta: floa
         light_ratio_low=float(max(0.0, lit.mean() - margin) / gain.high / described),
         light_ratio_high=float((lit.mean() + margin) / gain.low / described),
     )
+
+
+def _dark_noise(
+    device: CameraDevice, transfer: PhotonTransfer, confidence: float
+) -> tuple[dict[str, Estimate], list[str]]:
+    """The noise of blank frames, or a remark on why they do not tell it."""
+    frames = device.flat_frames(_ANCHOR_FRAMES)
+    try:
+        found = dark_noise_dn(frames, confidence=confidence, is_rounded=transfer.is_rounded)
+    except ValueError as error:
+        return {}, [f"no dark_noise_dn: {error}"]
+    return {"dark_noise_dn": found}, []
 
 
 def _drift(device: CameraDevice, confidence: float) -> dict[str, Estimate]:

@@ -225,6 +225,11 @@ def _print(found: Calibration) -> None:
         f"readings: standard deviation {noise.mean_std:.5g} (root mean square), {noise.smallest_std:.5g} at the "
         "quietest output, projection units"
     )
+    typer.echo(
+        "what Gaussian readings need:"
+        if law is None or law.law == "gaussian"
+        else "what Gaussian readings would need (the certified counts need none of it):"
+    )
     for test in noise.tests:
         typer.echo(f"  {test.text}: {'holds' if test.holds else 'does not hold'}")
     if law is None:

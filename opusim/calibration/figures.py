@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from opusim.calibration.calibrate import Calibration
+from opusim.calibration.flat_series import COUNT
 from opusim.calibration.photon_transfer import PhotonTransfer
 from opusim.camera.temperature_noise import TemperatureNoise
 
@@ -22,7 +23,8 @@ def transfer_figure(calibration: Calibration) -> Figure | None:
     transfer = calibration.transfer
     if transfer is None:
         return None
-    figure = Figure(figsize=(10, 7.5), layout="constrained")
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    figure.get_layout_engine().set(hspace=0.08, wspace=0.05)  # type: ignore[union-attr, call-arg]
     axes = figure.subplots(2, 2)
     found = calibration.certificate.estimates
     gain, black = found["gain_dn_per_e"].value, found["black_level_dn"].value
@@ -100,8 +102,12 @@ def _residuals(axes: Axes, transfer: PhotonTransfer) -> None:
     photons, means = transfer.photons()[used], transfer.light.means()[used]
     line = np.polyval(np.polyfit(photons, means, 1), photons)
     axes.axhline(0, color="k", linewidth=0.8)
-    axes.plot(photons, means - line, "o-")
-    axes.set(xlabel="photons on a pixel", ylabel="mean minus line, DN", title="Linearity")
+    samples = transfer.light.frames * transfer.light.sums[:, used, COUNT].sum(axis=0)
+    errors = np.sqrt(transfer.light.variances()[used] / samples)
+    axes.errorbar(photons, means - line, yerr=errors, fmt="o", capsize=3)
+    axes.set(
+        xlabel="photons on a pixel", ylabel="mean minus line, DN", title="Linearity, with standard errors"
+    )
 
 
 def _dark(axes: Axes, transfer: PhotonTransfer) -> None:

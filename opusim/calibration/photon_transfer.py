@@ -8,7 +8,8 @@ With p photons on a pixel, below saturation (EMVA 1288 release 3.1, sections 2 t
     of each pixel's mean, variance over pixels: K^2 dsnu^2 + prnu^2 (R p)^2 (the frames' noise taken off).
 Where the noise of a level is below 0.6 DN, rounding bends both lines (by up to exp(-2 pi^2 0.36) / pi DN at 0.6); such
 levels are left out, and dark quantities come from the lines' values at p = 0 and from dark frames under a little
-constant light. So an 8-bit camera gives up a read noise of a quarter of a DN, which no single level shows.
+constant light. So an 8-bit camera gives up a read noise of a quarter of a DN, which the variance of no single level
+shows; the codes' probabilities do (`opusim.calibration.code_noise`).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,28 @@ _STYLE = (
     "table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .9em;border-bottom:1px solid #ddd;text-align:left}"
     "img{max-width:100%}.against{color:#a00}"
 )
+
+
+_LAWS = {"gaussian": "Gaussian readings", "photon_count": "Poisson counts"}
+_WORDS = {
+    "std": "smallest standard deviation of a reading, lower limit",
+    "dark_e_low": "dark charge of a frame, lower limit",
+    "dark_e_high": "dark charge of a frame, upper limit",
+    "light_ratio_low": "light over the described, lower limit",
+    "light_ratio_high": "light over the described, upper limit",
+    "quantum_efficiency": "quantum efficiency",
+    "gain_dn_per_e": "gain",
+    "black_level_dn": "black level",
+    "dark_current_e_per_s": "dark current",
+    "saturation_e": "saturation",
+    "doubling_k": "dark current doubles every",
+    "read_noise_e": "read noise",
+    "prnu": "response, standard deviation over pixels",
+    "dsnu_e": "offset, standard deviation over pixels",
+    "dark_noise_dn": "noise of a blank frame",
+    "decorrelation_s": "decorrelation time of the medium",
+}
+"""What the keys of certificates mean, for people."""
 
 
 def write_report(calibration: Calibration, path: Path) -> None:
@@ -51,12 +74,12 @@ def _law(certificate: Certificate) -> str:
         return "<h2>Certified noise</h2><p class='against'>None: the readings speak against the described law.</p>"
     numbers = certificate.noise.model_dump()
     rows = "".join(
-        f"<tr><td>{escape(key)}</td><td>{value:.6g}</td></tr>"
+        f"<tr><td>{escape(_WORDS[key])}</td><td>{value:.6g}</td><td>{escape(unit_of(key))}</td><td><code>{key}</code></td></tr>"
         for key, value in numbers.items()
         if key != "law"
     )
     return (
-        f"<h2>Certified noise: {escape(numbers['law'].replace('_', ' '))}</h2><p>Limits that hold together but for a "
+        f"<h2>Certified noise: {escape(_LAWS[numbers['law']])}</h2><p>Limits that hold together but for a "
         f"probability of {certificate.beta:g}.</p><table>{rows}</table>"
     )
 
@@ -67,8 +90,8 @@ def _estimates(calibration: Calibration) -> str:
     if not certificate.estimates:
         return ""
     rows = "".join(
-        f"<tr><td>{escape(key)}</td><td>{v.value:.5g}</td><td>{v.low:.5g} to {v.high:.5g}</td>"
-        f"<td>{escape(unit_of(key))}</td></tr>"
+        f"<tr><td>{escape(_WORDS.get(key, key))}</td><td>{v.value:.5g}</td><td>{v.low:.5g} to {v.high:.5g}</td>"
+        f"<td>{escape(unit_of(key))}</td><td><code>{escape(key)}</code></td></tr>"
         for key, v in certificate.estimates.items()
     )
     error = (
@@ -78,25 +101,33 @@ def _estimates(calibration: Calibration) -> str:
     )
     return (
         f"<h2>Constants from frames</h2><p>Each interval by itself at {certificate.confidence:.0%}.</p><table><tr>"
-        f"<th>constant</th><th>estimate</th><th>limits</th><th>unit</th></tr>{rows}</table>{error}"
+        f"<th>constant</th><th>estimate</th><th>limits</th><th>unit</th><th>key</th></tr>{rows}</table>{error}"
     )
 
 
 def _readings(calibration: Calibration) -> str:
     """The noise of readings and the tests."""
-    noise = calibration.reading_noise
+    noise, law = calibration.reading_noise, calibration.certificate.noise
+    needed = law is None or law.law == "gaussian"
     rows = "".join(
-        f"<tr class='{'' if t.holds else 'against'}'><td>{escape(t.text)}</td>"
-        f"<td>{t.standard_errors:.2f} standard errors</td><td>{'holds' if t.holds else 'does not hold'}</td></tr>"
+        f"<tr class='{'against' if needed and not t.holds else ''}'><td>{escape(t.text)}</td>"
+        f"<td>{_errors(t.standard_errors)}</td><td>{'holds' if t.holds else 'does not hold'}</td></tr>"
         for t in noise.tests
+    )
+    why = (
+        "What Gaussian readings need:"
+        if needed
+        else "The certified law is that of the counts and needs none of the following, which a Gaussian law would need:"
     )
     return (
         f"<h2>Readings of one input</h2><p>{noise.readings:,} readings of {noise.n_outputs:,} outputs: standard "
         f"deviation {noise.mean_std:.5g} (root mean square) and {noise.smallest_std:.5g} at the quietest output, "
-        f"projection units; correlation of successive readings {noise.successive:.5f}. What Gaussian readings "
-        f"would need:</p>"
-        f"<table>{rows}</table>"
+        f"projection units; correlation of successive readings {noise.successive:.5f}. {why}</p><table>{rows}</table>"
     )
+
+
+def _errors(value: float) -> str:
+    return f"{value:.2f} standard errors" if math.isfinite(value) else "–"
 
 
 def _image(figure: Figure | None, text: str) -> str:

@@ -83,7 +83,7 @@ class CameraDevice(NoisyDevice):
         exposure, fields = self.exposure, self._speckle.largest_fields()
         dark = np.broadcast_to(exposure.dark_e, (FRAMES_PER_TERNARY, self.n_outputs))
         highest = exposure.dark_e + exposure.gain_e * np.square(fields)  # (2, n_outputs)
-        scale = self._ideal_recovery().decode()[0]
+        scale = self.ideal_recovery().decode()[0]
         rest = exposure.sensor.variance_dn2(0.0) * FRAMES_PER_TERNARY * np.square(scale)
         return PhotonCountNoise(
             rate_low=dark,
@@ -114,8 +114,27 @@ class CameraDevice(NoisyDevice):
 
         Valid where neither the full well nor the converter's ends are met.
         """
-        rates = self._frame_rates(binary_batch(x, self.n_inputs, self._torch_device, ternary=True))
-        return torch.from_numpy(self.recovery.variance(self.exposure.sensor.variance_dn2(rates)))
+        variances = self.exposure.sensor.variance_dn2(self.frame_rates(x))
+        return torch.from_numpy(self.recovery.variance(variances))
+
+    def frame_rates(self, x: torch.Tensor) -> np.ndarray:  # (batch, n_inputs)
+        """Expected electrons of the four frames of each vector, float64, shape (4, batch, n_outputs)."""
+        shown, rates = binary_batch(x, self.n_inputs, self._torch_device, ternary=True), []
+        for part in (shown.clamp(min=0), shown.neg().clamp(min=0)):
+            field = self._speckle.fields(part).double().numpy()
+            rates += [
+                self.exposure.rates(field),
+                self.exposure.rates(self._speckle.anchor[:, None, :] - field),
+            ]
+        return np.stack(rates)
+
+    def ideal_recovery(self) -> Recovery:
+        """How readings would be decoded if the anchor were known exactly."""
+        exposure, gain = self.exposure, self.exposure.sensor.gain_dn_per_e
+        intensity = exposure.gain_e * np.sum(np.square(self._speckle.anchor), axis=0)
+        return Recovery(
+            mirrors=self._law.mirrors, anchor_dn=gain * intensity, unit_dn=gain * exposure.light.anchor_e
+        )
 
     # The camera itself
 
@@ -249,7 +268,7 @@ class CameraDevice(NoisyDevice):
 
     def _measure_anchor(self) -> None:
         """Averages anchor frames and blank frames, with noise of a stream of their own."""
-        ideal, frames = self._ideal_recovery(), self._settings.anchor.frames
+        ideal, frames = self.ideal_recovery(), self._settings.anchor.frames
         if frames == 0:
             self._recovery = ideal
             return
@@ -264,22 +283,3 @@ class CameraDevice(NoisyDevice):
         self._recovery = Recovery(
             mirrors=ideal.mirrors, anchor_dn=np.maximum(lit - blank, least), unit_dn=ideal.unit_dn
         )
-
-    def _ideal_recovery(self) -> Recovery:
-        """With the anchor known exactly."""
-        exposure, gain = self.exposure, self.exposure.sensor.gain_dn_per_e
-        intensity = exposure.gain_e * np.sum(np.square(self._speckle.anchor), axis=0)
-        return Recovery(
-            mirrors=self._law.mirrors, anchor_dn=gain * intensity, unit_dn=gain * exposure.light.anchor_e
-        )
-
-    def _frame_rates(self, x: torch.Tensor) -> np.ndarray:
-        """Expected electrons of the four frames of each row, float64, shape (4, batch, n_outputs)."""
-        rates = []
-        for part in (x.clamp(min=0), x.neg().clamp(min=0)):
-            field = self._speckle.fields(part).double().numpy()
-            rates += [
-                self.exposure.rates(field),
-                self.exposure.rates(self._speckle.anchor[:, None, :] - field),
-            ]
-        return np.stack(rates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations
 
 import mpmath
 import numpy as np
@@ -16,11 +17,19 @@ from accounting.device_noise import (
     central_noise_multiplier,
     correlated_std,
     device_readings_guarantee,
+    known_counts_guarantee,
 )
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Status
 from accounting.noise_certificate import certify_gaussian, doubts
-from accounting.photon_counts import box_rdp, pattern_rdp, poisson_divergence
+from accounting.photon_counts import (
+    ORDERS,
+    box_rdp,
+    epsilon_of_curve,
+    epsilon_of_divergence,
+    pattern_rdp,
+    poisson_divergence,
+)
 from opusim.noise import DiscreteNoise, GaussianNoise, PhotonCountNoise
 
 DELTA = 1e-5
@@ -60,6 +69,48 @@ def test_the_corner_of_a_box_is_the_worst_pair(seed: int) -> None:
             assert pattern_rdp(rates, order) <= box_rdp(box, order) * (1 + 1e-9)
         corners = np.stack([box.rate_high, box.rate_low])
         assert pattern_rdp(corners, order) == pytest.approx(box_rdp(box, order))
+
+
+def test_known_patterns_are_compared_pair_by_pair(seed: int) -> None:
+    """The matrix product against the elementwise divergences, near and far, and rates of 0."""
+    generator = np.random.default_rng(seed)
+    for spread in (1e-4, 0.3, 3.0):
+        rates = 40 * np.exp(spread * generator.standard_normal((4, 300)))
+        for order in (1.01, 2.7, 30.0):
+            pairs = [poisson_divergence(a, b, order).sum() for a, b in permutations(rates, 2)]
+            assert pattern_rdp(rates, order) == pytest.approx(max(pairs), rel=1e-4)
+            assert pattern_rdp(rates, order) != pytest.approx(min(pairs), rel=1e-4)
+    dark = np.array([[1.0, 0.0, 2.0], [2.0, 0.0, 2.0]])
+    assert pattern_rdp(dark, 2.0) == pytest.approx(0.5 * 2)  # max of a^2/b - 2a + b over the two directions
+    assert math.isinf(pattern_rdp(dark[:, [1, 2]] + [[0.0, 0.0], [1.0, 0.0]], 2.0))
+    assert pattern_rdp(np.zeros((2, 3)), 2.0) == 0
+
+
+def test_known_counts_are_sharper_than_the_boxes_around_them() -> None:
+    rates = np.array([[50.0, 55.0], [55.0, 50.0], [50.0, 50.0]])
+    box = PhotonCountNoise(rate_low=rates.min(0), rate_high=rates.max(0))
+    loose = device_readings_guarantee(DeviceReadings(noise=box, readings=1), DELTA)
+    sharp = known_counts_guarantee(rates[[0, 2]], delta=DELTA)
+    known = known_counts_guarantee(rates, delta=DELTA)
+    assert sharp.epsilon < known.epsilon < loose.epsilon
+    assert known_counts_guarantee(rates, delta=DELTA, beta=5e-6).epsilon > known.epsilon
+    assert sharp.status is Status.PROVEN_UNDER_DEVICE_MODEL
+    with pytest.raises(NoGuarantee, match="must exceed beta"):
+        known_counts_guarantee(rates, delta=DELTA, beta=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.01, 1.0, 30.0, 1e4])
+def test_orders_that_cannot_matter_change_no_epsilon(scale: float) -> None:
+    seen = []
+
+    def divergence(order: float) -> float:
+        seen.append(order)
+        return scale * float(poisson_divergence(3.0, 2.0, order))
+
+    found = epsilon_of_divergence(divergence, DELTA)
+    curve = [scale * float(poisson_divergence(3.0, 2.0, order)) for order in ORDERS]
+    assert found == epsilon_of_curve(curve, DELTA)
+    assert len(seen) < len(ORDERS)
 
 
 def test_photon_epsilon_is_above_the_exact_hockey_stick_divergence() -> None:

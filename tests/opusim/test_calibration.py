@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numba
 import numpy as np
 import pytest
 
@@ -18,10 +17,7 @@ from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.noise import GaussianNoise, PhotonCountNoise
 
-pytestmark = pytest.mark.skipif(
-    bool(numba.config.DISABLE_JIT),
-    reason="millions of counts; test_camera_counts runs the kernels uncompiled",
-)
+pytestmark = pytest.mark.compiled
 
 PLAN = Plan(frames=12, light_levels=10, dark_levels=4)
 WINDOW = {"n_inputs": 12, "n_outputs": 600}

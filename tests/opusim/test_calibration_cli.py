@@ -1,16 +1,12 @@
 from pathlib import Path
 
-import numba
 import pytest
 from typer.testing import CliRunner
 
 from opusim.cli import app
 from opusim.errors import ConfigError, NoiseBelowCertificate
 
-pytestmark = pytest.mark.skipif(
-    bool(numba.config.DISABLE_JIT),
-    reason="millions of counts; test_camera_counts runs the kernels uncompiled",
-)
+pytestmark = pytest.mark.compiled
 
 RUNNER = CliRunner(env={"COLUMNS": "160"})
 SMALL = ["--outputs", "600", "--inputs", "8", "--frames", "12", "--readings", "60"]

@@ -2,17 +2,13 @@
 
 from itertools import product
 
-import numba
 import numpy as np
 import pytest
 import torch
 
 from opusim.devices.registry import open_device
 
-pytestmark = pytest.mark.skipif(
-    bool(numba.config.DISABLE_JIT),
-    reason="millions of counts; test_camera_counts runs the kernels uncompiled",
-)
+pytestmark = pytest.mark.compiled
 
 GRID = list(product([2.0, 20.0, 200.0], [0.7, 2.7], [0.0, 25.0, 55.0], [12, 16]))
 """Exposure [ms], gain [DN/e-], temperature [degrees Celsius], bits of the converter."""

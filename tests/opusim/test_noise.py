@@ -28,6 +28,19 @@ def test_models_differ_by_law_and_number() -> None:
     assert GaussianNoise(std=0.1, n_outputs=5) != GaussianNoise(std=0.1000001, n_outputs=5)
 
 
+def test_a_summary_is_short_and_tells_models_apart() -> None:
+    assert len({model.summary()["digest"] for model in MODELS}) == len(MODELS)
+    wide = np.linspace(1.0, 2.0, 4096).reshape(4, 1024)
+    noise = PhotonCountNoise(rate_low=wide, rate_high=2 * wide, weight=wide, beta=1e-6)
+    again = NoiseModel.from_json(json.loads(json.dumps(noise.to_json())))
+    assert again.summary() == noise.summary()
+    assert len(json.dumps(noise.summary())) < 250
+    assert noise.summary()["beta"] == 1e-6
+    wide[3, 1023] = np.nextafter(wide[3, 1023], 3)
+    other = PhotonCountNoise(rate_low=wide, rate_high=2 * wide, weight=wide, beta=1e-6)
+    assert other.summary()["digest"] != noise.summary()["digest"]
+
+
 def test_the_set_is_closed() -> None:
     with pytest.raises(TypeError, match="the set of noise laws is closed"):
         type("Laplace", (NoiseModel,), {"__module__": "elsewhere"})

@@ -1,6 +1,5 @@
 """Photon transfer finds what was configured, from frames alone, as often as its limits say."""
 
-import numba
 import numpy as np
 import pytest
 
@@ -10,10 +9,7 @@ from opusim.calibration.photon_transfer import PhotonTransfer
 from opusim.calibration.plan import Plan, take_photon_transfer
 from opusim.devices.registry import open_device
 
-pytestmark = pytest.mark.skipif(
-    bool(numba.config.DISABLE_JIT),
-    reason="millions of counts; test_camera_counts runs the kernels uncompiled",
-)
+pytestmark = pytest.mark.compiled
 
 CONFIDENCE = 0.9
 PRESETS = ("camera", "camera_low_light")

@@ -3,17 +3,13 @@
 import warnings
 from pathlib import Path
 
-import numba
 import numpy as np
 import pytest
 
 from opusim.calibration.recording import Recording, record, shape_of
 from opusim.devices.registry import open_device
 
-pytestmark = pytest.mark.skipif(
-    bool(numba.config.DISABLE_JIT),
-    reason="millions of counts; test_camera_counts runs the kernels uncompiled",
-)
+pytestmark = pytest.mark.compiled
 
 EXPOSURE_US = 200_000.0
 
@@ -55,13 +51,12 @@ def test_images_are_as_square_as_the_outputs_allow() -> None:
     assert shape_of(13) == (13, 1)
 
 
-@pytest.mark.slow
 def test_an_independent_implementation_finds_the_configured_constants(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The package's last release was written for numpy 1.
     monkeypatch.setattr(np, "asfarray", lambda a: np.asarray(a, dtype=float), raising=False)
-    emva1288 = pytest.importorskip("emva1288.process", reason="pip install emva1288")
+    emva1288 = pytest.importorskip("emva1288.process", reason="pip install -r requirements-dev.txt")
     path, description = recorded(tmp_path / "frames", seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

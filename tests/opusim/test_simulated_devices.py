@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 
 from opusim.devices.base import NoisyDevice
@@ -48,6 +49,7 @@ def test_realised_noise_is_the_reported_one(open_any: OpenAny, seed: int) -> Non
     assert abs(np.corrcoef(added.ravel(), drawn.ravel())[0, 1]) < 5 / np.sqrt(n)
 
 
+@pytest.mark.compiled
 def test_threads_do_not_change_a_reading(open_any: OpenAny) -> None:
     before = torch.get_num_threads()
     readings = []

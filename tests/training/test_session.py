@@ -14,6 +14,7 @@ import training
 from opusim.errors import ConfigError, DeviceError
 from training.data.errors import DataError
 from training.errors import RunFolderError, TrainingDiverged
+from training.runs.report import write_report
 from training.runs.run_evaluation import evaluate_run
 
 CONFIG = {"epochs": 2, "threads": 1, "model": {"hidden": [8]}, "sampler": {"batch_size": 16}}
@@ -100,11 +101,19 @@ def test_the_folder_holds_what_the_run_was(tmp_path: Path) -> None:
     run = training.train(CONFIG, data=data(), folder=tmp_path, settings=["device.noise.sigma=0.25"])
     assert run.facts["device"]["noise"]["sigma"] == 0.25
     assert run.facts["noise"]["law"] == "gaussian"
+    assert "standard deviation 0.25" in run.facts["noise"]["description"]
     assert run.config.threads == 1
     assert [record["epoch"] for record in run.metrics] == [1, 2]
     assert len(run.metrics[0]["alignment"]) == 2
     assert run.summary is not None
     assert run.summary["frames"] == 2 * 2 * 54  # positive and negative frames, two epochs, 54 records
+
+
+def test_a_cameras_law_is_kept_in_a_few_words(tmp_path: Path) -> None:
+    run = training.train({**CONFIG, "device": {"name": "camera_low_light"}}, data=data(), folder=tmp_path)
+    assert run.facts["noise"]["law"] == "photon_count"
+    assert run.folder.config_file.stat().st_size < 20_000
+    assert run.facts["noise"]["description"] in write_report(run).read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,14 +21,25 @@ def account_device(
         list[float] | None, typer.Option(help="Say what this epsilon takes; repeatable.")
     ] = None,
     delta: Annotated[float, typer.Option(help="At which epsilon is stated.")] = 1e-5,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw a camera's sigma and epsilon against temperature: a PNG file.")
+    ] = None,
 ) -> None:
     """What a device's own noise is worth for labels read once: sigma, temperature and epsilon, both ways."""
     from accounting.tables import print_rows
     from opusim.description import load_description
     from training.device_privacy import device_levels, level_rows
 
-    targets = target_epsilon or [8.0, 3.0, 1.0]
-    levels = device_levels(
-        load_description(name), n_classes=classes, n_outputs=outputs, targets=targets, delta=delta
-    )
+    targets, description = target_epsilon or [8.0, 3.0, 1.0], load_description(name)
+    if description.camera is not None:
+        from training.camera_privacy import label_counts, print_account
+
+        counts = label_counts(description, n_classes=classes, n_outputs=outputs, delta=delta)
+        print_account(counts, targets, figure)
+        return
+    if figure is not None:
+        raise ValueError(
+            f"figure: {name!r} counts no photons; leave it out, or take a device of kind 'camera'"
+        )
+    levels = device_levels(description, n_classes=classes, n_outputs=outputs, targets=targets, delta=delta)
     print_rows(level_rows(levels))

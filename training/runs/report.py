@@ -134,7 +134,7 @@ def _render(
         pictures=pictures,
         devices=distinct(
             [
-                (name, _device_rows(run.facts["device"]))
+                (name, _device_rows(run.facts["device"], run.facts["noise"]))
                 for run, name in zip(runs, names, strict=True)
                 if run.facts["device"]
             ]
@@ -199,10 +199,11 @@ def _command(run: Run) -> str:
     )
 
 
-def _device_rows(device: dict[str, Any]) -> list[dict[str, str]]:
-    """A device description as rows of key, value, status, source."""
+def _device_rows(device: dict[str, Any], noise: dict[str, Any]) -> list[dict[str, str]]:
+    """The law of a device's noise and its description, as rows of key, value, status, source."""
     provenance = device.get("provenance", {})
-    rows = []
+    law = noise.get("description", noise["law"])
+    rows = [{"key": "noise", "value": law, "status": "", "source": ""}]
     for key, value in _flat({k: v for k, v in device.items() if k != "provenance"}):
         origin = provenance.get(key, {})
         rows.append(

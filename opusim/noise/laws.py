@@ -5,11 +5,13 @@ consumer asks for the law, and refuses by name a law that it has no use for. The
 outside this file cannot join it, hence a consumer that handles `GaussianNoise`, `PhotonCountNoise` and
 `DiscreteNoise` handles all there is. The meaning of a law never changes; a new fact gets a new class.
 
-This file needs numpy only, because privacy accounting reads it without the device layer.
+Needs numpy only, because privacy accounting reads it without the device layer.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -57,6 +59,20 @@ class NoiseModel(ABC):
             value = getattr(self, field.name)
             content[field.name] = value.tolist() if isinstance(value, np.ndarray) else value
         return content
+
+    def summary(self) -> JsonObject:
+        """The law in four short values, where its numbers are too many to keep: name, text for people, error, digest.
+
+        The digest, BLAKE2b of 16 bytes of what `to_json` gives, tells whether another model is the same one.
+        """
+        content = self.to_json()
+        digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+        return {
+            "law": self.law,
+            "description": self.describe(),
+            "beta": content.get("beta", 0.0),
+            "digest": digest,
+        }
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> NoiseModel:

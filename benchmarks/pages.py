@@ -12,6 +12,7 @@ from benchmarks.results_file import load_results
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- measured: written by `make bench-report` -->", "<!-- end of measured -->"
+FAULTS_BEGIN, FAULTS_END = "<!-- faults: written by `make bench-report` -->", "<!-- end of faults -->"
 TABLE1 = "`python -m benchmarks.pdfa_table1`"
 
 Row = tuple[str, str, str]
@@ -100,14 +101,14 @@ def _matrix_free_rows() -> list[Row]:
 
 
 def _learning_rows() -> list[Row]:
-    """Accuracy through the twin and through a Gaussian device of its noise."""
+    """Accuracy through each device and through a Gaussian one of its noise."""
     return [
         (
-            f"FashionMNIST through the `{row['device']}` twin, test accuracy, mean of {len(row['seeds'])} seeds",
+            f"FashionMNIST through the device `{row['device']}`, test accuracy, mean of {len(row['seeds'])} seeds",
             f"{row['twin']:.2f} %, {row['difference']:+.2f} points beside a Gaussian device of the same noise",
-            "`python -m benchmarks.camera_learning`",
+            "`python -m benchmarks.device_learning`",
         )
-        for row in load_results("camera_learning").get("rows", [])
+        for row in load_results("device_learning").get("rows", [])
     ]
 
 
@@ -262,19 +263,19 @@ def learning_section() -> str:
             f"{row['gaussian']:.2f}",
             f"{row['difference']:+.2f} ± {row.get('difference_standard_error', float('nan')):.2f}",
         )
-        for row in load_results("camera_learning").get("rows", [])
+        for row in load_results("device_learning").get("rows", [])
     ]
     if not rows:
         return ""
-    results = load_results("camera_learning")
+    results = load_results("device_learning")
     seeds = len({run["seed"] for run in results["runs"]})
     text = (
         f"FashionMNIST, 784-512-512-10, photonic DFA in the hardware order, 15 epochs, means of {seeds} seeds "
-        f"({results['date']}, `python -m benchmarks.camera_learning`): the frame-level twin beside B x + N(0, sigma²) "
-        f"with the twin's own noise. The bar: within {results['bar']:g} point."
+        f"({results['date']}, `python -m benchmarks.device_learning`): each device beside B x + N(0, sigma²) "
+        f"with the device's own noise. The bar: within {results['bar']:g} point."
     )
-    header = ("twin", "sigma", "through the twin [%]", "Gaussian device [%]", "difference")
-    return "\n\n".join(("## Learning through the camera", text, markdown(header, rows)))
+    header = ("device", "sigma", "through it [%]", "Gaussian device [%]", "difference")
+    return "\n\n".join(("## Learning through every device", text, markdown(header, rows)))
 
 
 def speed_section() -> str:
@@ -309,9 +310,32 @@ def readme_page(text: str) -> str:
     return f"{before}{BEGIN}\n{markdown(('what', 'figure', 'redo it'), list(readme_rows()))}\n{END}{after}"
 
 
+def faults_page(text: str) -> str:
+    """docs/devices.md with its table of faults renewed."""
+    results = load_results("device_faults")
+    rows: list[tuple[str, ...]] = [
+        (
+            row["fault"],
+            row["error"],
+            "–" if row["steps_until_stop"] is None else str(row["steps_until_stop"]),
+            "as if nothing had happened" if row["as_undisturbed"] else "goes on from the step of the stop",
+        )
+        for row in results.get("rows", [])
+    ]
+    before, rest = text.split(FAULTS_BEGIN)
+    _, after = rest.split(FAULTS_END)
+    table = markdown(("fault", "error", "steps until the stop", "the resumed run"), rows)
+    return f"{before}{FAULTS_BEGIN}\n{table}\n{FAULTS_END}{after}"
+
+
 def pages() -> dict[Path, str]:
     readme = ROOT / "README.md"
-    return {readme: readme_page(readme.read_text()), ROOT / "benchmarks" / "README.md": benchmarks_page()}
+    devices = ROOT / "docs" / "devices.md"
+    return {
+        readme: readme_page(readme.read_text()),
+        ROOT / "benchmarks" / "README.md": benchmarks_page(),
+        devices: faults_page(devices.read_text()),
+    }
 
 
 def main() -> None:

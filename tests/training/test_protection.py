@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import dp_accounting
@@ -63,6 +64,26 @@ def test_clipped_sum_equals_loops_over_records(bias: bool) -> None:
     protection().set_gradients(network, deltas, inputs)
     for parameter, total in zip(network.parameters, expected, strict=True):
         torch.testing.assert_close(parameter.grad, total)
+
+
+def test_backpropagation_with_protected_records_is_the_step_of_opacus() -> None:
+    """What `opusim curve` draws as DP-SGD: the same clipped sum, from a library that shares no code with ours."""
+    opacus = pytest.importorskip("opacus")
+    network = new_network()
+    generator = torch.Generator().manual_seed(6)
+    x, y = torch.randn(13, 6, generator=generator), torch.randint(0, 4, (13,), generator=generator)
+    reference = opacus.GradSampleModule(copy.deepcopy(network.model), loss_reduction="sum")
+    nn.functional.cross_entropy(reference(x), y, reduction="sum").backward()
+    samples = [parameter.grad_sample for parameter in reference.parameters()]
+    norms = torch.stack([sample.flatten(1).norm(dim=1) for sample in samples]).norm(dim=0)
+    factors = (CLIP / norms).clamp(max=1.0)
+    assert (factors < 1).any()
+    optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
+    trainer = FeedbackTrainer(network, optimizer, FeedbackConfig(kind="bp"), protection=protection())
+    trainer.step(x, y, step=0)
+    for parameter, sample in zip(network.parameters, samples, strict=True):
+        expected = torch.einsum("b,b...->...", factors, sample) / DIVISOR
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_one_record_changes_the_sum_by_at_most_the_clip() -> None:

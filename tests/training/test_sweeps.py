@@ -99,6 +99,7 @@ def test_the_curves_are_means_and_spreads_of_the_rows(finished: tuple[SweepResul
     assert curve.levels[1].mean == pytest.approx(sum(accuracies) / 2)
     assert curve.levels[1].spread == pytest.approx(abs(accuracies[0] - accuracies[1]) / math.sqrt(2))
     (private,) = curves.accuracy_against_epsilon(result)
+    assert (private.name, private.kind) == ("protected", "proven")
     assert [level.x for level in private.levels] == pytest.approx([1.0, 8.0], rel=0.01)
     (epsilon,) = curves.epsilon_against_noise(result)
     assert epsilon.kind == "proven"

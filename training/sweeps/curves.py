@@ -139,18 +139,40 @@ def epsilon_against_noise(result: SweepResult) -> list[Curve]:
 
 
 def accuracy_against_epsilon(result: SweepResult) -> list[Curve]:
-    """Accuracy in percent against proven epsilon, a curve a series with finite ones."""
+    """Accuracy in percent against proven and against claimed epsilon, a curve a series and kind.
+
+    Settings without a finite guarantee stand at an infinite epsilon, each a level of its own. A series without any
+    finite epsilon, claimed or proven, has no curve.
+    """
+    kinds: dict[str, Callable[[Row], float | None]] = {
+        "proven": lambda row: row.proven_epsilon,
+        "claimed": lambda row: row.claimed_epsilon,
+    }
     curves = []
     for name in result.series:
-        groups: dict[float, list[float]] = {}
-        for _, row in result.finished(name):
-            epsilon, accuracy = row.proven_epsilon, _percent(row)
-            if epsilon is not None and math.isfinite(epsilon) and accuracy is not None:
-                groups.setdefault(float(f"{epsilon:.3g}"), []).append(accuracy)
-        if groups:
-            levels = tuple(_level(x, groups[x], None) for x in sorted(groups))
-            curves.append(Curve(name=name, kind="accuracy", levels=levels))
+        found = [
+            Curve(name=name, kind=kind, levels=levels)
+            for kind, value in kinds.items()
+            if (levels := _epsilon_levels(result, name, value))
+        ]
+        if any(math.isfinite(level.x) for curve in found for level in curve.levels):
+            curves += found
     return curves
+
+
+def _epsilon_levels(
+    result: SweepResult, series: str, value: Callable[[Row], float | None]
+) -> tuple[Level, ...]:
+    """Accuracy at each epsilon, seeds together; infinite epsilons apart by their setting."""
+    groups: dict[tuple[float, str], list[float]] = {}
+    for point, row in result.finished(series):
+        epsilon, accuracy = value(row), _percent(row)
+        if epsilon is not None and accuracy is not None:
+            setting = (
+                "" if math.isfinite(epsilon) else str({k: v for k, v in point.values.items() if k != "seed"})
+            )
+            groups.setdefault((float(f"{epsilon:.3g}"), setting), []).append(accuracy)
+    return tuple(_level(key[0], groups[key], None) for key in sorted(groups))
 
 
 def costs(result: SweepResult) -> list[Curve]:

@@ -11,7 +11,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from training.runs.figures import COLOURS, LINES, new_figure, style
 from training.sweeps import curves as of
-from training.sweeps.curves import Curve, SweepResult, axis_label
+from training.sweeps.curves import Curve, Level, SweepResult, axis_label
 
 _WIDE = 20.0
 """Ratio of the largest to the smallest x from which an axis is logarithmic."""
@@ -70,16 +70,34 @@ def epsilon_noise(result: SweepResult) -> Figure | None:
 
 
 def accuracy_epsilon(result: SweepResult) -> Figure | None:
-    """Accuracy against proven epsilon, mean and standard deviation over seeds, with the references as level lines."""
+    """Accuracy against epsilon, proven and claimed, mean and standard deviation over seeds; references are level lines.
+
+    What has no finite guarantee stands at infinity, at the right.
+    """
     drawn = of.accuracy_against_epsilon(result)
     if not drawn:
         return None
-    figure, axes = new_figure(7.2, 4.2)
+    figure, axes = new_figure(7.2, 4.6)
+    finite = [level.x for curve in drawn for level in curve.levels if math.isfinite(level.x)]
+    infinity = max(finite) * max(4.0, (max(finite) / min(finite)) ** 0.15)
+    both = {curve.name for curve in drawn if curve.kind == "claimed"}
     for curve in drawn:
-        _draw(axes, curve, result.series.index(curve.name))
+        look = style(result.series.index(curve.name)) | {"linestyle": _KINDS[curve.kind]["linestyle"]}
+        if curve.kind == "claimed":
+            look["markerfacecolor"] = "white"
+        label = f"{curve.name}: {_KINDS[curve.kind]['label']}" if curve.name in both else curve.name
+        for ends, levels in (("", _finite(curve.levels)), ("none", _infinite(curve.levels))):
+            if levels:
+                x = [min(level.x, infinity) for level in levels]
+                mean, spread = [level.mean for level in levels], [level.spread for level in levels]
+                line = look | ({"linestyle": ends} if ends else {})
+                axes.errorbar(x, mean, spread, capsize=3, label=label, **line)
+                label = "_nolegend_"
     _draw_references(axes, of.references(result), len(result.series))
-    _scale(axes, [level.x for curve in drawn for level in curve.levels], wide=3.0)
-    axes.set(xlabel="proven ε", ylabel="test accuracy [%]")
+    _scale(axes, finite, wide=3.0)
+    if any(_infinite(curve.levels) for curve in drawn):
+        _mark_infinite_side(axes, infinity, max(finite))
+    axes.set(xlabel="ε (proven, if not said otherwise)", ylabel="test accuracy [%]")
     _legend(axes)
     return figure
 
@@ -172,6 +190,24 @@ def _mark_infinity(axes: Axes, infinity: float, high: float) -> None:
 def _amount(value: float) -> str:
     """Three digits, without powers of ten."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _finite(levels: Sequence[Level]) -> list[Level]:
+    return [level for level in levels if math.isfinite(level.x)]
+
+
+def _infinite(levels: Sequence[Level]) -> list[Level]:
+    return [level for level in levels if math.isinf(level.x)]
+
+
+def _mark_infinite_side(axes: Axes, infinity: float, largest: float) -> None:
+    """Infinity as a tick of its own at the right of a logarithmic axis, behind a gap."""
+    axes.set_xscale("log")
+    axes.axvline(math.sqrt(infinity * largest), color="0.5", linewidth=0.8, linestyle=(0, (2, 3)))
+    low = axes.get_xlim()[0]
+    ticks = [tick for tick in axes.get_xticks() if low <= tick <= largest]
+    axes.set_xticks([*ticks, infinity], [*(_power(tick) for tick in ticks), "∞"])
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _power(value: float) -> str:

@@ -38,7 +38,7 @@ _FIGURES: dict[
         curves.epsilon_against_noise,
     ),
     "accuracy-epsilon": (
-        "Accuracy against proven epsilon: mean and standard deviation over seeds",
+        "Accuracy against epsilon: mean and standard deviation over seeds; without a finite guarantee at the right",
         figures.accuracy_epsilon,
         curves.accuracy_against_epsilon,
     ),

@@ -73,7 +73,7 @@ def test_backpropagation_with_protected_records_is_the_step_of_opacus() -> None:
     generator = torch.Generator().manual_seed(6)
     x, y = torch.randn(13, 6, generator=generator), torch.randint(0, 4, (13,), generator=generator)
     reference = opacus.GradSampleModule(copy.deepcopy(network.model), loss_reduction="sum")
-    nn.functional.cross_entropy(reference(x), y, reduction="sum").backward()
+    nn.functional.cross_entropy(reference(x.clone().requires_grad_()), y, reduction="sum").backward()
     samples = [parameter.grad_sample for parameter in reference.parameters()]
     norms = torch.stack([sample.flatten(1).norm(dim=1) for sample in samples]).norm(dim=0)
     factors = (CLIP / norms).clamp(max=1.0)

@@ -8,7 +8,7 @@ import pytest
 
 from opusim.errors import ConfigError
 from training.sweeps.lines import line_of
-from training.sweeps.points import Point, points_of
+from training.sweeps.points import Point, one_at_a_time, points_of
 from training.sweeps.spec import read_spec
 
 SPEC = """\
@@ -119,6 +119,13 @@ def test_two_axes_over_one_key_clash_even_where_one_is_a_part_of_the_other(tmp_p
 )
 def test_lines_of_keys(path: tuple[str, ...], line: int | None) -> None:
     assert line_of(SPEC, path) == line
+
+
+def test_runs_on_one_physical_device_go_one_by_one(tmp_path: Path) -> None:
+    assert not one_at_a_time(points(tmp_path, SPEC))
+    assert one_at_a_time(
+        points(tmp_path, SPEC.replace("epochs = 2", "epochs = 2\ndevice.access.exclusive = true"))
+    )
 
 
 def test_ready_specs_are_valid() -> None:

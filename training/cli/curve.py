@@ -26,7 +26,11 @@ def curve(
         Path | None, typer.Option(help="The sweep's folder; runs/ and the spec's name by default.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs side by side; one a processor core by default.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Runs side by side; one a processor core by default. Runs on one physical device go one by one.",
+        ),
     ] = None,
     cluster: Annotated[
         str | None,
@@ -44,7 +48,7 @@ def curve(
     from training.sweeps.spec import read_spec
 
     read, text = read_spec(spec)
-    from training.sweeps.points import points_of
+    from training.sweeps.points import one_at_a_time, points_of
 
     points = points_of(read, text)
     import os
@@ -64,7 +68,7 @@ def curve(
             rows = run_sweep(
                 points,
                 folder,
-                jobs=jobs or os.cpu_count() or 1,
+                jobs=1 if one_at_a_time(points) else jobs or os.cpu_count() or 1,
                 cluster=cluster,
                 retry_failed=retry_failed,
                 on_start=bar.start,

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from opusim.description import parse_description
+from opusim.presence import require_present
 from training.cli.options import Quiet
 from training.cli.training_runs import watched
 
@@ -25,7 +27,10 @@ def train_resume(
     from training.runs.folder import RunFolder
     from training.session import train
 
-    kind = RunFolder(run).read_config().trainer.kind
+    folder = RunFolder(run)
+    kind, device = folder.read_config().trainer.kind, folder.read_facts()["device"]
+    if device is not None:
+        require_present(parse_description(str(folder.config_file), device))
     watched(kind, quiet, lambda watcher: train(folder=run, resume=True, watcher=watcher))
 
 

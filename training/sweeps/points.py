@@ -131,3 +131,13 @@ def _at_line(error: ConfigError, text: SpecText, place: tuple[str, str]) -> Conf
     paths = [(*home, *keys) for home in homes]
     exact = [path for path in paths if text.holds(path)]
     return text.error(reason, *(exact or [(*place, "config", *keys), ("config", *keys)]))
+
+
+def one_at_a_time(points: Sequence[Point]) -> bool:
+    """Whether some runs use a device that one process alone may have."""
+    for point in points:
+        if point.config.uses_device:
+            access = load_description(point.config.device.name, point.config.device.overrides).access
+            if access is not None and access.exclusive:
+                return True
+    return False

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from opusim.randomness import noise_stream
 from tests.training.ulr_models import MODELS, new_network, records
 from training.config.ulr import Reduction
-from training.networks.losses import cross_entropy
+from training.networks.losses import LOSS_VALUES, LOSSES, cross_entropy
 from training.ulr.estimator import Estimator
 from training.ulr.jacobians import LinearJacobian
 from training.ulr.network import ModuleSequence
@@ -20,8 +20,11 @@ REDUCTIONS: tuple[Reduction, ...] = ("antithetic", "clean-loss", "leave-one-out"
 
 
 def losses_of(y: Tensor) -> object:
-    def losses(output: Tensor) -> Tensor:
-        return cross_entropy(output, y.repeat(len(output) // len(y))).per_record
+    def losses(output: Tensor, rows: slice) -> Tensor:
+        labels = y[rows]
+        return cross_entropy(output, labels.repeat(len(output) // len(labels))).per_record.view(
+            -1, len(labels)
+        )
 
     return losses
 
@@ -34,15 +37,19 @@ def estimate(
     seed: int,
     reduction: Reduction = "none",
     copies: int = 1,
-    passes: int | None = None,
+    rows: int | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Signals of each layer, and its inputs."""
     outputs = network.forward(x)
     losses = losses_of(y)
-    signals = Estimator(copies=copies, reduction=reduction, probes_per_pass=passes).signals(
-        network, outputs, losses, losses(outputs.output), noise_stream("experiment", seed, "output-noise"),
+    signals = Estimator(copies=copies, reduction=reduction, rows_per_pass=rows).signals(
+        network,
+        outputs,
+        losses,
+        losses(outputs.output, slice(None))[0],
+        noise_stream("experiment", seed, "output-noise"),
         [SIGMA] * network.depth,
-    )  # fmt: skip
+    )
     return signals, outputs.inputs
 
 
@@ -136,13 +143,19 @@ def test_reductions_lower_the_variance(reduction: Reduction, seed: int) -> None:
 def test_chunking_changes_nothing_but_rounding(name: str, reduction: Reduction, seed: int) -> None:
     network = new_network(name)
     x, y = records(9, network.n_inputs)
-    whole, _ = estimate(network, x, y, seed=seed, reduction=reduction, copies=5, passes=100)
-    for passes in (1, 2, 3, 7, None):
-        parts, _ = estimate(network, x, y, seed=seed, reduction=reduction, copies=5, passes=passes)
+    whole, _ = estimate(network, x, y, seed=seed, reduction=reduction, copies=5, rows=10_000)
+    for rows in (1, 5, 9, 18, 27, 70, None):
+        parts, _ = estimate(network, x, y, seed=seed, reduction=reduction, copies=5, rows=rows)
         for a, b in zip(whole, parts, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     other, _ = estimate(network, x, y, seed=seed + 1, reduction=reduction, copies=5)
     assert not torch.allclose(whole[0], other[0], rtol=1e-2)  # the comparison can fail
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_without_derivatives_are_those_with_them(name: str) -> None:
+    output, labels = 3 * torch.randn(50, 7, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 7
+    torch.testing.assert_close(LOSS_VALUES[name](output, labels), LOSSES[name](output, labels).per_record)
 
 
 def test_a_record_depends_on_its_own_losses_alone(seed: int) -> None:

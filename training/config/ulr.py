@@ -33,9 +33,9 @@ class UlrConfig(Section):
     clip: Literal["joint", "module"] = "joint"
     """How protection.kind = 'record' clips: a record's contribution over all modules to clip_norm, or each module's to
     clip_norm / sqrt(modules)."""
-    probes_per_pass: int | None = Field(None, ge=1)
-    """Noises, each of one copy at one module, that go through the model together; None for one copy of every module.
-    Fewer take less memory; the result is the same up to rounding."""
+    rows_per_pass: int | None = Field(None, ge=1)
+    """Noisy rows (records times copies times modules) that go through the model together at most; None for one copy of
+    every module at all records. Fewer take less memory; the result is the same up to rounding."""
     target_std: float = Field(4.0, gt=0.0)
     """sigma_0 of the published form: standard deviation that its noise is meant to have in every direction, over C."""
     clip_norm: float = Field(1.0, gt=0.0)

@@ -217,7 +217,8 @@ def outer_squared_norms(delta: Tensor, h: Tensor, *, bias: bool) -> Tensor:
         h: Shape (batch, n_(l-1)).
         bias: Whether the layer has one.
     """
-    return delta.square().sum(dim=1) * (h.square().sum(dim=1) + float(bias))
+    signal, value = torch.linalg.vector_norm(delta, dim=1), torch.linalg.vector_norm(h, dim=1)
+    return signal.square_() * value.square_().add_(float(bias))
 
 
 def build_model(

@@ -23,8 +23,9 @@ from training.config.ulr import Reduction
 from training.protections.base import by_record
 from training.ulr.network import ModuleSequence, Outputs
 
-Losses = Callable[[Tensor], Tensor]
-"""Outputs of the model (copies x batch, n_classes), the records in turn, to losses (copies, batch)."""
+Losses = Callable[[Tensor, slice], Tensor]
+"""Outputs of the model for copies of some of the batch's records, shape (copies x records, n_classes), to losses
+(copies, records)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +35,13 @@ class Estimator:
     Attributes:
         copies: K >= 1, noises a record and module; an antithetic pair is one.
         reduction: How the variance is lowered.
-        probes_per_pass: Noises (of one copy at one module, for the whole batch) that go through the model together;
-            None for one copy of every module. Changes memory and rounding, nothing else.
+        rows_per_pass: Noisy rows that go through the model together at most; None for one copy of every module at
+            all records. Changes memory and rounding, nothing else.
     """
 
     copies: int
     reduction: Reduction
-    probes_per_pass: int | None = None
+    rows_per_pass: int | None = None
 
     def signals(
         self,
@@ -62,24 +63,48 @@ class Estimator:
             sigmas: Standard deviation of the noise of each layer.
         """
         sums = [_Sum(value, self.reduction, clean) for value in outputs.values]
-        for probes in self._passes(network.depth):
+        for probes in self._passes(network.depth, len(clean)):
             drawn = [
                 noise.normal(outputs.values[layer].shape).to(clean.device).mul_(sigmas[layer])
                 for layer in probes
             ]
-            found = noisy_losses(
-                network, outputs.values, probes, drawn, losses, antithetic=self.reduction == "antithetic"
-            )
+            found = self._losses(network, outputs.values, probes, drawn, losses)
             for layer, z, loss in zip(probes, drawn, found, strict=True):
                 sums[layer].add(z, loss)
         return [total.estimate(self.copies, sigma) for total, sigma in zip(sums, sigmas, strict=True)]
 
-    def _passes(self, depth: int) -> Iterator[list[int]]:
-        """The layers whose noises go through the model together, in the order in which they are drawn."""
+    @property
+    def _signs(self) -> int:
+        return 2 if self.reduction == "antithetic" else 1
+
+    def _passes(self, depth: int, batch: int) -> Iterator[list[int]]:
+        """The layers whose noises are drawn and go through the model together, in the order in which they are drawn."""
         probes = [layer for _ in range(self.copies) for layer in range(depth)]
-        size = self.probes_per_pass or depth
+        size = depth
+        if self.rows_per_pass is not None:
+            size = max(1, self.rows_per_pass // max(self._signs * batch, 1))
         for start in range(0, len(probes), size):
             yield probes[start : start + size]
+
+    def _losses(
+        self,
+        network: ModuleSequence,
+        values: Sequence[Tensor],
+        probes: Sequence[int],
+        noises: Sequence[Tensor],
+        losses: Losses,
+    ) -> list[Tensor]:
+        """Losses of each probe, shapes (signs, batch); some records at a time where one probe has too many rows."""
+        batch, size = len(values[0]), len(values[0])
+        if self.rows_per_pass is not None:
+            size = min(batch, max(1, self.rows_per_pass // (self._signs * len(probes))))
+        if size == batch:
+            return noisy_losses(network, values, probes, noises, losses, slice(0, batch), signs=self._signs)
+        parts = [
+            noisy_losses(network, values, probes, noises, losses, slice(i, i + size), signs=self._signs)
+            for i in range(0, batch, size)
+        ]
+        return [torch.cat(of_probe, dim=1) for of_probe in zip(*parts, strict=True)]
 
 
 def noisy_losses(
@@ -88,10 +113,11 @@ def noisy_losses(
     probes: Sequence[int],
     noises: Sequence[Tensor],
     losses: Losses,
+    records: slice,
     *,
-    antithetic: bool,
+    signs: int,
 ) -> list[Tensor]:
-    """Losses with noise on one module's output at a time, shapes (signs, batch): z, and -z where antithetic.
+    """Losses with noise on one module's output at a time, shapes (signs, records).
 
     One sweep over the layers: a probe joins it behind its own layer, so nothing before that is computed again.
 
@@ -101,26 +127,37 @@ def noisy_losses(
         probes: The layer of each probe.
         noises: z of each probe, of the shape of its layer's value.
         losses: The loss of the batch's records.
-        antithetic: Whether -z is tried as well.
+        records: Which of the batch's records.
+        signs: 1 for z alone, 2 for z and -z.
     """
-    signs = 2 if antithetic else 1
     order = sorted(range(len(probes)), key=lambda number: probes[number])
-    batch = len(values[0])
+    n = len(values[0][records])
     with torch.no_grad():
         rows: Tensor | None = None
         for layer in range(probes[order[0]], network.depth):
-            old = [] if rows is None else [network.layer(layer, rows)]
-            joining = [noises[number] for number in order if probes[number] == layer]
-            new = [part for z in joining for part in _perturbed(values[layer], z, antithetic)]
-            parts = old + new
-            rows = network.after(layer, parts[0] if len(parts) == 1 else torch.cat(parts))
-        found = losses(rows if rows is not None else values[-1]).view(len(probes), signs, batch)
+            joining = [noises[number][records] for number in order if probes[number] == layer]
+            old = None if rows is None else network.layer(layer, rows)
+            rows = network.after(layer, _joined(old, values[layer][records], joining, signs))
+        output = values[-1][records] if rows is None else rows
+        found = losses(output, records).view(len(probes), signs, n)
     by_probe = dict(zip(order, found, strict=True))
     return [by_probe[number] for number in range(len(probes))]
 
 
-def _perturbed(value: Tensor, z: Tensor, antithetic: bool) -> list[Tensor]:
-    return [value + z, value - z] if antithetic else [value + z]
+def _joined(old: Tensor | None, value: Tensor, noises: Sequence[Tensor], signs: int) -> Tensor:
+    """The rows on their way, then v + z and v - z of each noise that joins them."""
+    if old is not None and not noises:
+        return old
+    before, n = 0 if old is None else len(old), len(value)
+    rows = value.new_empty(before + len(noises) * signs * n, *value.shape[1:])
+    if old is not None:
+        rows[:before] = old
+    for number, z in enumerate(noises):
+        start = before + number * signs * n
+        torch.add(value, z, out=rows[start : start + n])
+        if signs == 2:
+            torch.sub(value, z, out=rows[start + n : start + 2 * n])
+    return rows
 
 
 class _Sum:

@@ -119,7 +119,7 @@ def _update(config: RunConfig, network: ModuleSequence, device: NoisyDevice | No
     estimator = Estimator(
         copies=options.copies,
         reduction=options.variance_reduction,
-        probes_per_pass=options.probes_per_pass,
+        rows_per_pass=options.rows_per_pass,
     )
     return PlainUpdate(
         network,

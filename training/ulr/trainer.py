@@ -16,7 +16,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.usage import Usage
 from training.config.run import LossName
 from training.errors import TrainingDiverged
-from training.networks.losses import LOSSES
+from training.networks.losses import LOSS_VALUES
 from training.trainer import StepRecord, Trainer
 from training.ulr.network import ModuleSequence
 from training.ulr.updates import Update
@@ -52,7 +52,7 @@ class UlrTrainer(Trainer):
         self.optimizer = optimizer
         self._network = network
         self._update = update
-        self._loss = LOSSES[loss]
+        self._loss = LOSS_VALUES[loss]
         self._device = device
         self._reports = reports
 
@@ -65,11 +65,12 @@ class UlrTrainer(Trainer):
         self._update.seek(step)
         outputs = self._network.forward(x)
 
-        def losses(output: Tensor) -> Tensor:
-            copies = len(output) // len(y) if len(y) else 0
-            return self._loss(output, y.repeat(copies)).per_record.view(copies, len(y))
+        def losses(output: Tensor, rows: slice) -> Tensor:
+            labels = y[rows]
+            copies = len(output) // max(len(labels), 1)
+            return self._loss(output, labels.repeat(copies)).view(copies, len(labels))
 
-        clean = self._loss(outputs.output, y).per_record
+        clean = self._loss(outputs.output, y)
         used = self._update.set_gradients(outputs, losses, clean)
         if self._reports:
             self._report(used, records, step)

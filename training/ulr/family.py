@@ -10,6 +10,7 @@ from torch import nn
 
 from accounting.mechanisms import Mechanism
 from accounting.record_mechanisms import Unprotected
+from accounting.ulr_mechanisms import PublishedUlr
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
@@ -29,6 +30,7 @@ from training.protections.plan import sampled_step
 from training.seeds import seed_for
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence
+from training.ulr.published import PublishedOptions, PublishedUpdate
 from training.ulr.trainer import UlrTrainer
 from training.ulr.updates import PlainUpdate, Update
 
@@ -89,6 +91,8 @@ class UlrFamily(TrainerFamily[ModuleSequence]):
         if config.protection.kind == "record":
             multiplier = config.protection.noise_multiplier or math.nan
             return (sampled_step(config, sampler, noise_multiplier=multiplier),)
+        if ulr_options(config).form == "published":
+            return (_published_step(config, network, sampler),)
         return (Unprotected(what="ulr without protection"),)
 
     def require_covered(self, config: RunConfig, dataset: Dataset, sampler: Sampler) -> None:
@@ -98,6 +102,13 @@ class UlrFamily(TrainerFamily[ModuleSequence]):
                 "configuration",
                 "model.initial_output",
                 "'feedback' needs a feedback; ulr has none, use 'random'",
+            )
+        if ulr_options(config).form == "published" and config.protection.kind != "none":
+            raise ConfigError(
+                "configuration",
+                "protection.kind",
+                f"{config.protection.kind!r} is not for trainer.form = 'published', which brings its own noise; "
+                "use 'none', or trainer.form = 'proven'",
             )
         super().require_covered(config, dataset, sampler)
 
@@ -114,8 +125,28 @@ def ulr_options(config: RunConfig) -> UlrConfig:
     return options
 
 
+def _published_step(config: RunConfig, network: ModuleSequence, sampler: Sampler) -> PublishedUlr:
+    """One step of the published form, with the constants of the paper's eq. 11."""
+    options, least = config.sampler, config.sampler.min_batch_size or config.sampler.batch_size
+    sizes = [sum(p.numel() for p in network.layer_parameters(layer)) for layer in range(network.depth)]
+    return PublishedUlr(
+        target_std=ulr_options(config).target_std,
+        sampling_probability=min(options.batch_size / sampler.n_records, 1.0),
+        n_records=sampler.n_records,
+        min_batch_size=least,
+        modules=network.depth,
+        largest_module=max(sizes),
+        sampled=sampler.scheme == "poisson-min-batch",
+    )
+
+
 def _update(config: RunConfig, network: ModuleSequence, device: NoisyDevice | None) -> Update:
     options = ulr_options(config)
+    noise = _output_noise(config, options, device)
+    if options.form == "published":
+        extra = noise_stream(config.mode, seed_for(config, "extra-noise") or 0, "extra-noise")
+        divisor = float(config.sampler.min_batch_size or config.sampler.batch_size)
+        return PublishedUpdate(network, PublishedOptions.of(options, divisor), noise=noise, extra=extra)
     estimator = Estimator(
         copies=options.copies,
         reduction=options.variance_reduction,
@@ -125,7 +156,7 @@ def _update(config: RunConfig, network: ModuleSequence, device: NoisyDevice | No
         network,
         estimator,
         sigma=options.sigma,
-        noise=_output_noise(config, options, device),
+        noise=noise,
         protection=make_record_protection(config, device, by_layer=options.clip == "module"),
     )
 

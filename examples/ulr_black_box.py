@@ -102,14 +102,14 @@ class Plant(BaseHTTPRequestHandler):
 @contextmanager
 def plant() -> Iterator[str]:
     """The remote layer in a process of its own; gives its URL."""
-    process = subprocess.Popen([sys.executable, __file__, "serve"], stdout=subprocess.PIPE, text=True)
-    try:
-        if process.stdout is None:
-            raise OSError("the remote layer has no output to tell its port on")
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}/"
-    finally:
-        process.kill()
-        process.wait()
+    command = [sys.executable, __file__, "serve"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            if process.stdout is None:
+                raise OSError("the remote layer has no output to tell its port on")
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}/"
+        finally:
+            process.kill()
 
 
 def serve() -> None:

@@ -149,7 +149,7 @@ def whole_record_guarantee(runs: Sequence[PublishedUlr], delta: float) -> Guaran
         release=Release.EVERY_UPDATE,
         status=Status.NONE,
         mechanism="; ".join(run.describe() for run in runs),
-        source="docs/ulr.md, section 4: the estimate's own noise has the batch's inputs as its row space",
-        reason="the estimate's noise is made of the batch's own losses and inputs, and extra noise is left out where "
-        "that is taken to suffice, so membership shows at every sigma; use trainer.form = 'proven', --protect record",
+        source="docs/ulr.md, section 4: the estimate's noise is made of the batch's own losses and inputs",
+        reason="no noise level bounds it over all data: the noise is made of the batch's own losses and inputs, so a "
+        "record with a loss or an input that the others lack shows; use trainer.form = 'proven' and --protect record",
     )

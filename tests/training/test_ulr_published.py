@@ -68,6 +68,18 @@ def test_completing_noise_has_the_covariance_of_the_appendix(rows: int, seed: in
     assert float(((products.mean(dim=0) - isotropic) / error).abs().max()) > 5
 
 
+def test_a_decomposition_that_fails_is_taken_up_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = torch.randn(5, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    normals = torch.randn(4, 9, generator=torch.Generator().manual_seed(2))
+    expected = completing_noise(normals, root, 1.3)
+
+    def fails(matrix: Tensor) -> None:
+        raise torch.linalg.LinAlgError("did not converge")
+
+    monkeypatch.setattr("torch.linalg.eigh", fails)
+    torch.testing.assert_close(completing_noise(normals, root, 1.3), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["linear", "convolution"])
 def test_each_module_is_clipped_apart_and_the_sum_divided(name: str) -> None:
     """Without extra noise every module's sum stays within batch x C / N_B; a small clip is reached."""

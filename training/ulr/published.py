@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import scipy.linalg
 import torch
 from torch import Tensor
 
@@ -198,11 +199,21 @@ def completing_noise(normals: Tensor, root: Tensor, level: float) -> Tensor:
         level: sigma_0 C > 0.
     """
     if len(root) < root.shape[1]:
-        values, left = torch.linalg.eigh(root @ root.T)
+        values, left = _eigh(root @ root.T)
         keep = values > _RANK * values.amax() if len(values) else values > 0
         values = values[keep]
         directions = (root.T @ left[:, keep]) / values.sqrt()
     else:
-        values, directions = torch.linalg.eigh(root.T @ root)
+        values, directions = _eigh(root.T @ root)
     directions, gains = directions.float(), ((level**2 - values).clamp_min(0.0).sqrt() - level).float()
     return level * normals + ((normals @ directions) * gains) @ directions.T
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors; losses that span many decades can defeat divide and conquer, never QR iteration."""
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:
+        found = scipy.linalg.eigh(matrix.cpu().numpy(), driver="ev")
+        values, vectors = (torch.from_numpy(part).to(matrix.device) for part in found)
+    return values, vectors

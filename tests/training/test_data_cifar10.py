@@ -76,17 +76,22 @@ def test_a_damaged_cache_is_decoded_again(tmp_path: Path) -> None:
     assert len(read_cifar10(tmp_path)["train"][1]) == 20
 
 
-def test_a_folder_that_cannot_be_written_to_leaves_no_cache(
+def test_a_folder_that_is_not_to_be_written_to_keeps_no_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_archive(tmp_path, small())
+    folder = (tmp_path / ARCHIVE).parent
+    folder.chmod(0o555)  # the superuser could write all the same
+    assert len(read_cifar10(tmp_path)["test"][1]) == 10
+    assert [path.name for path in folder.iterdir()] == [Path(ARCHIVE).name]
+    folder.chmod(0o755)
 
     def refuse(*arguments: object, **options: object) -> None:
         raise PermissionError("read-only")
 
     monkeypatch.setattr("numpy.savez", refuse)
     assert len(read_cifar10(tmp_path)["test"][1]) == 10
-    assert not (tmp_path / ARCHIVE).with_name("cifar10.npz").exists()
+    assert not (folder / "cifar10.npz").exists()
 
 
 def test_it_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def _stacked(found: dict[str, np.ndarray], where: str) -> tuple[np.ndarray, np.n
 
 
 def _keep(cache: Path, parts: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    """Leave the decoded images beside the archive, whole or not at all; not in a folder marked read-only, whoever asks."""
+    """Leave the decoded images beside the archive, whole or not at all; not in a folder marked read-only."""
     if not cache.parent.stat().st_mode & 0o222:
         return
     partial = cache.with_name(f"{_CACHE}.{os.getpid()}.part")

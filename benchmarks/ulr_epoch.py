@@ -2,8 +2,9 @@
 
 MNIST, batch 500 (120 steps an epoch), 784-128-64-32-10 GELU, SGD with momentum, clip norm 1, noise multiplier 1; one
 antithetic pair a module, both noises drawn. Steps are timed on batches that are already drawn, so no data loader counts
-on either side. K = 1 to 100 pairs are reported, and the peak memory of a step beside that of a plain forward and
-backward pass, which chunking of the copies must keep below twice that.
+on either side. K = 1 to 100 pairs are reported, the published form's time with its eigendecompositions, and the peak
+memory of a step beside that of a plain forward and backward pass, which a bound on the rows of a pass must keep below
+twice that.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from training.optimizers import make_optimizer
 from training.protections.record import RecordProtection
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence
+from training.ulr.published import PublishedOptions, PublishedUpdate
 from training.ulr.trainer import UlrTrainer
 from training.ulr.updates import PlainUpdate
 
@@ -69,6 +71,28 @@ def ulr_step(x: torch.Tensor, y: torch.Tensor, copies: int, **options: object) -
     return lambda: void(trainer.step(x, y, step=next(count)))
 
 
+def published_step(x: torch.Tensor, y: torch.Tensor, copies: int) -> Callable[[], None]:
+    """A step of Algorithm 1 with its eigendecompositions, extra noise added."""
+    network = ModuleSequence(paper_model(), n_inputs=WIDTHS[0])
+    options = PublishedOptions(
+        copies=copies,
+        largest_sigma=1.0,
+        target_std=4.0,
+        clip_norm=CLIP_NORM,
+        divisor=BATCH,
+        remedy="extra-noise",
+    )
+    update = PublishedUpdate(
+        network,
+        options,
+        noise=noise_stream("experiment", 0, "output-noise"),
+        extra=noise_stream("experiment", 0, "extra-noise"),
+    )
+    trainer = UlrTrainer(network, make_optimizer(network.parameters, OptimizerConfig()), update)
+    count = iter(range(10**9))
+    return lambda: void(trainer.step(x, y, step=next(count)))
+
+
 def plain_step(x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
     """A forward and a backward pass, no update."""
     model = paper_model()
@@ -106,8 +130,10 @@ def main() -> None:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         seconds = interleaved(work, repeats=REPEATS, inner=STEPS)
-        more = {f"ulr, K = {copies}": ulr_step(x, y, copies) for copies in COPIES[1:]}
-        seconds |= interleaved(more, repeats=3, inner=1, warm_up=1)
+        if threads == 1:
+            more = {f"ulr, K = {copies}": ulr_step(x, y, copies) for copies in COPIES[1:]}
+            more |= {f"ulr as published, K = {copies}": published_step(x, y, copies) for copies in (1, 10)}
+            seconds |= interleaved(more, repeats=5, inner=1, warm_up=1)
         for name, value in seconds.items():
             ratio = value / seconds[REFERENCE]
             rows.append({"threads": threads, "work": name, "epoch_s": STEPS_AN_EPOCH * value, "ratio": ratio})

@@ -27,6 +27,7 @@ from benchmarks.record_step import ghost_training
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from benchmarks.ulr_epoch import paper_model
+from benchmarks.ulr_paper import PAPER
 from training.data import load_dataset
 from training.data.samplers import ShuffledEpochsSampler
 from training.runs.evaluation import evaluate_split
@@ -34,12 +35,6 @@ from training.runs.evaluation import evaluate_split
 FOLDER = Path("runs/ulr-table1")
 BATCHES, TARGETS, SEEDS = (64, 200, 500), (0.5, 2.0, 8.0), (0, 1, 2)
 EPOCHS, COPIES, SIGMA = 25, 30, 1.0
-PAPER = {
-    (64, 0.5): (86.12, 94.14), (64, 2.0): (78.80, 78.32), (64, 8.0): (58.65, 32.07),
-    (200, 0.5): (91.98, 90.68), (200, 2.0): (87.11, 90.95), (200, 8.0): (80.05, 79.14),
-    (500, 0.5): (94.19, 87.98), (500, 2.0): (90.31, 88.00), (500, 8.0): (84.53, 88.16),
-}  # fmt: skip
-"""Test accuracy of DP-ULR and of DP-SGD in the paper's Table 1, by batch and sigma_0."""
 BASE: dict[str, Any] = {
     "epochs": EPOCHS,
     "threads": 1,

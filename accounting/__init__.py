@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from accounting.record_mechanisms import RecordCentral as RecordCentral
     from accounting.record_mechanisms import Unprotected as Unprotected
     from accounting.schemes import require_scheme as require_scheme
+    from accounting.ulr_mechanisms import PublishedUlr as PublishedUlr
+    from accounting.ulr_mechanisms import RejectionGaussian as RejectionGaussian
 
 # Names are imported when they are first used, so that `opusim --help` need not load scipy and dp_accounting.
 _HOMES = {
@@ -54,8 +56,10 @@ _HOMES = {
     "PoissonLaplace": "accounting.mechanisms",
     "PublishedLayer": "accounting.pdfa_mechanisms",
     "PublishedPdfa": "accounting.pdfa_mechanisms",
+    "PublishedUlr": "accounting.ulr_mechanisms",
     "RandomizedResponse": "accounting.mechanisms",
     "RecordCentral": "accounting.record_mechanisms",
+    "RejectionGaussian": "accounting.ulr_mechanisms",
     "Release": "accounting.guarantee",
     "Status": "accounting.guarantee",
     "Unit": "accounting.guarantee",

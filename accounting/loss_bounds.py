@@ -82,21 +82,33 @@ def compose_bounds(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | 
         parts: What is composed, at least one.
         delta: In (0, 1).
     """
-    slack = _ROUNDING * sum(part.steps for part in parts)
-    interval = _interval(parts)
-    if slack > delta / 2 or interval is None:
+    above, interval = compose_upper(parts, delta), _interval(parts)
+    if above is None or interval is None:
         return None
-    upper = _compose([part.upper(interval) for part in parts], parts)
-    highest = float(upper.get_epsilon_for_delta(delta - slack))
-    lowest = _lower_epsilon(parts, interval, delta + slack)
+    lowest = _lower_epsilon(parts, interval, delta + _slack(parts))
+    return EpsilonBounds(lower=min(lowest, above.upper), upper=above.upper, method=above.method)
+
+
+def compose_upper(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | None:
+    """As `compose_bounds` with a lower bound of 0, for pairs whose loss is no monotone function of one output."""
+    interval = _interval(parts)
+    if _slack(parts) > delta / 2 or interval is None:
+        return None
+    composed = _compose([part.upper(interval) for part in parts], parts)
+    highest = float(composed.get_epsilon_for_delta(delta - _slack(parts)))
     method = f"privacy loss distribution, interval {interval:.3g}"
-    return EpsilonBounds(lower=min(lowest, highest), upper=highest, method=method)
+    return EpsilonBounds(lower=0.0, upper=highest, method=method)
 
 
 def resolution(parts: Sequence[NoisyStep]) -> float:
     """Bins per standard deviation that `compose_bounds` would use; 0 where it gives up."""
     interval = _interval(parts)
     return _typical_deviation(parts) / interval if interval else 0.0
+
+
+def _slack(parts: Sequence[NoisyStep]) -> float:
+    """What rounding may do to delta."""
+    return _ROUNDING * sum(part.steps for part in parts)
 
 
 def _compose(

@@ -38,6 +38,8 @@ _HOMES = {
     "label_once": "accounting.label_mechanisms",
     "pdfa_published": "accounting.pdfa_mechanisms",
     "pdfa_without_formula": "accounting.pdfa_mechanisms",
+    "ulr_published": "accounting.ulr_mechanisms",
+    "rejection_gaussian": "accounting.ulr_mechanisms",
 }
 """The module of every kind that a ledger may name."""
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
+from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results
+from benchmarks.ulr_pages import ulr_sections, ulr_speed_rows
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- measured: written by `make bench-report` -->", "<!-- end of measured -->"
@@ -71,7 +73,14 @@ def _speed_rows() -> list[Row]:
                     "`python -m benchmarks.pdfa_step`",
                 )
             )
-    return rows + _record_step_rows() + _camera_rows() + _matrix_free_rows() + _accounting_rows()
+    return (
+        rows
+        + _record_step_rows()
+        + ulr_speed_rows()
+        + _camera_rows()
+        + _matrix_free_rows()
+        + _accounting_rows()
+    )
 
 
 def _camera_rows() -> list[Row]:
@@ -144,11 +153,6 @@ def _record_step_rows() -> list[Row]:
         for entry in load_results("record_step").get("rows", [])
         if entry["work"].startswith("pdfa")
     ]
-
-
-def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [" | ".join(header), " | ".join("---" for _ in header), *(" | ".join(row) for row in rows)]
-    return "\n".join(f"| {line} |" for line in lines)
 
 
 def table1_section() -> str:
@@ -298,6 +302,7 @@ def benchmarks_page() -> str:
         readings_section(),
         private_section(),
         learning_section(),
+        *ulr_sections(),
         speed_section(),
     )
     return "\n\n".join((head, *(section for section in sections if section))) + "\n"

@@ -33,26 +33,34 @@ CLIP_NORM, NOISE_MULTIPLIER = 1.0, 1.0
 REFERENCE = "Opacus, ghost clipping"
 
 
-def opacus_step(x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
+def ghost_training(
+    module: nn.Module, *, batch: int, lr: float, momentum: float, noise_multiplier: float
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """DP-SGD as Opacus's make_private(grad_sample_mode="ghost") puts it together, without its data loader."""
     model = GradSampleModuleFastGradientClipping(
-        new_model(), batch_first=True, loss_reduction="mean", max_grad_norm=CLIP_NORM, use_ghost_clipping=True
+        module, batch_first=True, loss_reduction="mean", max_grad_norm=CLIP_NORM, use_ghost_clipping=True
     )
     optimizer = DPOptimizerFastGradientClipping(
-        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-        noise_multiplier=NOISE_MULTIPLIER,
+        torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum),
+        noise_multiplier=noise_multiplier,
         max_grad_norm=CLIP_NORM,
-        expected_batch_size=BATCH,
+        expected_batch_size=batch,
         loss_reduction="mean",
     )
     criterion = DPLossFastGradientClipping(model, optimizer, nn.CrossEntropyLoss(), "mean")
 
-    def step() -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.zero_grad()
         criterion(model(x), y).backward()
         optimizer.step()
 
     return step
+
+
+def ghost_step(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
+    """A step of DP-SGD by Opacus on one batch."""
+    step = ghost_training(module, batch=len(x), lr=0.01, momentum=0.9, noise_multiplier=NOISE_MULTIPLIER)
+    return lambda: step(x, y)
 
 
 def protected_step(x: torch.Tensor, y: torch.Tensor, mode: str, kind: str) -> Callable[[], None]:
@@ -79,7 +87,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="opacus")
     x, y = torch.randn(BATCH, 784), torch.randint(0, 10, (BATCH,))
     work = {
-        REFERENCE: opacus_step(x, y),
+        REFERENCE: ghost_step(new_model(), x, y),
         "pdfa, record-protected": protected_step(x, y, "experiment", "pdfa"),
         "pdfa, record-protected, release mode": protected_step(x, y, "release", "pdfa"),
         "bp, record-protected": protected_step(x, y, "experiment", "bp"),

@@ -64,7 +64,7 @@ def train(
         data: (x, y) with x of shape (n, d) and class numbers y of shape (n,), numpy or torch; or a
             Dataset; None loads the data set that the configuration names.
         model: A module to train in place, of a kind that the trainer takes (feedbacks: an nn.Sequential of nn.Linear
-            and activations); None builds the network of the configuration.
+            and activations; ulr: an nn.Sequential of any modules); None builds the network of the configuration.
         folder: The run folder; None takes a new one under ./runs.
         resume: Go on with the unfinished run in `folder`, under its own configuration; data and model are given
             again if they were given at first.
@@ -142,7 +142,7 @@ def train_on(
                 )
                 mechanisms = family.step_mechanisms(resolved, network, sampler, _stated_noise(device))
                 engine.run(ledger, mechanisms)
-    return load_run(run_folder.path)
+    return load_run(run_folder.path, model=model)
 
 
 def _stored(config: object, settings: Sequence[str], folder: str | Path | None) -> RunConfig:

@@ -32,6 +32,7 @@ from accounting.mechanisms import (
 )
 from accounting.pdfa_mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
 from accounting.record_mechanisms import RecordCentral, Unprotected
+from accounting.ulr_mechanisms import PublishedUlr, RejectionGaussian
 
 DELTA = 1e-5
 RECORD = RecordCentral(
@@ -60,11 +61,24 @@ CALIBRATED = (
     LabelAmplified(noise_multiplier=2.0, sampling_probability=0.2, steps=5),
     LabelBudget(budget_mu=1.0, order="hardware", beta=1e-6),
     LabelOnce(mu=2.0, device_law=True, beta=1e-6),
+    RejectionGaussian(
+        noise_multiplier=2.0, sampling_probability=0.1, n_records=1000, min_batch_size=80, steps=4
+    ),
 )
 WITHOUT_NOISE = (
     PUBLISHED,
     PdfaWithoutFormula(missing="a clip of the projected error", steps=2),
     Unprotected(what="bp without protection", steps=9),
+    PublishedUlr(
+        target_std=4.0,
+        sampling_probability=0.1,
+        n_records=1000,
+        min_batch_size=80,
+        modules=2,
+        largest_module=650,
+        sampled=True,
+        steps=3,
+    ),
 )
 ALL = CALIBRATED + WITHOUT_NOISE
 

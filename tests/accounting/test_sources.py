@@ -5,12 +5,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "privacy.md").read_text()
+ULR = (ROOT / "docs" / "ulr.md").read_text()
 SOURCES = "\n".join(path.read_text() for path in sorted((ROOT / "accounting").glob("*.py")))
 
 
-def cited(text: str) -> set[str]:
+def cited(text: str, page: str = "privacy") -> set[str]:
     joined = " ".join(text.split())
-    found = re.findall(r"docs/privacy\.md, sections? (\d+)(?: and (\d+))?", joined)
+    found = re.findall(rf"docs/{page}\.md, sections? (\d+)(?: and (\d+))?", joined)
     return {number for pair in found for number in pair if number}
 
 
@@ -18,6 +19,8 @@ def test_cited_sections_exist() -> None:
     sections = set(re.findall(r"^## (\d+)\. ", PAGE, flags=re.MULTILINE))
     assert {"2", "3", "4", "5", "6", "7", "9"} <= cited(SOURCES) <= sections
     assert cited("docs/privacy.md, section 99") - sections  # planted
+    others = set(re.findall(r"^## (\d+)\. ", ULR, flags=re.MULTILINE))
+    assert {"3", "4", "5"} <= cited(SOURCES, "ulr") <= others
 
 
 def test_nothing_outside_the_repository_is_cited() -> None:

@@ -1,7 +1,8 @@
 """Kills a small run at every moment at which it touches the disk, resumes it, and compares with an unbroken run.
 
-Run as a program: `python kill_harness.py FOLDER`. Each attempt is a forked child of this one warm process, so it
-costs a fraction of a second. Prints one line per moment that fails and a closing count; exits with 1 if any failed.
+Run as a program: `python kill_harness.py FOLDER [TRAINER]`, TRAINER one of CONFIGS. Each attempt is a forked child of
+this one warm process, so it costs a fraction of a second. Prints one line per moment that fails and a closing count;
+exits with 1 if any failed.
 """
 
 from __future__ import annotations
@@ -31,18 +32,32 @@ CONFIG = {
     "device": {"name": "gaussian", "noise": {"sigma": 0.5}},
 }
 
+CONFIGS: dict[str, dict[str, Any]] = {
+    "pdfa": CONFIG,
+    "ulr": {
+        **CONFIG,
+        "optimizer": {"name": "adam"},
+        "sampler": {"scheme": "poisson", "batch_size": 10},
+        "data": {"n_classes": 3},
+        "trainer": {"kind": "ulr", "copies": 2, "noise": "device"},
+        "protection": {"kind": "record", "noise_multiplier": 2.0},
+    },
+}
+
 
 def data() -> tuple[np.ndarray, np.ndarray]:
     generator = np.random.default_rng(0)
     return generator.normal(size=(40, 6)), np.arange(40) % 3
 
 
-def train(folder: Path) -> None:
+def train(folder: Path, trainer: str) -> None:
     """Begin the run or go on with it; a person's own module starts from other weights when the run goes on."""
     resume = RunFolder(folder).started
     torch.manual_seed(2 if resume else 1)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    training.train(None if resume else CONFIG, data=data(), model=model, folder=folder, resume=resume)
+    training.train(
+        None if resume else CONFIGS[trainer], data=data(), model=model, folder=folder, resume=resume
+    )
 
 
 class Killer:
@@ -83,10 +98,10 @@ def in_child(work: Callable[[], int]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def attempt(folder: Path, target: int | None, when: str = "before") -> int:
+def attempt(folder: Path, trainer: str, target: int | None, when: str = "before") -> int:
     def work() -> int:
         killer = Killer(target, when)
-        train(folder)
+        train(folder, trainer)
         (folder / "touches").write_text(str(killer.count))
         return 0
 
@@ -101,10 +116,10 @@ def outcome(folder: Path) -> tuple[bytes, bytes, dict[str, bytes]]:
 
 
 def main() -> int:
-    root = Path(sys.argv[1])
+    root, trainer = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "pdfa"
     torch.set_num_threads(1)
-    train(root / "warm")  # imports and compiles in the parent, once for all children
-    if attempt(root / "unbroken", None) != 0:
+    train(root / "warm", trainer)  # imports and compiles in the parent, once for all children
+    if attempt(root / "unbroken", trainer, None) != 0:
         print("the unbroken run failed")
         return 1
     expected = outcome(root / "unbroken")
@@ -113,13 +128,13 @@ def main() -> int:
     attempts = [(target, when) for target in range(touches) for when in ("before", "within", "after")]
     for target, when in attempts:
         folder = root / f"{target}-{when}"
-        killed = attempt(folder, target, when)
+        killed = attempt(folder, trainer, target, when)
         if not os.WIFSIGNALED(killed):
             print(f"touch {target} ({when}): the child was not killed (status {killed})")
             failures += 1
             continue
         finished = RunFolder(folder).finished  # the last touches come after the summary is in place
-        status = 0 if finished else attempt(folder, None)
+        status = 0 if finished else attempt(folder, trainer, None)
         if status != 0 or outcome(folder) != expected:
             print(f"touch {target} ({when}): the resumed run differs (status {status})")
             failures += 1

@@ -273,6 +273,7 @@ class TestDigits:
 )
 def test_an_unknown_name_lists_the_known_ones(name: str, hint: str) -> None:
     with pytest.raises(
-        ValueError, match=f"one of digits, mnist, fashion-mnist, got '{name}'.*{hint}|{hint} '{name}'"
+        ValueError,
+        match=f"one of digits, mnist, fashion-mnist, cifar-10, got '{name}'.*{hint}|{hint} '{name}'",
     ):
         load_dataset(name, split_seed=0)

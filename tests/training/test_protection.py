@@ -17,7 +17,7 @@ from opusim.randomness import noise_stream
 from training.config.feedback import FeedbackConfig
 from training.config.optimizer import OptimizerConfig
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected
+from training.networks.network import FullyConnected, outer_squared_norms
 from training.optimizers import make_optimizer
 from training.protections.record import RecordProtection, record_norms
 
@@ -101,8 +101,9 @@ def test_one_record_changes_the_sum_by_at_most_the_clip() -> None:
 def test_planted_fault_bias_left_out_of_the_norm_is_caught() -> None:
     deltas, inputs = parts()
     inputs = [1e-3 * h for h in inputs]  # the bias is nearly all of the contribution
-    wrong = record_norms(deltas, inputs, biases=[False, False, False])
-    right = record_norms(deltas, inputs, biases=[True, True, True])
+    layers = list(zip(deltas, inputs, strict=True))
+    wrong = sum(outer_squared_norms(delta, h, bias=False) for delta, h in layers).sqrt()
+    right = record_norms(new_network(), deltas, inputs)
     assert (right > 100 * wrong).all()
 
 

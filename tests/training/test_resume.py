@@ -58,15 +58,17 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
 
 
-def test_sigkill_at_every_touch_of_the_disk(tmp_path: Path) -> None:
-    result = subprocess.run([sys.executable, str(HARNESS), str(tmp_path)], capture_output=True, text=True)
+@pytest.mark.parametrize("trainer", ["pdfa", "ulr"])
+def test_sigkill_at_every_touch_of_the_disk(tmp_path: Path, trainer: str) -> None:
+    command = [sys.executable, str(HARNESS), str(tmp_path), trainer]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     count = int(result.stdout.split()[0])
     assert count > 60, "the harness found fewer moments than a run has writes"
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "nadam"])
-@pytest.mark.parametrize("kind", ["pdfa", "bp"])
+@pytest.mark.parametrize("kind", ["pdfa", "bp", "ulr"])
 def test_ctrl_c_leaves_a_run_that_goes_on_bit_for_bit(tmp_path: Path, optimizer: str, kind: str) -> None:
     config = {**CONFIG, "optimizer": {"name": optimizer}, "trainer": {"kind": kind}}
     training.train(config, data=data(), folder=tmp_path / "unbroken")

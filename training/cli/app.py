@@ -10,7 +10,7 @@ import typer
 from accounting.cli import app as account_app
 from opusim.cli import app as device_app
 from opusim.errors import DeviceError, OpusimError
-from training.cli import curve, device_privacy, feedback, resuming, runs
+from training.cli import curve, device_privacy, feedback, resuming, runs, ulr
 
 app = typer.Typer(
     name="opusim",
@@ -23,7 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 train_app = typer.Typer(
-    help="Train a network: pdfa (through the device), dfa, tdfa (digital), bp (backpropagation).",
+    help="Train a network: pdfa (through the device), dfa, tdfa (digital), bp (backpropagation), "
+    "ulr (forward passes alone).",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -31,6 +32,7 @@ app.add_typer(device_app, name="device")
 app.add_typer(train_app, name="train")
 app.add_typer(account_app, name="account")
 feedback.mount(train_app)
+ulr.mount(train_app)
 resuming.mount(train_app)
 runs.mount(app)
 curve.mount(app)

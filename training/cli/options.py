@@ -16,7 +16,9 @@ Settings = Annotated[
 ]
 Data = Annotated[
     str | None,
-    typer.Option(help="digits (embedded), mnist or fashion-mnist (from $OPUSIM_DATA, else downloaded)."),
+    typer.Option(
+        help="digits (embedded), mnist or fashion-mnist (from $OPUSIM_DATA, else downloaded), cifar-10 ($OPUSIM_DATA)."
+    ),
 ]
 Epochs = Annotated[int | None, typer.Option(help="Passes over the training records.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of initialisation, batches and simulated noise.")]

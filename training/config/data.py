@@ -13,7 +13,7 @@ class DataConfig(Section):
     """What the network learns from."""
 
     name: str = "digits"
-    """digits, mnist, fashion-mnist; "arrays" where training.train was given a person's own."""
+    """digits, mnist, fashion-mnist, cifar-10; "arrays" where training.train was given a person's own."""
     validation_fraction: float = Field(0.1, ge=0.0, lt=1.0)
     """Share of the training records held out for validation (0.1 in the PDFA paper)."""
     split_seed: int = Field(0, ge=0)

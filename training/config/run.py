@@ -55,6 +55,8 @@ class RunConfig(Section):
     @property
     def uses_device(self) -> bool:
         """Whether the run opens its device."""
+        if isinstance(self.trainer, UlrConfig):
+            return "device" in (self.trainer.noise, self.protection.noise)
         return self.trainer.kind == "pdfa"
 
     def digest(self) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from training.data.arrays import from_arrays
+from training.data.cifar10 import ARCHIVE, read_cifar10
 from training.data.dataset import Dataset
 from training.data.errors import DataError
 from training.data.folder import VARIABLE, read_labelled_images
@@ -56,9 +57,11 @@ def load_dataset(
     - ``mnist``, ``fashion-mnist``: 60,000 training and 10,000 test images of 28 x 28 pixels, from the folder
       that the environment variable ``OPUSIM_DATA`` names (``MNIST/raw/train-images-idx3-ubyte.gz`` and so on,
       compressed or not), or downloaded from openml.org if it is not set.
+    - ``cifar-10``: 50,000 training and 10,000 test images of 3 x 32 x 32 pixels, channels first, from JPEG files in
+      ``CIFAR10-jpeg/cifar10-jpeg.tar.xz`` of that folder; decoded once and kept beside it where it may be written to.
 
     Args:
-        name: ``"digits"``, ``"mnist"`` or ``"fashion-mnist"``.
+        name: ``"digits"``, ``"mnist"``, ``"fashion-mnist"`` or ``"cifar-10"``.
         validation_fraction: Share of the training records to hold out, in [0, 1).
         split_seed: Chooses the validation records, in [0, 2^64).
         standardise: Whether to subtract the mean and divide by the standard deviation; or other constants to do
@@ -108,18 +111,36 @@ def _read_digits() -> Parts:
     return {"train": (pixels[train], labels[train]), "test": (pixels[test], labels[test])}
 
 
-def _read_images(folder: str, source: OpenmlSource) -> Parts:
-    """Return the images from the person's own folder if they name one, else from openml.org."""
+def _own_folder(holds: str) -> Path | None:
+    """The person's own folder, if they name one.
+
+    Raises:
+        DataError: It is not there.
+    """
     root = os.environ.get(VARIABLE)
     if not root:
-        return download_labelled_images(source)
+        return None
     path = Path(root).expanduser()
     if not path.is_dir():
         raise DataError(
-            f"{VARIABLE} is {root}, which is not a folder: set it to the folder that holds {folder}/raw/, or "
+            f"{VARIABLE} is {root}, which is not a folder: set it to the folder that holds {holds}, or "
             "unset it to download the data from openml.org"
         )
-    return read_labelled_images(path, folder)
+    return path
+
+
+def _read_images(folder: str, source: OpenmlSource) -> Parts:
+    """Return the images from the person's own folder if they name one, else from openml.org."""
+    path = _own_folder(f"{folder}/raw/")
+    return download_labelled_images(source) if path is None else read_labelled_images(path, folder)
+
+
+def _read_cifar10() -> Parts:
+    """Return the images from the person's own folder; nothing is downloaded."""
+    path = _own_folder(ARCHIVE)
+    if path is None:
+        raise DataError(f"{VARIABLE} is not set: set it to the folder that holds {ARCHIVE}")
+    return read_cifar10(path)
 
 
 _MNIST = OpenmlSource(data_id=554, name="mnist_784", n_train=60_000, n_test=10_000)
@@ -152,6 +173,15 @@ CATALOGUE: dict[str, Entry] = {
             source="the 60,000 published training images, pixels / 255: in common use",
         ),
         read=partial(_read_images, "FashionMNIST", _FASHION_MNIST),
+    ),
+    "cifar-10": Entry(
+        full_scale=255,
+        standardisation=Standardisation(
+            mean=0.4734,
+            std=0.2516,
+            source="over all channels, from the channels' own figures in common use, pixels / 255",
+        ),
+        read=_read_cifar10,
     ),
 }
 """Every known data set under its name.

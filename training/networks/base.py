@@ -31,3 +31,41 @@ class Network(ABC):
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """What `config.json` says of the network, enough to rebuild it: JSON values, "n_inputs" among them."""
+
+
+class LayeredNetwork(Network):
+    """Layers whose per-record gradients J_i^T delta_i need not be formed to be measured and summed.
+
+    J_i is the Jacobian of layer l's output at record i with respect to the layer's own parameters. A protection that
+    clips and noises contributions works on any such network.
+    """
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Number of layers L, from 0 in every other member."""
+
+    @abstractmethod
+    def layer_parameters(self, layer: int) -> list[nn.Parameter]:
+        """The parameters of a layer, in a fixed order."""
+
+    @abstractmethod
+    def squared_norms(self, layer: int, delta: Tensor, h: Tensor) -> Tensor:
+        """||J_i^T delta_i||^2 of each record, shape (batch,).
+
+        Args:
+            layer: Layer number, 0 .. L-1.
+            delta: Signal at the layer's output, shape (batch, ...).
+            h: The layer's input, shape (batch, ...).
+        """
+
+    @abstractmethod
+    def set_gradient(self, layer: int, delta: Tensor, h: Tensor, divisor: float) -> None:
+        """Write (1/divisor) sum_i J_i^T delta_i into the gradients of the layer's parameters.
+
+        Args:
+            layer: Layer number, 0 .. L-1.
+            delta: As for `squared_norms`.
+            h: What the update takes for the layer's input, shape (batch, ...).
+            divisor: The batch size, or the constant that stands for it.
+        """

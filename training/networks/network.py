@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from training.networks.activations import ACTIVATIONS, Activation, activation_of
-from training.networks.base import Network
+from training.networks.base import LayeredNetwork
 from training.networks.clipping import ClippedNeurons
 
 
@@ -50,7 +50,7 @@ class LayerShape:
     tau_h_min: float = 0.0
 
 
-class FullyConnected(Network):
+class FullyConnected(LayeredNetwork):
     """A view on an nn.Sequential of linear layers and activations; its parameters are the module's own.
 
     Layer l computes h_l = phi_l(W_l h_(l-1) + b_l), l = 1..L, with W_l of shape (n_l, n_(l-1)).
@@ -181,19 +181,44 @@ class FullyConnected(Network):
             h: What the update takes for h_(l-1), shape (batch, n_(l-1)).
             divisor: The batch size, or the constant that stands for it.
         """
-        linear = self.linears[layer]
-        if linear.weight.grad is None:
-            linear.weight.grad = torch.zeros_like(
-                linear.weight
-            )  # kept: fresh memory costs more than the product's end
-        torch.addmm(linear.weight.grad, delta.t(), h, beta=0, alpha=1 / divisor, out=linear.weight.grad)
-        if linear.bias is not None:
-            linear.bias.grad = delta.sum(dim=0).div_(divisor)
+        write_linear_gradient(self.layer_parameters(layer), delta, h, divisor)
+
+    def layer_parameters(self, layer: int) -> list[nn.Parameter]:
+        """W_l, and b_l where there is one."""
+        return list(self.linears[layer].parameters())
+
+    def squared_norms(self, layer: int, delta: Tensor, h: Tensor) -> Tensor:
+        """||delta_i||^2 (||h_i||^2 + 1), the 1 for a bias, shape (batch,): delta_i h_i^T is never formed."""
+        return outer_squared_norms(delta, h, bias=self.linears[layer].bias is not None)
 
     def gradients(self, layer: int) -> Tensor:
         """The layer's gradient as one flat vector, weight first, then bias."""
         gradients = [parameter.grad for parameter in self.linears[layer].parameters()]
         return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+
+
+def write_linear_gradient(
+    parameters: Sequence[nn.Parameter], delta: Tensor, h: Tensor, divisor: float
+) -> None:
+    """Write (1/divisor) sum_i delta_i (h_i, 1)^T into the gradients of a weight and, where there is one, its bias."""
+    weight = parameters[0]
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)  # kept: fresh memory costs more than the product's end
+    torch.addmm(weight.grad, delta.t(), h, beta=0, alpha=1 / divisor, out=weight.grad)
+    for bias in parameters[1:]:
+        bias.grad = delta.sum(dim=0).div_(divisor)
+
+
+def outer_squared_norms(delta: Tensor, h: Tensor, *, bias: bool) -> Tensor:
+    """||delta_i (h_i, 1)^T||^2 of each record, without the 1 where there is no bias, shape (batch,).
+
+    Args:
+        delta: Shape (batch, n_l).
+        h: Shape (batch, n_(l-1)).
+        bias: Whether the layer has one.
+    """
+    signal, value = torch.linalg.vector_norm(delta, dim=1), torch.linalg.vector_norm(h, dim=1)
+    return signal.square_() * value.square_().add_(float(bias))
 
 
 def build_model(

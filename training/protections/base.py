@@ -63,8 +63,13 @@ def bounded_factors(norms: Tensor, bound: float) -> Tensor:
 
 
 def finite_rows(rows: Tensor, keep: Tensor) -> Tensor:
-    """The rows that `keep` marks; zero elsewhere, so that a factor of 0 meets no NaN."""
-    return torch.where(keep[:, None], rows, 0.0)
+    """The rows (batch, ...) that `keep` marks; zero elsewhere, so that a factor of 0 meets no NaN."""
+    return torch.where(by_record(keep, rows), rows, 0.0)
+
+
+def by_record(values: Tensor, rows: Tensor) -> Tensor:
+    """One value for each record, shape (batch,), with the axes that broadcast it over rows (batch, ...)."""
+    return values.view(-1, *[1] * (rows.ndim - 1))
 
 
 def with_constant(h: Tensor, *, bias: bool) -> Tensor:

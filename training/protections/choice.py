@@ -58,12 +58,10 @@ def make_protection(
         readable_law(device)  # refused before the run begins
     if kind not in ("record", "label", "label-amplified") or noise_multiplier is None:
         return None
+    if kind == "record":
+        return make_record_protection(config, device)
     noise = _central_noise(config, device)
     clip_norm, divisor, floor = options.clip, divisor_of(config), options.floor
-    if kind == "record":
-        return RecordProtection(
-            clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor, noise=noise
-        )
     if kind == "label":
         return BudgetedLabels(
             budget_mu=label_budget(config).budget_mu,
@@ -82,6 +80,31 @@ def make_protection(
         reference=_reference(config, dataset),
         equalise=options.equalise,
         noise=noise,
+    )
+
+
+def make_record_protection(
+    config: RunConfig, device: NoisyDevice | None, *, by_layer: bool = False
+) -> RecordProtection | None:
+    """What clips records and adds central noise, for any layered network; None where nothing does.
+
+    Args:
+        config: The run, with its noise multiplier.
+        device: Its open device, for noise that is the device's.
+        by_layer: See RecordProtection.
+
+    Raises:
+        ConfigError: The device's noise cannot be credited.
+    """
+    options = config.protection
+    if options.kind != "record" or options.noise_multiplier is None:
+        return None
+    return RecordProtection(
+        clip_norm=options.clip,
+        noise_multiplier=options.noise_multiplier,
+        divisor=divisor_of(config),
+        noise=_central_noise(config, device),
+        by_layer=by_layer,
     )
 
 

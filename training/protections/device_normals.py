@@ -14,8 +14,12 @@ from opusim.noise import GaussianNoise
 from opusim.randomness import NoiseStream
 
 
-def creditable_law(device: NoisyDevice) -> GaussianNoise:
-    """The device's law, where a protection may rest on it.
+def creditable_law(device: NoisyDevice, *, key: str = "protection.noise") -> GaussianNoise:
+    """The device's law, where a protection or a likelihood ratio may rest on it.
+
+    Args:
+        device: Open or not.
+        key: What asked for the device's noise, for the message.
 
     Raises:
         ConfigError: It is not Gaussian, is 0 at some output, or rests on a certificate, whose own error no protection
@@ -26,7 +30,7 @@ def creditable_law(device: NoisyDevice) -> GaussianNoise:
         return law
     raise ConfigError(
         "configuration",
-        "protection.noise",
+        key,
         f"'device' credits the noise of device {device.name!r} ({law.describe()}), but that takes a Gaussian law above "
         "0, not one certified from frames; use 'digital'",
     )
@@ -39,13 +43,14 @@ class DeviceNormals(NoiseStream):
 
     Args:
         device: Open, with noise of a Gaussian law above 0 at every output. Its steps are set by the trainer.
+        key: As for `creditable_law`.
 
     Raises:
         ConfigError: See `creditable_law`.
     """
 
-    def __init__(self, device: NoisyDevice) -> None:
-        law = creditable_law(device)
+    def __init__(self, device: NoisyDevice, *, key: str = "protection.noise") -> None:
+        law = creditable_law(device, key=key)
         self._device = device
         self._std = torch.from_numpy(np.broadcast_to(law.std, device.n_outputs).astype(np.float32))
 

@@ -5,8 +5,9 @@ all layers is known without forming it:
 
     ||g_i||^2 = sum_l ||delta_(l,i)||^2 (||h_(l-1,i)||^2 + 1),
 
-the 1 for the bias where there is one. One factor min(1, C / ||g_i||) scales all of a record's deltas, one matrix
-product per layer sums the records, N(0, (z C)^2) is added to every entry of the sum, and a constant divides it.
+the 1 for the bias where there is one (other layers measure their own: `LayeredNetwork.squared_norms`). One factor
+min(1, C / ||g_i||) scales all of a record's deltas, one matrix product per layer sums the records, N(0, (z C)^2) is
+added to every entry of the sum, and a constant divides it.
 """
 
 from __future__ import annotations
@@ -17,23 +18,28 @@ import torch
 from torch import Tensor
 
 from opusim.randomness import NoiseStream
-from training.networks.network import FullyConnected
-from training.protections.base import Protection, bounded_factors, finite_rows
+from training.networks.base import LayeredNetwork
+from training.protections.base import Protection, bounded_factors, by_record, finite_rows
 
 
-def record_norms(deltas: Sequence[Tensor], inputs: Sequence[Tensor], *, biases: Sequence[bool]) -> Tensor:
+def record_norms(network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
     """||g_i|| of each record over all layers, shape (batch,).
 
     Args:
-        deltas: delta_l of each layer, shapes (batch, n_l).
-        inputs: What each layer's update takes for h_(l-1), shapes (batch, n_(l-1)).
-        biases: Whether each layer has a bias.
+        network: Whose layers turn signals into contributions.
+        deltas: delta_l of each layer, shapes (batch, ...).
+        inputs: What each layer's update takes for h_(l-1), shapes (batch, ...).
     """
+    return layer_norms(network, deltas, inputs).square().sum(dim=0).sqrt()
+
+
+def layer_norms(network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+    """||g_(l,i)|| of each layer and record, shape (layers, batch); arguments as for `record_norms`."""
     squares = [
-        delta.square().sum(dim=1) * (h.square().sum(dim=1) + float(bias))
-        for delta, h, bias in zip(deltas, inputs, biases, strict=True)
+        network.squared_norms(layer, delta, h)
+        for layer, (delta, h) in enumerate(zip(deltas, inputs, strict=True))
     ]
-    return torch.stack(squares).sum(dim=0).sqrt()
+    return torch.stack(squares).sqrt()
 
 
 class RecordProtection(Protection):
@@ -50,36 +56,51 @@ class RecordProtection(Protection):
         noise_multiplier: z >= 0; the noise has standard deviation z C in every entry of the sum.
         divisor: The constant that the noisy sum is divided by, > 0; never the realised batch size.
         noise: Source of independent N(0, 1), apart from every other stream of the run.
+        by_layer: Clip each layer's contribution to C / sqrt(layers), so that all together stay within C, instead of
+            the whole contribution to C.
     """
 
     def __init__(
-        self, *, clip_norm: float, noise_multiplier: float, divisor: float, noise: NoiseStream
+        self,
+        *,
+        clip_norm: float,
+        noise_multiplier: float,
+        divisor: float,
+        noise: NoiseStream,
+        by_layer: bool = False,
     ) -> None:
         super().__init__(noise)
+        self._by_layer = by_layer
         self._clip_norm = clip_norm
         self._noise_std = noise_multiplier * clip_norm
         self._divisor = divisor
 
     def set_gradients(
         self,
-        network: FullyConnected,
+        network: LayeredNetwork,
         deltas: Sequence[Tensor],
         inputs: Sequence[Tensor],
         *,
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """See Protection.set_gradients."""
-        biases = [linear.bias is not None for linear in network.linears]
-        norms = record_norms(deltas, inputs, biases=biases)
-        finite = torch.isfinite(norms)
-        factors = bounded_factors(norms, self._clip_norm)
+        """See Protection.set_gradients; takes any layered network."""
+        norms = layer_norms(network, deltas, inputs)
+        finite = torch.isfinite(norms).all(dim=0)
+        factors = self._factors(norms)
         if not bool(finite.all()):
             deltas = [finite_rows(delta, finite) for delta in deltas]
             inputs = [finite_rows(h, finite) for h in inputs]
         for layer, (delta, h) in enumerate(zip(deltas, inputs, strict=True)):
-            linear = network.linears[layer]
-            network.set_gradient(layer, delta * factors[:, None], h, self._divisor)
-            for parameter in linear.parameters():
+            network.set_gradient(layer, delta * by_record(factors[layer], delta), h, self._divisor)
+            for parameter in network.layer_parameters(layer):
                 if self._noise_std and parameter.grad is not None:
                     self._noise.add_to(parameter.grad, self._noise_std / self._divisor)
+
+    def _factors(self, norms: Tensor) -> Tensor:
+        """What each layer of each record is multiplied by, shape (layers, batch)."""
+        whole = norms.square().sum(dim=0).sqrt()  # infinite, so its factor is 0, where any layer's is
+        if not self._by_layer:
+            return bounded_factors(whole, self._clip_norm).expand(len(norms), -1)
+        factors = bounded_factors(norms, self._clip_norm / len(norms) ** 0.5)
+        return torch.where(torch.isfinite(whole), factors, 0.0)

@@ -1,0 +1,112 @@
+"""What did likelihood ratio training reach? Rows and sections of the pages that `benchmarks.pages` writes."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks.markdown import markdown
+from benchmarks.results_file import load_results
+from benchmarks.ulr_paper import PAPER
+
+Row = tuple[str, str, str]
+
+
+def ulr_speed_rows() -> list[Row]:
+    """An epoch beside Opacus, memory beside a plain pass."""
+    results = load_results("ulr_epoch")
+    command = "`python -m benchmarks.ulr_epoch`"
+    rows = [
+        (
+            f"time of an MNIST epoch, 784-128-64-32-10, batch 500, {entry['work']}, {entry['threads']} thread(s)",
+            f"{entry['ratio']:.2f} of Opacus ghost clipping",
+            command,
+        )
+        for entry in results.get("rows", [])
+        if entry["work"].startswith("ulr")
+    ]
+    memory = results.get("peak_bytes", {})
+    plain = memory.get("plain forward and backward")
+    return rows + [
+        (
+            f"peak memory of a step, batch 500, {name}",
+            f"{value / plain:.2f} of a plain forward and backward pass",
+            command,
+        )
+        for name, value in memory.items()
+        if name.startswith("ulr")
+    ]
+
+
+def ulr_cells() -> list[dict[str, Any]]:
+    """The cells of Table 1 that were trained, as the paper has them, at one learning rate each."""
+    content = load_results("ulr_table1")
+    cells = []
+    for (batch, target), paper in PAPER.items():
+        for part, figure in zip(("published", "opacus"), paper, strict=True):
+            rows = [r for r in content.get(part, []) if (r["batch"], r["target_std"]) == (batch, target)]
+            for lr in dict.fromkeys(r.get("lr") for r in rows):
+                test = [r["test"] for r in rows if r.get("lr") == lr]
+                cells.append(
+                    {"batch": batch, "target": target, "part": part, "paper": figure, "lr": lr, "test": test}
+                )
+    return cells
+
+
+def ulr_sections() -> list[str]:
+    """Table 1 of the DP-ULR paper as far as it was trained, the proven form, and CIFAR-10."""
+    sections = []
+    content = load_results("ulr_table1")
+    rows: list[tuple[str, ...]] = [
+        (
+            "DP-ULR" if cell["part"] == "published" else "DP-SGD (Opacus)",
+            str(cell["batch"]),
+            f"{cell['target']:g}",
+            f"{cell['paper']:.2f}",
+            f"{statistics.mean(cell['test']):.2f}",
+            str(len(cell["test"])),
+            _verdict(cell),
+        )
+        for cell in ulr_cells()
+    ]
+    if rows:
+        header = ("trainer", "batch", "sigma_0", "paper [%]", "ours [%]", "seeds", "bar")
+        text = (
+            f"Test accuracy after 25 epochs; K = {content['copies']}, sigma = {content['sigma']:g}; {content['date']}, "
+            "`python -m benchmarks.ulr_table1 published` and `opacus`. The bar: not more than two points below the "
+            "paper. Cells that are missing were not trained yet; the command goes on with them."
+        )
+        sections.append("\n\n".join(("## Table 1 of the DP-ULR paper (MNIST)", text, markdown(header, rows))))
+    if content.get("proven"):
+        rows = [
+            (r["trainer"], f"{r['epsilon']:g}", str(r["seed"]), f"{r['test']:.2f}", f"{r['seconds']:.0f}")
+            for r in content["proven"]
+        ]
+        text = (
+            "Clipped records, central Gaussian noise, Poisson batches of 1000, delta 1e-5, 10 epochs, SGD at 0.5 with "
+            "momentum 0.9 for both (`python -m benchmarks.ulr_table1 proven`); `bp` is DP-SGD."
+        )
+        header = ("trainer", "epsilon", "seed", "test [%]", "seconds")
+        sections.append(
+            "\n\n".join(("## The proven form at equal proven epsilon (MNIST)", text, markdown(header, rows)))
+        )
+    found = load_results("ulr_resnet")
+    if found:
+        rows = [
+            (name, f"{found[name]['test']:.2f}", f"{statistics.mean(found[name]['epoch_s']):.0f}")
+            for name in ("ulr", "backpropagation")
+        ]
+        text = (
+            f"{found['epochs']} epochs, batch {found['batch']}, Adam at {found['lr']:g}, K = {found['copies']} "
+            f"antithetic pairs, sigma = {found['sigma']:g}, one seed, no protection, one thread of a shared machine "
+            f"({found['date']}, `python -m benchmarks.ulr_resnet`). No bar."
+        )
+        header = ("trainer", "test [%]", "seconds an epoch")
+        sections.append("\n\n".join(("## ResNet-5 on CIFAR-10", text, markdown(header, rows))))
+    return sections
+
+
+def _verdict(cell: dict[str, Any]) -> str:
+    if cell["part"] == "opacus":
+        return "none"
+    return "met" if statistics.mean(cell["test"]) >= cell["paper"] - 2 else "**missed**"

@@ -1,0 +1,221 @@
+"""What each kind of module does with a signal at its output: J_i^T delta_i, measured and summed, record by record.
+
+J_i = d v_i / d theta is the Jacobian of a module's output at record i with respect to its own parameters. Linear and
+convolutional modules have it in closed form, every other module through torch.func.vjp of that module alone; what comes
+after the module is never differentiated.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+from torch.nn.grad import conv2d_weight
+
+from training.networks.network import outer_squared_norms
+
+_MATERIALISED = 2**24
+"""Numbers of per-record gradients or unfolded inputs that are held at once."""
+
+
+class Jacobian(ABC):
+    """J_i of one module.
+
+    Args:
+        module: It treats the records of a batch apart from each other.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.parameters = list(module.parameters())
+
+    @abstractmethod
+    def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
+        """||J_i^T delta_i||^2 of each record, shape (batch,).
+
+        Args:
+            delta: Signal at the module's output, shape (batch, ...).
+            h: The module's input, shape (batch, ...).
+        """
+
+    @abstractmethod
+    def total(self, delta: Tensor, h: Tensor) -> list[Tensor]:
+        """sum_i J_i^T delta_i, one tensor for each parameter; arguments as for `squared_norms`."""
+
+    def factor_rows(self, h: Tensor) -> Tensor | None:
+        """Rows u_ip of J_i^T J_i = I (x) sum_p u_ip u_ip^T, shape (batch, positions, inputs).
+
+        The identity is over the module's outputs (channels); a last entry of 1 stands for the bias.
+
+        Returns:
+            None where the Jacobian has no such form.
+        """
+        return None
+
+
+class LinearJacobian(Jacobian):
+    """v = W h + b: J_i^T delta_i = delta_i (h_i, 1)^T is an outer product, and is never formed.
+
+    Where a record holds several positions, as a sequence does, the products are summed over them.
+    """
+
+    def __init__(self, module: nn.Linear) -> None:
+        super().__init__(module)
+        self._bias = module.bias is not None
+
+    def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
+        """||delta_i||^2 (||h_i||^2 + 1) for one position a record."""
+        if delta.ndim == 2:
+            return outer_squared_norms(delta, h, bias=self._bias)
+        signals, rows = delta.flatten(1, -2), self.factor_rows(h)
+        return outer_sum_squared_norms(signals.mT, rows.mT)
+
+    def total(self, delta: Tensor, h: Tensor) -> list[Tensor]:
+        """One matrix product, and a sum for the bias."""
+        signals = delta.flatten(0, -2)
+        weight = signals.t() @ h.flatten(0, -2)
+        return [weight, signals.sum(dim=0)] if self._bias else [weight]
+
+    def factor_rows(self, h: Tensor) -> Tensor:
+        """(h_i, 1): one row a position."""
+        return _with_ones(h.view(len(h), -1, h.shape[-1]), self._bias)
+
+
+class ConvolutionJacobian(Jacobian):
+    """v_op = w_o . u_p + b_o at every position p, u_p being the patch of the input under the kernel.
+
+    J_i^T delta_i = sum_p delta_ip (u_ip, 1)^T. Its norm comes from the Gram matrices of patches and signals,
+    sum_pq (u_p . u_q) (delta_p . delta_q), or from the gradient itself, whichever takes fewer products.
+    """
+
+    def __init__(self, module: nn.Conv2d) -> None:
+        super().__init__(module)
+        self._convolution = module
+
+    def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
+        """By groups of records whose patches fit in memory."""
+        module = self._convolution
+        patch = module.weight[0].numel() * module.groups
+        positions = delta.shape[2] * delta.shape[3]
+        records = max(1, _MATERIALISED // (patch * positions))
+        parts = [self._part(d, x) for d, x in zip(delta.split(records), h.split(records), strict=True)]
+        weights = torch.cat(parts) if parts else delta.new_zeros(0)
+        if module.bias is None:
+            return weights
+        return weights + delta.sum(dim=(2, 3)).square().sum(dim=1)
+
+    def total(self, delta: Tensor, h: Tensor) -> list[Tensor]:
+        """The weight gradient of the convolution with the signals for its output's gradient."""
+        module = self._convolution
+        weight = conv2d_weight(
+            h,
+            module.weight.shape,
+            delta,
+            stride=module.stride,
+            padding=_as_pair(module.padding),
+            dilation=module.dilation,
+            groups=module.groups,
+        )
+        return [weight] if module.bias is None else [weight, delta.sum(dim=(0, 2, 3))]
+
+    def factor_rows(self, h: Tensor) -> Tensor | None:
+        """The patches, one row a position; None for grouped convolutions, whose groups see different patches."""
+        if self._convolution.groups > 1:
+            return None
+        return _with_ones(self._patches(h).transpose(1, 2), self._convolution.bias is not None)
+
+    def _part(self, delta: Tensor, h: Tensor) -> Tensor:
+        groups = self._convolution.groups
+        patches = self._patches(h).unflatten(1, (groups, -1))  # (batch, groups, patch, positions)
+        signals = delta.flatten(2).unflatten(1, (groups, -1))  # (batch, groups, channels, positions)
+        return outer_sum_squared_norms(signals, patches).sum(dim=1)
+
+    def _patches(self, h: Tensor) -> Tensor:
+        """Shape (batch, channels x kernel, positions)."""
+        module = self._convolution
+        return nn.functional.unfold(
+            h,
+            _as_pair(module.kernel_size),
+            _as_pair(module.dilation),
+            _as_pair(module.padding),
+            _as_pair(module.stride),
+        )
+
+
+class FunctionalJacobian(Jacobian):
+    """Any module that torch.func can differentiate with respect to its own parameters, such as a residual block.
+
+    Raises:
+        TypeError: It has batch statistics: the records of a batch would not be apart.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        for part in module.modules():
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                raise TypeError(
+                    f"model: {type(part).__name__} mixes the records of a batch, so a record has no estimate of its "
+                    "own; use nn.GroupNorm or nn.LayerNorm"
+                )
+
+    def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
+        """The per-record gradients, formed a few records at a time."""
+        squares = [rows.square().sum(dim=1) for rows in self._record_gradients(delta, h)]
+        return torch.cat(squares) if squares else delta.new_zeros(0)
+
+    def total(self, delta: Tensor, h: Tensor) -> list[Tensor]:
+        """One backward pass through the module alone."""
+        with torch.enable_grad():
+            output = self.module(h.detach())
+            gradients = torch.autograd.grad(output, self.parameters, delta, allow_unused=True)
+        return [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for parameter, gradient in zip(self.parameters, gradients, strict=True)
+        ]
+
+    def _record_gradients(self, delta: Tensor, h: Tensor) -> list[Tensor]:
+        """J_i^T delta_i as rows, in parts of some records each, shapes (part, parameters)."""
+        named = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+
+        def of_record(signal: Tensor, x: Tensor) -> Tensor:
+            def output(values: dict[str, Tensor]) -> Tensor:
+                return torch.func.functional_call(self.module, values, (x[None],))[0]
+
+            pull = torch.func.vjp(output, named)[1]
+            return torch.cat([gradient.flatten() for gradient in pull(signal)[0].values()])
+
+        size = sum(parameter.numel() for parameter in self.parameters)
+        records = max(1, _MATERIALISED // (8 * size + delta[:1].numel()))
+        parts = zip(delta.split(records), h.split(records), strict=True)
+        return [torch.func.vmap(of_record)(d, x) for d, x in parts if len(d)]
+
+
+def jacobian_of(module: nn.Module) -> Jacobian:
+    """The Jacobian of a module with parameters, in closed form where there is one."""
+    if type(module) is nn.Linear:
+        return LinearJacobian(module)
+    if type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str):
+        return ConvolutionJacobian(module)
+    return FunctionalJacobian(module)
+
+
+def outer_sum_squared_norms(signals: Tensor, patches: Tensor) -> Tensor:
+    """||sum_p signals_p patches_p^T||^2, shape (...,): the cheaper of Gram matrices and the product itself.
+
+    Args:
+        signals: Shape (..., a, positions).
+        patches: Shape (..., b, positions).
+    """
+    (a, positions), b = signals.shape[-2:], patches.shape[-2]
+    if positions * (a + b) < a * b:
+        return ((signals.mT @ signals) * (patches.mT @ patches)).sum(dim=(-2, -1))
+    return (signals @ patches.mT).square().sum(dim=(-2, -1))
+
+
+def _with_ones(rows: Tensor, bias: bool) -> Tensor:
+    return torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1) if bias else rows
+
+
+def _as_pair(value: object) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else tuple(value)  # type: ignore[arg-type, return-value]

@@ -1,0 +1,219 @@
+"""Algorithm 1 of the DP-ULR paper as published: clipping by module, controller, and the remedies of appendix A.4.
+
+For module l the covariance of a batch's estimate is Sigma / sigma^2 with Sigma = sum_i L_0i^2 J_i^T J_i (eq. 25),
+taken before any clipping. The controller chooses sigma^2 <= min eigenvalue(Sigma) / (K C^2 sigma_0^2) (eq. 8). Sigma of
+a linear or convolutional module is I (x) sum_ip L_0i^2 u_ip u_ip^T, whose rank falls short wherever an input is
+constant, so that no sigma does; the paper then moves the noise to the parameters (J = I), or adds noise of covariance
+sigma_0^2 C^2 I - Sigma / (sigma^2 K), negative eigenvalues counting as 0. What none of this proves: docs/ulr.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import scipy.linalg
+import torch
+from torch import Tensor
+
+from accounting.errors import NoGuarantee
+from opusim.randomness import NoiseStream
+from training.config.ulr import UlrConfig
+from training.protections.base import bounded_factors, by_record, finite_rows
+from training.ulr.estimator import Estimator, Losses
+from training.ulr.network import ModuleSequence, Outputs
+from training.ulr.parameter_noise import parameter_estimates
+from training.ulr.updates import Update, used_records
+
+_RANK = 1e-10
+"""Share of the largest eigenvalue below which a direction counts as having no noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedOptions:
+    """What Algorithm 1 is given.
+
+    Attributes:
+        copies: K.
+        largest_sigma: Upper limit of what the controller chooses; the noise itself where extra noise is added.
+        target_std: sigma_0.
+        clip_norm: C, for each module apart.
+        divisor: N_B.
+        remedy: What happens where Sigma is not of full rank.
+        rows_per_pass: See Estimator.
+    """
+
+    copies: int
+    largest_sigma: float
+    target_std: float
+    clip_norm: float
+    divisor: float
+    remedy: str
+    rows_per_pass: int | None = None
+
+    @classmethod
+    def of(cls, options: UlrConfig, divisor: float) -> PublishedOptions:
+        """The options of a configuration."""
+        return cls(
+            copies=options.copies,
+            largest_sigma=options.sigma,
+            target_std=options.target_std,
+            clip_norm=options.clip_norm,
+            divisor=divisor,
+            remedy=options.remedy,
+            rows_per_pass=options.rows_per_pass,
+        )
+
+
+class PublishedUpdate(Update):
+    """Writes the published gradients.
+
+    Args:
+        network: The modules.
+        options: K, sigma_0, C, N_B and the remedy.
+        noise: The noise of the estimate.
+        extra: Independent N(0, 1), apart from it, for noise that completes a covariance.
+
+    Raises:
+        ValueError: The remedy needs a module's covariance, which only linear and ungrouped convolutional modules have.
+    """
+
+    def __init__(
+        self, network: ModuleSequence, options: PublishedOptions, *, noise: NoiseStream, extra: NoiseStream
+    ) -> None:
+        self._network = network
+        self._options = options
+        self._noise = noise
+        self._extra = extra
+        self._estimator = Estimator(
+            copies=options.copies, reduction="none", rows_per_pass=options.rows_per_pass
+        )
+
+    def seek(self, step: int) -> None:
+        """See Update."""
+        self._noise.seek(step)
+        self._extra.seek(step)
+
+    def set_gradients(self, outputs: Outputs, losses: Losses, clean: Tensor) -> Tensor:
+        """See Update."""
+        if self._options.remedy == "parameters":
+            return self._from_parameter_noise(outputs, losses, clean)
+        network, options = self._network, self._options
+        weights = torch.where(torch.isfinite(clean), clean, 0.0)
+        roots = [self._root(layer, h, weights) for layer, h in enumerate(outputs.inputs)]
+        sigmas = [self._sigma(layer, root) for layer, root in enumerate(roots)]
+        signals = self._estimator.signals(network, outputs, losses, clean, self._noise, sigmas)
+        used = used_records(signals, clean)
+        for layer, (delta, h) in enumerate(zip(signals, outputs.inputs, strict=True)):
+            rows, inputs = finite_rows(delta, used), finite_rows(h, used)
+            norms = network.squared_norms(layer, rows, inputs).sqrt()
+            factors = bounded_factors(norms, options.clip_norm)
+            network.set_gradient(layer, rows * by_record(factors, rows), inputs, options.divisor)
+            if options.remedy == "extra-noise":
+                self._complete(layer, roots[layer] / (sigmas[layer] * options.copies**0.5))
+        return used
+
+    def _root(self, layer: int, h: Tensor, weights: Tensor) -> Tensor:
+        """R with R^T R = sum_ip L_0i^2 u_ip u_ip^T, float64, shape (batch x positions, inputs)."""
+        rows = self._network.jacobians[layer].factor_rows(h)
+        if rows is None:
+            raise ValueError(
+                f"layer {layer + 1}: remedy = {self._options.remedy!r} needs the covariance of its noise, which linear "
+                "and ungrouped convolutional modules alone have here; use trainer.remedy = 'parameters'"
+            )
+        return (rows.double() * by_record(weights.double(), rows)).flatten(0, 1)
+
+    def _sigma(self, layer: int, root: Tensor) -> float:
+        """The controller's noise (eq. 8), or the given one where extra noise completes it.
+
+        Raises:
+            NoGuarantee: The covariance is not of full rank, so that no sigma satisfies eq. 8.
+        """
+        options = self._options
+        if options.remedy == "extra-noise":
+            return options.largest_sigma
+        values = torch.linalg.eigvalsh(root.T @ root)
+        if not float(values[0]) > _RANK * float(values[-1]):
+            rank = int((values > _RANK * values[-1]).sum())
+            raise NoGuarantee(
+                f"layer {layer + 1}: Assumption 1 of the DP-ULR paper fails, the batch's noise has rank {rank} of "
+                f"{len(values)} for every output, and no sigma satisfies eq. 8; use trainer.remedy = 'extra-noise' or "
+                "'parameters'"
+            )
+        return self._allowed(float(values[0]))
+
+    def _allowed(self, smallest: float) -> float:
+        """The largest sigma that eq. 8 allows at this smallest eigenvalue, up to the given limit."""
+        options = self._options
+        bound = smallest / (options.copies * (options.clip_norm * options.target_std) ** 2)
+        return min(options.largest_sigma, max(bound, 1e-12) ** 0.5)
+
+    def _complete(self, layer: int, root: Tensor) -> None:
+        """Add the noise that is said to be missing where R^T R (root scaled by 1 / (sigma sqrt(K))) is there."""
+        options = self._options
+        parameters = self._network.layer_parameters(layer)
+        outputs = parameters[0].shape[0]
+        normals = self._extra.normal((outputs, root.shape[1])).to(root.device)
+        noise = completing_noise(normals, root, options.target_std * options.clip_norm) / options.divisor
+        weight, *bias = parameters
+        columns = weight[0].numel()
+        if weight.grad is not None:
+            weight.grad.add_(noise[:, :columns].reshape(weight.shape))
+        for parameter in bias:
+            if parameter.grad is not None:
+                parameter.grad.add_(noise[:, columns])
+
+    def _from_parameter_noise(self, outputs: Outputs, losses: Losses, clean: Tensor) -> Tensor:
+        """Noise on the parameters of one module at a time: J = I, so Sigma = sum_i L_0i^2 I."""
+        options, used = self._options, torch.isfinite(clean)
+        sigma = self._allowed(float(clean[used].double().square().sum()))
+        for layer in range(self._network.depth):
+            totals = None
+            for rows, records in parameter_estimates(
+                self._network, layer, outputs.inputs[layer], losses, self._noise, sigma, options.copies
+            ):
+                finite = torch.isfinite(rows).all(dim=1) & used[records]
+                kept = finite_rows(rows, finite)
+                factors = bounded_factors(torch.linalg.vector_norm(kept, dim=1), options.clip_norm)
+                used[records] &= finite
+                part = factors @ kept
+                totals = part if totals is None else totals + part
+            self._write(layer, totals)
+        return used
+
+    def _write(self, layer: int, total: Tensor | None) -> None:
+        """A layer's gradients from its flat sum, zero where there is none."""
+        parameters = self._network.layer_parameters(layer)
+        sizes = [parameter.numel() for parameter in parameters]
+        if total is None:
+            total = parameters[0].new_zeros(sum(sizes))
+        for parameter, part in zip(parameters, total.detach().split(sizes), strict=True):
+            parameter.grad = (part / self._options.divisor).reshape(parameter.shape)
+
+
+def completing_noise(normals: Tensor, root: Tensor, level: float) -> Tensor:
+    """Rows of covariance level^2 I - R^T R with eigenvalues below 0 raised to 0 (appendix A.4), float32.
+
+    Args:
+        normals: N(0, 1), shape (outputs, inputs).
+        root: R, float64, shape (any, inputs); the smaller of its Gram matrices is decomposed.
+        level: sigma_0 C > 0.
+    """
+    if len(root) < root.shape[1]:
+        values, left = _eigh(root @ root.T)
+        keep = values > _RANK * values.amax() if len(values) else values > 0
+        values = values[keep]
+        directions = (root.T @ left[:, keep]) / values.sqrt()
+    else:
+        values, directions = _eigh(root.T @ root)
+    directions, gains = directions.float(), ((level**2 - values).clamp_min(0.0).sqrt() - level).float()
+    return level * normals + ((normals @ directions) * gains) @ directions.T
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors; losses that span many decades can defeat divide and conquer, never QR iteration."""
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:
+        found = scipy.linalg.eigh(matrix.cpu().numpy(), driver="ev")
+        values, vectors = (torch.from_numpy(part).to(matrix.device) for part in found)
+    return values, vectors

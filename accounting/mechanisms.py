@@ -33,6 +33,8 @@ _HOMES = {
     "randomized_response": "accounting.mechanisms",
     "record_central": "accounting.record_mechanisms",
     "unprotected": "accounting.record_mechanisms",
+    "convex": "accounting.convex_mechanisms",
+    "record_replaced": "accounting.convex_mechanisms",
     "label_amplified": "accounting.label_mechanisms",
     "label_budget": "accounting.label_mechanisms",
     "label_once": "accounting.label_mechanisms",

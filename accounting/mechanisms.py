@@ -35,6 +35,7 @@ _HOMES = {
     "unprotected": "accounting.record_mechanisms",
     "convex": "accounting.convex_mechanisms",
     "record_replaced": "accounting.convex_mechanisms",
+    "private_selection": "accounting.private_selection",
     "label_amplified": "accounting.label_mechanisms",
     "label_budget": "accounting.label_mechanisms",
     "label_once": "accounting.label_mechanisms",

@@ -32,6 +32,7 @@ from accounting.mechanisms import (
     mechanism_from_json,
 )
 from accounting.pdfa_mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
+from accounting.private_selection import PrivateSelection
 from accounting.record_mechanisms import RecordCentral, Unprotected
 
 DELTA = 1e-5
@@ -70,6 +71,7 @@ CALIBRATED = (
         noise_multiplier=4.0,
         final_noise=2.0,
     ),
+    PrivateSelection(mean=5.0, mu=0.5),
     RecordReplaced(noise_multiplier=1.3, sampling_probability=0.1, clip_norm=0.7, divisor=256, steps=3),
 )
 WITHOUT_NOISE = (

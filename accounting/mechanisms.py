@@ -35,7 +35,7 @@ _HOMES = {
     "unprotected": "accounting.record_mechanisms",
     "convex": "accounting.convex_mechanisms",
     "record_replaced": "accounting.convex_mechanisms",
-    "private_selection": "accounting.private_selection",
+    "private_selection": "accounting.selection_mechanism",
     "label_amplified": "accounting.label_mechanisms",
     "label_budget": "accounting.label_mechanisms",
     "label_once": "accounting.label_mechanisms",

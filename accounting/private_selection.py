@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from accounting import arguments
 from accounting.guarantee import Adjacency, Guarantee, Release
 from accounting.loss_bounds import EpsilonBounds
-from accounting.mechanisms import Mechanism, counted, register_mechanism
 from accounting.proven import proven_guarantee, stated
+from accounting.selection_mechanism import PrivateSelection
 
 if TYPE_CHECKING:
     import numpy as np
-    from dp_accounting import DpEvent
 
 _CHECKED = (
     "the number of trials is Poisson, drawn once, before any trial and independent of the data",
@@ -36,59 +33,6 @@ _CHECKED = (
     "the best trial's model and score alone are released; with no trial, nothing is",
 )
 _TRUSTED = ("no search is begun again because its result, or its number of trials, was not liked",)
-
-
-@register_mechanism
-@dataclass(frozen=True, kw_only=True)
-class PrivateSelection(Mechanism):
-    """The best of K ~ Poisson(m) trials, each mu-GDP with its score; a step counts whole searches.
-
-    Attributes:
-        mean: m > 0, expected number of trials.
-        mu: mu > 0 of one trial, for replacing a record.
-        device_noise: Whether the trials' noise is a device's, of Gaussian law.
-    """
-
-    mean: float
-    mu: float
-    device_noise: bool = False
-
-    kind: ClassVar[str] = "private_selection"
-    accountant: ClassVar[str] = "accounting.private_selection:guarantees"
-    noise_field: ClassVar[str | None] = "mu"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        arguments.positive(mean=self.mean, mu=self.mu)
-        self._to_floats("mean", "mu")
-
-    @property
-    def noise(self) -> float:
-        """1 / mu."""
-        return 1 / self.mu
-
-    def with_noise(self, noise: float) -> PrivateSelection:
-        """The selection among trials of mu = 1 / noise."""
-        return PrivateSelection(
-            mean=self.mean, mu=1 / noise, device_noise=self.device_noise, steps=self.steps
-        )
-
-    def describe(self) -> str:
-        """What ran, in a few words."""
-        searches = (
-            "" if self.steps == 1 else f", {counted(self.steps, 'search').replace('searchs', 'searches')}"
-        )
-        return (
-            f"the best of a Poisson number of trials (mean {self.mean:g}), each {self.mu:.4g}-GDP{searches}"
-        )
-
-    def event(self) -> DpEvent:
-        """Repeat and select on a Gaussian, self-composed."""
-        import dp_accounting as dp
-        from dp_accounting import dp_event
-
-        one = dp_event.RepeatAndSelectDpEvent(dp.GaussianDpEvent(1 / self.mu), self.mean, math.inf)
-        return dp.SelfComposedDpEvent(one, self.steps)
 
 
 def guarantees(

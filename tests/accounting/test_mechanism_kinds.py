@@ -32,8 +32,8 @@ from accounting.mechanisms import (
     mechanism_from_json,
 )
 from accounting.pdfa_mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
-from accounting.private_selection import PrivateSelection
 from accounting.record_mechanisms import RecordCentral, Unprotected
+from accounting.selection_mechanism import PrivateSelection
 
 DELTA = 1e-5
 RECORD = RecordCentral(

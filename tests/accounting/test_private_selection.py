@@ -14,7 +14,6 @@ from scipy.stats import norm
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency, Release, Status
 from accounting.private_selection import (
-    PrivateSelection,
     gaussian_delta,
     refined_delta,
     refined_epsilon,
@@ -22,6 +21,7 @@ from accounting.private_selection import (
     selection_bounds,
     theorem_epsilon,
 )
+from accounting.selection_mechanism import PrivateSelection
 
 DELTA = 1e-5
 MUS = {1.33: 0.3473, 4.76: 1.0749}

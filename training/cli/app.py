@@ -10,7 +10,7 @@ import typer
 from accounting.cli import app as account_app
 from opusim.cli import app as device_app
 from opusim.errors import DeviceError, OpusimError
-from training.cli import convex, device_privacy, feedback, resuming, runs
+from training.cli import convex, device_privacy, feedback, resuming, runs, tune
 
 app = typer.Typer(
     name="opusim",
@@ -34,6 +34,7 @@ feedback.mount(train_app)
 convex.mount(train_app)
 resuming.mount(train_app)
 runs.mount(app)
+tune.mount(app)
 device_privacy.mount(account_app)
 
 

@@ -70,7 +70,7 @@ def train_convex(
     changes = flag_changes("convex", data, epochs, seed)
     private = epsilon is not None or noise_multiplier is not None
     if config is None:
-        changes |= _defaults(method)
+        changes |= defaults(method)
     if device is not None:
         changes["device"] = {"name": device}
         changes["trainer"]["gates"] = "device"
@@ -81,7 +81,7 @@ def train_convex(
     train_configured(config, settings, changes | protection, out, quiet)
 
 
-def _defaults(method: str) -> dict[str, Any]:
+def defaults(method: str) -> dict[str, Any]:
     """What the descent needs that is not the default of other trainers; a file or --set may say otherwise.
 
     Raises:

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from accounting.budget import Budget as Budget
     from accounting.calibration import calibrate as calibrate
     from accounting.composition import guarantees as guarantees
+    from accounting.convex_mechanisms import ConvexLastIterate as ConvexLastIterate
     from accounting.errors import BudgetExceeded as BudgetExceeded
     from accounting.errors import LedgerCorrupt as LedgerCorrupt
     from accounting.errors import NoGuarantee as NoGuarantee
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from accounting.record_mechanisms import RecordCentral as RecordCentral
     from accounting.record_mechanisms import Unprotected as Unprotected
     from accounting.schemes import require_scheme as require_scheme
+    from accounting.selection_mechanism import PrivateSelection as PrivateSelection
     from accounting.ulr_mechanisms import PublishedUlr as PublishedUlr
     from accounting.ulr_mechanisms import RejectionGaussian as RejectionGaussian
 
@@ -42,6 +44,7 @@ _HOMES = {
     "Assumption": "accounting.guarantee",
     "Budget": "accounting.budget",
     "BudgetExceeded": "accounting.errors",
+    "ConvexLastIterate": "accounting.convex_mechanisms",
     "Gaussian": "accounting.mechanisms",
     "Guarantee": "accounting.guarantee",
     "LabelAmplified": "accounting.label_mechanisms",
@@ -54,6 +57,7 @@ _HOMES = {
     "PdfaWithoutFormula": "accounting.pdfa_mechanisms",
     "PoissonGaussian": "accounting.mechanisms",
     "PoissonLaplace": "accounting.mechanisms",
+    "PrivateSelection": "accounting.selection_mechanism",
     "PublishedLayer": "accounting.pdfa_mechanisms",
     "PublishedPdfa": "accounting.pdfa_mechanisms",
     "PublishedUlr": "accounting.ulr_mechanisms",

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from accounting.convex_mechanisms import ConvexLastIterate
 from accounting.label_mechanisms import LabelAmplified, LabelBudget, LabelOnce
 from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, RandomizedResponse
 from accounting.pdfa_mechanisms import PublishedLayer, PublishedPdfa
 from accounting.record_mechanisms import RecordCentral
+from accounting.selection_mechanism import PrivateSelection
 from accounting.ulr_mechanisms import PublishedUlr, RejectionGaussian
 
 if TYPE_CHECKING:
@@ -222,6 +224,8 @@ def _show(
 
 _SHOWN: tuple[type[Mechanism], ...] = (
     RecordCentral,
+    ConvexLastIterate,
+    PrivateSelection,
     LabelBudget,
     LabelAmplified,
     LabelOnce,

@@ -20,8 +20,9 @@ def proven_guarantee(
     assumptions: tuple[Assumption, ...],
     device_model: bool = False,
     reason: str | None = None,
+    release: Release = Release.EVERY_UPDATE,
 ) -> Guarantee:
-    """The statement about all mechanisms together, every update released.
+    """The statement about all mechanisms together.
 
     Args:
         mechanisms: What ran, at least one, all of the same unit.
@@ -32,6 +33,7 @@ def proven_guarantee(
         assumptions: Hypotheses of the theorem.
         device_model: Whether a stated law of a device's noise is among them.
         reason: Why epsilon is infinite, where it is; by default that delta is 0 or the noise too small.
+        release: What the adversary sees.
     """
     infinite = math.isinf(bounds.upper)
     return Guarantee(
@@ -39,7 +41,7 @@ def proven_guarantee(
         delta=delta,
         unit=mechanisms[0].unit,
         adjacency=adjacency,
-        release=Release.EVERY_UPDATE,
+        release=release,
         status=proven_status(bounds.upper, device_model=device_model),
         mechanism="; ".join(mechanism.describe() for mechanism in mechanisms),
         source=source if infinite else f"{source}; {bounds.method}",

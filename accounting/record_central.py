@@ -46,11 +46,24 @@ def guarantees(
         delta: In [0, 1); what the certificates of device noise may fail with is taken off first.
         enforced: Whether the training code checked what code can check.
     """
-    sampled = [_sampled(mechanism) for mechanism in mechanisms]
+    return _guarantees(mechanisms, Adjacency.ADD_OR_REMOVE_ONE, delta, enforced)
+
+
+def replaced_guarantees(
+    mechanisms: Sequence[RecordCentral], *, delta: float, enforced: bool = False
+) -> list[Guarantee]:
+    """Epsilon of all steps together, replace_one; arguments as for `guarantees`."""
+    return _guarantees(mechanisms, Adjacency.REPLACE_ONE, delta, enforced)
+
+
+def _guarantees(
+    mechanisms: Sequence[RecordCentral], adjacency: Adjacency, delta: float, enforced: bool
+) -> list[Guarantee]:
+    sampled = [_sampled(mechanism, adjacency) for mechanism in mechanisms]
     bounds, reason = spend_certificates(
         delta,
         [mechanism.beta for mechanism in mechanisms],
-        lambda left: noise_bounds(sampled, Adjacency.ADD_OR_REMOVE_ONE, left),
+        lambda left: noise_bounds(sampled, adjacency, left),
     )
     device = any(mechanism.device_noise for mechanism in mechanisms)
     return [
@@ -58,7 +71,7 @@ def guarantees(
             mechanisms,
             bounds=bounds,
             delta=delta,
-            adjacency=Adjacency.ADD_OR_REMOVE_ONE,
+            adjacency=adjacency,
             source="docs/privacy.md, section 3: Poisson-subsampled Gaussian on clipped updates (Abadi et al. 2016)",
             assumptions=stated(_CHECKED, (*_TRUSTED, _DEVICE_LAW) if device else _TRUSTED, enforced=enforced),
             device_model=device,
@@ -67,10 +80,10 @@ def guarantees(
     ]
 
 
-def _sampled(mechanism: RecordCentral) -> PoissonGaussian:
+def _sampled(mechanism: RecordCentral, adjacency: Adjacency) -> PoissonGaussian:
     return PoissonGaussian(
         noise_multiplier=mechanism.noise_multiplier,
         sampling_probability=mechanism.sampling_probability,
         steps=mechanism.steps,
-        adjacency=Adjacency.ADD_OR_REMOVE_ONE,
+        adjacency=adjacency,
     )

@@ -18,6 +18,7 @@ from accounting import mechanisms as kinds
 from accounting.budget import Budget
 from accounting.calibration import calibrate
 from accounting.composition import guarantees, merge
+from accounting.convex_mechanisms import ConvexLastIterate, RecordReplaced
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Adjacency, Status, Unit
 from accounting.label_mechanisms import LabelAmplified, LabelBudget, LabelOnce
@@ -33,6 +34,7 @@ from accounting.mechanisms import (
 from accounting.pdfa_mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
 from accounting.record_mechanisms import RecordCentral, Unprotected
 from accounting.ulr_mechanisms import PublishedUlr, RejectionGaussian
+from accounting.selection_mechanism import PrivateSelection
 
 DELTA = 1e-5
 RECORD = RecordCentral(
@@ -64,6 +66,16 @@ CALIBRATED = (
     RejectionGaussian(
         noise_multiplier=2.0, sampling_probability=0.1, n_records=1000, min_batch_size=80, steps=4
     ),
+    ConvexLastIterate(
+        objective="margin",
+        clip=0.5,
+        learning_rate=1.9,
+        batches=6,
+        epochs=3,
+        noise_multiplier=4.0,
+        final_noise=2.0,
+    PrivateSelection(mean=5.0, mu=0.5),
+    RecordReplaced(noise_multiplier=1.3, sampling_probability=0.1, clip_norm=0.7, divisor=256, steps=3),
 )
 WITHOUT_NOISE = (
     PUBLISHED,
@@ -153,8 +165,9 @@ def test_a_budget_stops_every_kind(mechanism: Mechanism, tmp_path: Path) -> None
 
 def test_enforced_assumptions_are_marked_and_the_others_are_not() -> None:
     for mechanism in CALIBRATED:
-        (trusted,) = guarantees([mechanism], delta=DELTA)
-        (checked,) = guarantees([mechanism], delta=DELTA, enforced=True)
+        trusted, checked = (
+            guarantees([mechanism], delta=DELTA, enforced=enforced)[0] for enforced in (False, True)
+        )
         assert {assumption.holds for assumption in trusted.assumptions} == {None}
         assert {assumption.holds for assumption in checked.assumptions} == {None, True}
         assert trusted.epsilon == checked.epsilon
@@ -229,7 +242,7 @@ def test_more_noise_never_raises_and_more_steps_never_lower(
     mechanism: Mechanism, noise: float, factor: float, steps: int, more: int
 ) -> None:
     def interval(noise: float, steps: int) -> tuple[float, float]:
-        (guarantee,) = guarantees([mechanism.with_noise(noise).repeated(steps)], delta=1e-4)
+        guarantee = guarantees([mechanism.with_noise(noise).repeated(steps)], delta=1e-4)[0]
         lower = guarantee.epsilon if guarantee.epsilon_lower is None else guarantee.epsilon_lower
         return lower, guarantee.epsilon
 
@@ -275,8 +288,8 @@ def test_bad_descriptions_are_named(make: object, message: str) -> None:
 )
 def test_extreme_noise_is_bounded_from_above(mechanism: Mechanism, noise: float) -> None:
     """Neither overflow nor a division by zero, and never less than a hundred times the noise would give."""
-    (guarantee,) = guarantees([mechanism.with_noise(noise)], delta=DELTA)
+    guarantee = guarantees([mechanism.with_noise(noise)], delta=DELTA)[0]
     assert guarantee.epsilon > 100 if noise < 0.1 else guarantee.epsilon < 1
     if 1e-2 <= noise <= 1e8:
-        (more,) = guarantees([mechanism.with_noise(100 * noise)], delta=DELTA)
+        more = guarantees([mechanism.with_noise(100 * noise)], delta=DELTA)[0]
         assert more.epsilon <= guarantee.epsilon

@@ -10,7 +10,7 @@ import typer
 from accounting.cli import app as account_app
 from opusim.cli import app as device_app
 from opusim.errors import DeviceError, OpusimError
-from training.cli import curve, device_privacy, feedback, resuming, runs, ulr
+from training.cli import convex, curve, device_privacy, feedback, resuming, runs, tune, ulr
 
 app = typer.Typer(
     name="opusim",
@@ -24,7 +24,7 @@ app = typer.Typer(
 )
 train_app = typer.Typer(
     help="Train a network: pdfa (through the device), dfa, tdfa (digital), bp (backpropagation), "
-    "ulr (forward passes alone).",
+    "ulr (forward passes alone), convex (private at the last iterate).",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -33,8 +33,10 @@ app.add_typer(train_app, name="train")
 app.add_typer(account_app, name="account")
 feedback.mount(train_app)
 ulr.mount(train_app)
+convex.mount(train_app)
 resuming.mount(train_app)
 runs.mount(app)
+tune.mount(app)
 curve.mount(app)
 device_privacy.mount(account_app)
 

@@ -8,7 +8,9 @@ from pydantic import Field, model_validator
 
 from training.config.section import Section
 
-ProtectionName = Literal["none", "record", "label", "label-amplified", "label-once", "label-response"]
+ProtectionName = Literal[
+    "none", "record", "last-iterate", "label", "label-amplified", "label-once", "label-response"
+]
 
 
 class ProtectionConfig(Section):
@@ -16,16 +18,18 @@ class ProtectionConfig(Section):
 
     kind: ProtectionName = "none"
     """none: noise only where the trainer puts it. record: whole records, by clipped contributions, central Gaussian
-    noise and Poisson batches. label, label-amplified, label-once, label-response: the labels alone, the features
-    being public; by noise on every layer's signal and a budget for each record, by clipping and noise in the geometry
-    of public features with secret Poisson batches, by one noisy reading of each label, by randomized response."""
+    noise and Poisson batches. last-iterate (convex): whole records, where the last model alone is published. label,
+    label-amplified, label-once, label-response: the labels alone, the features being public; by noise on every layer's
+    signal and a budget for each record, by clipping and noise in the geometry of public features with secret Poisson
+    batches, by one noisy reading of each label, by randomized response."""
     epsilon: float | None = Field(None, gt=0.0)
     """Budget at delta: training stops before the step that would exceed it. Where the noise is not given it is the
     least that reaches this epsilon."""
     delta: float = Field(1e-5, gt=0.0, lt=1.0)
     """delta of every guarantee that this run prints."""
     noise_multiplier: float | None = Field(None, gt=0.0)
-    """z: the noise's standard deviation over clip_norm (record, label, label-amplified); None takes it from epsilon."""
+    """z: the noise's standard deviation over the clip (all kinds but label-once and label-response); None takes it from
+    epsilon."""
     clip_norm: float | None = Field(None, gt=0.0)
     """Largest norm of a record's contribution: over all layers (record, 1 by default), of each layer's signal (label,
     1 by default), over all layers in the geometry of public features (label-amplified, 0.2 by default)."""
@@ -60,7 +64,7 @@ class ProtectionConfig(Section):
                     raise ValueError(
                         f"{name} = {value} does nothing under kind = 'none'; set protection.kind"
                     )
-        elif self.kind in ("record", "label-amplified"):
+        elif self.kind in ("record", "last-iterate", "label-amplified"):
             if self.epsilon is None and self.noise_multiplier is None:
                 raise ValueError(
                     f"epsilon is missing; kind = {self.kind!r} needs one above 0, such as 3.0, or a noise_multiplier"

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, model_validator
 
 from training.config.checkpoint import CheckpointConfig
+from training.config.convex import ConvexConfig
 from training.config.data import DataConfig
 from training.config.device import DeviceChoice
 from training.config.feedback import FeedbackConfig
@@ -21,7 +22,7 @@ from training.config.section import Section
 from training.config.ulr import UlrConfig
 
 LossName = Literal["cross-entropy", "squared-error"]
-TrainerConfig = Annotated[FeedbackConfig | UlrConfig, Discriminator("kind")]
+TrainerConfig = Annotated[FeedbackConfig | UlrConfig | ConvexConfig, Discriminator("kind")]
 """The options of each family of trainers, told apart by their kind."""
 
 
@@ -57,6 +58,8 @@ class RunConfig(Section):
         """Whether the run opens its device."""
         if isinstance(self.trainer, UlrConfig):
             return "device" in (self.trainer.noise, self.protection.noise)
+        if isinstance(self.trainer, ConvexConfig):
+            return "device" in (self.trainer.gates, self.protection.noise)
         return self.trainer.kind == "pdfa"
 
     def digest(self) -> str:
@@ -78,7 +81,7 @@ class RunConfig(Section):
         if self.protection.noise == "device" and not self.uses_device:
             raise ValueError(
                 f"protection.noise = 'device' needs a device, but trainer.kind = {self.trainer.kind!r} has none; "
-                "train pdfa, or take 'digital'"
+                "train pdfa or convex, or take 'digital'"
             )
         if self.loss == "cross-entropy" and self.model.output_activation != "identity":
             raise ValueError(

@@ -25,12 +25,13 @@ def require_covered(config: RunConfig, dataset: Dataset, sampler: Sampler) -> No
         return
     if kind in ("record", "label-amplified"):
         require_scheme(sampler.scheme, theorem=f"protection.kind = {kind!r}")
-    if kind == "record" and not dataset.standardisation.public:
+    whole_records = kind in ("record", "last-iterate")
+    if whole_records and not dataset.standardisation.public:
         raise NoGuarantee(
             "the features were standardised by statistics of the data, which no guarantee covers; "
             "use public constants (data.mean and data.std)"
         )
-    if kind == "record" and dataset.components is not None:
+    if whole_records and dataset.components is not None:
         raise NoGuarantee(
             f"data.components = {config.data.components}: principal components are computed from the private records, "
             "which no guarantee covers; leave it out"

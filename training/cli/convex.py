@@ -1,0 +1,95 @@
+"""`opusim train convex`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from training.cli.options import (
+    Config,
+    Data,
+    Delta,
+    Device,
+    Epochs,
+    Epsilon,
+    NoiseMultiplier,
+    Out,
+    Quiet,
+    ReleaseMode,
+    Seed,
+    Settings,
+)
+from training.cli.training_runs import flag_changes, private_changes, train_configured
+
+EXAMPLES = """[bold]Examples[/bold]
+
+opusim train convex --data mnist --epsilon 3
+
+opusim train convex --data mnist --epsilon 3 --method poisson
+
+opusim train convex --data digits --epsilon 8 --device gaussian --release
+
+[bold]--set[/bold] changes any key of the configuration; `opusim train options` lists them all, and docs/convex.md says
+what to choose at which epsilon."""
+
+Method = Annotated[
+    str,
+    typer.Option(
+        help="cyclic (fixed batches) or full (one batch): private at the last iterate; poisson: every update released."
+    ),
+]
+_SCHEMES = {"cyclic": "disjoint-cyclic", "full": "full-batch", "poisson": "poisson"}
+_RATE, _BATCH = 1.9, 250
+
+
+def mount(train_app: typer.Typer) -> None:
+    """Add the command to `opusim train`."""
+    train_app.command("convex", epilog=EXAMPLES)(train_convex)
+
+
+def train_convex(
+    config: Config = None,
+    settings: Settings = None,
+    data: Data = None,
+    device: Device = None,
+    method: Method = "cyclic",
+    epochs: Epochs = None,
+    seed: Seed = None,
+    out: Out = None,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
+    noise_multiplier: NoiseMultiplier = None,
+    release: ReleaseMode = False,
+    quiet: Quiet = False,
+) -> None:
+    """A ReLU network as a convex problem: noisy gradient descent on a gated linear model, private at the last iterate.
+
+    With --device its hyperplanes and its noise are the device's, whose noise must be Gaussian.
+    """
+    changes = flag_changes("convex", data, epochs, seed)
+    private = epsilon is not None or noise_multiplier is not None
+    if config is None:
+        changes |= defaults(method)
+    if device is not None:
+        changes["device"] = {"name": device}
+        changes["trainer"]["gates"] = "device"
+    kind = ("record" if method == "poisson" else "last-iterate") if private else None
+    protection = private_changes(None, epsilon, delta, noise_multiplier, release)
+    if kind is not None:
+        protection["protection"] |= {"kind": kind} | ({"noise": "device"} if device is not None else {})
+    train_configured(config, settings, changes | protection, out, quiet)
+
+
+def defaults(method: str) -> dict[str, Any]:
+    """What the descent needs that is not the default of other trainers; a file or --set may say otherwise.
+
+    Raises:
+        ValueError: The method is not known.
+    """
+    if method not in _SCHEMES:
+        raise ValueError(f"--method {method}: must be one of {', '.join(_SCHEMES)}")
+    sampler: dict[str, Any] = {"scheme": _SCHEMES[method]}
+    if method != "full":
+        sampler["batch_size"] = _BATCH
+    return {"optimizer": {"lr": _RATE, "momentum": 0.0}, "sampler": sampler}

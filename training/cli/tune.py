@@ -1,0 +1,77 @@
+"""`opusim tune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from training.cli.convex import defaults
+from training.cli.options import Config, Data, Delta, Epochs, Quiet, ReleaseMode, Seed, Settings
+from training.cli.training_runs import flag_changes, private_changes
+
+Choose = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--choose", metavar="KEY=VALUE,VALUE,...", help="Values of a key to choose from; repeatable."
+    ),
+]
+Trials = Annotated[float, typer.Option(help="Expected number of trials; the number itself is Poisson.")]
+_CHOICES = ("trainer.clip=0.35,0.5,0.7", "optimizer.schedule=constant,linear")
+EXAMPLE = """[bold]Example[/bold]
+
+opusim tune --data mnist --epsilon 3 --trials 5 --choose trainer.clip=0.35,0.5 --choose epochs=5,10 --out runs/search
+
+The same command goes on with a search that was stopped."""
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the command to `opusim`."""
+    app.command("tune", epilog=EXAMPLE)(tune)
+
+
+def tune(
+    out: Annotated[Path, typer.Option(help="The folder of the search.")],
+    epsilon: Annotated[float, typer.Option(help="Of the whole search, the choice included.")],
+    trials: Trials = 5.0,
+    choose: Choose = None,
+    config: Config = None,
+    settings: Settings = None,
+    data: Data = None,
+    epochs: Epochs = None,
+    seed: Seed = None,
+    delta: Delta = None,
+    release: ReleaseMode = False,
+    quiet: Quiet = False,
+) -> None:
+    """Choose a convex run's settings privately: the best of a Poisson number of trials, and the epsilon of it all."""
+    from training.config.reading import load_config
+    from training.tuning.choices import parse_choices
+    from training.tuning.search import Search
+
+    changes = flag_changes("convex", data, epochs, seed) | (defaults("cyclic") if config is None else {})
+    changes |= private_changes(None, epsilon, delta, None, release)
+    changes["protection"]["kind"] = "last-iterate"
+    search = Search(
+        load_config(config, settings or (), changes),
+        parse_choices(choose or _CHOICES),
+        mean=trials,
+        folder=out,
+    )
+
+    def tell(done: int, of: int) -> None:
+        typer.echo(f"trial {done} of {of} is done", err=True)
+
+    found = search.run(None if quiet else tell)
+    if quiet:
+        typer.echo(out)
+        return
+    from accounting.tables import guarantee_rows, print_rows
+
+    print_rows(guarantee_rows([found.guarantee], seed_stored=not release))
+    if found.run is None:
+        typer.echo("no trial was drawn: the search found nothing, and searching again costs again")
+        return
+    typer.echo(f"best: {', '.join(found.settings)}; score {100 * (found.score or 0):.2f} % (noised)")
+    typer.echo(f"run folder: {found.run.folder.path}")

@@ -1,0 +1,1 @@
+"""The convex approximation of two-layer ReLU networks, trained by noisy gradient descent."""

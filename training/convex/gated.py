@@ -1,0 +1,118 @@
+"""The gated ReLU model: linear in its weights, nonlinear in a record through fixed gates.
+
+f_c(x) = sum_p 1[u_p . x >= 0] x . v_pc / R(x),   R(x) = |x| sqrt(number of open gates)
+
+with fixed hyperplanes u_p ~ N(0, I) and trained v_pc (eq. 3.8 of the paper, one linear model for each class). Dividing
+by R makes the features x~ = (1[u_p . x >= 0] x)_p / R of every record a vector of norm 1, whatever the record; R
+depends on that record alone. x~ has P d entries and is never formed: the forward pass is one product x V followed by
+a masked sum, the gradient one product x^T (gates * residual).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from training.networks.base import Network
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedRecords:
+    """What the model needs to know of a batch.
+
+    Attributes:
+        x: Features, centred where the model centres them, shape (batch, d).
+        gates: 1 where a hyperplane's side is open and 0 where not, shape (batch, P), float32.
+        scale: 1 / R of each record, 0 for a record without open gates or without features, shape (batch,).
+    """
+
+    x: Tensor
+    gates: Tensor
+    scale: Tensor
+
+
+class GatedRelu(nn.Module):
+    """The model as a torch module; its logits carry gradients for any optimizer.
+
+    Args:
+        n_inputs: d.
+        n_classes: k.
+        hyperplanes: u_p as rows, shape (P, d); kept as a buffer.
+        centre: Whether each record's own mean feature is subtracted from it first.
+    """
+
+    hyperplanes: Tensor
+
+    def __init__(self, n_inputs: int, n_classes: int, hyperplanes: Tensor, *, centre: bool = True) -> None:
+        super().__init__()
+        if hyperplanes.ndim != 2 or hyperplanes.shape[1] != n_inputs:
+            raise ValueError(
+                f"hyperplanes has shape {tuple(hyperplanes.shape)}: must be (P, n_inputs = {n_inputs})"
+            )
+        self.n_inputs, self.n_classes, self.centre = n_inputs, n_classes, centre
+        self.register_buffer("hyperplanes", hyperplanes.clone().to(torch.float32))
+        self.weight = nn.Parameter(torch.zeros(n_inputs, len(hyperplanes), n_classes))  # (d, P, k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits, shape (batch, k), of records of shape (batch, d)."""
+        return self.logits(self.gated(x))
+
+    def gated(self, x: Tensor) -> GatedRecords:
+        """Gates and scales of records of shape (batch, d)."""
+        if self.centre:
+            x = x - x.mean(dim=1, keepdim=True)
+        gates = (x @ self.hyperplanes.t() >= 0).to(x.dtype)
+        scale = (x.square().sum(dim=1) * gates.sum(dim=1)).rsqrt()
+        return GatedRecords(x=x, gates=gates, scale=torch.where(torch.isfinite(scale), scale, 0.0))
+
+    def logits(self, records: GatedRecords) -> Tensor:
+        """f(x), shape (batch, k)."""
+        products = (records.x @ self.weight.flatten(1)).unflatten(1, self.weight.shape[1:])  # (batch, P, k)
+        summed = torch.bmm(records.gates.unsqueeze(1), products).squeeze(1)
+        return summed * records.scale.unsqueeze(1)
+
+    def spread(self, records: GatedRecords, residual: Tensor) -> Tensor:
+        """The residual on every open gate, scaled as the features are, shape (batch, P k).
+
+        x^T times it is the sum over the batch of x~ residual^T, the gradient of all weights.
+        """
+        scaled = residual * records.scale.unsqueeze(1)
+        return (records.gates.unsqueeze(2) * scaled.unsqueeze(1)).flatten(1)
+
+
+class GatedNetwork(Network):
+    """A run's view on a gated model."""
+
+    model: GatedRelu
+
+    def __init__(self, model: GatedRelu) -> None:
+        self.model = model
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any]) -> Self:
+        """A network as `facts` describes it, its hyperplanes and weights yet to be filled in."""
+        hyperplanes = torch.zeros(facts["hyperplanes"], facts["n_inputs"])
+        return cls(GatedRelu(facts["n_inputs"], facts["n_classes"], hyperplanes, centre=facts["centre"]))
+
+    @property
+    def n_inputs(self) -> int:
+        """Features of a record."""
+        return self.model.n_inputs
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights, and the hyperplanes that never change: the model is not itself without them."""
+        return {"weight": self.model.weight, "hyperplanes": self.model.hyperplanes}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See Network.facts."""
+        return {
+            "n_inputs": self.model.n_inputs,
+            "n_classes": self.model.n_classes,
+            "hyperplanes": len(self.model.hyperplanes),
+            "centre": self.model.centre,
+        }

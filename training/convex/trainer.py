@@ -1,0 +1,124 @@
+"""Noisy gradient descent on a gated model, gradients and their norms in closed form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opusim.devices.base import NoisyDevice
+from opusim.randomness import NoiseStream
+from opusim.usage import Usage
+from training.config.run import LossName
+from training.convex.gated import GatedNetwork, GatedRelu
+from training.convex.hyperplanes import device_hyperplanes
+from training.convex.objectives import Objective
+from training.networks.losses import LOSSES
+from training.trainer import StepRecord, Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descent:
+    """The numbers of a descent.
+
+    Attributes:
+        regularisation: lambda.
+        divisor: b, the constant that a batch's sum is divided by.
+        noise_std: Standard deviation of the noise on a batch's sum, z C; 0 for none.
+        final_std: That of the noise which the last step adds to the weights beside its own.
+        total_steps: Steps of the run.
+    """
+
+    regularisation: float
+    divisor: float
+    noise_std: float
+    final_std: float
+    total_steps: int
+
+
+class ConvexTrainer(Trainer):
+    """v <- (1 - eta lambda) v - (eta / b) [sum over the batch of x~ residual^T + N(0, (z C)^2 I)].
+
+    Guarantees, for every batch whatever it holds: a record's share of the sum has norm at most C (float32 rounding
+    apart, relative 1e-6); a record whose logits are not finite counts as 0; an empty batch takes the same noisy step.
+
+    Args:
+        network: The model; its weights are updated in place.
+        optimizer: Holds the learning rate that the engine sets; it does no step of its own.
+        objective: Whose residual is followed.
+        descent: Constants of the run.
+        loss: Loss that the metrics report.
+        noise: Source of independent N(0, 1); required where there is noise.
+        device: The open device of gates or noise, None for a run without one.
+    """
+
+    kind = "convex"
+    model: GatedRelu
+
+    def __init__(
+        self,
+        network: GatedNetwork,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        descent: Descent,
+        *,
+        loss: LossName = "cross-entropy",
+        noise: NoiseStream | None = None,
+        device: NoisyDevice | None = None,
+    ) -> None:
+        if noise is None and descent.noise_std:
+            raise ValueError(f"noise is missing; noise_std = {descent.noise_std} draws from a NoiseStream")
+        self.model = network.model
+        self.optimizer = optimizer
+        self._network, self._objective, self._descent = network, objective, descent
+        self._loss = LOSSES[loss]
+        self._noise, self._device = noise, device
+
+    def step(
+        self, x: Tensor, y: Tensor, *, step: int, observe: bool = False, records: Tensor | None = None
+    ) -> StepRecord:
+        """See Trainer.step; there are no diagnostics."""
+        for source in (self._device, self._noise):
+            if source is not None:
+                source.seek(step)
+        with torch.no_grad():
+            batch = self.model.gated(x)
+            logits = self.model.logits(batch)
+            residual = self._objective.residual(logits, y)
+            self._descend(batch.x, self.model.spread(batch, residual), step)
+        return StepRecord(
+            loss_sum=self._loss(logits, y).per_record.sum(dtype=torch.float64),
+            n_correct=(logits.argmax(dim=1) == y).sum(),
+            n_records=len(x),
+        )
+
+    def recover_hyperplanes(self, readings: int) -> None:
+        """Take the device's own matrix for the hyperplanes, once, before the first step."""
+        if self._device is None:
+            raise ValueError("device is missing; gates from a device are read from an open one")
+        self._device.seek(self._descent.total_steps)  # no step's own noise
+        self.model.hyperplanes.copy_(device_hyperplanes(self._device, readings=readings))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and hyperplanes."""
+        return self._network.tensors
+
+    @property
+    def usage(self) -> Usage:
+        """Usage of the device."""
+        return Usage() if self._device is None else self._device.usage
+
+    def _descend(self, x: Tensor, spread: Tensor, step: int) -> None:
+        """Move the weights, in place; the batch may be empty."""
+        numbers = self._descent
+        rate = self.optimizer.param_groups[0]["lr"]
+        weight = self.model.weight.data.flatten(1)  # (d, P k), a view
+        weight.addmm_(x.t(), spread, beta=1 - rate * numbers.regularisation, alpha=-rate / numbers.divisor)
+        std = rate * numbers.noise_std / numbers.divisor
+        if step == numbers.total_steps - 1:
+            std = math.hypot(std, numbers.final_std)
+        if self._noise is not None and std:
+            self._noise.add_to(weight, std)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from accounting.record_mechanisms import RecordCentral as RecordCentral
     from accounting.record_mechanisms import Unprotected as Unprotected
     from accounting.schemes import require_scheme as require_scheme
+    from accounting.zo_mechanisms import ZoGaussian as ZoGaussian
+    from accounting.zo_mechanisms import ZoLaplace as ZoLaplace
 
 # Names are imported when they are first used, so that `opusim --help` need not load scipy and dp_accounting.
 _HOMES = {
@@ -60,6 +62,8 @@ _HOMES = {
     "Status": "accounting.guarantee",
     "Unit": "accounting.guarantee",
     "Unprotected": "accounting.record_mechanisms",
+    "ZoGaussian": "accounting.zo_mechanisms",
+    "ZoLaplace": "accounting.zo_mechanisms",
     "calibrate": "accounting.calibration",
     "guarantees": "accounting.composition",
     "mechanism_from_json": "accounting.mechanisms",

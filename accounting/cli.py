@@ -19,6 +19,7 @@ from accounting.label_mechanisms import LabelAmplified, LabelBudget, LabelOnce
 from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, RandomizedResponse
 from accounting.pdfa_mechanisms import PublishedLayer, PublishedPdfa
 from accounting.record_mechanisms import RecordCentral
+from accounting.zo_mechanisms import ZoGaussian, ZoLaplace
 
 if TYPE_CHECKING:
     from accounting.guarantee import Guarantee
@@ -229,6 +230,8 @@ _SHOWN: tuple[type[Mechanism], ...] = (
     PoissonLaplace,
     Gaussian,
     PublishedPdfa,
+    ZoGaussian,
+    ZoLaplace,
 )
 for _kind in _SHOWN:
     _mechanism_command(_kind)

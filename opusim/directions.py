@@ -39,7 +39,7 @@ class Direction:
         self._key = split_key(self.seed)
 
     def add_to(self, tensor: Tensor, number: int, scale: float, *, start: int = 0) -> None:
-        """tensor <- tensor + scale z, in place, rounded to float32 after each operation and then to the tensor's type.
+        """Adds scale z to a tensor, in place; each operation rounds to float32, the last to the tensor's type.
 
         Args:
             tensor: Any floating type and shape, contiguous, on any torch device.
@@ -64,7 +64,7 @@ class Direction:
     def return_and_move(
         self, tensor: Tensor, number: int, *, back: float, keep: float, move: float, start: int = 0
     ) -> None:
-        """tensor <- keep (tensor + back z) + move z, in place, in one pass over the memory.
+        """The tensor becomes keep (tensor + back z) + move z, in place, in one pass over the memory.
 
         Args:
             tensor: As for `add_to`.
@@ -75,19 +75,18 @@ class Direction:
             start: As for `add_to`.
         """
         flat = _flat(tensor, number, start)
-        factors = [np.float32(value) for value in (back, keep, move)]
+        first, second, third = np.float32(back), np.float32(keep), np.float32(move)
         if _compiled(flat):
             array = flat.numpy()
 
             def work(low: int, high: int) -> None:
                 part, place = array[low * STRIDE : high * STRIDE], start + low * STRIDE
-                return_and_move(part, *factors, gaussian_table(), place, number, self._key)
+                return_and_move(part, first, second, third, gaussian_table(), place, number, self._key)
 
             run_split(work, -(-array.size // STRIDE), grain=_STRIDES_PER_THREAD)
             return
-        first, second, third = (float(value) for value in factors)
         for part, z in self._parts(flat, number, start):
-            part.copy_(part.float().add_(z * first).mul_(second).add_(z.mul_(third)))
+            part.copy_(part.float().add_(z * float(first)).mul_(float(second)).add_(z.mul_(float(third))))
 
     def _parts(self, flat: Tensor, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of a tensor's memory with their entries."""

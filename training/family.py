@@ -141,6 +141,7 @@ class TrainerFamily(ABC, Generic[NetworkT]):
 
 _HOMES = {
     **dict.fromkeys(("bp", "dfa", "tdfa", "pdfa"), "training.feedback.family:FeedbackFamily"),
+    "zo": "training.zo.family:ZoFamily",
 }
 """Where each trainer's family stands; imported when it is needed."""
 

@@ -35,7 +35,7 @@ from training.errors import RunFolderError
 from training.family import family_of
 from training.networks.base import Network
 from training.protections.plan import budget_of
-from training.runs.folder import RunFolder, facts_equal, versions
+from training.runs.folder import RunFolder, facts_equal, own_folder, versions
 from training.runs.run import Run, load_run
 from training.runs.storage import write_array
 from training.trainer import Trainer
@@ -81,7 +81,7 @@ def train(
         resolved = resolved.model_copy(update={"seed": 0})  # no seed is used, so none is kept
     if data is not None:
         resolved = _with_own_data(resolved)
-    run_folder = RunFolder(folder if folder is not None else _new_folder(resolved))
+    run_folder = RunFolder(own_folder(Path(folder) if folder is not None else _new_folder(resolved)))
     dataset = in_components(resolved, load_data(resolved, data), run_folder if resume else None)
     family = family_of(resolved.trainer.kind)
     network = family.network(resolved, dataset, model)
@@ -112,7 +112,7 @@ def train(
                 noise = device.noise if device else None
                 mechanisms = family.step_mechanisms(resolved, network, sampler, noise)
                 engine.run(ledger, mechanisms)
-    return load_run(run_folder.path)
+    return load_run(run_folder.path, model=model)
 
 
 def _stored(config: object, settings: Sequence[str], folder: str | Path | None) -> RunConfig:
@@ -124,7 +124,7 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
         )
     if folder is None:
         raise RunFolderError("resume needs the folder of the run to go on with")
-    return RunFolder(folder).read_config()
+    return RunFolder(own_folder(Path(folder))).read_config()
 
 
 def _with_own_data(config: RunConfig) -> RunConfig:

@@ -1,6 +1,6 @@
 """Kills a small run at every moment at which it touches the disk, resumes it, and compares with an unbroken run.
 
-Run as a program: `python kill_harness.py FOLDER`. Each attempt is a forked child of this one warm process, so it
+Run as a program: `python kill_harness.py FOLDER [pdfa|zo]`. Each attempt is a forked child of this one warm process, so it
 costs a fraction of a second. Prints one line per moment that fails and a closing count; exits with 1 if any failed.
 """
 
@@ -20,6 +20,7 @@ from torch import nn
 import training
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
+from training.zo.replay import replay
 
 TOUCHES = ("write", "fsync", "replace", "ftruncate")
 CONFIG = {
@@ -30,6 +31,16 @@ CONFIG = {
     "checkpoint": {"every_steps": 2, "keep": 1},
     "device": {"name": "gaussian", "noise": {"sigma": 0.5}},
 }
+
+ZO = CONFIG | {
+    "epochs": 1,
+    "sampler": {"scheme": "poisson", "batch_size": 10},
+    "data": {"n_classes": 3},
+    "trainer": {"kind": "zo", "directions": 2},
+    "protection": {"kind": "record", "noise_multiplier": 1.0},
+    "device": {},
+}
+KIND = sys.argv[2] if len(sys.argv) > 2 else "pdfa"
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -42,7 +53,8 @@ def train(folder: Path) -> None:
     resume = RunFolder(folder).started
     torch.manual_seed(2 if resume else 1)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    training.train(None if resume else CONFIG, data=data(), model=model, folder=folder, resume=resume)
+    config = ZO if KIND == "zo" else CONFIG
+    training.train(None if resume else config, data=data(), model=model, folder=folder, resume=resume)
 
 
 class Killer:
@@ -93,11 +105,18 @@ def attempt(folder: Path, target: int | None, when: str = "before") -> int:
     return in_child(work)
 
 
-def outcome(folder: Path) -> tuple[bytes, bytes, dict[str, bytes]]:
-    """Metrics, summary and the last checkpoint's tensors, to the bit."""
+def outcome(folder: Path) -> tuple[object, ...]:
+    """Metrics, summary, step log and the last checkpoint's tensors, to the bit; a replay of the log must agree."""
     last = list_checkpoints(folder / "checkpoints")[-1]
     tensors = {name: tensor.numpy().tobytes() for name, tensor in read_checkpoint(last).tensors.items()}
-    return (folder / "metrics.jsonl").read_bytes(), (folder / "summary.json").read_bytes(), tensors
+    names = ["metrics.jsonl", "summary.json"]
+    if KIND == "zo":
+        names += ["steps.zo", "steps.mark.json"]
+        rebuilt = {f"model.{name}": t.numpy().tobytes() for name, t in replay(folder).tensors.items()}
+        tensors |= {f"replayed {name}": content for name, content in rebuilt.items()}
+        if any(tensors[name] != content for name, content in rebuilt.items()):
+            return ("the replay differs from the checkpoint",)
+    return *((folder / name).read_bytes() for name in names), tensors
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ import typer
 from accounting.cli import app as account_app
 from opusim.cli import app as device_app
 from opusim.errors import DeviceError, OpusimError
-from training.cli import device_privacy, feedback, resuming, runs
+from training.cli import device_privacy, feedback, resuming, runs, zo
 
 app = typer.Typer(
     name="opusim",
@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 train_app = typer.Typer(
-    help="Train a network: pdfa (through the device), dfa, tdfa (digital), bp (backpropagation).",
+    help="Train a network: pdfa (through the device), dfa, tdfa (digital), bp (backpropagation), zo (no gradients).",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -31,6 +31,7 @@ app.add_typer(device_app, name="device")
 app.add_typer(train_app, name="train")
 app.add_typer(account_app, name="account")
 feedback.mount(train_app)
+zo.mount(app, train_app)
 resuming.mount(train_app)
 runs.mount(app)
 device_privacy.mount(account_app)

@@ -19,9 +19,10 @@ from training.config.protection import ProtectionConfig
 from training.config.sampler import SamplerConfig
 from training.config.section import Section
 from training.config.ulr import UlrConfig
+from training.config.zo import ZoConfig
 
 LossName = Literal["cross-entropy", "squared-error"]
-TrainerConfig = Annotated[FeedbackConfig | UlrConfig, Discriminator("kind")]
+TrainerConfig = Annotated[FeedbackConfig | UlrConfig | ZoConfig, Discriminator("kind")]
 """The options of each family of trainers, told apart by their kind."""
 
 
@@ -55,7 +56,8 @@ class RunConfig(Section):
     @property
     def uses_device(self) -> bool:
         """Whether the run opens its device."""
-        return self.trainer.kind == "pdfa"
+        device_noise = self.protection.kind == "record" and self.protection.noise == "device"
+        return self.trainer.kind == "pdfa" or (self.trainer.kind == "zo" and device_noise)
 
     def digest(self) -> str:
         """BLAKE2b of the whole configuration, by which a checkpoint knows the run it belongs to."""
@@ -76,7 +78,7 @@ class RunConfig(Section):
         if self.protection.noise == "device" and not self.uses_device:
             raise ValueError(
                 f"protection.noise = 'device' needs a device, but trainer.kind = {self.trainer.kind!r} has none; "
-                "train pdfa, or take 'digital'"
+                "train pdfa, protect records under zo, or take 'digital'"
             )
         if self.loss == "cross-entropy" and self.model.output_activation != "identity":
             raise ValueError(

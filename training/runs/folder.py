@@ -194,6 +194,12 @@ class RunFolder:
         return read_json(self.summary_file) if self.finished else None
 
 
+def own_folder(path: Path) -> Path:
+    """The run folder of this process: the one asked for, or beside it with the rank where several were launched."""
+    rank = int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0
+    return path if rank == 0 else path.with_name(f"{path.name}.rank{rank}")
+
+
 def _holder() -> str:
     """Name this process, for the message that another one gets."""
     started = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,7 +1,7 @@
 """Kills a small run at every moment at which it touches the disk, resumes it, and compares with an unbroken run.
 
-Run as a program: `python kill_harness.py FOLDER [pdfa|zo]`. Each attempt is a forked child of this one warm process, so it
-costs a fraction of a second. Prints one line per moment that fails and a closing count; exits with 1 if any failed.
+Run as a program: `python kill_harness.py FOLDER [pdfa|zo]`. Each attempt is a forked child of this one warm process, so
+it costs a fraction of a second. Prints one line per moment that fails and a closing count; exits with 1 if any failed.
 """
 
 from __future__ import annotations

@@ -29,6 +29,26 @@ Law = Annotated[
     str | None, typer.Option(help="gaussian, or laplace (purely private with --delta 0): law of the noise.")
 ]
 Directions = Annotated[int | None, typer.Option(help="Random directions a step, each a release of its own.")]
+LanguageModel = Annotated[
+    str | None,
+    typer.Option(help="Fine-tune a language model: a local folder, or a name on the hub (extra llm)."),
+]
+Text = Annotated[
+    Path | None, typer.Option(help="What it learns from: a file of lines, text, tab, class number from 0.")
+]
+PromptText = Annotated[
+    str,
+    typer.Option("--prompt", help="Template around {text}; {mask} marks the class word of a masked model."),
+]
+Classes = Annotated[str, typer.Option(help="The word of each class, in the order of the class numbers.")]
+MaxTokens = Annotated[int, typer.Option(help="Longest prompt; longer texts lose their end.")]
+LoraRank = Annotated[
+    int | None, typer.Option(help="Train low-rank updates of this rank instead of the whole model.")
+]
+LoraTargets = Annotated[
+    str | None,
+    typer.Option(help="Modules that get them, such as q_proj,v_proj; by default those that peft knows."),
+]
 
 
 def mount(app: typer.Typer, train_app: typer.Typer) -> None:
@@ -56,6 +76,13 @@ def train_zo(
     delta: Delta = None,
     noise_multiplier: NoiseMultiplier = None,
     release: ReleaseMode = False,
+    language_model: LanguageModel = None,
+    text: Text = None,
+    prompt: PromptText = "{text} It was",
+    classes: Classes = "terrible,great",
+    max_tokens: MaxTokens = 128,
+    lora_rank: LoraRank = None,
+    lora_targets: LoraTargets = None,
     quiet: Quiet = False,
 ) -> None:
     """Zeroth-order training: forward passes on both sides of random directions, a scalar for each (no gradients)."""
@@ -63,7 +90,25 @@ def train_zo(
     given = {"law": law, "directions": directions}
     changes["trainer"] |= {key: value for key, value in given.items() if value is not None}
     changes |= private_changes(protect, epsilon, delta, noise_multiplier, release)
-    train_configured(config, settings, changes, out, quiet)
+    if language_model is None:
+        train_configured(config, settings, changes, out, quiet)
+        return
+    if text is None:
+        raise ValueError(
+            "--text is missing: a file of lines, text, tab, class number; --language-model learns from it"
+        )
+    from training.zo.language import Lora, load_classifier
+    from training.zo.prompts import Prompt, encode, read_texts
+
+    asked = Prompt(template=prompt, classes=tuple(classes.split(",")), max_tokens=max_tokens)
+    targets = tuple(lora_targets.split(",")) if lora_targets else ()
+    lora = None if lora_rank is None else Lora(rank=lora_rank, targets=targets, seed=seed or 0)
+    model, tokenizer = load_classifier(language_model, asked, lora=lora)
+    texts, labels = read_texts(text)
+    changes["data"] = {"n_classes": len(asked.classes)}
+    train_configured(
+        config, settings, changes, out, quiet, data=(encode(tokenizer, texts, asked), labels), model=model
+    )
 
 
 @zo_app.command("replay")

@@ -32,6 +32,7 @@ from training.runs.folder import RunFolder
 from training.runs.storage import write_tensors
 from training.seeds import seed_for
 from training.trainer import Trainer
+from training.zo.language import described_classifier
 from training.zo.network import ModuleNetwork, fitting_module
 from training.zo.plan import clip_of, step_mechanism, with_scalar_noise, zo_options
 from training.zo.ranks import Ranks, join_launched
@@ -64,6 +65,8 @@ class ZoFamily(TrainerFamily[Network]):
         """See TrainerFamily.rebuilt."""
         if "layers" in facts:
             return FullyConnected.from_facts(facts)
+        if model is None and "language" in facts:
+            model = described_classifier(facts["language"])
         if model is None:
             raise RunFolderError(
                 f"the run trained a {facts['module']} of a person's own, which its folder cannot describe; give one "

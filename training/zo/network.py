@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from training.data import Dataset
 from training.networks.base import Network
+from training.zo.language import PromptClassifier
 from training.zo.step_log import tensor_facts
 
 
@@ -49,11 +50,13 @@ class ModuleNetwork(Network):
     @property
     def facts(self) -> dict[str, Any]:
         """Its width, class and trained parameters: enough to know it again, not to rebuild it."""
-        return {
+        facts = {
             "n_inputs": self._n_inputs,
             "module": type(self.model).__name__,
             "tensors": tensor_facts(self.tensors),
         }
+        described = isinstance(self.model, PromptClassifier) and self.model.description
+        return facts | ({"language": self.model.description} if described else {})
 
 
 def fitting_module(model: nn.Module, dataset: Dataset) -> ModuleNetwork:

@@ -4,9 +4,9 @@ The DP-ZO paper finds zeroth-order training comparable with DP-SGD at n = 1000 (
 chance (Table 3). Here both train the same head of 770 parameters on the same cached embeddings (benchmarks/sst2.py),
 with the paper's steps and batches: ZO 75,000 steps of expected batch 16 (pure epsilon: 2,000 of 20), DP-SGD 200 steps
 of 64. Under pure privacy the noise grows with the number of steps and the signal only adds up, so 200 steps of 100 are
-trained as well ("short", ours). Noise calibrated to epsilon at delta 1e-5 by our accountants. The loop drives the trainers themselves, without
-run folders. A seed draws its 1000 training sentences (the same for all methods), batches, noise and directions.
-Evaluated on dev and test together, 2,693 sentences.
+trained as well ("short", ours). Noise is calibrated to epsilon at delta 1e-5 (pure: 0) by our accountants. The loop
+drives the trainers themselves, without run folders. A seed draws its 1000 training sentences (the same for all
+methods), batches, noise and directions. Evaluated on dev and test together, 2,693 sentences (2,691 lines of our copy).
 
 Learning rates: ZO's is a times the rate at which the noise moves a logit by 1; a, like DP-SGD's rate, was the best of a
 few on the pilot seed, which is none of the five; like the paper's, this search is not in epsilon.

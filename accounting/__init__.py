@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from accounting.selection_mechanism import PrivateSelection as PrivateSelection
     from accounting.ulr_mechanisms import PublishedUlr as PublishedUlr
     from accounting.ulr_mechanisms import RejectionGaussian as RejectionGaussian
+    from accounting.zo_mechanisms import ZoGaussian as ZoGaussian
+    from accounting.zo_mechanisms import ZoLaplace as ZoLaplace
 
 # Names are imported when they are first used, so that `opusim --help` need not load scipy and dp_accounting.
 _HOMES = {
@@ -68,6 +70,8 @@ _HOMES = {
     "Status": "accounting.guarantee",
     "Unit": "accounting.guarantee",
     "Unprotected": "accounting.record_mechanisms",
+    "ZoGaussian": "accounting.zo_mechanisms",
+    "ZoLaplace": "accounting.zo_mechanisms",
     "calibrate": "accounting.calibration",
     "guarantees": "accounting.composition",
     "mechanism_from_json": "accounting.mechanisms",

@@ -31,6 +31,7 @@ class Budget:
     _known: dict[tuple[Mechanism, ...], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _fitting: dict[Mechanism, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         arguments.positive(epsilon=self.epsilon)
@@ -49,18 +50,33 @@ class Budget:
         return self._known[merged]
 
     def would_exceed(self, paid: Sequence[Mechanism], more: Sequence[Mechanism]) -> bool:
-        """Whether more on top of what is paid costs above the budget."""
-        return not self.spent([*paid, *more]) <= self.epsilon  # NaN would exceed
+        """Whether more on top of what is paid costs above the budget.
 
-    def affordable(self, paid: Sequence[Mechanism], step: Sequence[Mechanism], wanted: int) -> int:
+        Fewer steps of one mechanism never cost more, so what fits with more steps is not computed again.
+        """
+        total = merge([*paid, *more])
+        one = total[0].repeated(1) if len(total) == 1 else None
+        if one is not None and total[0].steps <= self._fitting.get(one, 0):
+            return False
+        exceeds = not self.spent(total) <= self.epsilon  # NaN would exceed
+        if one is not None and not exceeds:
+            self._fitting[one] = total[0].steps
+        return exceeds
+
+    def affordable(
+        self, paid: Sequence[Mechanism], step: Sequence[Mechanism], wanted: int, *, ahead: int = 0
+    ) -> int:
         """How many steps of up to `wanted` fit; one look where all of them do.
 
         Args:
             paid: What was spent before.
             step: What one step costs.
             wanted: Steps asked for, at least 1.
+            ahead: Steps that may be asked for in the end; where all fit, later questions need no look of their own.
         """
         arguments.count(wanted=wanted)
+        if ahead > wanted:
+            self.would_exceed(paid, [mechanism.repeated(ahead * mechanism.steps) for mechanism in step])
 
         def too_many(steps: int) -> bool:
             return self.would_exceed(

@@ -22,6 +22,7 @@ from accounting.pdfa_mechanisms import PublishedLayer, PublishedPdfa
 from accounting.record_mechanisms import RecordCentral
 from accounting.selection_mechanism import PrivateSelection
 from accounting.ulr_mechanisms import PublishedUlr, RejectionGaussian
+from accounting.zo_mechanisms import ZoGaussian, ZoLaplace
 
 if TYPE_CHECKING:
     from accounting.guarantee import Guarantee
@@ -236,6 +237,8 @@ _SHOWN: tuple[type[Mechanism], ...] = (
     PublishedPdfa,
     PublishedUlr,
     RejectionGaussian,
+    ZoGaussian,
+    ZoLaplace,
 )
 for _kind in _SHOWN:
     _mechanism_command(_kind)

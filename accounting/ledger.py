@@ -227,7 +227,8 @@ class Ledger:
             wanted = self._coverage.room(step, wanted)
         if self._budget:
             spent = self.content.mechanisms
-            wanted = self._budget.affordable(spent, mechanisms, wanted)
+            ahead = 0 if until is None else until - step
+            wanted = self._budget.affordable(spent, mechanisms, wanted, ahead=ahead)
             if wanted == 0:
                 self._budget.require(spent, mechanisms)
         self._write(Payment(first_step=step, steps=wanted, mechanisms=mechanisms))

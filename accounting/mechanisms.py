@@ -39,6 +39,8 @@ _HOMES = {
     "label_amplified": "accounting.label_mechanisms",
     "label_budget": "accounting.label_mechanisms",
     "label_once": "accounting.label_mechanisms",
+    "zo_gaussian": "accounting.zo_mechanisms",
+    "zo_laplace": "accounting.zo_mechanisms",
     "pdfa_published": "accounting.pdfa_mechanisms",
     "pdfa_without_formula": "accounting.pdfa_mechanisms",
     "ulr_published": "accounting.ulr_mechanisms",

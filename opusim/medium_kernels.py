@@ -11,13 +11,13 @@ import numpy as np
 from opusim.philox_kernels import philox_block
 
 OUTPUTS_PER_BLOCK = 8
-_BLOCKS_AT_ONCE = 256  # words of 256 counters, 4 kB: they stay in the first-level cache
+BLOCKS_AT_ONCE = 256  # words of 256 counters, 4 kB: they stay in the first-level cache
 _U = np.uint32
 _HALF, _SIXTEEN = np.uint32(0xFFFF), np.uint32(16)
 
 
 @numba.njit(nogil=True, error_model="numpy")
-def _encrypt_blocks(
+def encrypt_blocks(
     words: np.ndarray,
     count: int,
     first_block: np.uint64,
@@ -38,7 +38,7 @@ def _encrypt_blocks(
 
 
 @numba.njit(nogil=True, error_model="numpy")
-def _look_up(row: np.ndarray, words: np.ndarray, count: int, table: np.ndarray) -> None:
+def look_up(row: np.ndarray, words: np.ndarray, count: int, table: np.ndarray) -> None:
     """Fills a row of 8 outputs a block with the table's values at the words' halves, low half of word 0 first."""
     row_0, row_1, row_2, row_3 = words[0], words[1], words[2], words[3]
     for i in range(count):
@@ -74,21 +74,21 @@ def fill_tile(
         epoch: counter word 3.
         key: low and high 32 bits of the seed.
     """
-    words = np.empty((4, _BLOCKS_AT_ONCE), np.uint32)
-    edge = np.empty(_BLOCKS_AT_ONCE * OUTPUTS_PER_BLOCK, np.float32)
+    words = np.empty((4, BLOCKS_AT_ONCE), np.uint32)
+    edge = np.empty(BLOCKS_AT_ONCE * OUTPUTS_PER_BLOCK, np.float32)
     c2, c3 = np.uint64(plane), np.uint64(epoch)
     skip = first_output % OUTPUTS_PER_BLOCK
     end = tile.shape[1] + skip
     for i in range(tile.shape[0]):
         c1 = np.uint64(first_input + i)
-        for start in range(0, end, _BLOCKS_AT_ONCE * OUTPUTS_PER_BLOCK):
-            stop = min(start + _BLOCKS_AT_ONCE * OUTPUTS_PER_BLOCK, end)
+        for start in range(0, end, BLOCKS_AT_ONCE * OUTPUTS_PER_BLOCK):
+            stop = min(start + BLOCKS_AT_ONCE * OUTPUTS_PER_BLOCK, end)
             count = (stop - start + OUTPUTS_PER_BLOCK - 1) // OUTPUTS_PER_BLOCK
             first_block = np.uint64((first_output + start) // OUTPUTS_PER_BLOCK)
-            _encrypt_blocks(words, count, first_block, c1, c2, c3, key)
+            encrypt_blocks(words, count, first_block, c1, c2, c3, key)
             first = skip if start == 0 else 0
             if first == 0 and (stop - start) % OUTPUTS_PER_BLOCK == 0:
-                _look_up(tile[i, start - skip : stop - skip], words, count, table)
+                look_up(tile[i, start - skip : stop - skip], words, count, table)
             else:  # whole blocks do not fit into the row
-                _look_up(edge, words, count, table)
+                look_up(edge, words, count, table)
                 tile[i, start + first - skip : stop - skip] = edge[first : stop - start]

@@ -234,6 +234,7 @@ class Engine:
 
     def checkpoint(self) -> None:
         """Write a checkpoint of the steps done so far."""
+        self._trainer.before_checkpoint()
         save_checkpoint(
             self._folder.checkpoints,
             step=self._step,

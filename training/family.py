@@ -142,6 +142,7 @@ class TrainerFamily(ABC, Generic[NetworkT]):
 _HOMES = {
     **dict.fromkeys(("bp", "dfa", "tdfa", "pdfa"), "training.feedback.family:FeedbackFamily"),
     "ulr": "training.ulr.family:UlrFamily",
+    "zo": "training.zo.family:ZoFamily",
     "convex": "training.convex.family:ConvexFamily",
 }
 """Where each trainer's family stands; imported when it is needed."""

@@ -38,7 +38,7 @@ from training.errors import RunFolderError
 from training.family import family_of
 from training.networks.base import Network
 from training.protections.plan import budget_of
-from training.runs.folder import RunFolder, facts_equal, versions
+from training.runs.folder import RunFolder, facts_equal, own_folder, versions
 from training.runs.run import Run, load_run
 from training.runs.storage import read_array, write_array
 from training.trainer import Trainer
@@ -84,7 +84,7 @@ def train(
         resolved = resolved.model_copy(update={"seed": 0})  # no seed is used, so none is kept
     if data is not None:
         resolved = _with_own_data(resolved)
-    run_folder = RunFolder(folder if folder is not None else _new_folder(resolved))
+    run_folder = RunFolder(own_folder(Path(folder) if folder is not None else _new_folder(resolved)))
     records = load_data(resolved, data)
     return train_on(resolved, records, run_folder, model=model, resume=resume, watcher=watcher)
 
@@ -154,7 +154,7 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
         )
     if folder is None:
         raise RunFolderError("resume needs the folder of the run to go on with")
-    return RunFolder(folder).read_config()
+    return RunFolder(own_folder(Path(folder))).read_config()
 
 
 def _with_own_data(config: RunConfig) -> RunConfig:

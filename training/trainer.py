@@ -63,6 +63,9 @@ class Trainer(ABC):
     def usage(self) -> Usage:
         """Frames, seconds and joules used so far; zero for a trainer without a device."""
 
+    def before_checkpoint(self) -> None:  # noqa: B027  # optional hook
+        """Bring parameters and files to a point from which a run can go on; called before each checkpoint."""
+
     @property
     def state(self) -> dict[str, Tensor]:
         """What else a resumed run must have back, by name; restored by copying into these tensors."""

@@ -33,8 +33,8 @@ from accounting.mechanisms import (
 )
 from accounting.pdfa_mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
 from accounting.record_mechanisms import RecordCentral, Unprotected
-from accounting.ulr_mechanisms import PublishedUlr, RejectionGaussian
 from accounting.selection_mechanism import PrivateSelection
+from accounting.ulr_mechanisms import PublishedUlr, RejectionGaussian
 
 DELTA = 1e-5
 RECORD = RecordCentral(
@@ -74,6 +74,7 @@ CALIBRATED = (
         epochs=3,
         noise_multiplier=4.0,
         final_noise=2.0,
+    ),
     PrivateSelection(mean=5.0, mu=0.5),
     RecordReplaced(noise_multiplier=1.3, sampling_probability=0.1, clip_norm=0.7, divisor=256, steps=3),
 )

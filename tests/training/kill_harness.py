@@ -21,6 +21,7 @@ from torch import nn
 import training
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
+from training.zo.replay import replay
 
 TOUCHES = ("write", "fsync", "replace", "ftruncate")
 CONFIG = {
@@ -41,6 +42,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "data": {"n_classes": 3},
         "trainer": {"kind": "ulr", "copies": 2, "noise": "device"},
         "protection": {"kind": "record", "noise_multiplier": 2.0},
+    },
+    "zo": {
+        **CONFIG,
+        "epochs": 1,
+        "sampler": {"scheme": "poisson", "batch_size": 10},
+        "data": {"n_classes": 3},
+        "trainer": {"kind": "zo", "directions": 2},
+        "protection": {"kind": "record", "noise_multiplier": 1.0},
+        "device": {},
     },
 }
 
@@ -108,11 +118,18 @@ def attempt(folder: Path, trainer: str, target: int | None, when: str = "before"
     return in_child(work)
 
 
-def outcome(folder: Path) -> tuple[bytes, bytes, dict[str, bytes]]:
-    """Metrics, summary and the last checkpoint's tensors, to the bit."""
+def outcome(folder: Path) -> tuple[object, ...]:
+    """Metrics, summary, step log and the last checkpoint's tensors, to the bit; a replay of the log must agree."""
     last = list_checkpoints(folder / "checkpoints")[-1]
     tensors = {name: tensor.numpy().tobytes() for name, tensor in read_checkpoint(last).tensors.items()}
-    return (folder / "metrics.jsonl").read_bytes(), (folder / "summary.json").read_bytes(), tensors
+    names = ["metrics.jsonl", "summary.json"]
+    if KIND == "zo":
+        names += ["steps.zo", "steps.mark.json"]
+        rebuilt = {f"model.{name}": t.numpy().tobytes() for name, t in replay(folder).tensors.items()}
+        tensors |= {f"replayed {name}": content for name, content in rebuilt.items()}
+        if any(tensors[name] != content for name, content in rebuilt.items()):
+            return ("the replay differs from the checkpoint",)
+    return *((folder / name).read_bytes() for name in names), tensors
 
 
 def main() -> int:

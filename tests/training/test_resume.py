@@ -58,7 +58,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
 
 
-@pytest.mark.parametrize("trainer", ["pdfa", "ulr"])
+@pytest.mark.parametrize("trainer", ["pdfa", "ulr", "zo"])
 def test_sigkill_at_every_touch_of_the_disk(tmp_path: Path, trainer: str) -> None:
     command = [sys.executable, str(HARNESS), str(tmp_path), trainer]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -68,7 +68,7 @@ def test_sigkill_at_every_touch_of_the_disk(tmp_path: Path, trainer: str) -> Non
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "nadam"])
-@pytest.mark.parametrize("kind", ["pdfa", "bp", "ulr"])
+@pytest.mark.parametrize("kind", ["pdfa", "bp", "ulr", "zo"])
 def test_ctrl_c_leaves_a_run_that_goes_on_bit_for_bit(tmp_path: Path, optimizer: str, kind: str) -> None:
     config = {**CONFIG, "optimizer": {"name": optimizer}, "trainer": {"kind": kind}}
     training.train(config, data=data(), folder=tmp_path / "unbroken")
@@ -195,21 +195,22 @@ def test_release_mode_stores_no_seed_and_draws_afresh(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigkill_at_random_moments(tmp_path: Path, seed: int) -> None:
-    """The installed command, killed from outside at 20 random moments and resumed each time."""
+@pytest.mark.parametrize(("kind", "wanted"), [("pdfa", 20), ("zo", 50)])
+def test_sigkill_at_random_moments(tmp_path: Path, seed: int, kind: str, wanted: int) -> None:
+    """The installed command, killed from outside at 20 or 50 random moments and resumed each time."""
     command = [sys.executable, "-c", "from training.cli import main; main()"]
     options = ["--set", "threads=1", "--set", "checkpoint.every_steps=7", "--epochs", "40", "--quiet"]
-    subprocess.run([*command, "train", "pdfa", *options, "--out", str(tmp_path / "unbroken")], check=True)
+    subprocess.run([*command, "train", kind, *options, "--out", str(tmp_path / "unbroken")], check=True)
     broken = tmp_path / "broken"
     moments = random.Random(seed)
     kills = 0
-    while kills < 20 or not RunFolder(broken).finished:
-        if RunFolder(broken).finished:  # too quick for 20 kills: begin once more
+    while kills < wanted or not RunFolder(broken).finished:
+        if RunFolder(broken).finished:  # too quick for so many kills: begin once more
             shutil.rmtree(broken)
         begun = RunFolder(broken).started
-        verb = ["resume", str(broken), "--quiet"] if begun else ["pdfa", *options, "--out", str(broken)]
+        verb = ["resume", str(broken), "--quiet"] if begun else [kind, *options, "--out", str(broken)]
         process = subprocess.Popen([*command, "train", *verb])
-        if kills < 20:
+        if kills < wanted:
             time.sleep(moments.uniform(0.5, 5.0))
             kills += process.poll() is None
             process.kill()

@@ -10,7 +10,7 @@ import typer
 from accounting.cli import app as account_app
 from opusim.cli import app as device_app
 from opusim.errors import DeviceError, OpusimError
-from training.cli import convex, curve, device_privacy, feedback, resuming, runs, tune, ulr
+from training.cli import convex, curve, device_privacy, feedback, resuming, runs, tune, ulr, zo
 
 app = typer.Typer(
     name="opusim",
@@ -23,8 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 train_app = typer.Typer(
-    help="Train a network: pdfa (through the device), dfa, tdfa (digital), bp (backpropagation), "
-    "ulr (forward passes alone), convex (private at the last iterate).",
+    help="Train a network: pdfa (through the device), dfa, tdfa (digital), bp (backpropagation), ulr, zo "
+    "(forward passes alone), convex (private at the last iterate).",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -33,6 +33,7 @@ app.add_typer(train_app, name="train")
 app.add_typer(account_app, name="account")
 feedback.mount(train_app)
 ulr.mount(train_app)
+zo.mount(app, train_app)
 convex.mount(train_app)
 resuming.mount(train_app)
 runs.mount(app)

@@ -58,9 +58,22 @@ def private_changes(
 
 
 def train_configured(
-    config: Path | None, settings: list[str] | None, changes: dict[str, Any], out: Path | None, quiet: bool
+    config: Path | None,
+    settings: list[str] | None,
+    changes: dict[str, Any],
+    out: Path | None,
+    quiet: bool,
+    **given: Any,
 ) -> None:
     """Train under the file, the flags and the settings; they must name the trainer of the command.
+
+    Args:
+        config: The file.
+        settings: The settings.
+        changes: The flags.
+        out: The run folder.
+        quiet: Whether to print the run folder alone.
+        **given: Data and model for `training.train`, where the command has loaded them.
 
     Raises:
         ConfigError: They name another, or are wrong.
@@ -79,7 +92,9 @@ def train_configured(
         require_present(load_description(resolved.device.name, resolved.device.overrides))
     from training.session import train
 
-    watched(resolved.trainer.kind, quiet, lambda watcher: train(resolved, folder=out, watcher=watcher))
+    watched(
+        resolved.trainer.kind, quiet, lambda watcher: train(resolved, folder=out, watcher=watcher, **given)
+    )
 
 
 def watched(kind: str, quiet: bool, work: Callable[[Watcher | None], Run]) -> None:

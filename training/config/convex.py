@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from training.config.protection import ProtectionConfig
 from training.config.section import Section
 
 
@@ -40,6 +41,10 @@ class ConvexConfig(Section):
         if self.clip is None and self.objective in ("squared", "margin"):
             return 0.5
         return self.clip
+
+    def uses_device(self, protection: ProtectionConfig) -> bool:
+        """Whether the run opens its device."""
+        return "device" in (self.gates, protection.noise)
 
     @model_validator(mode="after")
     def _check_gates(self) -> Self:

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from training.config.clips import ClippedLayers, WidthRule, check_clip
+from training.config.protection import ProtectionConfig
 from training.config.section import Section
 
 
@@ -51,6 +52,10 @@ class FeedbackConfig(Section):
     feedback_seed: int = Field(20210603, ge=0)
     """Seed of the digital feedback matrix of dfa and tdfa; the default is the packaged devices' medium, so that
     tdfa is pdfa without noise."""
+
+    def uses_device(self, protection: ProtectionConfig) -> bool:
+        """Whether the run opens its device."""
+        return self.kind == "pdfa"
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:

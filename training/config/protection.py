@@ -25,14 +25,16 @@ class ProtectionConfig(Section):
     epsilon: float | None = Field(None, gt=0.0)
     """Budget at delta: training stops before the step that would exceed it. Where the noise is not given it is the
     least that reaches this epsilon."""
-    delta: float = Field(1e-5, gt=0.0, lt=1.0)
-    """delta of every guarantee that this run prints."""
+    delta: float = Field(1e-5, ge=0.0, lt=1.0)
+    """delta of every guarantee that this run prints; 0 asks for pure privacy, which Laplace noise (zo) and randomized
+    response give."""
     noise_multiplier: float | None = Field(None, gt=0.0)
     """z: the noise's standard deviation over the clip (all kinds but label-once and label-response); None takes it from
     epsilon."""
     clip_norm: float | None = Field(None, gt=0.0)
-    """Largest norm of a record's contribution: over all layers (record, 1 by default), of each layer's signal (label,
-    1 by default), over all layers in the geometry of public features (label-amplified, 0.2 by default)."""
+    """Largest norm of a record's contribution: over all layers (record, 1 by default; zo: its loss difference, 0.05 by
+    default), of each layer's signal (label, 1 by default), over all layers in the geometry of public features
+    (label-amplified, 0.2 by default)."""
     divisor: float | None = Field(None, gt=0.0)
     """Constant that the noisy sum is divided by; None takes sampler.batch_size, never the realised size."""
     noise: Literal["digital", "device"] = "digital"

@@ -20,9 +20,10 @@ from training.config.protection import ProtectionConfig
 from training.config.sampler import SamplerConfig
 from training.config.section import Section
 from training.config.ulr import UlrConfig
+from training.config.zo import ZoConfig
 
 LossName = Literal["cross-entropy", "squared-error"]
-TrainerConfig = Annotated[FeedbackConfig | UlrConfig | ConvexConfig, Discriminator("kind")]
+TrainerConfig = Annotated[FeedbackConfig | UlrConfig | ZoConfig | ConvexConfig, Discriminator("kind")]
 """The options of each family of trainers, told apart by their kind."""
 
 
@@ -56,11 +57,7 @@ class RunConfig(Section):
     @property
     def uses_device(self) -> bool:
         """Whether the run opens its device."""
-        if isinstance(self.trainer, UlrConfig):
-            return "device" in (self.trainer.noise, self.protection.noise)
-        if isinstance(self.trainer, ConvexConfig):
-            return "device" in (self.trainer.gates, self.protection.noise)
-        return self.trainer.kind == "pdfa"
+        return self.trainer.uses_device(self.protection)
 
     def digest(self) -> str:
         """BLAKE2b of the whole configuration, by which a checkpoint knows the run it belongs to."""
@@ -81,7 +78,7 @@ class RunConfig(Section):
         if self.protection.noise == "device" and not self.uses_device:
             raise ValueError(
                 f"protection.noise = 'device' needs a device, but trainer.kind = {self.trainer.kind!r} has none; "
-                "train pdfa or convex, or take 'digital'"
+                "see `opusim train options` for what the others take from one, or take 'digital'"
             )
         if self.loss == "cross-entropy" and self.model.output_activation != "identity":
             raise ValueError(

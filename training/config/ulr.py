@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from training.config.protection import ProtectionConfig
 from training.config.section import Section
 
 Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
@@ -48,6 +49,10 @@ class UlrConfig(Section):
     def variance_reduction(self) -> Reduction:
         """`reduction`, or the default of the form."""
         return self.reduction or ("none" if self.form == "published" else "antithetic")
+
+    def uses_device(self, protection: ProtectionConfig) -> bool:
+        """Whether the run opens its device."""
+        return "device" in (self.noise, protection.noise)
 
     @model_validator(mode="after")
     def _check_estimate(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -172,6 +173,12 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any] | None:
         """The summary, or None while the run is not done."""
         return read_json(self.summary_file) if self.finished else None
+
+
+def own_folder(path: Path) -> Path:
+    """The run folder of this process: the one asked for, or beside it with the rank where several were launched."""
+    rank = int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0
+    return path if rank == 0 else path.with_name(f"{path.name}.rank{rank}")
 
 
 def versions() -> dict[str, str]:

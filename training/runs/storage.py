@@ -9,12 +9,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ARRAY = "array"
 
@@ -78,6 +82,28 @@ def read_array(path: Path) -> np.ndarray:
             return np.asarray(file.get_tensor(_ARRAY))
     except SafetensorError as error:
         raise ValueError(f"{path}: not readable ({error}); restore it or start a new run folder") from error
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Replace a file by tensors of any torch type (safetensors), with a schema version."""
+    from safetensors.torch import save as save_torch
+
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_file(path, save_torch(kept, metadata={"schema_version": "1"}))
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of any safetensors file.
+
+    Raises:
+        ValueError: The file is missing or something else; the message names it.
+    """
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: not readable as safetensors ({error}); give another file") from error
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:

@@ -1,0 +1,150 @@
+"""Zeroth-order training: a noised sum of clipped loss differences for each direction.
+
+A step draws a secret Poisson(q) batch and n public directions, and releases for each direction
+s_j = sum_i clip(l_i^+ - l_i^-, C) + noise. Adding or removing a record moves every s_j by at most C.
+
+Gaussian: the n scalars together are one Gaussian mechanism of sensitivity C sqrt(n), so a step is the Poisson-sampled
+Gaussian of multiplier z / sqrt(n); steps are composed by privacy loss distributions in both directions.
+
+Laplace: the n scalars have the pure epsilon n / b, so a step costs log(1 + q (e^(n/b) - 1)) and T steps T times that
+(delta = 0). At delta > 0 and n = 1 the privacy loss distribution of the Poisson-sampled Laplace is composed; for n > 1
+it is that of the pair which dominates every mechanism of pure epsilon n / b, randomized response.
+
+Whoever counts n directions as n steps with batches of their own states too little: they share one batch.
+Source: Tang et al., Private Fine-tuning of Large Language Models with Zeroth-order Optimization, Theorem 3.1 and
+Appendix A; Zhu et al. 2022 for sampled pairs; Kairouz et al. 2015 for the pair of a pure mechanism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency, Guarantee
+from accounting.loss_bounds import EpsilonBounds
+from accounting.mechanisms import PoissonGaussian, PoissonLaplace
+from accounting.proven import proven_guarantee, stated
+from accounting.standard import noise_bounds
+from accounting.zo_mechanisms import ZoGaussian, ZoLaplace
+
+_CHECKED = (
+    "every record enters every batch independently with probability q, drawn afresh at each step",
+    "each record's loss difference is clipped to the stated bound before the sum, and one that is not finite counts as "
+    "the bound",
+    "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
+    "the features were standardised with public constants, not with statistics of the data",
+    "the noise is fresh for each scalar, from a stream apart from the directions'",
+)
+_TRUSTED = (
+    "batches stay secret: realised sizes, step times and the sampler's state are not released",
+    "a record's loss depends on that record alone: no layer mixes the records of a batch",
+    "neither the noise nor its seed is revealed, and nobody attacks the rounding of floating-point numbers",
+)
+_DEVICE_LAW = (
+    "the device's noise is Gaussian, independent of data and between draws, at least as strong as stated"
+)
+
+
+def gaussian_guarantees(
+    mechanisms: Sequence[ZoGaussian], *, delta: float, enforced: bool = False
+) -> list[Guarantee]:
+    """Epsilon of all steps together, add_or_remove_one, both directions.
+
+    Args:
+        mechanisms: At least one.
+        delta: In [0, 1); 0 has no finite answer.
+        enforced: Whether the training code checked what code can check.
+    """
+    sampled = [
+        PoissonGaussian(
+            noise_multiplier=mechanism.noise_multiplier / math.sqrt(mechanism.directions),
+            sampling_probability=mechanism.sampling_probability,
+            steps=mechanism.steps,
+        )
+        for mechanism in mechanisms
+    ]
+    device = any(mechanism.device_noise for mechanism in mechanisms)
+    return [
+        proven_guarantee(
+            mechanisms,
+            bounds=noise_bounds(sampled, Adjacency.ADD_OR_REMOVE_ONE, delta),
+            delta=delta,
+            adjacency=Adjacency.ADD_OR_REMOVE_ONE,
+            source="DP-ZO, Theorem 3.1: Poisson-sampled Gaussian noise on clipped loss differences (Tang et al.)",
+            assumptions=stated(_CHECKED, (*_TRUSTED, _DEVICE_LAW) if device else _TRUSTED, enforced=enforced),
+            device_model=device,
+        )
+    ]
+
+
+def laplace_guarantees(
+    mechanisms: Sequence[ZoLaplace], *, delta: float, enforced: bool = False
+) -> list[Guarantee]:
+    """Epsilon of all steps together, add_or_remove_one, both directions.
+
+    Args:
+        mechanisms: At least one.
+        delta: In [0, 1); closed form at 0.
+        enforced: Whether the training code checked what code can check.
+    """
+    return [
+        proven_guarantee(
+            mechanisms,
+            bounds=_laplace_bounds(mechanisms, delta),
+            delta=delta,
+            adjacency=Adjacency.ADD_OR_REMOVE_ONE,
+            source="DP-ZO, Theorem 3.1: Poisson-sampled Laplace noise on clipped loss differences (Tang et al.)",
+            assumptions=stated(_CHECKED, _TRUSTED, enforced=enforced),
+        )
+    ]
+
+
+def _laplace_bounds(mechanisms: Sequence[ZoLaplace], delta: float) -> EpsilonBounds:
+    one_shift = [
+        PoissonLaplace(
+            scale=mechanism.scale / mechanism.directions,
+            sampling_probability=mechanism.sampling_probability,
+            steps=mechanism.steps,
+        )
+        for mechanism in mechanisms
+    ]  # for n > 1 right in its closed form alone
+    pure = noise_bounds(one_shift, Adjacency.ADD_OR_REMOVE_ONE, 0.0)
+    if delta == 0 or math.isinf(pure.upper):
+        return pure
+    if all(mechanism.directions == 1 for mechanism in mechanisms):
+        return noise_bounds(one_shift, Adjacency.ADD_OR_REMOVE_ONE, delta)
+    loosest = max(mechanism.directions / mechanism.scale for mechanism in mechanisms)
+    likeliest = max(mechanism.sampling_probability for mechanism in mechanisms)
+    step = sampled_pure_epsilon(loosest, likeliest)
+    composed = composed_pure_epsilon(step, sum(mechanism.steps for mechanism in mechanisms), delta)
+    upper = min(composed, pure.upper)
+    return EpsilonBounds(lower=0.0, upper=upper, method="distribution of the loss of a pure mechanism")
+
+
+def sampled_pure_epsilon(epsilon: float, sampling_probability: float) -> float:
+    """log(1 + q (e^epsilon - 1)): what Poisson sampling leaves of a pure epsilon (Balle et al. 2018)."""
+    return math.log1p(sampling_probability * math.expm1(epsilon))
+
+
+def composed_pure_epsilon(step_epsilon: float, steps: int, delta: float) -> float:
+    """Epsilon(delta) of steps that are each purely private, whatever their law.
+
+    The loss of randomized response, +-step_epsilon with odds e^step_epsilon, dominates theirs (Kairouz et al. 2015).
+
+    Args:
+        step_epsilon: Above 0, at most 500.
+        steps: At least 1.
+        delta: In (0, 1).
+
+    Raises:
+        NoGuarantee: The step's epsilon is beyond what doubles can follow.
+    """
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+    if not step_epsilon <= 500:
+        raise NoGuarantee(f"step_epsilon = {step_epsilon:g}: is beyond 500; use more noise or delta = 0")
+    keep = 1 / (1 + math.exp(-step_epsilon))
+    loss = PrivacyLossDistribution.create_from_rounded_probability({1: keep, -1: 1 - keep}, 0.0, step_epsilon)
+    composed = loss if steps == 1 else loss.self_compose(steps)
+    return float(composed.get_epsilon_for_delta(delta)) * (1 + 1e-9)

@@ -1,0 +1,145 @@
+"""`opusim train zo` and `opusim zo replay`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from training.cli.options import (
+    Config,
+    Data,
+    Delta,
+    Epochs,
+    Epsilon,
+    NoiseMultiplier,
+    Out,
+    Protect,
+    Quiet,
+    ReleaseMode,
+    Seed,
+    Settings,
+)
+from training.cli.training_runs import EXAMPLES, flag_changes, private_changes, train_configured
+
+zo_app = typer.Typer(help="What zeroth-order training leaves behind.", no_args_is_help=True)
+
+Law = Annotated[
+    str | None, typer.Option(help="gaussian, or laplace (purely private with --delta 0): law of the noise.")
+]
+Directions = Annotated[int | None, typer.Option(help="Random directions a step, each a release of its own.")]
+LanguageModel = Annotated[
+    str | None,
+    typer.Option(help="Fine-tune a language model: a local folder, or a name on the hub (extra llm)."),
+]
+Text = Annotated[
+    Path | None, typer.Option(help="What it learns from: a file of lines, text, tab, class number from 0.")
+]
+PromptText = Annotated[
+    str,
+    typer.Option("--prompt", help="Template around {text}; {mask} marks the class word of a masked model."),
+]
+Classes = Annotated[str, typer.Option(help="The word of each class, in the order of the class numbers.")]
+MaxTokens = Annotated[int, typer.Option(help="Longest prompt; longer texts lose their end.")]
+LoraRank = Annotated[
+    int | None, typer.Option(help="Train low-rank updates of this rank instead of the whole model.")
+]
+LoraTargets = Annotated[
+    str | None,
+    typer.Option(help="Modules that get them, such as q_proj,v_proj; by default those that peft knows."),
+]
+
+
+def mount(app: typer.Typer, train_app: typer.Typer) -> None:
+    """Add the commands to `opusim` and to `opusim train`."""
+    train_app.command("zo", epilog=EXAMPLES.format(kind="zo"))(train_zo)
+    app.add_typer(zo_app, name="zo")
+
+
+@zo_app.callback()
+def zo() -> None:
+    """What zeroth-order training leaves behind."""
+
+
+def train_zo(
+    config: Config = None,
+    settings: Settings = None,
+    data: Data = None,
+    epochs: Epochs = None,
+    seed: Seed = None,
+    out: Out = None,
+    law: Law = None,
+    directions: Directions = None,
+    protect: Protect = None,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
+    noise_multiplier: NoiseMultiplier = None,
+    release: ReleaseMode = False,
+    language_model: LanguageModel = None,
+    text: Text = None,
+    prompt: PromptText = "{text} It was",
+    classes: Classes = "terrible,great",
+    max_tokens: MaxTokens = 128,
+    lora_rank: LoraRank = None,
+    lora_targets: LoraTargets = None,
+    quiet: Quiet = False,
+) -> None:
+    """Zeroth-order training: forward passes on both sides of random directions, a scalar for each (no gradients)."""
+    changes = flag_changes("zo", data, epochs, seed)
+    given = {"law": law, "directions": directions}
+    changes["trainer"] |= {key: value for key, value in given.items() if value is not None}
+    changes |= private_changes(protect, epsilon, delta, noise_multiplier, release)
+    if language_model is None:
+        train_configured(config, settings, changes, out, quiet)
+        return
+    if text is None:
+        raise ValueError(
+            "--text is missing: a file of lines, text, tab, class number; --language-model learns from it"
+        )
+    from training.zo.language import Lora, load_classifier
+    from training.zo.prompts import Prompt, encode, read_texts
+
+    asked = Prompt(template=prompt, classes=tuple(classes.split(",")), max_tokens=max_tokens)
+    targets = tuple(lora_targets.split(",")) if lora_targets else ()
+    lora = None if lora_rank is None else Lora(rank=lora_rank, targets=targets, seed=seed or 0)
+    model, tokenizer = load_classifier(language_model, asked, lora=lora)
+    texts, labels = read_texts(text)
+    changes["data"] = {"n_classes": len(asked.classes)}
+    train_configured(
+        config, settings, changes, out, quiet, data=(encode(tokenizer, texts, asked), labels), model=model
+    )
+
+
+@zo_app.command("replay")
+def zo_replay(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="A step log (steps.zo), or its run folder.")],
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            help="The parameters that training began with, safetensors; by default those beside the log."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the final parameters here, as safetensors.")] = None,
+) -> None:
+    """Rebuild the final parameters of a zeroth-order run, bit for bit, from its first ones and its step log."""
+    from training.runs.progress import CountingBar
+    from training.runs.storage import write_tensors
+    from training.zo.replay import replay
+
+    with CountingBar("replay") as bar:
+
+        def follow(done: int, total: int) -> None:
+            if done == 1:
+                bar.start(total)
+            bar.advance()
+
+        found = replay(log, base=base, on_step=follow)
+    if out is not None:
+        write_tensors(out, found.tensors)
+    agreement = (
+        "those of the run's newest checkpoint, to the bit" if found.arrived else "not compared: no mark"
+    )
+    typer.echo(f"{found.steps:,} steps replayed; parameters {found.digest}: {agreement}")
+    if out is not None:
+        typer.echo(f"written to {out}")

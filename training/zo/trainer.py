@@ -1,0 +1,249 @@
+"""Zeroth-order training: Algorithm 1 of the DP-ZO paper on any module, in place.
+
+One step: for each of n directions two forward passes, one on each side; each record's loss difference clipped to C;
+s_j = (sum_i clip(l_i^+ - l_i^-) + noise_j) / (2 phi B) with the stated batch size B; then one move along each
+direction. Neither gradients nor a second copy of the parameters exist, and the scalars are all that the data leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opusim.devices.base import NoisyDevice
+from opusim.philox import derive_seed
+from opusim.usage import Usage
+from training.config.optimizer import OptimizerConfig
+from training.config.run import LossName
+from training.config.zo import ZoConfig
+from training.networks.base import Network
+from training.networks.losses import LOSSES
+from training.trainer import StepRecord, Trainer
+from training.zo.differences import Differences, loss_differences
+from training.zo.entry import StepEntry
+from training.zo.ranks import Ranks
+from training.zo.scalar_noise import ScalarNoise
+from training.zo.step_log import StepLog
+from training.zo.walk import Walk
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalarRelease:
+    """How a step's scalars leave the data.
+
+    Attributes:
+        clip: C > 0; None clips nothing.
+        divisor: B > 0, the stated batch size.
+        scale: Of the noise, in units of a loss: z C or b C; 0 for none.
+        noise: Its source; None where there is none.
+    """
+
+    clip: float | None
+    divisor: float
+    scale: float = 0.0
+    noise: ScalarNoise | None = None
+
+
+class ZoTrainer(Trainer):
+    """Trains a network's tensors by forward passes.
+
+    Guarantees, for every batch whatever it holds:
+        - adding or removing one record changes each scalar's sum by at most C, up to float64 rounding;
+        - a loss that is not finite moves it by at most C, and stops nothing;
+        - an empty batch takes the same noisy step.
+
+    Attributes:
+        non_finite: Records so far whose loss was not finite on some side, one count for each time.
+        ranks: The processes that share the batches.
+        walk: What moves the parameters.
+        log: Where steps are written; set before the first step of a run, None for no log.
+
+    Args:
+        network: Its model is put into evaluation mode (no dropout, so that both sides see one function).
+        config: Directions and their length.
+        optimizer: Learning rate and weight decay.
+        release: Clip, batch size, noise.
+        loss: Of each record.
+        root: Seed from which the directions' seeds are derived, in [0, 2^64); public.
+        ranks: The processes that share the batches.
+        device: The device that the noise comes from, if it does.
+        private: Count nothing that depends on the data (release mode).
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        config: ZoConfig,
+        optimizer: OptimizerConfig,
+        release: ScalarRelease,
+        *,
+        loss: LossName = "cross-entropy",
+        root: int,
+        ranks: Ranks | None = None,
+        device: NoisyDevice | None = None,
+        private: bool = False,
+    ) -> None:
+        self.kind = config.kind
+        self.model = network.model.eval()
+        self.root = root
+        self.log: StepLog | None = None
+        self._network = network
+        self._tensors = network.tensors
+        self.walk = Walk(
+            list(self._tensors.values()),
+            perturbation=config.perturbation,
+            weight_decay=optimizer.weight_decay,
+            settle_every=config.settle_every,
+        )
+        self.optimizer = torch.optim.SGD(self._tensors.values(), lr=optimizer.lr)  # carries the rate alone
+        self._config, self._release = config, release
+        self._loss = LOSSES[loss]
+        self.ranks = ranks or Ranks()
+        self._device = device
+        self._private = private
+        self._counts = torch.zeros(2, dtype=torch.int64)  # steps done, losses that were not finite
+
+    def step(
+        self, x: Tensor, y: Tensor, *, step: int, observe: bool = False, records: Tensor | None = None
+    ) -> StepRecord:
+        """See Trainer.step; the diagnostics are clipped and non_finite: shares of the batch, one for each direction."""
+        n_records = len(x)
+        if self.ranks.world > 1:
+            mine = self.ranks.share(_numbers(records, n_records))
+            x, y = x[mine], y[mine]
+        seeds = tuple(derive_seed(self.root, "direction", step, j) for j in range(self._config.directions))
+        seen = self._look(seeds, x, y)
+        entry = StepEntry.rounded(
+            rate=float(self.optimizer.param_groups[0]["lr"]),
+            seeds=seeds,
+            scalars=tuple(self.ranks.of_first(self._scalars(seen.sums, step))),
+        )
+        if self.log is not None:
+            self.log.append(entry)
+        self.walk.finish(entry)
+        self._counts[0] += 1
+        if not self._private:
+            self._counts[1] += int(sum(seen.bad))
+        return seen.record(n_records, place=y.device, observe=observe)
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        return int(self._counts[0])
+
+    @property
+    def non_finite(self) -> int:
+        """See the class."""
+        return int(self._counts[1])
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The trained parameters."""
+        return self._network.tensors
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Steps done and losses that were not finite; the float32 copies of parameters in half precision."""
+        names = list(self._tensors)
+        return {"zo.counts": self._counts} | {
+            f"zo.float32.{names[number]}": copy for number, copy in self.walk.copies.items()
+        }
+
+    @property
+    def usage(self) -> Usage:
+        """Usage of the device."""
+        return self._device.usage if self._device is not None else Usage()
+
+    def before_checkpoint(self) -> None:
+        """Settle parameters in half precision, and have the log on disk up to here."""
+        self.walk.settle()
+        if self.log is not None:
+            self.log.mark(self._tensors)
+
+    def _look(self, seeds: Sequence[int], x: Tensor, y: Tensor) -> _Seen:
+        """What all processes see along the directions; ends on the minus side of the last."""
+        seen = _Seen()
+        for seed in seeds[:-1]:
+            self._probe(seed, x, y, seen)
+            self.walk.back(seed)
+        self._probe(seeds[-1], x, y, seen)
+        seen.take(self.ranks.totals(seen.numbers()))
+        return seen
+
+    def _probe(self, seed: int, x: Tensor, y: Tensor, seen: _Seen) -> None:
+        """Look at the losses on both sides of a direction; ends on its minus side."""
+        self.walk.to_plus(seed)
+        plus, right = self._losses(x, y)
+        self.walk.to_minus(seed)
+        minus, _ = self._losses(x, y)
+        seen.add(plus, right, loss_differences(plus, minus, self._release.clip))
+
+    def _losses(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Each record's loss, and whether it was told right, shapes (batch,); an empty batch is not looked at."""
+        if not len(x):
+            return torch.zeros(0, device=y.device), y == y
+        with torch.no_grad():
+            output = self.model(x).float()
+            return self._loss(output, y).per_record, output.argmax(dim=1) == y
+
+    def _scalars(self, sums: list[float], step: int) -> list[float]:
+        """The sums, noised, over batch size and 2 phi."""
+        release = self._release
+        noise = [0.0] * len(sums)
+        if self._device is not None:
+            self._device.seek(step)
+        if release.noise is not None and self.ranks.rank == 0:
+            noise = release.noise.draw(step, len(sums))
+        divisor = 2 * self._config.perturbation * release.divisor
+        return [(total + release.scale * number) / divisor for total, number in zip(sums, noise, strict=True)]
+
+
+class _Seen:
+    """What the forward passes of one step saw: sums over the batch."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+        self.clipped: list[float] = []
+        self.bad: list[float] = []
+        self.loss, self.correct = 0.0, 0.0
+
+    def add(self, plus: Tensor, right: Tensor, differences: Differences) -> None:
+        """Take in one direction; the first look at the batch is what metrics report."""
+        if not self.sums:
+            self.loss = float(torch.where(torch.isfinite(plus), plus, 0.0).sum(dtype=torch.float64))
+            self.correct = float(right.sum())
+        self.sums.append(float(differences.values.sum()))
+        self.clipped.append(differences.clipped)
+        self.bad.append(differences.non_finite)
+
+    def numbers(self) -> list[float]:
+        """All sums in one row, as processes exchange them."""
+        return [*self.sums, *self.clipped, *self.bad, self.loss, self.correct]
+
+    def take(self, numbers: Sequence[float]) -> None:
+        """Replace the sums by those of such a row."""
+        n = len(self.sums)
+        self.sums, self.clipped, self.bad = (list(numbers[k * n : (k + 1) * n]) for k in range(3))
+        self.loss, self.correct = numbers[-2:]
+
+    def record(self, n_records: int, *, place: torch.device, observe: bool) -> StepRecord:
+        """What the engine's metrics are made of."""
+        shares = {"clipped": self.clipped, "non_finite": self.bad}
+        return StepRecord(
+            loss_sum=torch.tensor(self.loss, dtype=torch.float64, device=place),
+            n_correct=torch.tensor(int(self.correct), device=place),
+            n_records=n_records,
+            diagnostics={
+                name: [count / max(n_records, 1) for count in counts] for name, counts in shares.items()
+            }
+            if observe
+            else {},
+        )
+
+
+def _numbers(records: Tensor | None, n_records: int) -> Tensor:
+    """The records' numbers, or their places where nobody says."""
+    return torch.arange(n_records) if records is None else records

@@ -122,8 +122,14 @@ def _laplace_bounds(mechanisms: Sequence[ZoLaplace], delta: float) -> EpsilonBou
     return EpsilonBounds(lower=0.0, upper=upper, method="distribution of the loss of a pure mechanism")
 
 
+_LARGE = 30.0
+
+
 def sampled_pure_epsilon(epsilon: float, sampling_probability: float) -> float:
     """log(1 + q (e^epsilon - 1)): what Poisson sampling leaves of a pure epsilon (Balle et al. 2018)."""
+    if epsilon > _LARGE:  # the same without the power, which would overflow
+        rest = (1 - sampling_probability) / sampling_probability * math.exp(-epsilon)
+        return epsilon + math.log(sampling_probability) + math.log1p(rest)
     return math.log1p(sampling_probability * math.expm1(epsilon))
 
 

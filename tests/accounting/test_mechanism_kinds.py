@@ -35,6 +35,7 @@ from accounting.pdfa_mechanisms import PdfaWithoutFormula, PublishedLayer, Publi
 from accounting.record_mechanisms import RecordCentral, Unprotected
 from accounting.selection_mechanism import PrivateSelection
 from accounting.ulr_mechanisms import PublishedUlr, RejectionGaussian
+from accounting.zo_mechanisms import ZoGaussian, ZoLaplace
 
 DELTA = 1e-5
 RECORD = RecordCentral(
@@ -76,6 +77,10 @@ CALIBRATED = (
         final_noise=2.0,
     ),
     PrivateSelection(mean=5.0, mu=0.5),
+    ZoGaussian(
+        noise_multiplier=1.2, sampling_probability=0.1, clip_norm=0.5, divisor=16, directions=2, steps=3
+    ),
+    ZoLaplace(scale=1.2, sampling_probability=0.1, clip_norm=0.5, divisor=16, directions=2, steps=3),
     RecordReplaced(noise_multiplier=1.3, sampling_probability=0.1, clip_norm=0.7, divisor=256, steps=3),
 )
 WITHOUT_NOISE = (

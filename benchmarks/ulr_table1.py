@@ -42,7 +42,7 @@ BASE: dict[str, Any] = {
     "model": {"hidden": [128, 64, 32], "activation": "gelu"},
 }
 PROVEN_EPSILONS = (1.0, 3.0)
-PROVEN_BATCH = 1000
+PROVEN_BATCH, PROVEN_COPIES = 1000, 10
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -66,7 +66,7 @@ def published_config(batch: int, target: float, seed: int, lr: float) -> dict[st
 def proven_config(kind: str, epsilon: float, seed: int) -> dict[str, Any]:
     trainer: dict[str, Any] = {"kind": kind}
     if kind == "ulr":
-        trainer |= {"copies": COPIES, "sigma": 0.3}
+        trainer |= {"copies": PROVEN_COPIES, "sigma": 0.3}
     return {
         **BASE,
         "epochs": 10,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results
-from benchmarks.ulr_pages import ulr_sections, ulr_speed_rows
+from benchmarks.ulr_pages import ulr_readme_rows, ulr_sections, ulr_speed_rows
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- measured: written by `make bench-report` -->", "<!-- end of measured -->"
@@ -37,7 +37,7 @@ def readme_rows() -> list[Row]:
                 (f"FashionMNIST, Table 1 of the PDFA paper, {row}: ours minus the paper's", figure, TABLE1)
             )
     rows += _private_rows()
-    rows += _speed_rows()
+    rows += _speed_rows() + ulr_readme_rows()
     return rows
 
 
@@ -71,7 +71,7 @@ def _speed_rows() -> list[Row]:
                     "`python -m benchmarks.pdfa_step`",
                 )
             )
-    return rows + _record_step_rows() + ulr_speed_rows() + _accounting_rows()
+    return rows + _record_step_rows() + _accounting_rows()
 
 
 def _accounting_rows() -> list[Row]:
@@ -212,7 +212,7 @@ def private_section() -> str:
 
 
 def speed_section() -> str:
-    rows: list[tuple[str, ...]] = list(_speed_rows())
+    rows: list[tuple[str, ...]] = [*_speed_rows(), *ulr_speed_rows()]
     if not rows:
         return ""
     text = "Medians of interleaved repeats in one process. The bars: 0.9 of the product, 5 times lightonml; at most 1; "

@@ -35,6 +35,7 @@ from training.runs.evaluation import evaluate_split
 FOLDER = Path("runs/ulr-table1")
 BATCHES, TARGETS, SEEDS = (64, 200, 500), (0.5, 2.0, 8.0), (0, 1, 2)
 EPOCHS, COPIES, SIGMA = 25, 30, 1.0
+ROWS_PER_PASS = 4000  # small batches take several copies together
 BASE: dict[str, Any] = {
     "epochs": EPOCHS,
     "threads": 1,
@@ -59,6 +60,7 @@ def published_config(batch: int, target: float, seed: int, lr: float) -> dict[st
             "copies": COPIES,
             "sigma": SIGMA,
             "target_std": target,
+            "rows_per_pass": ROWS_PER_PASS,
         },
     }
 

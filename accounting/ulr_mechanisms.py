@@ -39,7 +39,7 @@ class PublishedUlr(Mechanism):
     min_batch_size: int
     modules: int
     largest_module: int
-    sampled: bool
+    sampled: bool = False
 
     kind: ClassVar[str] = "ulr_published"
     accountant: ClassVar[str] = "accounting.ulr_published:guarantees"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results
-from benchmarks.ulr_pages import ulr_sections, ulr_speed_rows
+from benchmarks.ulr_pages import ulr_readme_rows, ulr_sections, ulr_speed_rows
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- measured: written by `make bench-report` -->", "<!-- end of measured -->"
@@ -39,7 +39,7 @@ def readme_rows() -> list[Row]:
             )
     rows += _learning_rows()
     rows += _private_rows()
-    rows += _speed_rows()
+    rows += _speed_rows() + ulr_readme_rows()
     return rows
 
 
@@ -283,7 +283,7 @@ def learning_section() -> str:
 
 
 def speed_section() -> str:
-    rows: list[tuple[str, ...]] = list(_speed_rows())
+    rows: list[tuple[str, ...]] = [*_speed_rows(), *ulr_speed_rows()]
     if not rows:
         return ""
     text = "Medians of interleaved repeats in one process. The bars: 0.9 of the product, 5 times lightonml; at most 1; "

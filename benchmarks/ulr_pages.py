@@ -38,6 +38,13 @@ def ulr_speed_rows() -> list[Row]:
     ]
 
 
+def ulr_readme_rows() -> list[Row]:
+    """What the README shows of them."""
+    return [
+        row for row in ulr_speed_rows() if row[0].endswith("K = 1, 1 thread(s)") and "published" not in row[0]
+    ]
+
+
 def ulr_cells() -> list[dict[str, Any]]:
     """The cells of Table 1 that were trained, as the paper has them, at one learning rate each."""
     content = load_results("ulr_table1")

@@ -35,6 +35,7 @@ from training.runs.evaluation import evaluate_split
 FOLDER = Path("runs/ulr-table1")
 BATCHES, TARGETS, SEEDS = (64, 200, 500), (0.5, 2.0, 8.0), (0, 1, 2)
 EPOCHS, COPIES, SIGMA = 25, 30, 1.0
+ROWS_PER_PASS = 4000  # small batches take several copies together
 BASE: dict[str, Any] = {
     "epochs": EPOCHS,
     "threads": 1,
@@ -42,7 +43,7 @@ BASE: dict[str, Any] = {
     "model": {"hidden": [128, 64, 32], "activation": "gelu"},
 }
 PROVEN_EPSILONS = (1.0, 3.0)
-PROVEN_BATCH = 1000
+PROVEN_BATCH, PROVEN_COPIES = 1000, 10
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -59,6 +60,7 @@ def published_config(batch: int, target: float, seed: int, lr: float) -> dict[st
             "copies": COPIES,
             "sigma": SIGMA,
             "target_std": target,
+            "rows_per_pass": ROWS_PER_PASS,
         },
     }
 
@@ -66,7 +68,7 @@ def published_config(batch: int, target: float, seed: int, lr: float) -> dict[st
 def proven_config(kind: str, epsilon: float, seed: int) -> dict[str, Any]:
     trainer: dict[str, Any] = {"kind": kind}
     if kind == "ulr":
-        trainer |= {"copies": COPIES, "sigma": 0.3}
+        trainer |= {"copies": PROVEN_COPIES, "sigma": 0.3}
     return {
         **BASE,
         "epochs": 10,

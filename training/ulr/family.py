@@ -29,7 +29,7 @@ from training.protections.device_normals import DeviceNormals
 from training.protections.plan import sampled_step
 from training.seeds import seed_for
 from training.ulr.estimator import Estimator
-from training.ulr.network import ModuleSequence
+from training.ulr.network import ModuleSequence, Outputs
 from training.ulr.published import PublishedOptions, PublishedUpdate
 from training.ulr.trainer import UlrTrainer
 from training.ulr.updates import PlainUpdate, Update
@@ -46,7 +46,7 @@ class UlrFamily(TrainerFamily[ModuleSequence]):
         if model is None:
             return ModuleSequence(configured_model(config, dataset), n_inputs=dataset.n_features)
         network = ModuleSequence(model, n_inputs=dataset.n_features)
-        found = tuple(network.forward(torch.zeros(2, dataset.n_features)).output.shape)
+        found = tuple(_blank_outputs(network, 2).output.shape)
         if found != (2, dataset.n_classes):
             raise ValueError(
                 f"model makes an output of shape {found} of 2 records, but the data have {dataset.n_classes} classes; "
@@ -67,8 +67,7 @@ class UlrFamily(TrainerFamily[ModuleSequence]):
 
     def device_shape(self, config: RunConfig, network: ModuleSequence) -> DeviceShape:
         """A reading holds the noise of every output of one record."""
-        values = network.forward(torch.zeros(1, network.n_inputs)).values
-        outputs = sum(value.numel() for value in values)
+        outputs = sum(value.numel() for value in _blank_outputs(network, 1).values)
         return DeviceShape(n_inputs=1, n_outputs=min(outputs, _WIDEST_READING))
 
     def trainer(
@@ -81,7 +80,7 @@ class UlrFamily(TrainerFamily[ModuleSequence]):
             _update(config, network, device),
             loss=config.loss,
             device=device,
-            reports=config.mode == "experiment",
+            reports=config.mode == "experiment" or config.protection.kind == "none",
         )
 
     def step_mechanisms(
@@ -123,6 +122,11 @@ def ulr_options(config: RunConfig) -> UlrConfig:
     if not isinstance(options, UlrConfig):
         raise TypeError(f"trainer.kind = {options.kind!r} is not ulr")
     return options
+
+
+def _blank_outputs(network: ModuleSequence, n: int) -> Outputs:
+    """What the modules make of records of zeros."""
+    return network.forward(torch.zeros(n, network.n_inputs, device=network.parameters[0].device))
 
 
 def _published_step(config: RunConfig, network: ModuleSequence, sampler: Sampler) -> PublishedUlr:

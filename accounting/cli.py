@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from accounting import convex_cli
 from accounting.convex_mechanisms import ConvexLastIterate
 from accounting.label_mechanisms import LabelAmplified, LabelBudget, LabelOnce
 from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, RandomizedResponse
@@ -242,3 +243,4 @@ _SHOWN: tuple[type[Mechanism], ...] = (
 )
 for _kind in _SHOWN:
     _mechanism_command(_kind)
+convex_cli.mount(app)

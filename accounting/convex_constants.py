@@ -87,11 +87,16 @@ def log_expansion(
             f"learning_rate = {largest:g}: must be below 2 / (beta + regularisation) = "
             f"{2 / (beta + regularisation):g}, beta being {beta:g} for {objective!r}; lower it"
         )
-    shrink = np.log1p(-rate * regularisation)
+    shrink = _log_distance_from_one(rate * regularisation)
     if clips_a_softmax(objective, clip, n_classes):
-        return _clipped_softmax(clip or math.inf, n_classes, rate, shrink)
+        return _clipped_softmax(clip or math.inf, n_classes, rate, regularisation)
+    return np.maximum(shrink, _log_distance_from_one(rate * (beta + regularisation)))
+
+
+def _log_distance_from_one(x: np.ndarray) -> np.ndarray:
+    """The logarithm of |1 - x|, x at least 0; exact where x is small."""
     with np.errstate(divide="ignore"):
-        return np.maximum(shrink, np.log(np.abs(1 - rate * (beta + regularisation))))
+        return np.where(x < 0.5, np.log1p(-np.minimum(x, 0.5)), np.log(np.abs(1 - x)))
 
 
 def clips_a_softmax(objective: str, clip: float | None, n_classes: int) -> bool:
@@ -99,9 +104,10 @@ def clips_a_softmax(objective: str, clip: float | None, n_classes: int) -> bool:
     return objective == "softmax" and clip is not None and clip < math.sqrt(2.0) and n_classes > 2
 
 
-def _clipped_softmax(clip: float, n_classes: int, rate: np.ndarray, shrink: np.ndarray) -> np.ndarray:
+def _clipped_softmax(clip: float, n_classes: int, rate: np.ndarray, regularisation: float) -> np.ndarray:
+    shrink = _log_distance_from_one(rate * regularisation)
     step = rate / np.exp(shrink)
-    if not float(np.max(step)) < 4:
+    if not float(np.max(rate * regularisation)) < 1 or not float(np.max(step)) < 4:
         raise NoGuarantee(
             f"learning_rate = {float(np.max(rate)):g}: must keep eta / (1 - eta lambda) below 4; lower it"
         )

@@ -15,6 +15,7 @@ from accounting.calibration import calibrate
 from accounting.convex_constants import log_expansion, residual_bound, smoothness, softmax_gap
 from accounting.convex_last_iterate import claimed_mu, guarantees, learning_rates, proven_mu
 from accounting.convex_mechanisms import ConvexLastIterate
+from accounting.convex_plan import least_regularisation, most_epochs, plans
 from accounting.convex_shifts import mu_general, mu_of_schedule
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Release, Status
@@ -277,3 +278,37 @@ def test_two_classes_clip_without_harm() -> None:
 def test_bad_parameters_are_named(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(RUN, **change)
+
+
+# Plans
+
+
+def test_plans_reach_their_target_with_less_noise_at_fewer_epochs() -> None:
+    found = plans(RUN, target_epsilon=3.0, delta=DELTA, epochs=(1, 10, 100))
+    assert all(2.98 < plan.epsilon <= 3.0 for plan in found)
+    multipliers = [plan.mechanism.noise_multiplier for plan in found]
+    assert multipliers == sorted(multipliers)
+    one = found[0]
+    assert one.weight_noise == pytest.approx(0.5 * math.sqrt(60) * one.mechanism.noise_multiplier * 60)
+
+
+@pytest.mark.parametrize(("epsilon", "contraction"), [(4.76, 3.76e-5), (1.33, 5.61e-5)])
+def test_the_papers_contraction_for_its_epsilons(epsilon: float, contraction: float) -> None:
+    """400 epochs of 60 batches at noise 5 and 15: eta lambda of the reference, solved from epsilon."""
+    run = replace(RUN, epochs=400, noise_multiplier=5.0 if epsilon > 2 else 15.0)
+    found = least_regularisation(run, target_epsilon=epsilon, delta=DELTA)
+    assert run.learning_rate * found.regularisation == pytest.approx(contraction, rel=0.01)
+    assert guarantees([found], delta=DELTA)[0].epsilon <= epsilon
+
+
+def test_most_epochs() -> None:
+    found = most_epochs(RUN, target_epsilon=3.0, delta=DELTA)
+    assert guarantees([found], delta=DELTA)[0].epsilon <= 3.0
+    assert guarantees([replace(found, epochs=found.epochs + 1)], delta=DELTA)[0].epsilon > 3.0
+
+
+def test_targets_out_of_reach_are_refused() -> None:
+    with pytest.raises(NoGuarantee, match="no regularisation up to 1.5 reaches it with noise_multiplier = 5"):
+        least_regularisation(RUN, target_epsilon=0.5, delta=DELTA)
+    with pytest.raises(NoGuarantee, match="one epoch with noise_multiplier = 5 costs more"):
+        most_epochs(RUN, target_epsilon=0.5, delta=DELTA)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -205,3 +206,51 @@ def test_hyperplanes_of_a_device_are_its_medium() -> None:
 def test_bad_hyperplanes_are_named() -> None:
     with pytest.raises(ValueError, match=r"hyperplanes has shape \(2, 3\): must be \(P, n_inputs = 4\)"):
         GatedRelu(4, 2, torch.zeros(2, 3))
+
+
+def parting(
+    name: str, clip: float | None, *, rate: float, normalised: bool = True
+) -> list[tuple[float, float]]:
+    """(distance, bound) after each noiseless step of two trainings that differ in one record of the last batch.
+
+    The bound is the recursion that the accountant covers: z <- c z + 2 C rate / b at the record's batch, c z elsewhere.
+    """
+    x, y = records(40, seed=5)
+    other_x, other_y = x.clone(), y.clone()
+    other_x[37], other_y[37] = -x[37], (y[37] + 1) % K
+    bound, batch, pairs_of, z = residual_bound(name, clip, K), 10, [], 0.0
+    factor = math.exp(float(log_expansion(name, clip, K, np.array([rate]), 0.05)[0]))
+    twins = []
+    for _ in range(2):
+        gated = model(centre=False, seed=3)
+        if not normalised:
+            gated.gated = lambda rows, gated=gated: replace(  # type: ignore[method-assign]
+                GatedRelu.gated(gated, rows), scale=torch.ones(len(rows))
+            )
+        numbers = Descent(regularisation=0.05, divisor=10.0, noise_std=0.0, final_std=0.0, total_steps=10**6)
+        optimizer = torch.optim.SGD([gated.weight], lr=rate)
+        twins.append(ConvexTrainer(GatedNetwork(gated), optimizer, objective(name, clip), numbers))
+    for step in range(24):
+        part = slice(step % 4 * batch, (step % 4 + 1) * batch)
+        for twin, (features, labels) in zip(twins, ((x, y), (other_x, other_y)), strict=True):
+            twin.step(features[part], labels[part], step=step)
+        z = factor * z + (2 * bound * rate / batch if step % 4 == 3 else 0.0)
+        distance = float((twins[0].model.weight - twins[1].model.weight).detach().norm())
+        pairs_of.append((distance, z))
+    return pairs_of
+
+
+@pytest.mark.parametrize(("name", "clip"), CASES)
+@pytest.mark.parametrize("share", [0.3, 0.95])
+def test_neighbours_part_no_faster_than_the_accountant_says(
+    name: str, clip: float | None, share: float
+) -> None:
+    rate = share * (2 / (smoothness(name) + 0.05)) * (0.5 if name == "softmax" and clip else 1.0)
+    steps = parting(name, clip, rate=rate)
+    assert all(distance <= bound * (1 + 1e-5) + 1e-6 for distance, bound in steps)
+    assert steps[-1][0] > 0.02 * steps[-1][1]  # the record is felt
+
+
+def test_planted_fault_records_that_are_not_normalised_part_faster() -> None:
+    steps = parting("squared", 0.9, rate=1.8, normalised=False)
+    assert any(distance > 2 * bound for distance, bound in steps)

@@ -108,6 +108,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"trainer": {"regularisation": 0.5}}, NoGuarantee, "learning_rate = 1.5: must be below .* = 1.33"),
     ({"optimizer": {"momentum": 0.9}}, ConfigError, "optimizer.momentum: 0.9 is not for .*set it to 0"),
+    ({"model": {"hidden": [8]}}, ConfigError, "model: .* set trainer.hyperplanes"),
     ({"optimizer": {"weight_decay": 0.1}}, ConfigError, "use trainer.regularisation"),
     ({"optimizer": {"name": "adam"}}, ConfigError, "optimizer.name: 'adam'"),
     ({"optimizer": {"averaged_tail": 0.5}}, ConfigError, "a mean of iterates is not the last iterate"),

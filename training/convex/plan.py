@@ -12,6 +12,7 @@ from accounting.convex_mechanisms import ConvexLastIterate, RecordReplaced
 from accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
 from training.config.convex import ConvexConfig
+from training.config.network import ModelConfig
 from training.config.run import RunConfig
 from training.convex.gated import GatedNetwork
 from training.data.samplers import Sampler
@@ -104,7 +105,12 @@ def require_plain_descent(config: RunConfig) -> None:
         NoGuarantee: A last iterate under a sampler with random batches.
     """
     optimizer, protection = config.optimizer, config.protection
-    wrong = {
+    wrong: dict[str, tuple[object, bool, str]] = {
+        "model": (
+            "this section",
+            config.model != ModelConfig(),
+            "its network has no such layers, set trainer.hyperplanes",
+        ),
         "optimizer.name": (optimizer.name, optimizer.name != "sgd", "use 'sgd'"),
         "optimizer.momentum": (optimizer.momentum, optimizer.momentum > 0, "set it to 0"),
         "optimizer.weight_decay": (

@@ -122,16 +122,23 @@ def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:
         model: The module that the run was given, where its folder cannot describe it; its parameters are overwritten.
 
     Raises:
-        RunFolderError: No run there, no checkpoint yet, or a checkpoint that does not fit.
+        RunFolderError: No run there, no checkpoint yet, a checkpoint that does not fit, or a release run of the last
+            iterate that is not done: its model so far has no guarantee.
     """
     folder = RunFolder(path)
-    facts = folder.read_facts()
+    facts, config = folder.read_facts(), folder.read_config()
+    last_alone = config.mode == "release" and config.protection.kind == "last-iterate"
+    if last_alone and not folder.finished:
+        raise RunFolderError(
+            f"run folder {path} holds a model on the way, and only the last one is covered by its guarantee; finish it "
+            f"with: opusim train resume {path}"
+        )
     checkpoints = list_checkpoints(folder.checkpoints)
     if not checkpoints:
         raise RunFolderError(
             f"run folder {path} has no checkpoint yet; go on with: opusim train resume {path}"
         )
-    network = family_of(folder.read_config().trainer.kind).rebuilt(facts["network"], model)
+    network = family_of(config.trainer.kind).rebuilt(facts["network"], model)
     checkpoint = read_checkpoint(checkpoints[-1])
     copy_parameters(checkpoint, network.tensors, checkpoints[-1])
     return Run(folder, network.model, checkpoint.step)

@@ -1,0 +1,65 @@
+"""`opusim account convex-plan`: which descent reaches an epsilon."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import typer
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the command to `opusim account`."""
+    app.command("convex-plan")(convex_plan)
+
+
+def convex_plan(
+    target_epsilon: Annotated[float, typer.Option(help="What the last iterate may cost, above 0.")],
+    batches: Annotated[int, typer.Option(help="k, steps of an epoch: records / batch size.")],
+    objective: Annotated[str, typer.Option(help="squared, margin, one-against-rest or softmax.")] = "margin",
+    clip: Annotated[float | None, typer.Option(help="Bound of a record's residual.")] = 0.5,
+    learning_rate: Annotated[float, typer.Option(help="eta, below 2 / (beta + lambda).")] = 1.9,
+    schedule: Annotated[str, typer.Option(help="constant, linear or cosine.")] = "constant",
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="Keep this noise, and find the regularisation or the epochs instead.")
+    ] = None,
+    epochs: Annotated[int, typer.Option(help="Epochs of the run whose regularisation is found.")] = 40,
+    delta: Annotated[float, typer.Option(help="At which epsilon is stated, in (0, 1).")] = 1e-5,
+) -> None:
+    """Ways to reach an epsilon: the least noise at several lengths; or, for a given noise, lambda or epochs."""
+    from accounting.convex_mechanisms import ConvexLastIterate
+    from accounting.convex_plan import least_regularisation, most_epochs, plans
+    from accounting.errors import NoGuarantee
+    from accounting.tables import number, print_rows
+
+    start = ConvexLastIterate(
+        objective=objective,
+        clip=clip,
+        learning_rate=learning_rate,
+        schedule=schedule,
+        batches=batches,
+        epochs=epochs,
+        noise_multiplier=noise_multiplier or 1.0,
+        final_noise=math.sqrt(batches - 1),
+    )
+    if noise_multiplier is None:
+        found = plans(
+            start, target_epsilon=target_epsilon, delta=delta, epochs=(1, 2, 5, 10, 20, 40, 100, 400)
+        )
+        rows = [
+            {
+                "epochs": str(plan.mechanism.epochs),
+                "noise multiplier": f"{plan.mechanism.noise_multiplier:.4g}",
+                "noise on a weight [C / records]": f"{plan.weight_noise:.4g}",
+                "epsilon": number(plan.epsilon),
+            }
+            for plan in found
+        ]
+        print_rows(rows)
+        return
+    for name, solve in (("regularisation", least_regularisation), ("epochs", most_epochs)):
+        try:
+            value = getattr(solve(start, target_epsilon=target_epsilon, delta=delta), name)
+            typer.echo(f"{'least' if name == 'regularisation' else 'most'} {name}: {value:.6g}")
+        except NoGuarantee as refused:
+            typer.echo(f"{name}: {refused}")

@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         self.words = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:  # noqa: D102
-        places = torch.arange(ids.shape[1]).expand_as(ids)
+        places = torch.arange(ids.shape[1]).repeat(len(ids), 1)
         x = self.tokens(ids) + self.places(places)
         for block in self.blocks:
             x = block(x)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from training.runs.run import load_run
+from training.runs.run_evaluation import evaluate_run
 from training.sweeps import curves
 from training.sweeps.curves import SweepResult
 from training.sweeps.execution import run_sweep
@@ -143,6 +144,15 @@ def test_a_row_is_made_from_a_run_that_ended_without_one(tmp_path: Path) -> None
     _, _, again = swept(file, folder)
     assert _stamp(folder, point) == before
     assert again[point.identity].figures == rows[point.identity].figures
+
+
+def test_release_runs_are_measured_on_test_records_alone(tmp_path: Path) -> None:
+    text = SPEC.split("[[series]]")[0].replace("[config]", '[config]\nmode = "release"')
+    file, folder = written(tmp_path, text=text, seeds="[0]"), SweepFolder(tmp_path / "sweep")
+    _, (point,), rows = swept(file, folder)
+    row = rows[point.identity]
+    assert row.accuracy == evaluate_run(folder.run_path(point))["accuracy"]
+    assert not {"train_accuracy", "validation_accuracy", "frames"} & set(row.figures)
 
 
 def test_a_failure_is_a_row_with_its_reason_and_the_others_go_on(tmp_path: Path) -> None:

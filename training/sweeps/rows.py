@@ -12,6 +12,7 @@ from accounting.guarantee import Guarantee, Status
 from training.attacks.findings import Role, RunAudit
 from training.config.run import RunConfig
 from training.runs.run import Run
+from training.runs.run_evaluation import evaluate_run
 from training.runs.storage import read_json, write_json
 
 SCHEMA_VERSION = 1
@@ -25,8 +26,8 @@ class Row:
         identity: Name of the run folder.
         status: done; stopped (its privacy budget was spent before the end); failed.
         reason: Why it stopped or failed, in one line; None for a run that is done.
-        figures: The run's summary: accuracies and losses per split, frames, seconds, joules; empty for a failed run
-            and, but for steps, for one in release mode.
+        figures: The run's summary: accuracies and losses per split, frames, seconds, joules; of one in release mode
+            those on test records alone; empty for a failed run.
         noise_std: Standard deviation of the device's Gaussian noise, units of the projection; None without one.
         guarantees: What is said of its privacy.
         wall_s: Seconds that it took, of all its processes.
@@ -81,6 +82,11 @@ def row_of(run: Run, config: RunConfig, *, wall_s: float) -> Row:
     """The row of a finished run."""
     summary = dict(run.summary or {})
     stopped = summary.pop("stopped", None)
+    if (
+        config.mode == "release"
+    ):  # the run keeps no figure of its data; on public test records its model can be measured
+        found = evaluate_run(run.folder.path)
+        summary |= {"test_accuracy": found["accuracy"], "test_loss": found["loss"]}
     return Row(
         identity=run.folder.path.name,
         status="done" if stopped is None else "stopped",

@@ -80,7 +80,7 @@ def by_backpropagation(data: Dataset, epochs: int, seed: int) -> dict[str, Any]:
         raise ValueError("cifar-10 has no test records")
     model = resnet5(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=LR)
-    sampler = ShuffledEpochsSampler(len(data.train), seed, batch_size=BATCH, drop_last=True)
+    sampler = ShuffledEpochsSampler(n_records=len(data.train), seed=seed, batch_size=BATCH, drop_last=True)
     seconds = []
     for epoch in range(epochs):
         started = time.perf_counter()

@@ -142,7 +142,7 @@ def dp_sgd(batch: int, noise_multiplier: float, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)  # Opacus draws its noise from torch's default generator
     model = paper_model(seed)
     train_step = ghost_training(model, batch=batch, lr=0.1, momentum=0.0, noise_multiplier=noise_multiplier)
-    sampler = ShuffledEpochsSampler(len(data.train), seed, batch_size=batch, drop_last=True)
+    sampler = ShuffledEpochsSampler(n_records=len(data.train), seed=seed, batch_size=batch, drop_last=True)
     started, curve = time.perf_counter(), []
     for epoch in range(EPOCHS):
         for step in range(sampler.steps_per_epoch):

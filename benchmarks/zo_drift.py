@@ -1,0 +1,82 @@
+"""What does perturbing parameters in place and returning leave behind, in float32, bfloat16 and float16?
+
+16,384 parameters N(0, 0.02^2), perturbed to both sides and brought back 300 times, at two lengths. The drift is
+the root mean square of what changed, over that of the parameters. Beside it a training step's move of 1e-6 z, made
+300 times along directions of its own in the same way: the part of it that arrives (a regression of what changed on
+what should have), and the same with the float32 copies that half precision is settled to every 64 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.results_file import save_results
+from opusim.directions import Direction
+from training.zo.entry import StepEntry
+from training.zo.walk import Walk
+
+SIZE, CYCLES, MOVE = 2**14, 300, 1e-6
+LENGTHS = (1e-3, 1e-2)
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def start(dtype: torch.dtype) -> Tensor:
+    return (torch.randn(SIZE, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
+
+
+def drift(dtype: torch.dtype, length: float) -> float:
+    """Relative root mean square of what is left behind."""
+    before = start(dtype)
+    tensor = before.clone()
+    for seed in range(CYCLES):
+        for scale in (length, -2 * length, length):
+            Direction(seed).add_to(tensor, 0, scale)
+    change = tensor.double() - before.double()
+    return float(change.square().mean().sqrt() / before.double().square().mean().sqrt())
+
+
+def arrived(dtype: torch.dtype, length: float, settle_every: int) -> float:
+    """The part of the moves that arrives: 1 where training goes where it should."""
+    before = start(dtype)
+    tensor = before.clone()
+    walk = Walk([tensor], perturbation=length, settle_every=settle_every)
+    wanted = torch.zeros(SIZE, dtype=torch.float64)
+    for seed in range(CYCLES):
+        entry = StepEntry.rounded(rate=MOVE, seeds=(seed,), scalars=(-1.0,))
+        walk.to_plus(seed)
+        walk.to_minus(seed)
+        walk.finish(entry)
+        wanted += entry.moves[0] * Direction(seed).entries(0, 0, SIZE).double()
+    if settle_every <= CYCLES:
+        walk.settle()
+        tensor = walk.copies.get(0, tensor)
+    change = tensor.double() - before.double()
+    return float((change * wanted).sum() / wanted.square().sum())
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    rows: list[dict[str, Any]] = []
+    for dtype in TYPES:
+        for length in LENGTHS:
+            row = {"dtype": str(dtype).removeprefix("torch."), "perturbation": length, "cycles": CYCLES}
+            row |= {"drift": drift(dtype, length), "arrived": arrived(dtype, length, 10**9)}
+            rows.append(row | {"arrived_settled": arrived(dtype, length, 64)})
+    table = Table(title=f"{CYCLES} perturbations of parameters of size 0.02, in place")
+    for column in ("type", "phi", "relative drift", "part of the moves that arrives", "settled"):
+        table.add_column(column)
+    for row in rows:
+        figures = (f"{row[key]:.3g}" for key in ("drift", "arrived", "arrived_settled"))
+        table.add_row(row["dtype"], f"{row['perturbation']:g}", *figures)
+    Console(width=110).print(table)
+    save_results("zo_drift", {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -84,6 +84,12 @@ def test_noise_at_the_end_is_credited_almost_exactly(final_noise: float) -> None
     assert proven_mu(run) < 0.65 * proven_mu(replace(run, final_noise=0.0))
 
 
+@pytest.mark.parametrize(("batches", "epochs"), [(1, 5), (60, 40), (480, 10)])
+def test_one_more_epochs_noise_at_the_end_wastes_only_the_first(batches: int, epochs: int) -> None:
+    run = replace(RUN, batches=batches, epochs=epochs, final_noise=math.sqrt(batches - 1))
+    assert proven_mu(run) == pytest.approx(2 / run.noise_multiplier * math.sqrt(epochs / batches), rel=1e-9)
+
+
 def test_planted_fault_noise_before_a_shift_is_credited() -> None:
     """A record whose gradients agree until the last epoch: its last step is all there is, and a line is below it."""
     straight = 2 * RUN.epochs * RUN.learning_rate / math.sqrt(float(np.sum(noises_of(RUN) ** 2)))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee
@@ -117,12 +118,16 @@ def _laplace_bounds(mechanisms: Sequence[ZoLaplace], delta: float) -> EpsilonBou
     loosest = max(mechanism.directions / mechanism.scale for mechanism in mechanisms)
     likeliest = max(mechanism.sampling_probability for mechanism in mechanisms)
     step = sampled_pure_epsilon(loosest, likeliest)
+    if step > _LARGEST_STEP:
+        return replace(pure, lower=0.0)
     composed = composed_pure_epsilon(step, sum(mechanism.steps for mechanism in mechanisms), delta)
     upper = min(composed, pure.upper)
     return EpsilonBounds(lower=0.0, upper=upper, method="distribution of the loss of a pure mechanism")
 
 
 _LARGE = 30.0
+_LARGEST_STEP = 500.0
+"""Epsilon of a step up to which its loss is composed in doubles."""
 
 
 def sampled_pure_epsilon(epsilon: float, sampling_probability: float) -> float:
@@ -148,7 +153,7 @@ def composed_pure_epsilon(step_epsilon: float, steps: int, delta: float) -> floa
     """
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-    if not step_epsilon <= 500:
+    if not step_epsilon <= _LARGEST_STEP:
         raise NoGuarantee(f"step_epsilon = {step_epsilon:g}: is beyond 500; use more noise or delta = 0")
     keep = 1 / (1 + math.exp(-step_epsilon))
     loss = PrivacyLossDistribution.create_from_rounded_probability({1: keep, -1: 1 - keep}, 0.0, step_epsilon)

@@ -83,7 +83,7 @@ def test_gaps_are_listed_with_their_size() -> None:
     assert len(guarantees([single], delta=DELTA)[1].failed_assumptions) == 3
 
 
-@settings(max_examples=40)
+@settings(max_examples=10)
 @given(st.floats(0.3, 20), st.floats(1.01, 4), st.integers(1, 5000))
 def test_more_noise_never_raises_and_more_steps_never_lower(target: float, factor: float, steps: int) -> None:
     run = replace(PAPER, target_std=target, steps=steps)

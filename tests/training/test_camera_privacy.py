@@ -16,7 +16,7 @@ from opusim.camera.count_law import OperatingPoint
 from opusim.description import load_description
 from opusim.devices.registry import open_device
 from training.camera_privacy import LEAST_SHARE, LabelCounts, label_counts, target_rows, temperature_rows
-from training.cli import app
+from training.cli.app import app
 
 DELTA = 1e-2
 HOT = OperatingPoint(temperature_c=60.0, light=0.01)

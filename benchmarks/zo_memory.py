@@ -36,7 +36,7 @@ from benchmarks.timing import interleaved
 
 NAME = "zo_memory"
 LAYERS, WIDTH, HEADS, VOCABULARY, LONGEST = 12, 768, 12, 50_257, 1024
-BATCH, LENGTHS, RANK = 2, (128, 1024), 8
+BATCH, LENGTHS, RANK = 2, (1024, 128), 8
 METHODS = ("inference, bare", "inference", "zo", "zo, lora", "dp-sgd, ghost", "dp-sgd, hooks", "dp-sgd, lora")
 MEMORY_BAR, TIME_BAR = 1.1, 2.2
 

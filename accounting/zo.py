@@ -44,6 +44,8 @@ _TRUSTED = (
 _DEVICE_LAW = (
     "the device's noise is Gaussian, independent of data and between draws, at least as strong as stated"
 )
+_LOOSEST = 100.0
+"""Pure epsilon of a step beyond which its loss is not composed: delta would save nothing, and doubles overflow."""
 
 
 def gaussian_guarantees(
@@ -115,6 +117,8 @@ def _laplace_bounds(mechanisms: Sequence[ZoLaplace], delta: float) -> EpsilonBou
     if all(mechanism.directions == 1 for mechanism in mechanisms):
         return noise_bounds(one_shift, Adjacency.ADD_OR_REMOVE_ONE, delta)
     loosest = max(mechanism.directions / mechanism.scale for mechanism in mechanisms)
+    if loosest > _LOOSEST:
+        return pure
     likeliest = max(mechanism.sampling_probability for mechanism in mechanisms)
     step = sampled_pure_epsilon(loosest, likeliest)
     composed = composed_pure_epsilon(step, sum(mechanism.steps for mechanism in mechanisms), delta)
@@ -133,7 +137,7 @@ def composed_pure_epsilon(step_epsilon: float, steps: int, delta: float) -> floa
     The loss of randomized response, +-step_epsilon with odds e^step_epsilon, dominates theirs (Kairouz et al. 2015).
 
     Args:
-        step_epsilon: Above 0, at most 500.
+        step_epsilon: Above 0, at most 100.
         steps: At least 1.
         delta: In (0, 1).
 
@@ -142,8 +146,10 @@ def composed_pure_epsilon(step_epsilon: float, steps: int, delta: float) -> floa
     """
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-    if not step_epsilon <= 500:
-        raise NoGuarantee(f"step_epsilon = {step_epsilon:g}: is beyond 500; use more noise or delta = 0")
+    if not step_epsilon <= _LOOSEST:
+        raise NoGuarantee(
+            f"step_epsilon = {step_epsilon:g}: is beyond {_LOOSEST:g}; use more noise or delta = 0"
+        )
     keep = 1 / (1 + math.exp(-step_epsilon))
     loss = PrivacyLossDistribution.create_from_rounded_probability({1: keep, -1: 1 - keep}, 0.0, step_epsilon)
     composed = loss if steps == 1 else loss.self_compose(steps)

@@ -32,6 +32,7 @@ from accounting.mechanisms import (
 )
 from accounting.pdfa_mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
 from accounting.record_mechanisms import RecordCentral, Unprotected
+from accounting.zo_mechanisms import ZoGaussian, ZoLaplace
 
 DELTA = 1e-5
 RECORD = RecordCentral(
@@ -60,6 +61,10 @@ CALIBRATED = (
     LabelAmplified(noise_multiplier=2.0, sampling_probability=0.2, steps=5),
     LabelBudget(budget_mu=1.0, order="hardware", beta=1e-6),
     LabelOnce(mu=2.0, device_law=True, beta=1e-6),
+    ZoGaussian(
+        noise_multiplier=2.0, sampling_probability=0.1, clip_norm=0.05, divisor=16, directions=2, steps=10
+    ),
+    ZoLaplace(scale=2.0, sampling_probability=0.1, clip_norm=0.05, divisor=16, directions=2, steps=10),
 )
 WITHOUT_NOISE = (
     PUBLISHED,

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee
@@ -45,6 +44,8 @@ _TRUSTED = (
 _DEVICE_LAW = (
     "the device's noise is Gaussian, independent of data and between draws, at least as strong as stated"
 )
+_LOOSEST = 100.0
+"""Pure epsilon of a step beyond which its loss is not composed: delta would save nothing, and doubles overflow."""
 
 
 def gaussian_guarantees(
@@ -116,25 +117,17 @@ def _laplace_bounds(mechanisms: Sequence[ZoLaplace], delta: float) -> EpsilonBou
     if all(mechanism.directions == 1 for mechanism in mechanisms):
         return noise_bounds(one_shift, Adjacency.ADD_OR_REMOVE_ONE, delta)
     loosest = max(mechanism.directions / mechanism.scale for mechanism in mechanisms)
+    if loosest > _LOOSEST:
+        return pure
     likeliest = max(mechanism.sampling_probability for mechanism in mechanisms)
     step = sampled_pure_epsilon(loosest, likeliest)
-    if step > _LARGEST_STEP:
-        return replace(pure, lower=0.0)
     composed = composed_pure_epsilon(step, sum(mechanism.steps for mechanism in mechanisms), delta)
     upper = min(composed, pure.upper)
     return EpsilonBounds(lower=0.0, upper=upper, method="distribution of the loss of a pure mechanism")
 
 
-_LARGE = 30.0
-_LARGEST_STEP = 500.0
-"""Epsilon of a step up to which its loss is composed in doubles."""
-
-
 def sampled_pure_epsilon(epsilon: float, sampling_probability: float) -> float:
     """log(1 + q (e^epsilon - 1)): what Poisson sampling leaves of a pure epsilon (Balle et al. 2018)."""
-    if epsilon > _LARGE:  # the same without the power, which would overflow
-        rest = (1 - sampling_probability) / sampling_probability * math.exp(-epsilon)
-        return epsilon + math.log(sampling_probability) + math.log1p(rest)
     return math.log1p(sampling_probability * math.expm1(epsilon))
 
 
@@ -144,7 +137,7 @@ def composed_pure_epsilon(step_epsilon: float, steps: int, delta: float) -> floa
     The loss of randomized response, +-step_epsilon with odds e^step_epsilon, dominates theirs (Kairouz et al. 2015).
 
     Args:
-        step_epsilon: Above 0, at most 500.
+        step_epsilon: Above 0, at most 100.
         steps: At least 1.
         delta: In (0, 1).
 
@@ -153,8 +146,10 @@ def composed_pure_epsilon(step_epsilon: float, steps: int, delta: float) -> floa
     """
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-    if not step_epsilon <= _LARGEST_STEP:
-        raise NoGuarantee(f"step_epsilon = {step_epsilon:g}: is beyond 500; use more noise or delta = 0")
+    if not step_epsilon <= _LOOSEST:
+        raise NoGuarantee(
+            f"step_epsilon = {step_epsilon:g}: is beyond {_LOOSEST:g}; use more noise or delta = 0"
+        )
     keep = 1 / (1 + math.exp(-step_epsilon))
     loss = PrivacyLossDistribution.create_from_rounded_probability({1: keep, -1: 1 - keep}, 0.0, step_epsilon)
     composed = loss if steps == 1 else loss.self_compose(steps)

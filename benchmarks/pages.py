@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks.convex_pages import convex_readme_rows, convex_section, convex_speed_rows
+from benchmarks.curve_pages import curve_sections
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results
 from benchmarks.ulr_pages import ulr_readme_rows, ulr_sections, ulr_speed_rows
@@ -306,6 +307,7 @@ def benchmarks_page() -> str:
         learning_section(),
         *ulr_sections(),
         convex_section(markdown),
+        *curve_sections(),
         speed_section(),
     )
     return "\n\n".join((head, *(section for section in sections if section))) + "\n"

@@ -101,7 +101,8 @@ def _record(result: SweepResult, point: Point) -> dict[str, Any]:
     """One run as plain values, for the CSV file and the page's long table."""
     row = result.rows.get(point.identity)
     run_path = result.folder.run_path(point)
-    record: dict[str, Any] = {"series": point.series, **{k: str(v) for k, v in point.values.items()}}
+    axes = dict.fromkeys(key for other in result.points for key in other.values)
+    record: dict[str, Any] = {"series": point.series, **{key: str(point.values.get(key, "")) for key in axes}}
     if row is None:
         return record | {"status": "not run"}
     figures_of_run = {

@@ -123,6 +123,18 @@ def _learning_rows() -> list[Row]:
     ]
 
 
+def _sweep_rows() -> list[Row]:
+    """What a sweep costs beside its runs."""
+    found = load_results("sweep_overhead")
+    if not found:
+        return []
+    name = (
+        f"overhead of a sweep of {found['runs']} runs of {found['run_s']:.1f} s, {found['jobs']} side by side"
+    )
+    figure = f"{100 * found['overhead']:.1f} % over the runs; cores busy {100 * found['busy']:.0f} %"
+    return [(name, figure, "`python -m benchmarks.sweep_overhead`")]
+
+
 def _accounting_rows() -> list[Row]:
     results = load_results("accounting_speed")
     if not results:

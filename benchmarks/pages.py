@@ -82,7 +82,9 @@ def _speed_rows() -> list[Row]:
                     "`python -m benchmarks.pdfa_step`",
                 )
             )
-    return rows + _record_step_rows() + _camera_rows() + _matrix_free_rows() + _accounting_rows()
+    return (
+        rows + _record_step_rows() + _camera_rows() + _matrix_free_rows() + _sweep_rows() + _accounting_rows()
+    )
 
 
 def _camera_rows() -> list[Row]:

@@ -20,6 +20,8 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "adamax": torch.optim.Adamax,
 }
 _FUSED = ("sgd", "adam", "adamw")
+_ROUNDING = 1e-9
+"""Steps of the rate by which a quotient of floats may fall short of the whole number that it is."""
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -40,14 +42,19 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig, progress: float) -> None:
-    """Set the learning rate of a step: lr, lr (1 - p), or lr (1 + cos(pi p)) / 2.
+    """Set the learning rate of a step: lr, lr (1 - p), lr (1 + cos(pi p)) / 2, or lr gamma^floor(p / step_size).
 
     Args:
         optimizer: Whose rate is set.
         config: lr and its schedule.
         progress: p, the share of the run's steps that are done, in [0, 1).
     """
-    shares = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    shares = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "step": config.gamma ** math.floor(progress / config.step_size + _ROUNDING),
+    }
     for group in optimizer.param_groups:
         group["lr"] = config.lr * shares[config.schedule]
 

@@ -54,11 +54,12 @@ def step(network: ModuleSequence, seed: int = 3, **changes: Any) -> list[Tensor]
 def test_completing_noise_has_the_covariance_of_the_appendix(rows: int, seed: int) -> None:
     """E n n^T = level^2 I - R^T R, negative eigenvalues raised to 0, from either Gram matrix; 5 SE an entry."""
     generator = torch.Generator().manual_seed(seed)
-    root = 0.6 * torch.randn(rows, 6, generator=generator, dtype=torch.float64) / rows**0.5
+    root = 0.6 * torch.randn(rows, 6, generator=generator) / rows**0.5
     root[:, 0] *= 10  # one direction has more noise than asked for
     n = 200_000
     noise = completing_noise(torch.randn(n, 6, generator=generator), root, 1.3).double()
-    values, vectors = torch.linalg.eigh(1.3**2 * torch.eye(6, dtype=torch.float64) - root.T @ root)
+    exact = root.double()
+    values, vectors = torch.linalg.eigh(1.3**2 * torch.eye(6, dtype=torch.float64) - exact.T @ exact)
     assert float(values[0]) < 0
     expected = (vectors * values.clamp_min(0)) @ vectors.T
     products = noise[:, :, None] * noise[:, None, :]
@@ -69,7 +70,7 @@ def test_completing_noise_has_the_covariance_of_the_appendix(rows: int, seed: in
 
 
 def test_a_decomposition_that_fails_is_taken_up_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = torch.randn(5, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    root = torch.randn(5, 9, generator=torch.Generator().manual_seed(1))
     normals = torch.randn(4, 9, generator=torch.Generator().manual_seed(2))
     expected = completing_noise(normals, root, 1.3)
 

@@ -26,7 +26,11 @@ class OptimizerConfig(Section):
     """Decay of the second moment (Adam family)."""
     weight_decay: float = Field(0.0, ge=0.0)
     """Weight decay as the torch class defines it."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls to 0 over the run: not at all, linearly, or as half a cosine."""
+    schedule: Literal["constant", "linear", "cosine", "step"] = "constant"
+    """How the learning rate falls over the run: not at all, linearly to 0, as half a cosine to 0, or in steps."""
+    step_size: float = Field(0.4, gt=0.0, le=1.0)
+    """Share of the run after which the rate falls, again and again (schedule step only)."""
+    gamma: float = Field(0.85, gt=0.0, le=1.0)
+    """Factor by which it falls each time (schedule step only)."""
     averaged_tail: float = Field(0.0, ge=0.0, lt=1.0)
     """The final model is the mean of the parameters over this share of the steps, the last ones; 0 for the last."""

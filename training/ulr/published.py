@@ -113,14 +113,14 @@ class PublishedUpdate(Update):
         return used
 
     def _root(self, layer: int, h: Tensor, weights: Tensor) -> Tensor:
-        """R with R^T R = sum_ip L_0i^2 u_ip u_ip^T, float64, shape (batch x positions, inputs)."""
+        """R with R^T R = sum_ip L_0i^2 u_ip u_ip^T, shape (batch x positions, inputs)."""
         rows = self._network.jacobians[layer].factor_rows(h)
         if rows is None:
             raise ValueError(
                 f"layer {layer + 1}: remedy = {self._options.remedy!r} needs the covariance of its noise, which linear "
                 "and ungrouped convolutional modules alone have here; use trainer.remedy = 'parameters'"
             )
-        return (rows.double() * by_record(weights.double(), rows)).flatten(0, 1)
+        return (rows * by_record(weights, rows)).flatten(0, 1)
 
     def _sigma(self, layer: int, root: Tensor) -> float:
         """The controller's noise (eq. 8), or the given one where extra noise completes it.
@@ -131,7 +131,8 @@ class PublishedUpdate(Update):
         options = self._options
         if options.remedy == "extra-noise":
             return options.largest_sigma
-        values = torch.linalg.eigvalsh(root.T @ root)
+        exact = root.double()
+        values = torch.linalg.eigvalsh(exact.T @ exact)
         if not float(values[0]) > _RANK * float(values[-1]):
             rank = int((values > _RANK * values[-1]).sum())
             raise NoGuarantee(
@@ -193,27 +194,43 @@ class PublishedUpdate(Update):
 def completing_noise(normals: Tensor, root: Tensor, level: float) -> Tensor:
     """Rows of covariance level^2 I - R^T R with eigenvalues below 0 raised to 0 (appendix A.4), float32.
 
+    N times the root of that covariance: N (level I + V g(S) V^T) for R^T R = V S V^T and
+    g(s) = sqrt(max(level^2 - s, 0)) - level. Where R has fewer rows than columns, V is never formed: with
+    R R^T = U S U^T the second term is N R^T U (g(S) / S) U^T R, and g(s) / s is smooth at 0.
+
     Args:
-        normals: N(0, 1), shape (outputs, inputs).
-        root: R, float64, shape (any, inputs); the smaller of its Gram matrices is decomposed.
+        normals: N, independent N(0, 1), shape (outputs, inputs).
+        root: R, float32, shape (any, inputs); the smaller of its Gram matrices is decomposed.
         level: sigma_0 C > 0.
     """
     if len(root) < root.shape[1]:
-        values, left = _eigh(root @ root.T)
-        keep = values > _RANK * values.amax() if len(values) else values > 0
-        values = values[keep]
-        directions = (root.T @ left[:, keep]) / values.sqrt()
-    else:
-        values, directions = _eigh(root.T @ root)
-    directions, gains = directions.float(), ((level**2 - values).clamp_min(0.0).sqrt() - level).float()
-    return level * normals + ((normals @ directions) * gains) @ directions.T
+        values, u = _spectrum(root)
+        return level * normals + ((normals @ root.T @ u) * _slopes(values, level)) @ u.T @ root
+    values, v = _spectrum(root.T)
+    return level * normals + ((normals @ v) * (values * _slopes(values, level))) @ v.T
 
 
-def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors; losses that span many decades can defeat divide and conquer, never QR iteration."""
+def _slopes(values: Tensor, level: float) -> Tensor:
+    """g(s) / s of `completing_noise`: -1 / (sqrt(level^2 - s) + level), or -level / s from s = level^2 on."""
+    square = level**2
+    return torch.where(
+        values < square,
+        -1 / ((square - values).clamp_min(0.0).sqrt() + level),
+        -level / values.clamp_min(square),
+    )
+
+
+def _spectrum(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of rows rows^T, float32.
+
+    They are computed in float64: squared losses span decades, so that in float32 the small eigenvalues drown in the
+    rounding of the large ones, and divide and conquer ends in NaN; where it fails in float64, QR iteration does not.
+    """
+    exact = rows.double()
+    matrix = exact @ exact.T
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:
         found = scipy.linalg.eigh(matrix.cpu().numpy(), driver="ev")
         values, vectors = (torch.from_numpy(part).to(matrix.device) for part in found)
-    return values, vectors
+    return values.clamp_min(0.0).float(), vectors.float()

@@ -15,8 +15,6 @@ from opusim.description import load_description, parse_description
 from opusim.description_schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
-from opusim.errors import NoiseUnknown
-from opusim.noise import NoiseModel
 from training.assembly import (
     Arrays,
     check_torch_device,
@@ -140,7 +138,8 @@ def train_on(
                 family.pay_at_start(
                     resolved, trainer, dataset, device, ledger, run_folder, steps=engine.total_steps
                 )
-                mechanisms = family.step_mechanisms(resolved, network, sampler, _stated_noise(device))
+                noise = None if device is None else device.stated_noise
+                mechanisms = family.step_mechanisms(resolved, network, sampler, noise)
                 engine.run(ledger, mechanisms)
     return load_run(run_folder.path, model=model)
 
@@ -193,7 +192,7 @@ def _facts(
     device: NoisyDevice | None,
 ) -> dict[str, Any]:
     """What `config.json` says beside the configuration."""
-    noise = _stated_noise(device)
+    noise = None if device is None else device.stated_noise
     data: dict[str, Any] = {
         "name": dataset.name,
         "n_classes": dataset.n_classes,
@@ -211,14 +210,6 @@ def _facts(
         "noise": None if noise is None else noise.summary(),
         "versions": versions(),
     }
-
-
-def _stated_noise(device: NoisyDevice | None) -> NoiseModel | None:
-    """The law that a device states; None for a run without one, or where nobody knows it."""
-    try:
-        return None if device is None else device.noise
-    except NoiseUnknown:
-        return None
 
 
 def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:

@@ -51,17 +51,18 @@ class Access:
         Raises:
             DeviceTimeout, DeviceUnavailable, DeviceBusy: the last failure, when every try failed.
         """
-        for attempt in range(1, self._settings.attempts + 1):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 if attempt > 1:
                     time.sleep(self._settings.backoff_s * 2 ** (attempt - 2))
                     self._reconnect()
                 return self.once(act)
             except TRANSIENT as error:
-                if attempt == self._settings.attempts:
+                if attempt >= self._settings.attempts:
                     tries = f" (tried {attempt} times)" if attempt > 1 else ""
                     raise type(error)(f"{error}{tries}") from error
-        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def once(self, act: Callable[[], Result]) -> Result:
         """The result of one call.

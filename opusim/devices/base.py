@@ -126,6 +126,14 @@ class NoisyDevice(ABC):
         return self.described_noise if self._certified is None else self._certified
 
     @property
+    def stated_noise(self) -> NoiseModel | None:
+        """`noise`, or None where nobody knows it yet."""
+        try:
+            return self.noise
+        except NoiseUnknown:
+            return None
+
+    @property
     @abstractmethod
     def described_noise(self) -> NoiseModel:
         """The law as the description gives it, in projection units."""
@@ -222,7 +230,7 @@ class NoisyDevice(ABC):
             DeviceUnavailable: the device is closed.
         """
         self._require_open()
-        law = self._stated_law()
+        law = self.stated_noise
         uniform = isinstance(law, GaussianNoise) and law.is_uniform
         lengths = drawn_shape(shape, self._n_outputs, uniform=uniform)
         return self._read(lambda: self._draw(lengths), lengths)
@@ -318,16 +326,10 @@ class NoisyDevice(ABC):
             self.name,
             n_inputs=self._n_inputs,
             read=self._read_vectors,
-            law=self._stated_law,
+            law=lambda: self.stated_noise,
             saturated=self._saturated_share,
             baseline=baseline,
         )
-
-    def _stated_law(self) -> NoiseModel | None:
-        try:
-            return self.noise
-        except NoiseUnknown:
-            return None
 
     def _read_vectors(self, vectors: torch.Tensor) -> np.ndarray:
         """Readings of ternary vectors for the monitor, float64."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,104 +60,124 @@ class Estimator:
             outputs: The forward pass without noise.
             losses: The loss of the batch's records.
             clean: L_0, shape (batch,).
-            noise: Where z comes from; copies are drawn one after the other, modules in order.
+            noise: Where z comes from; modules in order, the copies of each one after the other.
             sigmas: Standard deviation of the noise of each layer.
         """
         sums = [_Sum(value, self.reduction, clean) for value in outputs.values]
         for probes in self._passes(network.depth, len(clean)):
             drawn = [
-                noise.normal(outputs.values[layer].shape).to(clean.device).mul_(sigmas[layer])
-                for layer in probes
+                _draw(noise, probe, outputs.values[probe.layer], sigmas[probe.layer]) for probe in probes
             ]
             found = self._losses(network, outputs.values, probes, drawn, losses)
-            for layer, z, loss in zip(probes, drawn, found, strict=True):
-                sums[layer].add(z, loss)
+            for probe, z, loss in zip(probes, drawn, found, strict=True):
+                sums[probe.layer].add(z, loss)
         return [total.estimate(self.copies, sigma) for total, sigma in zip(sums, sigmas, strict=True)]
 
     @property
     def _signs(self) -> int:
         return 2 if self.reduction == "antithetic" else 1
 
-    def _passes(self, depth: int, batch: int) -> Iterator[list[int]]:
-        """The layers whose noises are drawn and go through the model together, in the order in which they are drawn."""
-        probes = [layer for _ in range(self.copies) for layer in range(depth)]
+    def _passes(self, depth: int, batch: int) -> Iterator[list[Probe]]:
+        """The noises that go through the model together, in the order in which they are drawn."""
         size = depth
         if self.rows_per_pass is not None:
             size = max(1, self.rows_per_pass // max(self._signs * batch, 1))
-        for start in range(0, len(probes), size):
-            yield probes[start : start + size]
+        for start in range(0, depth * self.copies, size):
+            stop = min(start + size, depth * self.copies)
+            first, last = start // self.copies, (stop - 1) // self.copies
+            yield [
+                Probe(
+                    layer, min(stop - layer * self.copies, self.copies) - max(start - layer * self.copies, 0)
+                )
+                for layer in range(first, last + 1)
+            ]
 
     def _losses(
         self,
         network: ModuleSequence,
         values: Sequence[Tensor],
-        probes: Sequence[int],
+        probes: Sequence[Probe],
         noises: Sequence[Tensor],
         losses: Losses,
     ) -> list[Tensor]:
-        """Losses of each probe, shapes (signs, batch); some records at a time where one probe has too many rows."""
+        """Losses of each probe, shapes (copies, signs, batch); some records at a time where one copy has too many."""
         batch, size = len(values[0]), len(values[0])
         if self.rows_per_pass is not None:
-            size = min(batch, max(1, self.rows_per_pass // (self._signs * len(probes))))
-        if size == batch:
-            return noisy_losses(network, values, probes, noises, losses, slice(0, batch), signs=self._signs)
+            copies = sum(probe.copies for probe in probes)
+            size = min(batch, max(1, self.rows_per_pass // (self._signs * copies)))
         parts = [
             noisy_losses(network, values, probes, noises, losses, slice(i, i + size), signs=self._signs)
-            for i in range(0, batch, size)
+            for i in range(0, max(batch, 1), max(size, 1))
         ]
-        return [torch.cat(of_probe, dim=1) for of_probe in zip(*parts, strict=True)]
+        return (
+            parts[0] if len(parts) == 1 else [torch.cat(found, dim=2) for found in zip(*parts, strict=True)]
+        )
+
+
+class Probe(NamedTuple):
+    """Copies of one layer's noise that go through the model in one pass."""
+
+    layer: int
+    copies: int
+
+
+def _draw(noise: NoiseStream, probe: Probe, value: Tensor, sigma: float) -> Tensor:
+    """Z of each copy, one reading each, shape (copies, batch, ...)."""
+    drawn = value.new_zeros(probe.copies, *value.shape)
+    for copy in drawn:
+        noise.add_to(copy, sigma)
+    return drawn
 
 
 def noisy_losses(
     network: ModuleSequence,
     values: Sequence[Tensor],
-    probes: Sequence[int],
+    probes: Sequence[Probe],
     noises: Sequence[Tensor],
     losses: Losses,
     records: slice,
     *,
     signs: int,
 ) -> list[Tensor]:
-    """Losses with noise on one module's output at a time, shapes (signs, records).
+    """Losses with noise on one module's output at a time, shapes (copies, signs, records).
 
     One sweep over the layers: a probe joins it behind its own layer, so nothing before that is computed again.
 
     Args:
         network: The modules.
         values: v_l without noise, shapes (batch, ...).
-        probes: The layer of each probe.
-        noises: z of each probe, of the shape of its layer's value.
+        probes: Layers in ascending order, each once, and their copies.
+        noises: z of each probe, shapes (copies, batch, ...).
         losses: The loss of the batch's records.
         records: Which of the batch's records.
         signs: 1 for z alone, 2 for z and -z.
     """
-    order = sorted(range(len(probes)), key=lambda number: probes[number])
+    joining = {probe.layer: z[:, records] for probe, z in zip(probes, noises, strict=True)}
     n = len(values[0][records])
     with torch.no_grad():
-        rows: Tensor | None = None
-        for layer in range(probes[order[0]], network.depth):
-            joining = [noises[number][records] for number in order if probes[number] == layer]
-            old = None if rows is None else network.layer(layer, rows)
-            rows = network.after(layer, _joined(old, values[layer][records], joining, signs))
-        output = values[-1][records] if rows is None else rows
-        found = losses(output, records).view(len(probes), signs, n)
-    by_probe = dict(zip(order, found, strict=True))
-    return [by_probe[number] for number in range(len(probes))]
+        first = probes[0].layer
+        rows = network.after(first, _joined(None, values[first][records], joining[first], signs))
+        for layer in range(first + 1, network.depth):
+            rows = network.layer(layer, rows)
+            if layer in joining:
+                rows = _joined(rows, values[layer][records], joining[layer], signs)
+            rows = network.after(layer, rows)
+        sizes = [probe.copies * signs for probe in probes]
+        found = losses(rows, records).view(sum(sizes), n)
+    return [part.view(probe.copies, signs, n) for probe, part in zip(probes, found.split(sizes), strict=True)]
 
 
-def _joined(old: Tensor | None, value: Tensor, noises: Sequence[Tensor], signs: int) -> Tensor:
-    """The rows on their way, then v + z and v - z of each noise that joins them."""
-    if old is not None and not noises:
-        return old
-    before, n = 0 if old is None else len(old), len(value)
-    rows = value.new_empty(before + len(noises) * signs * n, *value.shape[1:])
+def _joined(old: Tensor | None, value: Tensor, z: Tensor, signs: int) -> Tensor:
+    """The rows on their way, then v + z and v - z of each copy of the noise that joins them."""
+    copies, n = z.shape[:2]
+    before = 0 if old is None else len(old)
+    rows = value.new_empty(before + copies * signs * n, *value.shape[1:])
     if old is not None:
         rows[:before] = old
-    for number, z in enumerate(noises):
-        start = before + number * signs * n
-        torch.add(value, z, out=rows[start : start + n])
-        if signs == 2:
-            torch.sub(value, z, out=rows[start + n : start + 2 * n])
+    new = rows[before:].view(copies, signs, n, *value.shape[1:])
+    torch.add(value, z, out=new[:, 0])
+    if signs == 2:
+        torch.sub(value, z, out=new[:, 1])
     return rows
 
 
@@ -171,15 +192,14 @@ class _Sum:
         self._loss: Tensor | float = 0.0
 
     def add(self, z: Tensor, loss: Tensor) -> None:
-        """Take in a copy: z (batch, ...), which is overwritten, and its losses (signs, batch)."""
-        weight = (loss[0] - loss[1]) / 2 if self._reduction == "antithetic" else loss[0]
+        """Take in copies: z (copies, batch, ...), which is overwritten, and their losses (copies, signs, batch)."""
+        weight = (loss[:, 0] - loss[:, 1]) / 2 if self._reduction == "antithetic" else loss[:, 0]
         if self._reduction == "clean-loss":
             weight = weight - self._clean
         if self._reduction == "leave-one-out":
-            self._noise = z.clone() if self._noise is None else self._noise.add_(z)
-            self._loss = self._loss + weight
-        signal = z.mul_(by_record(weight, z))
-        self._signal = signal if self._signal is None else self._signal.add_(signal)
+            self._noise = _plus(self._noise, z.sum(dim=0))
+            self._loss = self._loss + weight.sum(dim=0)
+        self._signal = _plus(self._signal, z.mul_(weight.view(*weight.shape, *[1] * (z.ndim - 2))).sum(dim=0))
 
     def estimate(self, copies: int, sigma: float) -> Tensor:
         """delta, shape (batch, ...)."""
@@ -191,3 +211,7 @@ class _Sum:
             mean = torch.as_tensor(self._loss) / (copies - 1)
             signal = signal.mul_(copies / (copies - 1)).sub_(self._noise * by_record(mean, signal))
         return signal.mul_(1 / (copies * sigma**2))
+
+
+def _plus(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else total.add_(part)

@@ -46,54 +46,58 @@ def ulr_readme_rows() -> list[Row]:
 
 
 def ulr_cells() -> list[dict[str, Any]]:
-    """The cells of Table 1 that were trained, as the paper has them, at one learning rate each."""
-    content = load_results("ulr_table1")
+    """The cells of Table 1 that were trained, with their accuracies."""
     cells = []
     for (batch, target), paper in PAPER.items():
         for part, figure in zip(("published", "opacus"), paper, strict=True):
-            rows = [r for r in content.get(part, []) if (r["batch"], r["target_std"]) == (batch, target)]
-            for lr in dict.fromkeys(r.get("lr") for r in rows):
-                test = [r["test"] for r in rows if r.get("lr") == lr]
-                cells.append(
-                    {"batch": batch, "target": target, "part": part, "paper": figure, "lr": lr, "test": test}
-                )
+            rows = load_results(f"ulr_{part}").get("rows", [])
+            test = [r["test"] for r in rows if (r["batch"], r["target_std"]) == (batch, target)]
+            if test:
+                cells.append({"batch": batch, "target": target, "part": part, "paper": figure, "test": test})
     return cells
 
 
 def ulr_sections() -> list[str]:
     """Table 1 of the DP-ULR paper as far as it was trained, the proven form, and CIFAR-10."""
     sections = []
-    content = load_results("ulr_table1")
     rows: list[tuple[str, ...]] = [
         (
             "DP-ULR" if cell["part"] == "published" else "DP-SGD (Opacus)",
             str(cell["batch"]),
             f"{cell['target']:g}",
             f"{cell['paper']:.2f}",
-            f"{statistics.mean(cell['test']):.2f}",
+            _mean_text(cell["test"]),
             str(len(cell["test"])),
             _verdict(cell),
         )
         for cell in ulr_cells()
     ]
     if rows:
+        content = load_results("ulr_published")
+        setting = content["rows"][0]
         header = ("trainer", "batch", "sigma_0", "paper [%]", "ours [%]", "seeds", "bar")
         text = (
-            f"Test accuracy after 25 epochs; K = {content['copies']}, sigma = {content['sigma']:g}; {content['date']}, "
-            "`python -m benchmarks.ulr_table1 published` and `opacus`. The bar: not more than two points below the "
-            "paper. Cells that are missing were not trained yet; the command goes on with them."
+            f"Test accuracy after 25 epochs, mean and standard error; K = {setting['copies']}, sigma = {setting['sigma']:g}, "
+            f"learning rate {setting['lr']:g}, both chosen on validation records; {content['date']}, "
+            "`python -m benchmarks.ulr_table1 search`, `published` and `opacus`. The bar: not more than two points "
+            "below the paper. Accuracy and the formulas' epsilon by epoch: "
+            "[docs/ulr_figure3.png](../docs/ulr_figure3.png)."
         )
         sections.append("\n\n".join(("## Table 1 of the DP-ULR paper (MNIST)", text, markdown(header, rows))))
-    if content.get("proven"):
-        rows = [
-            (r["trainer"], f"{r['epsilon']:g}", str(r["seed"]), f"{r['test']:.2f}", f"{r['seconds']:.0f}")
-            for r in content["proven"]
-        ]
+    proven = load_results("ulr_proven").get("rows", [])
+    if proven:
+        cells = dict.fromkeys((r["epsilon"], r["trainer"]) for r in proven)
+        rows = []
+        for epsilon, trainer in sorted(cells):
+            mine = [r for r in proven if (r["epsilon"], r["trainer"]) == (epsilon, trainer)]
+            seconds = statistics.mean(r["seconds"] for r in mine)
+            tests = [r["test"] for r in mine]
+            rows.append((trainer, f"{epsilon:g}", _mean_text(tests), str(len(tests)), f"{seconds:.0f}"))
         text = (
             "Clipped records, central Gaussian noise, Poisson batches of 1000, delta 1e-5, 10 epochs, SGD at 0.5 with "
             "momentum 0.9 for both (`python -m benchmarks.ulr_table1 proven`); `bp` is DP-SGD."
         )
-        header = ("trainer", "epsilon", "seed", "test [%]", "seconds")
+        header = ("trainer", "epsilon", "test [%]", "seeds", "seconds a run")
         sections.append(
             "\n\n".join(("## The proven form at equal proven epsilon (MNIST)", text, markdown(header, rows)))
         )
@@ -117,3 +121,9 @@ def _verdict(cell: dict[str, Any]) -> str:
     if cell["part"] == "opacus":
         return "none"
     return "met" if statistics.mean(cell["test"]) >= cell["paper"] - 2 else "**missed**"
+
+
+def _mean_text(values: list[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"

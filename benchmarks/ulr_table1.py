@@ -151,8 +151,9 @@ def published(batches: str = "500,200,64", targets: str = "0.5,2,8", seeds: str 
     for seed, target, batch in itertools.product(_numbers(seeds), _numbers(targets), _numbers(batches)):
         config = published_config(int(batch), target, int(seed), **setting)
         run = train_or_read(config, FOLDER / f"published-{batch:g}-{target:g}-{seed:g}")
-        row = {"batch": int(batch), "target_std": target, "seed": int(seed), **setting, **figures_of(run)}
-        keep("published", row, key=("batch", "target_std", "seed"))
+        cell = {"batch": int(batch), "target_std": target, "seed": int(seed)}
+        row = {**cell, "copies": COPIES, **setting, **figures_of(run)}
+        keep("published", row, key=tuple(cell))
         paper = PAPER.get((int(batch), target))
         print(f"{batch:g} {target:g} seed {seed:g}: {row['test']:.2f} (paper {paper})", flush=True)
 
@@ -173,7 +174,7 @@ def opacus(batches: str = "500,200,64", targets: str = "0.5,2,8", seeds: str = "
 
 
 def dp_sgd(batch: int, noise_multiplier: float, seed: int) -> dict[str, Any]:
-    """DP-SGD by Opacus, ghost clipping, SGD at 0.1; the last epoch's accuracy and the best."""
+    """DP-SGD by Opacus, ghost clipping, SGD at 0.1: accuracy after every epoch, the last one's and the best."""
     data = load_dataset("mnist", validation_fraction=0.0, split_seed=0)
     if data.test is None:
         raise ValueError("mnist has no test records")
@@ -181,13 +182,23 @@ def dp_sgd(batch: int, noise_multiplier: float, seed: int) -> dict[str, Any]:
     model = paper_model(seed)
     train_step = ghost_training(model, batch=batch, lr=0.1, momentum=0.0, noise_multiplier=noise_multiplier)
     sampler = ShuffledEpochsSampler(n_records=len(data.train), seed=seed, batch_size=batch, drop_last=True)
-    started, curve = time.perf_counter(), []
+    started = time.perf_counter()
+    curves: dict[str, list[float]] = {"test": [], "train": []}
     for epoch in range(EPOCHS):
         for step in range(sampler.steps_per_epoch):
             index = sampler.indices(epoch * sampler.steps_per_epoch + step)
             train_step(data.train.x[index], data.train.y[index])
-        curve.append(100 * evaluate_split(model, data.test, "cross-entropy")["accuracy"])
-    return {"test": curve[-1], "best": max(curve), "curve": curve, "seconds": time.perf_counter() - started}
+        for name, split in (("test", data.test), ("train", data.train)):
+            found = 100 * evaluate_split(model, split, "cross-entropy")["accuracy"]
+            curves[name].append(round(found, 2))
+    test = curves["test"]
+    return {
+        "test": test[-1],
+        "best": max(test),
+        "test_curve": test,
+        "train_curve": curves["train"],
+        "seconds": time.perf_counter() - started,
+    }
 
 
 @app.command()

@@ -77,7 +77,8 @@ def ulr_sections() -> list[str]:
         setting = content["rows"][0]
         header = ("trainer", "batch", "sigma_0", "paper [%]", "ours [%]", "seeds", "bar")
         text = (
-            f"Test accuracy after 25 epochs, mean and standard error; K = {setting['copies']}, sigma = {setting['sigma']:g}, "
+            "Test accuracy after 25 epochs, mean and standard error; "
+            f"K = {setting['copies']}, sigma = {setting['sigma']:g}, "
             f"learning rate {setting['lr']:g}, both chosen on validation records; {content['date']}, "
             "`python -m benchmarks.ulr_table1 search`, `published` and `opacus`. The bar: not more than two points "
             "below the paper. Accuracy and the formulas' epsilon by epoch: "

@@ -22,6 +22,7 @@ LAWS = {
     "constant": lambda p: 1.0,
     "linear": lambda p: 1 - p,
     "cosine": lambda p: (1 + math.cos(math.pi * p)) / 2,
+    "step": lambda p: 0.85 ** (p // 0.4),
 }
 
 
@@ -33,6 +34,19 @@ def test_the_rate_follows_its_law(schedule: str, name: str) -> None:
     for progress in (0.0, 0.3, 0.5, 0.99, 0.1):  # backwards too: the rate depends on the step alone
         set_learning_rate(optimizer, config, progress)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.27 * LAWS[schedule](progress), rel=1e-12)
+
+
+def test_steps_of_the_rate_are_those_of_torch() -> None:
+    """A fall every ten of 25 epochs, though 10 / 25 and the steps' shares are rounded numbers."""
+    config = OptimizerConfig(lr=0.27, schedule="step", gamma=0.85, step_size=10 / 25)
+    ours, theirs = (make_optimizer([nn.Parameter(torch.zeros(3))], config) for _ in range(2))
+    scheduler = torch.optim.lr_scheduler.StepLR(theirs, step_size=10, gamma=0.85)
+    for epoch in range(25):
+        for step in range(7):
+            set_learning_rate(ours, config, (7 * epoch + step) / (7 * 25))
+            assert ours.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-12)
+        theirs.step()
+        scheduler.step()
 
 
 CONFIG = {

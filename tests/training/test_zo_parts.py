@@ -128,13 +128,14 @@ def test_half_precision_is_what_the_entries_say(dtype: torch.dtype) -> None:
     start = (torch.randn(3000, generator=torch.Generator().manual_seed(1)) * 0.05).to(dtype)
     entries = _entries(150)
     settled, drifting = start.clone(), start.clone()
-    walk = Walk([settled], perturbation=1e-3, weight_decay=0.01, settle_every=50)
-    loose = Walk([drifting], perturbation=1e-3, weight_decay=0.01, settle_every=10**6)
-    for each in (walk, loose):
-        for entry in entries:
-            each.to_plus(entry.seeds[0])
-            each.to_minus(entry.seeds[0])
-            each.finish(entry)
+    for tensor, settle_every in ((settled, 50), (drifting, 10**6)):
+        walk = Walk([tensor], perturbation=1e-3, weight_decay=0.01)
+        for step, entry in enumerate(entries, start=1):
+            walk.to_plus(entry.seeds[0])
+            walk.to_minus(entry.seeds[0])
+            walk.finish(entry)
+            if step % settle_every == 0:
+                walk.settle()
     exact = start.float()
     for entry in entries:
         keep = entry.keep(0.01)
@@ -142,7 +143,7 @@ def test_half_precision_is_what_the_entries_say(dtype: torch.dtype) -> None:
     assert torch.equal(settled, exact.to(dtype))
     assert not torch.equal(drifting, exact.to(dtype))
     replayed = start.clone()
-    again = Walk([replayed], perturbation=1e-3, weight_decay=0.01, settle_every=7)
+    again = Walk([replayed], perturbation=1e-3, weight_decay=0.01)
     for entry in entries:
         again.repeat(entry)
     again.settle()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,18 +99,6 @@ class Snapshots:
         pass
 
 
-class StopAt(Snapshots):
-    """Presses Ctrl-C behind a step."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(nn.Identity())
-        self.step = step
-
-    def on_step(self, *, step: int) -> None:
-        if step == self.step:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.mark.parametrize("directions", [1, 3])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_device_that_fails_leaves_the_last_finished_step(
@@ -161,7 +147,7 @@ def test_half_precision_goes_on_where_roundings_had_led(tmp_path: Path, dtype: t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checkpoints_change_nothing_of_a_run(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_checkpoints_change_nothing_of_a_run(tmp_path: Path, dtype: torch.dtype, ctrl_c_at: type) -> None:
     """Nor does a stop by Ctrl-C, which writes one where none was due."""
     options = config(settle_every=7)
     training.train(options, data=data(), model=Typed(dtype), folder=tmp_path / "few")
@@ -169,7 +155,7 @@ def test_checkpoints_change_nothing_of_a_run(tmp_path: Path, dtype: torch.dtype)
     training.train(often, data=data(), model=Typed(dtype), folder=tmp_path / "often")
     stopped = tmp_path / "stopped"
     with pytest.raises(RunInterrupted):
-        training.train(options, data=data(), model=Typed(dtype), folder=stopped, watcher=StopAt(12))
+        training.train(options, data=data(), model=Typed(dtype), folder=stopped, watcher=ctrl_c_at(12))
     training.train(data=data(), model=Typed(dtype), folder=stopped, resume=True)
     wanted = newest(tmp_path / "few")
     assert equal(newest(tmp_path / "often"), wanted)

@@ -20,7 +20,7 @@ from training.config.optimizer import OptimizerConfig
 from training.config.run import LossName
 from training.config.zo import ZoConfig
 from training.networks.base import Network
-from training.networks.losses import LOSSES
+from training.networks.losses import LOSS_VALUES
 from training.trainer import StepRecord, Trainer
 from training.zo.differences import Differences, loss_differences
 from training.zo.entry import StepEntry
@@ -99,7 +99,7 @@ class ZoTrainer(Trainer):
         )
         self.optimizer = torch.optim.SGD(self._tensors.values(), lr=optimizer.lr)  # carries the rate alone
         self._config, self._release = config, release
-        self._loss = LOSSES[loss]
+        self._loss = LOSS_VALUES[loss]
         self.ranks = ranks or Ranks()
         self._device = device
         self._private = private
@@ -199,7 +199,7 @@ class ZoTrainer(Trainer):
             return torch.zeros(0, device=y.device), y == y
         with torch.no_grad():
             output = self.model(x).float()
-            return self._loss(output, y).per_record, output.argmax(dim=1) == y
+            return self._loss(output, y), output.argmax(dim=1) == y
 
     def _noise(self, step: int) -> list[float]:
         """Noise on each direction's sum, in units of a loss; zeros where there is none, or another process draws it."""

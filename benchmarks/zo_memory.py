@@ -246,22 +246,33 @@ def in_process(method: str, length: int, repeats: int) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def print_table(rows: dict[str, Any]) -> None:
-    table = Table(title="163 million parameters, float32, 2 sequences a step, one thread")
-    for column in ("length", "method", "peak [MiB]", "of inference's", "seconds", "of a forward pass"):
-        table.add_column(column)
+COLUMNS = ("tokens a sequence", "method", "peak [MiB]", "of inference's", "seconds", "forward passes")
+
+
+def table_rows(rows: dict[str, Any]) -> list[tuple[str, ...]]:
+    """What was measured, as text, lengths and methods in their order."""
+    found: list[tuple[str, ...]] = []
     for length in LENGTHS:
-        reference = rows.get(f"inference, {length}", {})
+        reference = rows.get(f"inference, {length}", {}).get("peak_mib", math.nan)
         for method in METHODS:
             row = rows.get(f"{method}, {length}")
             if row is None:
                 continue
             if "failed" in row:
-                table.add_row(str(length), method, row["failed"], "", "", "")
+                found.append((str(length), method, row["failed"], "", "", ""))
                 continue
-            memory = f"{row['peak_mib'] / reference.get('peak_mib', math.nan):.2f}"
             times = [f"{row[key]:.2f}" for key in ("seconds", "forward_passes") if key in row] or ["", ""]
-            table.add_row(str(length), method, f"{row['peak_mib']:.0f}", memory, *times)
+            memory = (f"{row['peak_mib']:,.0f}", f"{row['peak_mib'] / reference:.2f}")
+            found.append((str(length), method, *memory, *times))
+    return found
+
+
+def print_table(rows: dict[str, Any]) -> None:
+    table = Table(title="163 million parameters, float32, 2 sequences a step, one thread")
+    for column in COLUMNS:
+        table.add_column(column)
+    for row in table_rows(rows):
+        table.add_row(*row)
     Console(width=120).print(table)
 
 

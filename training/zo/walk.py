@@ -15,8 +15,7 @@ Source: Spall 1992; Malladi et al. 2023 for the steps in place.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from opusim.directions import Direction
 from training.zo.entry import StepEntry
+from training.zo.paged import PagedTensors
 
 _AT_ONCE = 256
 """Entries after which the float32 copies are brought up to date at the latest."""
@@ -57,9 +57,19 @@ class Walk:
         self._along = 0  # seed of the direction that is looked along
         self._sides = [0] * len(self._tensors)  # where each tensor stands on it, in phi z: 1, -1 or 0
         short = {n: t for n, t in enumerate(tensors) if t.dtype in (torch.float16, torch.bfloat16)}
-        self.copies = _on_disk(short, scratch, dtype=torch.float32)
-        self.drifted = _on_disk(short, scratch)
+        self._copies = PagedTensors(short, dtype=torch.float32, scratch=scratch)
+        self._drifted = PagedTensors(short, scratch=scratch)
         self._settled_for_a_while = True
+
+    @property
+    def copies(self) -> dict[int, Tensor]:
+        """See the class."""
+        return self._copies.tensors
+
+    @property
+    def drifted(self) -> dict[int, Tensor]:
+        """See the class."""
+        return self._drifted.tensors
 
     def to_plus(self, seed: int) -> None:
         """From theta to theta + phi z."""
@@ -104,12 +114,14 @@ class Walk:
         self._catch_up()
         for number, copy in self.copies.items():
             self._tensors[number].detach().copy_(copy)
+            self._copies.page_out()
 
     def settle_for_a_while(self) -> None:
         """Settle, but keep where roundings had led; `go_on` returns there."""
         if not self._settled_for_a_while:
             for number, kept in self.drifted.items():
                 kept.copy_(self._tensors[number].detach())
+                self._drifted.page_out()
         self._settled_for_a_while = True
         self.settle()
 
@@ -118,6 +130,7 @@ class Walk:
         if self._settled_for_a_while:
             for number, kept in self.drifted.items():
                 self._tensors[number].detach().copy_(kept)
+                self._drifted.page_out()
         self._settled_for_a_while = False
 
     def restart(self) -> None:
@@ -150,6 +163,7 @@ class Walk:
                 for seed, move in zip(entry.seeds, entry.moves, strict=True):
                     Direction(seed).return_and_move(copy, number, back=0.0, keep=keep, move=move)
                     keep = 1.0
+            self._copies.page_out()
         self._pending.clear()
 
     def _shift(self, seed: int, sides: int) -> None:
@@ -162,16 +176,3 @@ class Walk:
         direction = Direction(seed)
         for number in numbers:
             direction.add_to(self._tensors[number], number, scale)
-
-
-def _on_disk(
-    tensors: Mapping[int, Tensor], scratch: Path | None, *, dtype: torch.dtype | None = None
-) -> dict[int, Tensor]:
-    """Copies of tensors, of another type or their own, each in a file that the system may page out."""
-    copies = {}
-    for number, tensor in tensors.items():
-        with tempfile.NamedTemporaryFile(dir=scratch, prefix="opusim-zo-") as file:  # stays mapped, unnamed
-            flat = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=dtype or tensor.dtype)
-        copies[number] = flat.view(tensor.shape)
-        copies[number].copy_(tensor.detach())
-    return copies

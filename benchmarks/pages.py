@@ -13,6 +13,7 @@ from benchmarks.curve_pages import curve_sections
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results
 from benchmarks.ulr_pages import ulr_readme_rows, ulr_sections, ulr_speed_rows
+from benchmarks.zo_pages import zo_readme_rows, zo_sections, zo_speed_rows
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- measured: written by `make bench-report` -->", "<!-- end of measured -->"
@@ -42,7 +43,7 @@ def readme_rows() -> list[Row]:
     rows += _learning_rows()
     rows += _private_rows()
     rows += [row for row in _speed_rows() if _is_headline(row)]
-    return rows + ulr_readme_rows() + convex_readme_rows()
+    return rows + ulr_readme_rows() + convex_readme_rows() + zo_readme_rows()
 
 
 def _is_headline(row: Row) -> bool:
@@ -299,12 +300,12 @@ def learning_section() -> str:
 
 
 def speed_section() -> str:
-    rows: list[tuple[str, ...]] = [*_speed_rows(), *ulr_speed_rows(), *convex_speed_rows()]
+    rows: list[tuple[str, ...]] = [*_speed_rows(), *ulr_speed_rows(), *convex_speed_rows(), *zo_speed_rows()]
     if not rows:
         return ""
     text = "Medians of interleaved repeats in one process. The bars: 0.9 of the product, 5 times lightonml; at most 1; "
     text += "1.8 times; at most 1.5; 0.7 at batch 1024, 0.4 at batch 64, under 1,024 MiB; 100 times, the same digits; "
-    text += "at most 1; at most 1.2, 1.5 and 10 times."
+    text += "at most 1; at most 1.2, 1.5 and 10 times; at most 1.1 of the memory and 2.2 passes."
     return "\n\n".join(("## Speed", text, markdown(("work", "ratio", "command"), rows)))
 
 
@@ -321,6 +322,7 @@ def benchmarks_page() -> str:
         learning_section(),
         *ulr_sections(),
         convex_section(markdown),
+        *zo_sections(),
         *curve_sections(),
         speed_section(),
     )

@@ -45,13 +45,15 @@ def arrived(dtype: torch.dtype, length: float, settle_every: int) -> float:
     """The part of the moves that arrives: 1 where training goes where it should."""
     before = start(dtype)
     tensor = before.clone()
-    walk = Walk([tensor], perturbation=length, settle_every=settle_every)
+    walk = Walk([tensor], perturbation=length)
     wanted = torch.zeros(SIZE, dtype=torch.float64)
     for seed in range(CYCLES):
         entry = StepEntry.rounded(rate=MOVE, seeds=(seed,), scalars=(-1.0,))
         walk.to_plus(seed)
         walk.to_minus(seed)
         walk.finish(entry)
+        if (seed + 1) % settle_every == 0:
+            walk.settle()
         wanted += entry.moves[0] * Direction(seed).entries(0, 0, SIZE).double()
     if settle_every <= CYCLES:
         walk.settle()

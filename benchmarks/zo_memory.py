@@ -3,15 +3,16 @@
 A decoder of GPT-2's shape (12 layers of width 768, output words of their own: 163 million parameters, random weights,
 float32), the language model's whole loss on random tokens: the mean over a sequence's tokens is the record's loss. Each
 method runs in a process of its own; its peak is the kernel's own maximum of resident memory (ru_maxrss), and beside it
-stands the peak above what the process held once the model was loaded. Two sequences a step, as in Table 5. A step's
-forward passes are timed in turn with forward passes in the same process.
+stands the peak above what the process held once the model was loaded. Two sequences a step, as in Table 5. Steps are
+timed in turn with forward passes in the same process, one thread.
 
 - inference: the losses of the batch, without a graph, in a process that has loaded the same libraries and kernels as
   zo; inference, bare: in one that has loaded torch alone.
 - zo: `training.zo.trainer.ZoTrainer`, whole model; zo, lora: rank 8 on the attention's projections.
-- dp-sgd, hooks; ghost; lora: Opacus, per-sample gradients of the whole model, ghost clipping of the whole model, and
-  per-sample gradients of the same LoRA factors. Opacus has no rule for GPT-2's own linear class: the model is built of
-  torch.nn.Linear, and position embeddings are looked up for each sequence, as its hooks need.
+- dp-sgd, hooks; ghost; lora; bitfit: Opacus, per-sample gradients of the whole model, ghost clipping of the whole
+  model, and per-sample gradients of the same LoRA factors, and of the biases alone (Zaken et al. 2022). Opacus has no
+  rule for GPT-2's own linear class: the model is built of torch.nn.Linear, and position embeddings are looked up for
+  each sequence, as its hooks need.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ from benchmarks.timing import interleaved
 
 NAME = "zo_memory"
 LAYERS, WIDTH, HEADS, VOCABULARY, LONGEST = 12, 768, 12, 50_257, 1024
-BATCH, LENGTHS, RANK = 2, (1024, 128), 8
-METHODS = ("inference, bare", "inference", "zo", "zo, lora", "dp-sgd, ghost", "dp-sgd, hooks", "dp-sgd, lora")
+BATCH, LENGTHS, RANK = 2, (128, 512, 1024), 8
+METHODS = (
+    *("inference, bare", "inference", "zo", "zo, lora"),
+    *("dp-sgd, ghost", "dp-sgd, hooks", "dp-sgd, lora", "dp-sgd, bitfit"),
+)
 MEMORY_BAR, TIME_BAR = 1.1, 2.2
 
 
@@ -92,9 +96,13 @@ class Decoder(nn.Module):
         return self.words(self.last(x))
 
 
-def build(*, lora: bool) -> Decoder:
+def build(*, lora: bool = False, biases: bool = False) -> Decoder:
+    """The model; trained whole, or its low-rank updates or its biases alone."""
     torch.manual_seed(0)
     model = Decoder()
+    if biases:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("bias"))
     if lora:
         model.requires_grad_(False)
         for block in model.blocks:
@@ -144,7 +152,7 @@ def inference(length: int, *, bare: bool) -> Callable[[], object]:
 
         Direction(0).add_to(torch.zeros(1), 0, 1.0)  # loads the compiled kernels
         Direction(0).return_and_move(torch.zeros(1), 0, back=1.0, keep=1.0, move=1.0)
-    model, (ids, _) = build(lora=False).eval(), batch(length)
+    model, (ids, _) = build().eval(), batch(length)
 
     def work() -> None:
         with torch.no_grad():
@@ -167,12 +175,12 @@ def zeroth_order(length: int, *, lora: bool) -> Callable[[], object]:
     return lambda: trainer.step(ids.float(), y, step=next(steps))
 
 
-def opacus(length: int, *, ghost: bool, lora: bool) -> Callable[[], object]:
+def opacus(length: int, *, ghost: bool, lora: bool, biases: bool) -> Callable[[], object]:
     from opacus import PrivacyEngine
     from torch.utils.data import DataLoader, TensorDataset
 
     warnings.simplefilter("ignore")
-    model, (ids, _) = build(lora=lora).train(), batch(length)
+    model, (ids, _) = build(lora=lora, biases=biases).train(), batch(length)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = {
         "module": model,
@@ -204,7 +212,7 @@ def worker(method: str, length: int) -> Callable[[], object]:
         return inference(length, bare="bare" in method)
     if method.startswith("zo"):
         return zeroth_order(length, lora="lora" in method)
-    return opacus(length, ghost="ghost" in method, lora="lora" in method)
+    return opacus(length, ghost="ghost" in method, lora="lora" in method, biases="bitfit" in method)
 
 
 def measured(method: str, length: int, repeats: int) -> dict[str, float]:
@@ -214,12 +222,13 @@ def measured(method: str, length: int, repeats: int) -> dict[str, float]:
     held = resident_mib()
     work()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    turns = {"step": work}
-    if method.startswith("zo"):
-        turns["forward"] = inference(length, bare=False)
-    seconds = interleaved(turns, repeats=repeats, warm_up=0)
-    found = {"peak_mib": peak, "above_model_mib": peak - held, "seconds": seconds["step"]}
-    return found | ({"forward_passes": seconds["step"] / seconds["forward"]} if "forward" in seconds else {})
+    found = {"peak_mib": peak, "above_model_mib": peak - held}
+    if method.startswith("inference"):
+        return found
+    forward = inference(length, bare=False)
+    forward()  # the first pass of a model finds its memory
+    seconds = interleaved({"step": work, "forward": forward}, repeats=repeats, warm_up=0)
+    return found | {"seconds": seconds["step"], "forward_passes": seconds["step"] / seconds["forward"]}
 
 
 def resident_mib() -> float:
@@ -237,30 +246,40 @@ def in_process(method: str, length: int, repeats: int) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def print_table(rows: dict[str, Any]) -> None:
-    table = Table(title="163 million parameters, float32, 2 sequences a step, one thread")
-    for column in ("length", "method", "peak [MiB]", "of inference's", "seconds", "of a forward pass"):
-        table.add_column(column)
+COLUMNS = ("tokens a sequence", "method", "peak [MiB]", "of inference's", "seconds", "forward passes")
+
+
+def table_rows(rows: dict[str, Any]) -> list[tuple[str, ...]]:
+    """What was measured, as text, lengths and methods in their order."""
+    found: list[tuple[str, ...]] = []
     for length in LENGTHS:
-        reference = rows.get(f"inference, {length}", {})
+        reference = rows.get(f"inference, {length}", {}).get("peak_mib", math.nan)
         for method in METHODS:
             row = rows.get(f"{method}, {length}")
             if row is None:
                 continue
             if "failed" in row:
-                table.add_row(str(length), method, row["failed"], "", "", "")
+                found.append((str(length), method, row["failed"], "", "", ""))
                 continue
-            memory = f"{row['peak_mib'] / reference.get('peak_mib', math.nan):.2f}"
-            times = f"{row.get('forward_passes', row['seconds'] / reference.get('seconds', math.nan)):.2f}"
-            table.add_row(
-                str(length), method, f"{row['peak_mib']:.0f}", memory, f"{row['seconds']:.2f}", times
-            )
+            times = [f"{row[key]:.2f}" for key in ("seconds", "forward_passes") if key in row] or ["", ""]
+            memory = (f"{row['peak_mib']:,.0f}", f"{row['peak_mib'] / reference:.2f}")
+            found.append((str(length), method, *memory, *times))
+    return found
+
+
+def print_table(rows: dict[str, Any]) -> None:
+    table = Table(title="163 million parameters, float32, 2 sequences a step, one thread")
+    for column in COLUMNS:
+        table.add_column(column)
+    for row in table_rows(rows):
+        table.add_row(*row)
     Console(width=120).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="Measure methods that begin so, at all lengths.")
     parser.add_argument("--one", nargs=3, metavar=("METHOD", "LENGTH", "REPEATS"))
     options = parser.parse_args()
     if options.one:
@@ -270,7 +289,7 @@ def main() -> None:
     rows = load_results(NAME).get("rows", {})
     for length in LENGTHS:
         for method in METHODS:
-            if f"{method}, {length}" not in rows:
+            if f"{method}, {length}" not in rows and method.startswith(options.only):
                 rows[f"{method}, {length}"] = in_process(method, length, options.repeats)
                 save_results(NAME, {"bars": {"memory": MEMORY_BAR, "time": TIME_BAR}, "rows": rows})
     print_table(rows)

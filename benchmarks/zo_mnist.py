@@ -10,7 +10,6 @@ rates are the best of a few for seed 0, whose runs count too. Runs are kept in b
 from __future__ import annotations
 
 import argparse
-import statistics
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +18,7 @@ from rich.table import Table
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from benchmarks.sst2 import CACHE
+from benchmarks.zo_sst2 import shown
 
 NAME, EPOCHS = "zo_mnist", 10
 RATES = {
@@ -67,10 +67,12 @@ def measure(results: dict[str, Any], seeds: int) -> None:
             save_results(NAME, {"epochs": EPOCHS, "cells": results})
 
 
-def print_table(results: dict[str, Any]) -> None:
-    table = Table(title=f"MNIST from scratch, {EPOCHS} epochs: test accuracy [%]")
-    for column in ("method", "rate", "mean", "seeds"):
-        table.add_column(column)
+COLUMNS = ("method", "rate", "test accuracy [%]", "seeds")
+
+
+def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A method a row, at its best rate."""
+    rows: list[tuple[str, ...]] = []
     for method, rates in RATES.items():
         cell = {key: value for key, value in results.get(method, {}).items() if value}
         begun = [rate for rate in rates if f"{rate:g}, seed 0" in cell]
@@ -78,7 +80,16 @@ def print_table(results: dict[str, Any]) -> None:
             continue
         best = max(begun, key=lambda rate: cell[f"{rate:g}, seed 0"]["validation"])
         tests = [100 * value["test"] for key, value in cell.items() if key.startswith(f"{best:g},")]
-        table.add_row(method, f"{best:g}", f"{statistics.fmean(tests):.1f}", str(len(tests)))
+        rows.append((method, f"{best:g}", shown(tests), str(len(tests))))
+    return rows
+
+
+def print_table(results: dict[str, Any]) -> None:
+    table = Table(title=f"MNIST from scratch, {EPOCHS} epochs")
+    for column in COLUMNS:
+        table.add_column(column)
+    for row in table_rows(results):
+        table.add_row(*row)
     Console().print(table)
 
 

@@ -101,31 +101,30 @@ def _decimals(text: str) -> int:
     return len(text.partition(".")[2])
 
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="Noise against epsilon in the DP-ZO paper, and here")
-    for column in (
-        "table",
-        "law",
-        "noise",
-        "records",
-        "steps",
-        "delta",
-        "paper",
-        "ours",
-        "least noise",
-        "verdict",
-    ):
-        table.add_column(column)
-    for found in rows:
-        least = found["our_least_noise"]
-        table.add_row(
+COLUMNS = ("table", "law", "noise", "records", "steps", "delta", "paper", "ours", "least noise", "verdict")
+
+
+def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The rows as text."""
+    return [
+        (
             *(str(found[key]) for key in ("table", "law", "noise", "records", "steps")),
             f"{found['delta']:g}",
             found["paper_epsilon"],
             f"{found['our_epsilon']:.4f}",
-            "" if least is None else f"{least:.4f}",
+            "" if found["our_least_noise"] is None else f"{found['our_least_noise']:.4f}",
             found["verdict"],
         )
+        for found in rows
+    ]
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="Noise against epsilon in the DP-ZO paper, and here")
+    for column in COLUMNS:
+        table.add_column(column)
+    for row in table_rows(rows):
+        table.add_row(*row)
     Console(width=160).print(table)
 
 

@@ -12,6 +12,7 @@ written as it comes; a second call goes on where the first was stopped.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 import warnings
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from accounting import RecordCentral, ZoGaussian, calibrate
 from benchmarks.results_file import load_results, save_results
 from benchmarks.sst2 import CACHE, MAX_TOKENS, N_TRAIN, NORM, load_encoder, read_sentences
-from benchmarks.zo_sst2 import DELTA, PILOT, SEEDS, mean_and_error
+from benchmarks.zo_sst2 import DELTA, PILOTS, SEEDS, shown
 from opusim.randomness import SeededStream, derive_seed
 from training.config import load_config
 from training.data.samplers import make_sampler
@@ -184,7 +185,7 @@ def measure(results: dict[str, Any]) -> None:
         cell = results.setdefault(method, {"pilots": {}, "runs": {}})
         for rate in plan["rates"]:
             if f"{rate:g}" not in cell["pilots"]:
-                cell["pilots"][f"{rate:g}"] = trained(method, rate, PILOT, data)
+                cell["pilots"][f"{rate:g}"] = trained(method, rate, PILOTS[0], data)
                 save_results(NAME, {"epsilon": EPSILON, "delta": DELTA, "cells": results})
         best = max(plan["rates"], key=lambda rate: cell["pilots"][f"{rate:g}"]["dev"])
         for seed in SEEDS:
@@ -193,14 +194,31 @@ def measure(results: dict[str, Any]) -> None:
                 save_results(NAME, {"epsilon": EPSILON, "delta": DELTA, "cells": results})
 
 
-def print_table(results: dict[str, Any]) -> None:
-    table = Table(title=f"SST-2, LoRA in the top layer, epsilon {EPSILON:g}: accuracy on dev and test [%]")
-    for column in ("method", "mean", "standard error", "seeds"):
-        table.add_column(column)
+COLUMNS = ("method", "accuracy [%]", "seeds", "minus DP-SGD, paired", "seconds")
+
+
+def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A method a row."""
+    rows: list[tuple[str, ...]] = []
+    theirs = results.get("dp-sgd", {}).get("runs", {})
     for method, cell in results.items():
         values = [100 * run["accuracy"] for run in cell["runs"].values()]
+        both = [
+            100 * (run["accuracy"] - theirs[s]["accuracy"]) for s, run in cell["runs"].items() if s in theirs
+        ]
         if values:
-            table.add_row(method, *(f"{figure:.2f}" for figure in mean_and_error(values)), str(len(values)))
+            difference = shown(both, "+.1f") if both and method != "dp-sgd" else ""
+            seconds = statistics.fmean(run["seconds"] for run in cell["runs"].values())
+            rows.append((method, shown(values), str(len(values)), difference, f"{seconds:.0f}"))
+    return rows
+
+
+def print_table(results: dict[str, Any]) -> None:
+    table = Table(title=f"SST-2, LoRA in the top layer, epsilon {EPSILON:g}: dev and test together")
+    for column in COLUMNS:
+        table.add_column(column)
+    for row in table_rows(results):
+        table.add_row(*row)
     Console().print(table)
 
 

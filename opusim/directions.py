@@ -8,7 +8,7 @@ public; the tail cut makes them unfit as privacy noise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
@@ -23,6 +23,7 @@ from opusim.philox import MAX_SEED, philox_torch, split_key
 from opusim.threads import run_split
 
 _STRIDES_PER_THREAD = 64  # below 131,072 entries a second thread costs more than it brings
+_PIECE_STRIDES = 16  # entries of another type than float32 that are moved at a time: 128 KiB
 _TORCH_STRIDES = 256  # entries drawn at a time by the torch path, in strides: 2 MiB of float32
 
 
@@ -49,14 +50,12 @@ class Direction:
         """
         flat = _flat(tensor, number, start)
         factor = np.float32(scale)
-        if _compiled(flat):
-            array = flat.numpy()
+        if flat.device.type == "cpu":
 
-            def work(low: int, high: int) -> None:
-                part, place = array[low * STRIDE : high * STRIDE], start + low * STRIDE
+            def move(part: np.ndarray, place: int) -> None:
                 add_direction(part, factor, gaussian_table(), place, number, self._key)
 
-            run_split(work, -(-array.size // STRIDE), grain=_STRIDES_PER_THREAD)
+            _moved_by_kernel(flat, start, move)
             return
         for part, z in self._parts(flat, number, start):
             part.copy_(part.float().add_(z.mul_(float(factor))))
@@ -76,14 +75,12 @@ class Direction:
         """
         flat = _flat(tensor, number, start)
         first, second, third = np.float32(back), np.float32(keep), np.float32(move)
-        if _compiled(flat):
-            array = flat.numpy()
+        if flat.device.type == "cpu":
 
-            def work(low: int, high: int) -> None:
-                part, place = array[low * STRIDE : high * STRIDE], start + low * STRIDE
+            def shift(part: np.ndarray, place: int) -> None:
                 return_and_move(part, first, second, third, gaussian_table(), place, number, self._key)
 
-            run_split(work, -(-array.size // STRIDE), grain=_STRIDES_PER_THREAD)
+            _moved_by_kernel(flat, start, shift)
             return
         for part, z in self._parts(flat, number, start):
             part.copy_(part.float().add_(z * float(first)).mul_(float(second)).add_(z.mul_(float(third))))
@@ -120,8 +117,25 @@ def _table_on(device: torch.device) -> Tensor:
     return torch.from_numpy(gaussian_table().copy()).to(device)
 
 
-def _compiled(flat: Tensor) -> bool:
-    return flat.device.type == "cpu" and flat.dtype == torch.float32
+def _moved_by_kernel(flat: Tensor, start: int, move: Callable[[np.ndarray, int], None]) -> None:
+    """Call move(part, place) on all of a tensor on the CPU, on as many threads as torch uses.
+
+    Args:
+        flat: One axis. Other types than float32 pass through a float32 piece that fits the cache.
+        start: Place of its first element.
+        move: Moves float32 numbers in place; the place is that of the first of them.
+    """
+
+    def work(low: int, high: int) -> None:
+        pieces = range(low, high, max(high - low, 1) if flat.dtype == torch.float32 else _PIECE_STRIDES)
+        for first in pieces:
+            part = flat[first * STRIDE : min(first + pieces.step, high) * STRIDE]
+            piece = part.float()  # the tensor's own memory, where it is float32
+            move(piece.numpy(), start + first * STRIDE)
+            if flat.dtype != torch.float32:
+                part.copy_(piece)
+
+    run_split(work, -(-len(flat) // STRIDE), grain=_STRIDES_PER_THREAD)
 
 
 def _flat(tensor: Tensor, number: int, start: int) -> Tensor:

@@ -6,9 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from opusim.description_schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
@@ -19,12 +17,10 @@ from training.data import Dataset, Split, from_arrays
 from training.data.components import PrincipalComponents, reduced
 from training.data.records import chosen_constants, configured_dataset
 from training.data.samplers import Sampler, make_sampler
-from training.family import DeviceShape
+from training.family import Arrays, DeviceShape
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
 from training.seeds import seed_for
-
-Arrays = tuple[np.ndarray | Tensor, np.ndarray | Tensor]
 
 
 def check_torch_device(name: str) -> None:

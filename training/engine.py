@@ -137,7 +137,7 @@ class Engine:
             LedgerCorrupt: A step that was computed is not paid for.
             TrainingDiverged: A batch's error is not finite; the last checkpoint is kept.
             RunInterrupted: Ctrl-C; a checkpoint was written first.
-            DeviceError: The device failed; a checkpoint was written first.
+            DeviceError: The device failed; a checkpoint of the steps before was written first.
             OSError: The disk is full or not writable; the last checkpoint is kept.
         """
         if self._watcher:
@@ -176,14 +176,20 @@ class Engine:
     def _advance_or_keep(self) -> None:
         """Do one step; a device that fails in it leaves a checkpoint of the steps before, so that none is lost.
 
-        A step changes the model at its very end, so that a step which failed has changed nothing of it.
+        A step reads its device before it changes the model. Where it did not (a module of one's own that reads
+        another device), the trainer is not intact, and the newest checkpoint stays the last word.
         """
         try:
             self._advance()
         except DeviceError as error:
-            self.checkpoint()
+            kept = "all before it are kept"
+            if self._trainer.intact:
+                self.checkpoint()
+            else:
+                newest = list_checkpoints(self._folder.checkpoints)[-1]
+                kept = f"and broke off amid the parameters, so that those of {newest.stem} are kept"
             raise type(error)(
-                f"{error}. Step {self._step} of {self.total_steps} was not done, all before it are kept; "
+                f"{error}. Step {self._step} of {self.total_steps} was not done, {kept}; "
                 f"when the device is back, go on with: opusim train resume {self._folder.path}"
             ) from error
 

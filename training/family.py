@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Generic, TypeVar
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
@@ -23,6 +24,8 @@ from training.protections.plan import require_covered, with_sampled_noise
 from training.runs.folder import RunFolder
 from training.trainer import Trainer
 
+Arrays = tuple[np.ndarray | Tensor, np.ndarray | Tensor]
+"""A person's own data: features and class numbers."""
 NetworkT = TypeVar("NetworkT", bound=Network)
 
 
@@ -47,6 +50,14 @@ class TrainerFamily(ABC, Generic[NetworkT]):
     """
 
     protections: ClassVar[tuple[str, ...]] = ("none", "record")
+
+    def own_parts(self, config: RunConfig) -> tuple[RunConfig, Arrays | None, nn.Module | None]:
+        """The configuration, with the data and the module that it names itself where none were given.
+
+        Raises:
+            ConfigError: It names something that is not there.
+        """
+        return config, None, None
 
     @abstractmethod
     def network(self, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> NetworkT:

@@ -80,6 +80,8 @@ def train(
     check_torch_device(resolved.torch_device)
     if resolved.mode == "release":
         resolved = resolved.model_copy(update={"seed": 0})  # no seed is used, so none is kept
+    if data is None and model is None:
+        resolved, data, model = family_of(resolved.trainer.kind).own_parts(resolved)
     if data is not None:
         resolved = _with_own_data(resolved)
     run_folder = RunFolder(own_folder(Path(folder) if folder is not None else _new_folder(resolved)))

@@ -29,11 +29,20 @@ class StepRecord:
 
 
 class Trainer(ABC):
-    """Parameters, what one step releases, and the step."""
+    """Parameters, what one step releases, and the step.
+
+    Attributes:
+        kind: Its name.
+        model: What is trained.
+        optimizer: Carries the learning rate.
+        intact: Whether the parameters are, to the bit, those behind the last finished step, so that a checkpoint may
+            be written; no longer where a step broke off in the midst of moving them.
+    """
 
     kind: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    intact: bool = True
 
     @abstractmethod
     def step(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 
@@ -20,6 +23,19 @@ class StopAt:
 
     def on_epoch(self, record: dict) -> None:
         pass
+
+
+class CtrlCAt(StopAt):
+    """A watcher who presses Ctrl-C after a step: a checkpoint is written, and the run says how to go on."""
+
+    def on_step(self, *, step: int) -> None:
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(scope="session")
+def ctrl_c_at() -> type[StopAt]:
+    return CtrlCAt
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -37,23 +36,6 @@ def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
     return generator.normal(size=(n, 5)), np.arange(n) % 3
 
 
-class StopAt:
-    """A watcher who presses Ctrl-C after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_start(self, *, step: int, total_steps: int) -> None:
-        pass
-
-    def on_step(self, *, step: int) -> None:
-        if step == self.step:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def on_epoch(self, record: dict) -> None:
-        pass
-
-
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
 
@@ -69,11 +51,13 @@ def test_sigkill_at_every_touch_of_the_disk(tmp_path: Path, trainer: str) -> Non
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "nadam"])
 @pytest.mark.parametrize("kind", ["pdfa", "bp", "ulr", "zo"])
-def test_ctrl_c_leaves_a_run_that_goes_on_bit_for_bit(tmp_path: Path, optimizer: str, kind: str) -> None:
+def test_ctrl_c_leaves_a_run_that_goes_on_bit_for_bit(
+    tmp_path: Path, optimizer: str, kind: str, ctrl_c_at: type
+) -> None:
     config = {**CONFIG, "optimizer": {"name": optimizer}, "trainer": {"kind": kind}}
     training.train(config, data=data(), folder=tmp_path / "unbroken")
     with pytest.raises(RunInterrupted, match="after step 5 of 12.*train resume"):
-        training.train(config, data=data(), folder=tmp_path / "broken", watcher=StopAt(5))
+        training.train(config, data=data(), folder=tmp_path / "broken", watcher=ctrl_c_at(5))
     training.train(data=data(), folder=tmp_path / "broken", resume=True)
     expected, found = tensors(tmp_path / "unbroken"), tensors(tmp_path / "broken")
     assert expected.keys() == found.keys()
@@ -82,20 +66,22 @@ def test_ctrl_c_leaves_a_run_that_goes_on_bit_for_bit(tmp_path: Path, optimizer:
         assert (tmp_path / "unbroken" / name).read_bytes() == (tmp_path / "broken" / name).read_bytes()
 
 
-def test_planted_fault_unkeyed_noise_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_fault_unkeyed_noise_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type
+) -> None:
     """If noise did not follow the step, a resumed run would differ."""
     training.train(CONFIG, data=data(), folder=tmp_path / "unbroken")
     with pytest.raises(RunInterrupted):
-        training.train(CONFIG, data=data(), folder=tmp_path / "broken", watcher=StopAt(5))
+        training.train(CONFIG, data=data(), folder=tmp_path / "broken", watcher=ctrl_c_at(5))
     monkeypatch.setattr("opusim.randomness.SeededStream.seek", lambda self, step: None)
     training.train(data=data(), folder=tmp_path / "broken", resume=True)
     expected, found = tensors(tmp_path / "unbroken"), tensors(tmp_path / "broken")
     assert not all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_resuming_with_other_data_or_network_is_refused(tmp_path: Path) -> None:
+def test_resuming_with_other_data_or_network_is_refused(tmp_path: Path, ctrl_c_at: type) -> None:
     with pytest.raises(RunInterrupted):
-        training.train(CONFIG, data=data(), folder=tmp_path, watcher=StopAt(2))
+        training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
     x, y = data()
     with pytest.raises(RunFolderError, match="another data"):
         training.train(data=(x + 1, y), folder=tmp_path, resume=True)
@@ -107,11 +93,11 @@ def test_resuming_with_other_data_or_network_is_refused(tmp_path: Path) -> None:
     )  # nothing was lost
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path: Path, ctrl_c_at: type) -> None:
     config = {**CONFIG, "checkpoint": {"every_steps": 1, "keep": 2}}
     training.train(config, data=data(), folder=tmp_path / "unbroken")
     with pytest.raises(RunInterrupted):
-        training.train(config, data=data(), folder=tmp_path / "broken", watcher=StopAt(5))
+        training.train(config, data=data(), folder=tmp_path / "broken", watcher=ctrl_c_at(5))
     last = list_checkpoints(tmp_path / "broken" / "checkpoints")[-1]
     content = bytearray(last.read_bytes())
     content[-3] ^= 1
@@ -144,25 +130,25 @@ def test_a_used_folder_is_not_overwritten(tmp_path: Path) -> None:
         training.train(data=data(), folder=tmp_path, resume=True)
 
 
-def test_resume_takes_no_configuration(tmp_path: Path) -> None:
+def test_resume_takes_no_configuration(tmp_path: Path, ctrl_c_at: type) -> None:
     with pytest.raises(RunInterrupted):
-        training.train(CONFIG, data=data(), folder=tmp_path, watcher=StopAt(2))
+        training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
     with pytest.raises(RunFolderError, match="leave config and settings out"):
         training.train({"epochs": 7}, data=data(), folder=tmp_path, resume=True)
 
 
-def test_a_configuration_changed_by_hand_is_refused(tmp_path: Path) -> None:
+def test_a_configuration_changed_by_hand_is_refused(tmp_path: Path, ctrl_c_at: type) -> None:
     with pytest.raises(RunInterrupted):
-        training.train(CONFIG, data=data(), folder=tmp_path, watcher=StopAt(2))
+        training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"lr": 0.01', '"lr": 0.5'))
     with pytest.raises(RunFolderError, match="not the configuration that step-0000000002"):
         training.train(data=data(), folder=tmp_path, resume=True)
 
 
-def test_other_versions_are_warned_about(tmp_path: Path) -> None:
+def test_other_versions_are_warned_about(tmp_path: Path, ctrl_c_at: type) -> None:
     with pytest.raises(RunInterrupted):
-        training.train(CONFIG, data=data(), folder=tmp_path, watcher=StopAt(2))
+        training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "0.1"'))
     with pytest.warns(UserWarning, match="other versions of torch"):
@@ -175,12 +161,12 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
         training.train(CONFIG, data=data(), folder=tmp_path)
 
 
-def test_the_device_file_is_not_needed_again(tmp_path: Path) -> None:
+def test_the_device_file_is_not_needed_again(tmp_path: Path, ctrl_c_at: type) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(resources.files("hw_configs").joinpath("gaussian.toml").read_text())
     config = {**CONFIG, "device": {"name": str(file)}}
     with pytest.raises(RunInterrupted):
-        training.train(config, data=data(), folder=tmp_path / "run", watcher=StopAt(2))
+        training.train(config, data=data(), folder=tmp_path / "run", watcher=ctrl_c_at(2))
     file.unlink()
     training.train(data=data(), folder=tmp_path / "run", resume=True)
 

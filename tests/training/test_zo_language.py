@@ -8,9 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import training
+from opusim.errors import ConfigError
 from training.data.errors import DataError
+from training.engine import Engine
+from training.errors import RunFolderError, RunInterrupted
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.zo.language import Lora, load_classifier
 from training.zo.prompts import PAD, Prompt, class_tokens, encode, read_texts
 from training.zo.replay import replay
@@ -104,17 +109,111 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         read_texts(file)
 
 
-def test_the_command_fine_tunes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def opusim(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """Run the command line in this process."""
     from training.cli import main
 
-    folder = make(tmp_path / "model", "opt")
-    lines = [f"{text}\t{label}" for text, label in zip(TEXTS, LABELS, strict=True)]
-    (tmp_path / "texts.tsv").write_text("\n".join(lines) + "\n")
-    arguments = ["train", "zo", "--language-model", str(folder), "--text", str(tmp_path / "texts.tsv")]
-    arguments += ["--lora-rank", "2", "--protect", "record", "--epsilon", "8", "--epochs", "1", "--quiet"]
-    arguments += ["--set", "sampler.batch_size=6", "--out", str(tmp_path / "run")]
-    monkeypatch.setattr(sys, "argv", ["opusim", *arguments])
+    monkeypatch.setattr(sys, "argv", ["opusim", *arguments, "--quiet"])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code in (0, None)
-    assert training.load_run(tmp_path / "run").guarantees[0].epsilon <= 8
+
+
+def command(tmp_path: Path, run: str, kind: str, *, lora: bool) -> list[str]:
+    """Fine-tune a tiny model for 12 steps; the paths are relative, as a person types them."""
+    make(tmp_path / "model", kind)
+    lines = [f"{text}\t{label}" for text, label in zip(TEXTS, LABELS, strict=True)]
+    (tmp_path / "texts.tsv").write_text("\n".join(lines) + "\n")
+    options = [
+        "train",
+        "zo",
+        "--language-model",
+        "model",
+        "--text",
+        "texts.tsv",
+        "--out",
+        run,
+        "--epochs",
+        "2",
+    ]
+    options += ["--lora-rank", "2", "--lora-targets", ",".join(TARGETS[kind])] if lora else []
+    options += ["--prompt", KINDS[kind].template] if KINDS[kind].masked else []
+    settings = ("threads=1", "sampler.batch_size=5", "data.validation_fraction=0.1", "optimizer.lr=0.1")
+    return [*options, "--protect", "record", "--epsilon", "8", *(p for s in settings for p in ("--set", s))]
+
+
+def final(folder: Path) -> dict[str, torch.Tensor]:
+    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_command_goes_on_with_a_language_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, lora: bool
+) -> None:
+    """Killed in the midst and resumed from another folder by `opusim train resume` alone: the same to the bit."""
+    monkeypatch.chdir(tmp_path)
+    begun = command(tmp_path, "whole", kind, lora=lora)
+    opusim(monkeypatch, *begun)
+    (tmp_path / "elsewhere").mkdir()
+    begun[begun.index("whole")] = "broken"
+
+    def killed(self: Engine) -> None:
+        if self._step == 5:
+            self.checkpoint()
+            raise ConnectionAbortedError
+        advance(self)
+
+    advance = Engine._advance
+    with monkeypatch.context() as planted:
+        planted.setattr(Engine, "_advance", killed)
+        planted.setattr(sys, "argv", ["opusim", *begun, "--quiet", "--debug"])
+        from training.cli import main
+
+        with pytest.raises(ConnectionAbortedError):
+            main()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    opusim(monkeypatch, "train", "resume", str(tmp_path / "broken"))
+    one, two = final(tmp_path / "whole"), final(tmp_path / "broken")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert replay(tmp_path / "broken").arrived
+    read = training.load_run(tmp_path / "broken")
+    assert read.guarantees[0].epsilon <= 8
+    assert read.config.data.n_classes == 2
+
+
+def test_another_base_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type
+) -> None:
+    """LoRA's factors mean nothing on other weights, which no checkpoint holds."""
+    monkeypatch.chdir(tmp_path)
+    options = {
+        "model": str(make(tmp_path / "model", "opt")),
+        "text": str(tmp_path / "texts.tsv"),
+        "lora_rank": 2,
+    }
+    (tmp_path / "texts.tsv").write_text("good\t1\nbad\t0\n" * 20)
+    config = {**CONFIG, "data": {}, "trainer": {"kind": "zo", "language": options}}
+    with pytest.raises(RunInterrupted):
+        training.train(config, folder=tmp_path / "run", watcher=ctrl_c_at(3))
+    kept = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(kept)
+    name = next(name for name in tensors if "q_proj.weight" in name)
+    tensors[name][0, 0] += 1
+    save_file(tensors, kept, metadata={"format": "pt"})
+    with pytest.raises(RunFolderError, match="begun with another network"):
+        training.train(folder=tmp_path / "run", resume=True)
+
+
+def test_a_language_model_without_texts_is_named(tmp_path: Path) -> None:
+    options = {"model": str(make(tmp_path / "model"))}
+    with pytest.raises(ConfigError, match="trainer.language.text: is missing"):
+        training.train({"trainer": {"kind": "zo", "language": options}}, folder=tmp_path / "run")
+    options["text"] = str(tmp_path / "texts.tsv")
+    with pytest.raises(
+        ConfigError, match="data.n_classes: 3 is not the number of trainer.language.classes, 2"
+    ):
+        training.train(
+            {"data": {"n_classes": 3}, "trainer": {"kind": "zo", "language": options}},
+            folder=tmp_path / "run",
+        )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from opusim.directions import Direction
 from opusim.randomness import SeededStream, noise_stream
 from training.zo.differences import loss_differences
 from training.zo.entry import StepEntry
+from training.zo.paged import PagedTensors
 from training.zo.scalar_noise import GaussianScalars, LaplaceScalars
 from training.zo.walk import Walk
 
@@ -128,13 +131,14 @@ def test_half_precision_is_what_the_entries_say(dtype: torch.dtype) -> None:
     start = (torch.randn(3000, generator=torch.Generator().manual_seed(1)) * 0.05).to(dtype)
     entries = _entries(150)
     settled, drifting = start.clone(), start.clone()
-    walk = Walk([settled], perturbation=1e-3, weight_decay=0.01, settle_every=50)
-    loose = Walk([drifting], perturbation=1e-3, weight_decay=0.01, settle_every=10**6)
-    for each in (walk, loose):
-        for entry in entries:
-            each.to_plus(entry.seeds[0])
-            each.to_minus(entry.seeds[0])
-            each.finish(entry)
+    for tensor, settle_every in ((settled, 50), (drifting, 10**6)):
+        walk = Walk([tensor], perturbation=1e-3, weight_decay=0.01)
+        for step, entry in enumerate(entries, start=1):
+            walk.to_plus(entry.seeds[0])
+            walk.to_minus(entry.seeds[0])
+            walk.finish(entry)
+            if step % settle_every == 0:
+                walk.settle()
     exact = start.float()
     for entry in entries:
         keep = entry.keep(0.01)
@@ -142,8 +146,29 @@ def test_half_precision_is_what_the_entries_say(dtype: torch.dtype) -> None:
     assert torch.equal(settled, exact.to(dtype))
     assert not torch.equal(drifting, exact.to(dtype))
     replayed = start.clone()
-    again = Walk([replayed], perturbation=1e-3, weight_decay=0.01, settle_every=7)
+    again = Walk([replayed], perturbation=1e-3, weight_decay=0.01)
     for entry in entries:
         again.repeat(entry)
     again.settle()
     assert torch.equal(replayed, settled)
+
+
+def test_copies_on_disk_keep_what_is_written_and_give_their_memory_back() -> None:
+    """Of 64 MiB at least half is resident after writing, and next to nothing after paging out."""
+
+    def resident() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+    like = {0: torch.ones(2**20, dtype=torch.bfloat16), 3: torch.ones(2**23 - 5, 2, dtype=torch.bfloat16)}
+    paged = PagedTensors(like, dtype=torch.float32)
+    assert paged.tensors[3].shape == (2**23 - 5, 2)
+    assert paged.tensors[3].dtype == torch.float32
+    empty = resident()
+    paged.tensors[3].mul_(3)
+    full = resident()
+    paged.page_out()
+    assert full - empty > 32
+    assert resident() - empty < 8
+    assert bool((paged.tensors[3] == 3).all())
+    assert bool((paged.tensors[0] == 1).all())
+    assert PagedTensors({}).tensors == {}

@@ -37,11 +37,21 @@ Text = Annotated[
     Path | None, typer.Option(help="What it learns from: a file of lines, text, tab, class number from 0.")
 ]
 PromptText = Annotated[
-    str,
-    typer.Option("--prompt", help="Template around {text}; {mask} marks the class word of a masked model."),
+    str | None,
+    typer.Option(
+        "--prompt",
+        help="Template around {text}, by default '{text} It was'; {mask} marks the class word of a masked model.",
+    ),
 ]
-Classes = Annotated[str, typer.Option(help="The word of each class, in the order of the class numbers.")]
-MaxTokens = Annotated[int, typer.Option(help="Longest prompt; longer texts lose their end.")]
+Classes = Annotated[
+    str | None,
+    typer.Option(
+        help="The word of each class, in the order of the class numbers; by default terrible,great."
+    ),
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Longest prompt, 128 by default; longer texts lose their end.")
+]
 LoraRank = Annotated[
     int | None, typer.Option(help="Train low-rank updates of this rank instead of the whole model.")
 ]
@@ -78,9 +88,9 @@ def train_zo(
     release: ReleaseMode = False,
     language_model: LanguageModel = None,
     text: Text = None,
-    prompt: PromptText = "{text} It was",
-    classes: Classes = "terrible,great",
-    max_tokens: MaxTokens = 128,
+    prompt: PromptText = None,
+    classes: Classes = None,
+    max_tokens: MaxTokens = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
     quiet: Quiet = False,
@@ -90,25 +100,22 @@ def train_zo(
     given = {"law": law, "directions": directions}
     changes["trainer"] |= {key: value for key, value in given.items() if value is not None}
     changes |= private_changes(protect, epsilon, delta, noise_multiplier, release)
-    if language_model is None:
-        train_configured(config, settings, changes, out, quiet)
-        return
-    if text is None:
-        raise ValueError(
-            "--text is missing: a file of lines, text, tab, class number; --language-model learns from it"
-        )
-    from training.zo.language import Lora, load_classifier
-    from training.zo.prompts import Prompt, encode, read_texts
+    language = {
+        "model": None if language_model is None else _found_again(language_model),
+        "text": None if text is None else str(text.resolve()),
+        "prompt": prompt,
+        "classes": None if classes is None else classes.split(","),
+        "max_tokens": max_tokens,
+        "lora_rank": lora_rank,
+        "lora_targets": None if lora_targets is None else lora_targets.split(","),
+    }
+    changes["trainer"]["language"] = {key: value for key, value in language.items() if value is not None}
+    train_configured(config, settings, changes, out, quiet)
 
-    asked = Prompt(template=prompt, classes=tuple(classes.split(",")), max_tokens=max_tokens)
-    targets = tuple(lora_targets.split(",")) if lora_targets else ()
-    lora = None if lora_rank is None else Lora(rank=lora_rank, targets=targets, seed=seed or 0)
-    model, tokenizer = load_classifier(language_model, asked, lora=lora)
-    texts, labels = read_texts(text)
-    changes["data"] = {"n_classes": len(asked.classes)}
-    train_configured(
-        config, settings, changes, out, quiet, data=(encode(tokenizer, texts, asked), labels), model=model
-    )
+
+def _found_again(name: str) -> str:
+    """A folder by its whole path, so that a run can go on from anywhere; a hub's name as it is."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 @zo_app.command("replay")

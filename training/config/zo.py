@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from training.config.language import LanguageConfig
 from training.config.protection import ProtectionConfig
 from training.config.section import Section
 
@@ -30,6 +31,8 @@ class ZoConfig(Section):
     moves; parameters in float32 have no copy."""
     keep_base: bool = True
     """Whether the run folder keeps the parameters that training began with, from which the step log is replayed."""
+
+    language: LanguageConfig = LanguageConfig()
 
     def uses_device(self, protection: ProtectionConfig) -> bool:
         """Whether the run opens its device."""

@@ -22,7 +22,7 @@ from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.samplers import Sampler
 from training.errors import RunFolderError
-from training.family import DeviceShape, TrainerFamily
+from training.family import Arrays, DeviceShape, TrainerFamily
 from training.networks.base import Network
 from training.networks.configured import fitting_network
 from training.networks.network import FullyConnected
@@ -32,6 +32,7 @@ from training.runs.folder import RunFolder
 from training.runs.storage import write_tensors
 from training.seeds import seed_for
 from training.trainer import Trainer
+from training.zo.configured_language import configured_language
 from training.zo.language import described_classifier
 from training.zo.network import ModuleNetwork, fitting_module
 from training.zo.plan import clip_of, step_mechanism, with_scalar_noise, zo_options
@@ -51,6 +52,12 @@ from training.zo.trainer import ScalarRelease, ZoTrainer
 
 class ZoFamily(TrainerFamily[Network]):
     """zo."""
+
+    def own_parts(self, config: RunConfig) -> tuple[RunConfig, Arrays | None, nn.Module | None]:
+        """See TrainerFamily.own_parts: the language model and the texts of trainer.language."""
+        if zo_options(config).language.model is None:
+            return config, None, None
+        return configured_language(config)
 
     def network(self, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> Network:
         """See TrainerFamily.network; any module that gives class scores will do."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from training.data import Dataset
 from training.networks.base import Network
 from training.zo.language import PromptClassifier
-from training.zo.step_log import tensor_facts
+from training.zo.step_log import parameters_digest, tensor_facts
 
 
 class ModuleNetwork(Network):
@@ -49,12 +49,15 @@ class ModuleNetwork(Network):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Its width, class and trained parameters: enough to know it again, not to rebuild it."""
+        """Its width, class, trained parameters and a digest of the others: to know it again, not to rebuild it."""
         facts = {
             "n_inputs": self._n_inputs,
             "module": type(self.model).__name__,
             "tensors": tensor_facts(self.tensors),
         }
+        frozen: dict[str, Tensor] = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
+        frozen |= dict(self.model.named_buffers())
+        facts |= {"frozen": parameters_digest(frozen)} if frozen else {}
         described = isinstance(self.model, PromptClassifier) and self.model.description
         return facts | ({"language": self.model.description} if described else {})
 

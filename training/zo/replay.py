@@ -64,7 +64,6 @@ def replay(
         list(tensors.values()),
         perturbation=content.header.perturbation,
         weight_decay=content.header.weight_decay,
-        settle_every=content.header.settle_every,
     )
     for number, entry in enumerate(content.entries, start=1):
         walk.repeat(entry)

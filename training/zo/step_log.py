@@ -211,7 +211,7 @@ def read_header(path: Path) -> tuple[LogHeader, int]:
 
 
 def parameters_digest(tensors: Mapping[str, Tensor]) -> str:
-    """BLAKE2b over the tensors' bytes in their order."""
+    """BLAKE2b over the bytes of the tensors, in their order."""
     state = hashlib.blake2b(digest_size=16)
     for tensor in tensors.values():
         state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -20,7 +20,7 @@ from training.config.optimizer import OptimizerConfig
 from training.config.run import LossName
 from training.config.zo import ZoConfig
 from training.networks.base import Network
-from training.networks.losses import LOSSES
+from training.networks.losses import LOSS_VALUES
 from training.trainer import StepRecord, Trainer
 from training.zo.differences import Differences, loss_differences
 from training.zo.entry import StepEntry
@@ -96,11 +96,10 @@ class ZoTrainer(Trainer):
             list(self._tensors.values()),
             perturbation=config.perturbation,
             weight_decay=optimizer.weight_decay,
-            settle_every=config.settle_every,
         )
         self.optimizer = torch.optim.SGD(self._tensors.values(), lr=optimizer.lr)  # carries the rate alone
         self._config, self._release = config, release
-        self._loss = LOSSES[loss]
+        self._loss = LOSS_VALUES[loss]
         self.ranks = ranks or Ranks()
         self._device = device
         self._private = private
@@ -115,19 +114,32 @@ class ZoTrainer(Trainer):
             mine = self.ranks.share(_numbers(records, n_records))
             x, y = x[mine], y[mine]
         seeds = tuple(derive_seed(self.root, "direction", step, j) for j in range(self._config.directions))
-        seen = self._look(seeds, x, y)
-        entry = StepEntry.rounded(
-            rate=float(self.optimizer.param_groups[0]["lr"]),
-            seeds=seeds,
-            scalars=tuple(self.ranks.of_first(self._scalars(seen.sums, step))),
-        )
-        if self.log is not None:
-            self.log.append(entry)
+        noise = self._noise(
+            step
+        )  # before anything moves: a device that fails leaves the parameters as they are
+        self.intact = False
+        self.walk.go_on()
+        seen = _Seen()
+        try:
+            self._look(seeds, x, y, seen)
+            entry = self._entry(seeds, seen, noise)
+            if self.log is not None:
+                self.log.append(entry)
+        except BaseException:
+            self.walk.come_back()
+            raise
+        self._finish(entry, seen)
+        self.intact = True
+        return seen.record(n_records, place=y.device, observe=observe)
+
+    def _finish(self, entry: StepEntry, seen: _Seen) -> None:
+        """Move the parameters, and count."""
         self.walk.finish(entry)
         self._counts[0] += 1
+        if self.steps % self._config.settle_every == 0:
+            self.walk.settle()
         if not self._private:
             self._counts[1] += int(sum(seen.bad))
-        return seen.record(n_records, place=y.device, observe=observe)
 
     @property
     def steps(self) -> int:
@@ -146,10 +158,12 @@ class ZoTrainer(Trainer):
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Steps done and losses that were not finite; the float32 copies of parameters in half precision."""
-        names = list(self._tensors)
+        """Steps done and losses that were not finite; what the walk keeps of parameters in half precision."""
+        names, kept = list(self._tensors), {"float32": self.walk.copies, "drifted": self.walk.drifted}
         return {"zo.counts": self._counts} | {
-            f"zo.float32.{names[number]}": copy for number, copy in self.walk.copies.items()
+            f"zo.{kind}.{names[number]}": tensor
+            for kind, tensors in kept.items()
+            for number, tensor in tensors.items()
         }
 
     @property
@@ -158,20 +172,18 @@ class ZoTrainer(Trainer):
         return self._device.usage if self._device is not None else Usage()
 
     def before_checkpoint(self) -> None:
-        """Settle parameters in half precision, and have the log on disk up to here."""
-        self.walk.settle()
+        """Settle parameters in half precision until the next step, and have the log on disk up to here."""
+        self.walk.settle_for_a_while()
         if self.log is not None:
             self.log.mark(self._tensors)
 
-    def _look(self, seeds: Sequence[int], x: Tensor, y: Tensor) -> _Seen:
+    def _look(self, seeds: Sequence[int], x: Tensor, y: Tensor, seen: _Seen) -> None:
         """What all processes see along the directions; ends on the minus side of the last."""
-        seen = _Seen()
         for seed in seeds[:-1]:
             self._probe(seed, x, y, seen)
             self.walk.back(seed)
         self._probe(seeds[-1], x, y, seen)
         seen.take(self.ranks.totals(seen.numbers()))
-        return seen
 
     def _probe(self, seed: int, x: Tensor, y: Tensor, seen: _Seen) -> None:
         """Look at the losses on both sides of a direction; ends on its minus side."""
@@ -187,18 +199,23 @@ class ZoTrainer(Trainer):
             return torch.zeros(0, device=y.device), y == y
         with torch.no_grad():
             output = self.model(x).float()
-            return self._loss(output, y).per_record, output.argmax(dim=1) == y
+            return self._loss(output, y), output.argmax(dim=1) == y
 
-    def _scalars(self, sums: list[float], step: int) -> list[float]:
-        """The sums, noised, over batch size and 2 phi."""
-        release = self._release
-        noise = [0.0] * len(sums)
+    def _noise(self, step: int) -> list[float]:
+        """Noise on each direction's sum, in units of a loss; zeros where there is none, or another process draws it."""
         if self._device is not None:
             self._device.seek(step)
-        if release.noise is not None and self.ranks.rank == 0:
-            noise = release.noise.draw(step, len(sums))
-        divisor = 2 * self._config.perturbation * release.divisor
-        return [(total + release.scale * number) / divisor for total, number in zip(sums, noise, strict=True)]
+        release, count = self._release, self._config.directions
+        if release.noise is None or self.ranks.rank:
+            return [0.0] * count
+        return [release.scale * number for number in release.noise.draw(step, count)]
+
+    def _entry(self, seeds: tuple[int, ...], seen: _Seen, noise: Sequence[float]) -> StepEntry:
+        """The step as the log has it: the sums, noised, over batch size and 2 phi."""
+        divisor = 2 * self._config.perturbation * self._release.divisor
+        scalars = [(total + number) / divisor for total, number in zip(seen.sums, noise, strict=True)]
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        return StepEntry.rounded(rate=rate, seeds=seeds, scalars=tuple(self.ranks.of_first(scalars)))
 
 
 class _Seen:

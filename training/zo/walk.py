@@ -8,13 +8,14 @@ are rebuilt from a log to the bit, including what perturbing and returning chang
 Half precision would lose more than last digits: after each return 8 or 11 bits are left of what was there, and updates
 smaller than half a unit vanish. Such parameters have float32 copies in a file on disk, which the entries alone move;
 every few steps the parameters are set to the copies, rounded. What they are then does not depend on any perturbation.
+A checkpoint settles them too, but training goes on from where roundings had led, which the file keeps beside the
+copies: when checkpoints are written changes nothing of a run.
 Source: Spall 1992; Malladi et al. 2023 for the steps in place.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,17 +23,24 @@ from torch import Tensor
 
 from opusim.directions import Direction
 from training.zo.entry import StepEntry
+from training.zo.paged import PagedTensors
+
+_AT_ONCE = 256
+"""Entries after which the float32 copies are brought up to date at the latest."""
 
 
 class Walk:
     """Moves a fixed list of tensors.
 
+    Attributes:
+        copies: Of tensors in half precision, by number: float32, moved by the entries alone. Part of a run's state.
+        drifted: Of the same, in their own type: where roundings had led when they were settled for a while.
+
     Args:
         tensors: Floating-point, contiguous; moved in place.
         perturbation: phi > 0.
         weight_decay: lambda >= 0.
-        settle_every: Steps between two settlings of half-precision tensors, at least 1.
-        scratch: Folder of the file with their float32 copies; None for the system's temporary folder.
+        scratch: Folder of the files with what is kept of half-precision tensors; None for the system's temporary one.
     """
 
     def __init__(
@@ -41,92 +49,130 @@ class Walk:
         *,
         perturbation: float,
         weight_decay: float = 0.0,
-        settle_every: int = 64,
         scratch: Path | None = None,
     ) -> None:
         self._tensors = list(tensors)
         self._phi, self._decay = perturbation, weight_decay
-        self._settle_every = settle_every
         self._pending: list[StepEntry] = []
-        self.copies = _float32_copies(self._tensors, scratch)
+        self._along = 0  # seed of the direction that is looked along
+        self._sides = [0] * len(self._tensors)  # where each tensor stands on it, in phi z: 1, -1 or 0
+        short = {n: t for n, t in enumerate(tensors) if t.dtype in (torch.float16, torch.bfloat16)}
+        self._copies = PagedTensors(short, dtype=torch.float32, scratch=scratch)
+        self._drifted = PagedTensors(short, scratch=scratch)
+        self._settled_for_a_while = True
+
+    @property
+    def copies(self) -> dict[int, Tensor]:
+        """See the class."""
+        return self._copies.tensors
+
+    @property
+    def drifted(self) -> dict[int, Tensor]:
+        """See the class."""
+        return self._drifted.tensors
 
     def to_plus(self, seed: int) -> None:
         """From theta to theta + phi z."""
-        self._add(seed, self._phi)
+        self._shift(seed, 1)
 
     def to_minus(self, seed: int) -> None:
         """From theta + phi z to theta - phi z."""
-        self._add(seed, -2 * self._phi)
+        self._shift(seed, -2)
 
     def back(self, seed: int) -> None:
         """From theta - phi z to theta."""
-        self._add(seed, self._phi)
+        self._shift(seed, 1)
+
+    def come_back(self) -> None:
+        """From where a step broke off before `finish` to theta: float32 up to roundings, half precision settled."""
+        for number, sides in enumerate(self._sides):
+            if sides and number not in self.copies:
+                Direction(self._along).add_to(self._tensors[number], number, -sides * self._phi)
+            self._sides[number] = 0
+        self.settle()
 
     def finish(self, entry: StepEntry) -> None:
         """From the minus side of the last direction to where the step leads."""
-        *others, last = zip(entry.seeds, entry.moves, strict=True)
-        keep = entry.keep(self._decay)
-        direction = Direction(last[0])
-        for number, tensor in enumerate(self._tensors):
-            direction.return_and_move(tensor, number, back=self._phi, keep=keep, move=last[1])
-        for seed, move in others:
-            self._add(seed, move)
-        if self.copies:
-            self._pending.append(entry)
-            if len(self._pending) >= self._settle_every:
-                self.settle()
+        self._finish(entry, range(len(self._tensors)))
 
     def repeat(self, entry: StepEntry) -> None:
-        """All that a step does to the parameters, without looking at any data."""
-        if len(self.copies) == len(self._tensors):  # perturbations leave nothing behind once settled
-            self._pending.append(entry)
-            if len(self._pending) >= self._settle_every:
-                self.settle()
-            return
-        for seed in entry.seeds[:-1]:
-            self.to_plus(seed)
-            self.to_minus(seed)
-            self.back(seed)
-        self.to_plus(entry.seeds[-1])
-        self.to_minus(entry.seeds[-1])
-        self.finish(entry)
+        """All that a step does to the parameters, without looking at any data.
+
+        Half-precision tensors are left alone until `settle`: perturbations leave nothing behind in a settled one.
+        """
+        whole = [number for number in range(len(self._tensors)) if number not in self.copies]
+        *others, last = entry.seeds
+        for seed in others:
+            for sides in (1, -2, 1):
+                self._add(seed, sides * self._phi, whole)
+        for sides in (1, -2):
+            self._add(last, sides * self._phi, whole)
+        self._finish(entry, whole)
 
     def settle(self) -> None:
         """Bring the float32 copies up to date and set the half-precision tensors to them."""
+        self._catch_up()
+        for number, copy in self.copies.items():
+            self._tensors[number].detach().copy_(copy)
+            self._copies.page_out()
+
+    def settle_for_a_while(self) -> None:
+        """Settle, but keep where roundings had led; `go_on` returns there."""
+        if not self._settled_for_a_while:
+            for number, kept in self.drifted.items():
+                kept.copy_(self._tensors[number].detach())
+                self._drifted.page_out()
+        self._settled_for_a_while = True
+        self.settle()
+
+    def go_on(self) -> None:
+        """Undo `settle_for_a_while`; a new walk, or one whose state was restored, stands as after it."""
+        if self._settled_for_a_while:
+            for number, kept in self.drifted.items():
+                self._tensors[number].detach().copy_(kept)
+                self._drifted.page_out()
+        self._settled_for_a_while = False
+
+    def restart(self) -> None:
+        """Take what is kept anew from the tensors, which somebody has set."""
+        self._pending.clear()
+        self._settled_for_a_while = True
+        for number, copy in self.copies.items():
+            copy.copy_(self._tensors[number].detach())
+            self.drifted[number].copy_(self._tensors[number].detach())
+
+    def _finish(self, entry: StepEntry, numbers: Iterable[int]) -> None:
+        *others, last = zip(entry.seeds, entry.moves, strict=True)
+        keep = entry.keep(self._decay)
+        direction, numbers = Direction(last[0]), list(numbers)
+        for number in numbers:
+            direction.return_and_move(self._tensors[number], number, back=self._phi, keep=keep, move=last[1])
+            self._sides[number] = 0
+        for seed, move in others:
+            self._add(seed, move, numbers)
+        if self.copies:
+            self._pending.append(entry)
+            if len(self._pending) >= _AT_ONCE:
+                self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Have the float32 copies where the entries lead."""
         for number, copy in self.copies.items():
             for entry in self._pending:
                 keep = entry.keep(self._decay)
                 for seed, move in zip(entry.seeds, entry.moves, strict=True):
                     Direction(seed).return_and_move(copy, number, back=0.0, keep=keep, move=move)
                     keep = 1.0
-            self._tensors[number].detach().copy_(copy)
+            self._copies.page_out()
         self._pending.clear()
 
-    def restart(self) -> None:
-        """Take the copies anew from the tensors, which somebody has set."""
-        self._pending.clear()
-        for number, copy in self.copies.items():
-            copy.copy_(self._tensors[number].detach())
-
-    def _add(self, seed: int, scale: float) -> None:
-        direction = Direction(seed)
+    def _shift(self, seed: int, sides: int) -> None:
+        direction, self._along = Direction(seed), seed
         for number, tensor in enumerate(self._tensors):
-            direction.add_to(tensor, number, scale)
+            direction.add_to(tensor, number, sides * self._phi)
+            self._sides[number] += sides
 
-
-def _float32_copies(tensors: Sequence[Tensor], scratch: Path | None) -> dict[int, Tensor]:
-    """A float32 copy of every tensor of less precision, by number, in one file that the system may page out."""
-    short = {n: t for n, t in enumerate(tensors) if t.dtype in (torch.float16, torch.bfloat16)}
-    if not short:
-        return {}
-    with tempfile.NamedTemporaryFile(dir=scratch, prefix="opusim-float32-") as file:
-        size = sum(tensor.numel() for tensor in short.values())
-        whole = torch.from_file(
-            file.name, shared=True, size=size, dtype=torch.float32
-        )  # stays mapped, unnamed
-    copies, start = {}, 0
-    for number, tensor in short.items():
-        copies[number] = whole[start : start + tensor.numel()].view(tensor.shape)
-        copies[number].copy_(tensor.detach())
-        start += tensor.numel()
-    return copies
+    def _add(self, seed: int, scale: float, numbers: Iterable[int]) -> None:
+        direction = Direction(seed)
+        for number in numbers:
+            direction.add_to(self._tensors[number], number, scale)

@@ -1,0 +1,32 @@
+"""Which language model a run fine-tunes, on which texts, asked how."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from training.config.section import Section
+
+
+class LanguageConfig(Section):
+    """A language model as a classifier of texts; needs the extra `llm`. Without `model` there is none."""
+
+    model: str | None = None
+    """A local folder, or a name on the hub; a run that goes on loads it again."""
+    text: str | None = None
+    """What it learns from: a file of lines, text, tab, class number from 0."""
+    prompt: str = "{text} It was"
+    """Template around {text}; {mask} marks the class word of a masked model (the DP-ZO paper's, Table 14)."""
+    classes: tuple[str, ...] = ("terrible", "great")
+    """The word of each class, in the order of the class numbers; each must be one token."""
+    max_tokens: int = Field(128, ge=8)
+    """Longest prompt; longer texts lose their end."""
+    lora_rank: int | None = Field(None, ge=1)
+    """Train low-rank updates of this rank (LoRA; 8 in the DP-ZO paper) instead of the whole model."""
+    lora_alpha: float = Field(16.0, gt=0.0)
+    """The updates are multiplied by lora_alpha / lora_rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Modules that get them, such as q_proj; none takes those that peft knows for the architecture."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the model's parameters; LoRA's factors are float32."""

@@ -157,7 +157,7 @@ def measure(
         for seed in ROWS[row].seeds[:seeds]
     ]
     _all(tasks, "runs", jobs)
-    print_table(cells_of(load_results(NAME).get("runs", [])))
+    print_table(load_results(NAME).get("cells", []))
 
 
 def _all(tasks: list[tuple[Any, ...]], part: str, jobs: int) -> None:
@@ -168,7 +168,7 @@ def _all(tasks: list[tuple[Any, ...]], part: str, jobs: int) -> None:
         kept = load_results(NAME)
         others = [each for each in kept.get(part, []) if _key(each) != _key(found)]
         changed = {**kept, part: sorted([*others, found], key=_key)}
-        changed["cells"] = cells_of(changed.get("runs", []))
+        changed["cells"] = cells_of([run for run in changed.get("runs", []) if is_chosen(run)])
         save_results(NAME, {k: v for k, v in changed.items() if k not in ("benchmark", "date", "machine")})
         print({k: v for k, v in found.items() if v is not None}, flush=True)
 
@@ -181,6 +181,12 @@ def _key(run: dict[str, Any]) -> tuple[Any, ...]:
         str(sorted(run["point"].items())),
         run["seed"],
     )
+
+
+def is_chosen(run: dict[str, Any]) -> bool:
+    """Whether a run's point is still the one that the search prefers: a longer search may have found another."""
+    best = best_point(run["row"], run["data"], run["epsilon"])
+    return any(run["point"] == best | change for change in ROWS[run["row"]].measured.values())
 
 
 def cells_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -83,9 +83,9 @@ ROWS = {
         measured=widths(64, 128, 256),
     ),
     "convex, last iterate, 40 epochs": Row(
-        config=merged(CYCLIC, {"epochs": 40}),
-        grid=points_of(sampler__batch_size=(500, 1000)),
-        measured=widths(64, 128),
+        config=merged(CYCLIC, {"epochs": 40, "sampler": {"batch_size": 1000}}),
+        grid=(),
+        measured=widths(128),
         like=LAST_ITERATE,
         cells=MNIST,
     ),
@@ -101,9 +101,9 @@ ROWS = {
         cells=MNIST[:1],
     ),
     "convex, last iterate, CIFAR-10": Row(
-        config=CYCLIC,
-        grid=points_of(trainer__clip=(0.35, 0.7)),
-        measured=widths(64, 128),
+        config=merged(CYCLIC, {"trainer": {"clip": 0.7}}),
+        grid=(),
+        measured=widths(128),
         cells=(("cifar-10", 4.76),),
     ),
     "convex, Poisson DP-SGD": Row(
@@ -114,7 +114,8 @@ ROWS = {
             {"sampler.batch_size": 1000, "trainer.clip": 0.7, "epochs": 40},
             {"sampler.batch_size": 500, "trainer.clip": 0.7, "optimizer.schedule": "linear"},
         ),
-        measured=widths(64, 128),
+        measured=widths(64),
+        cells=MNIST,
     ),
     "ReLU network, DP-SGD": Row(
         config=merged(NETWORK, {"model": {"hidden": [200]}}),

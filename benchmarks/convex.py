@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,100 +25,16 @@ from accounting.calibration import calibrate
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import PoissonGaussian
+from benchmarks.convex_rows import BASE, LAST_ITERATE, ROWS, Point
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from training.config.reading import merged, parse_setting
 
 NAME, FOLDER = "convex", Path("runs/convex")
-SEARCH_SEED, SEEDS = 100, (0, 1, 2)
-DELTA, EPSILONS, DATA = 1e-5, (4.76, 1.33), ("mnist", "fashion-mnist")
+SEARCH_SEED = 100
+DELTA = 1e-5
 PAPER = {("mnist", 1.33): 92.7, ("mnist", 4.76): 94.4}
 BARS = {("mnist", 1.33): 92.5, ("mnist", 4.76): 94.3}
-BASE: dict[str, Any] = {"threads": 1, "optimizer": {"name": "sgd"}}
-CONVEX: dict[str, Any] = {
-    "optimizer": {"lr": 1.9, "momentum": 0.0},
-    "trainer": {"kind": "convex"},
-}
-CYCLIC = merged(
-    CONVEX,
-    {
-        "epochs": 10,
-        "sampler": {"scheme": "disjoint-cyclic", "batch_size": 125},
-        "protection": {"kind": "last-iterate"},
-    },
-)
-SAMPLED: dict[str, Any] = {
-    "epochs": 20,
-    "sampler": {"scheme": "poisson", "batch_size": 1000},
-    "protection": {"kind": "record"},
-}
-NETWORK = merged(
-    SAMPLED,
-    {
-        "trainer": {"kind": "bp"},
-        "epochs": 20,
-        "optimizer": {"momentum": 0.9},
-        "model": {"activation": "relu"},
-    },
-)
-Point = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A way to train, and what is searched for it.
-
-    Attributes:
-        config: What all its runs share.
-        grid: Points that are tried, as keys of the configuration and their values.
-        measured: Changes of the point that are measured beside each other, by name; the search is of the first.
-        seeds: With which they are measured.
-        cells: Data sets and epsilons; None for all.
-    """
-
-    config: dict[str, Any]
-    grid: tuple[Point, ...]
-    measured: dict[str, Point]
-    seeds: tuple[int, ...] = SEEDS
-    cells: tuple[tuple[str, float], ...] = field(default=tuple(itertools.product(DATA, EPSILONS)))
-
-
-def points_of(**values: tuple[Any, ...]) -> tuple[Point, ...]:
-    """Every combination; `a__b` stands for the key a.b."""
-    keys = [key.replace("__", ".") for key in values]
-    return tuple(
-        dict(zip(keys, combination, strict=True)) for combination in itertools.product(*values.values())
-    )
-
-
-ROWS = {
-    "convex, last iterate": Row(
-        config=CYCLIC,
-        grid=(
-            {"trainer.clip": 0.35, "optimizer.schedule": "constant"},
-            {"trainer.clip": 0.5, "optimizer.schedule": "constant"},
-            {"trainer.clip": 0.7, "optimizer.schedule": "constant"},
-            {"trainer.clip": 0.5, "optimizer.schedule": "linear"},
-        ),
-        measured={f"P = {p}": {"trainer.hyperplanes": p} for p in (64, 128, 256)},
-    ),
-    "convex, Poisson DP-SGD": Row(
-        config=merged(merged(CONVEX, SAMPLED), {"sampler": {"batch_size": 500}}),
-        grid=points_of(trainer__clip=(0.5, 1.0)),
-        measured={"P = 64": {"trainer.hyperplanes": 64}},
-        cells=(("mnist", 4.76), ("mnist", 1.33)),
-    ),
-    "ReLU network, DP-SGD": Row(
-        config=merged(NETWORK, {"model": {"hidden": [200]}}),
-        grid=points_of(optimizer__lr=(0.1, 0.3, 1.0)),
-        measured={"width 200": {}},
-    ),
-    "logistic regression, DP-SGD": Row(
-        config=merged(NETWORK, {"model": {"hidden": []}}),
-        grid=points_of(optimizer__lr=(0.1, 0.3, 1.0)),
-        measured={"": {}},
-    ),
-}
 
 
 def configuration(row: str, data: str, epsilon: float, point: Point, seed: int) -> dict[str, Any]:
@@ -183,45 +98,66 @@ def stated_epsilon(found: list[Any], config: dict[str, Any], *, len_train: int) 
     return guarantees([whole], delta=DELTA)[0].epsilon
 
 
-def points(row: str) -> list[Point]:
-    """Every point of a row's grid, with its first measured change."""
-    first = next(iter(ROWS[row].measured.values()))
-    return [first | point for point in ROWS[row].grid]
+def points(row: str, data: str, epsilon: float) -> list[Point]:
+    """Every point of a row's grid, on top of what it starts from, with its first measured change."""
+    start = starting_point(row, data, epsilon) | next(iter(ROWS[row].measured.values()))
+    return [start | point for point in ROWS[row].grid]
 
 
-def search(jobs: int = 2, rows: str = "", only: str = "") -> None:
-    """Try every point of every grid with one seed, on held-out records."""
-    tasks = [
-        (row, name, epsilon, point, SEARCH_SEED)
-        for row in ROWS
-        for name, epsilon in ROWS[row].cells
-        for point in points(row)
-        if rows in row and only in ("", name)
-    ]
-    _all(tasks, "trials", jobs)
+def starting_point(row: str, data: str, epsilon: float) -> Point:
+    """The best point of the row that this one is like."""
+    return best_point(ROWS[row].like, data, epsilon) if ROWS[row].like else {}
 
 
-def measure(jobs: int = 2, rows: str = "", only: str = "", cases: str = "") -> None:
-    """Train each row's best point with its seeds on all records, and print the table."""
+def best_point(row: str, data: str, epsilon: float) -> Point:
+    """The point of the best accuracy on held-out records; without a grid, what the row starts from."""
+    if not ROWS[row].grid:
+        return starting_point(row, data, epsilon)
     trials = load_results(NAME).get("trials", [])
-    tasks = [
-        (row, name, epsilon, best_point(trials, row, name, epsilon) | change, seed)
-        for row in ROWS
-        for case, change in ROWS[row].measured.items()
-        for name, epsilon in ROWS[row].cells
-        for seed in ROWS[row].seeds
-        if rows in row and only in ("", name) and case.startswith(cases)
-    ]
-    _all(tasks, "runs", jobs)
-    print_table(cells_of(load_results(NAME).get("runs", [])))
-
-
-def best_point(trials: list[dict[str, Any]], row: str, data: str, epsilon: float) -> Point:
-    """The point of the best accuracy on held-out records."""
     mine = [t for t in trials if (t["row"], t["data"], t["epsilon"]) == (row, data, epsilon)]
     if not mine:
         raise ValueError(f"row {row!r} on {data} at epsilon {epsilon:g} has no trials; run: search")
     return dict(max(mine, key=lambda trial: trial["validation"])["point"])
+
+
+def search(jobs: int = 2, rows: str = "", only: str = "") -> None:
+    """Try every point of every grid with one seed, on held-out records."""
+    for row in ROWS:
+        if rows in ("", row):
+            tasks = [
+                (row, name, epsilon, point, SEARCH_SEED)
+                for name, epsilon in ROWS[row].cells
+                if only in ("", name)
+                for point in points(row, name, epsilon)
+            ]
+            _all(tasks, "trials", jobs)
+
+
+def measure(
+    jobs: int = 2, rows: str = "", only: str = "", cases: str = "", seeds: int = 3, highest: float = 100.0
+) -> None:
+    """Train each row's best point with its seeds on all records, and print the table.
+
+    Args:
+        jobs: Runs side by side.
+        rows: The one row; empty for all.
+        only: One data set; empty for all.
+        cases: What a case's name begins with; empty for all.
+        seeds: Seeds at most.
+        highest: Largest epsilon.
+    """
+    tasks = [
+        (row, name, epsilon, best_point(row, name, epsilon) | change, seed)
+        for row in ROWS
+        if rows in ("", row)
+        for case, change in ROWS[row].measured.items()
+        if case.startswith(cases)
+        for name, epsilon in ROWS[row].cells
+        if only in ("", name) and epsilon <= highest
+        for seed in ROWS[row].seeds[:seeds]
+    ]
+    _all(tasks, "runs", jobs)
+    print_table(load_results(NAME).get("cells", []))
 
 
 def _all(tasks: list[tuple[Any, ...]], part: str, jobs: int) -> None:
@@ -232,7 +168,7 @@ def _all(tasks: list[tuple[Any, ...]], part: str, jobs: int) -> None:
         kept = load_results(NAME)
         others = [each for each in kept.get(part, []) if _key(each) != _key(found)]
         changed = {**kept, part: sorted([*others, found], key=_key)}
-        changed["cells"] = cells_of(changed.get("runs", []))
+        changed["cells"] = cells_of([run for run in changed.get("runs", []) if is_chosen(run)])
         save_results(NAME, {k: v for k, v in changed.items() if k not in ("benchmark", "date", "machine")})
         print({k: v for k, v in found.items() if v is not None}, flush=True)
 
@@ -247,6 +183,12 @@ def _key(run: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
+def is_chosen(run: dict[str, Any]) -> bool:
+    """Whether a run's point is still the one that the search prefers: a longer search may have found another."""
+    best = best_point(run["row"], run["data"], run["epsilon"])
+    return any(run["point"] == best | change for change in ROWS[run["row"]].measured.values())
+
+
 def cells_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Mean and standard error over seeds, by row, data set, epsilon and point."""
     cells = []
@@ -254,7 +196,7 @@ def cells_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         mine = list(group)
         test = [run["test"] for run in mine]
         first = mine[0]
-        bar = BARS.get((first["data"], first["epsilon"]))
+        bar = BARS.get((first["data"], first["epsilon"])) if first["row"] == LAST_ITERATE else None
         cells.append(
             {key: first[key] for key in ("row", "data", "epsilon", "point")}
             | {

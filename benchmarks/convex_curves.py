@@ -13,12 +13,17 @@ from typing import Any
 
 import typer
 
-from benchmarks.convex import NAME, PAPER, best_point, run_once
-from benchmarks.results_file import load_results, save_results
+from benchmarks.convex import PAPER, best_point, run_once
+from benchmarks.results_file import save_results
 from training.runs.figures import new_figure, save_figure, style
 
 EPSILONS, SEED, DATA = (1.0, 3.0, 8.0, 0.5), 0, "mnist"
-ROWS = ("convex, last iterate", "ReLU network, DP-SGD", "logistic regression, DP-SGD")
+ROWS = (
+    "convex, last iterate",
+    "convex, Poisson DP-SGD",
+    "ReLU network, DP-SGD",
+    "logistic regression, DP-SGD",
+)
 PICTURE = Path(__file__).parents[1] / "docs" / "convex.png"
 
 
@@ -29,11 +34,10 @@ def nearest(epsilon: float) -> float:
 
 def main() -> None:
     """Train what is missing, save each point as it comes, and draw."""
-    trials = load_results(NAME)["trials"]
     points: list[dict[str, Any]] = []
     for epsilon in EPSILONS:
         for row in ROWS:
-            point = best_point(trials, row, DATA, nearest(epsilon))
+            point = best_point(row, DATA, nearest(epsilon))
             found = run_once(row, DATA, epsilon, point, SEED)
             points.append({key: found[key] for key in ("row", "epsilon", "point", "test", "proven_epsilon")})
             save_results("convex_curves", {"data": DATA, "points": points})

@@ -254,3 +254,23 @@ def test_neighbours_part_no_faster_than_the_accountant_says(
 def test_planted_fault_records_that_are_not_normalised_part_faster() -> None:
     steps = parting("squared", 0.9, rate=1.8, normalised=False)
     assert any(distance > 2 * bound for distance, bound in steps)
+
+
+def test_a_step_is_the_one_of_opacus_on_materialised_features() -> None:
+    """The clipped sum of softmax gradients, from a library that shares no code with ours."""
+    opacus = pytest.importorskip("opacus")
+    gated, (x, y), clip, rate = model(), records(), 0.6, 0.7
+    linear = torch.nn.Linear(D * P, K, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(gated.weight.flatten(0, 1).t())
+    rows = materialised(gated, x).requires_grad_()
+    reference = opacus.GradSampleModule(linear, loss_reduction="sum")
+    torch.nn.functional.cross_entropy(reference(rows), y, reduction="sum").backward()
+    samples = linear.weight.grad_sample  # (n, K, D P)
+    factors = (clip / samples.flatten(1).norm(dim=1)).clamp(max=1.0)
+    assert 0 < int((factors < 1).sum()) < N
+    expected = gated.weight.detach() - rate / N * torch.einsum("b,bkf->fk", factors, samples).reshape(D, P, K)
+    numbers = Descent(regularisation=0.0, divisor=float(N), noise_std=0.0, final_std=0.0, total_steps=1)
+    optimizer = torch.optim.SGD([gated.weight], lr=rate)
+    ConvexTrainer(GatedNetwork(gated), optimizer, objective("softmax", clip), numbers).step(x, y, step=0)
+    torch.testing.assert_close(gated.weight.detach(), expected, rtol=1e-5, atol=1e-6)

@@ -112,13 +112,18 @@ class ConvexTrainer(Trainer):
         return Usage() if self._device is None else self._device.usage
 
     def _descend(self, x: Tensor, spread: Tensor, step: int) -> None:
-        """Move the weights, in place; the batch may be empty."""
+        """Move the weights, in place and at once: a device that fails while it gives noise has moved nothing."""
         numbers = self._descent
         rate = self.optimizer.param_groups[0]["lr"]
         weight = self.model.weight.data.flatten(1)  # (d, P k), a view
-        weight.addmm_(x.t(), spread, beta=1 - rate * numbers.regularisation, alpha=-rate / numbers.divisor)
+        move = self._scaled_noise(weight, rate, step).addmm_(x.t(), spread, alpha=-rate / numbers.divisor)
+        torch.add(move, weight, alpha=1 - rate * numbers.regularisation, out=weight)
+
+    def _scaled_noise(self, weight: Tensor, rate: float, step: int) -> Tensor:
+        """Noise of one step on the weights; the last step's holds what is added at the end."""
+        numbers = self._descent
         std = rate * numbers.noise_std / numbers.divisor
         if step == numbers.total_steps - 1:
             std = math.hypot(std, numbers.final_std)
-        if self._noise is not None and std:
-            self._noise.add_to(weight, std)
+        noise = torch.zeros_like(weight)
+        return self._noise.add_to(noise, std) if self._noise is not None and std else noise

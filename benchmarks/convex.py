@@ -196,7 +196,8 @@ def cells_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         mine = list(group)
         test = [run["test"] for run in mine]
         first = mine[0]
-        bar = BARS.get((first["data"], first["epsilon"])) if first["row"] == LAST_ITERATE else None
+        published = (first["data"], first["epsilon"]) if first["row"] == LAST_ITERATE else None
+        bar = BARS.get(published) if published else None
         cells.append(
             {key: first[key] for key in ("row", "data", "epsilon", "point")}
             | {
@@ -204,7 +205,7 @@ def cells_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "test": statistics.mean(test),
                 "test_standard_error": statistics.stdev(test) / len(test) ** 0.5 if len(test) > 1 else None,
                 "proven_epsilon": max(run["proven_epsilon"] for run in mine),
-                "paper": PAPER.get((first["data"], first["epsilon"])),
+                "paper": PAPER.get(published) if published else None,
                 "within_bar": None if bar is None else statistics.mean(test) >= bar,
                 "seconds": statistics.mean(run["seconds"] for run in mine),
             }

@@ -76,7 +76,7 @@ def convex_section(markdown: Table) -> str:
         "`measure`; seconds of one thread on a machine with other work). Settings were chosen with one other seed on "
         f"6,000 held-out records ({len(results.get('trials', []))} trials), which no guarantee here covers. The bars, "
         "for the last iterate on MNIST: 92.5 % and 94.3 %. The paper's figures are after tuning, with constants that "
-        "do not cover its runs. The rows of 40 and 400 epochs start from the clip that 10 epochs chose.",
+        "do not cover its runs.",
         markdown(header, rows),
         _curves_section(markdown),
         _tuned_section(markdown),
@@ -97,8 +97,11 @@ def _name(cell: dict[str, Any]) -> str:
 
 
 def _accuracy(cell: dict[str, Any]) -> str:
-    error = cell["test_standard_error"]
-    return f"{cell['test']:.2f} (1 seed)" if error is None else f"{cell['test']:.2f} ± {error:.2f}"
+    """Mean and standard error; the number of seeds where it is not three."""
+    error, seeds = cell["test_standard_error"], cell["seeds"]
+    if error is None:
+        return f"{cell['test']:.2f} (1 seed)"
+    return f"{cell['test']:.2f} ± {error:.2f}" + ("" if seeds == 3 else f" ({seeds} seeds)")
 
 
 def _device_text() -> str:

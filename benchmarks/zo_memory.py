@@ -30,10 +30,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
+from benchmarks.console import print_table
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
 
@@ -277,15 +276,6 @@ def table_rows(rows: dict[str, Any]) -> list[tuple[str, ...]]:
     return found
 
 
-def print_table(rows: dict[str, Any]) -> None:
-    table = Table(title="163 million parameters, float32, 2 sequences a step, one thread")
-    for column in COLUMNS:
-        table.add_column(column)
-    for row in table_rows(rows):
-        table.add_row(*row)
-    Console(width=120).print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
@@ -302,7 +292,8 @@ def main() -> None:
             if f"{method}, {length}" not in rows and method.startswith(options.only):
                 rows[f"{method}, {length}"] = in_process(method, length, options.repeats)
                 save_results(NAME, {"bars": {"memory": MEMORY_BAR, "time": TIME_BAR}, "rows": rows})
-    print_table(rows)
+    title = "163 million parameters, 2 sequences a step, one thread"
+    print_table(title, COLUMNS, table_rows(rows))
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def chosen_setting(cells: dict[str, Any], method: str, epsilon: float, data: dic
     cell = cells.setdefault(key_of(method, epsilon), {"pilots": {}, "runs": {}})
     cell["noise"] = cell.get("noise") or noise_for(method, epsilon)
     short = METHODS[method]["steps"] <= 2_000
-    settings = RATES if method == BASELINE else SETTINGS if short else SETTINGS[:3]
+    settings = RATES if method == BASELINE else SETTINGS if short else SETTINGS[:5]
     seeds = PILOTS if short else PILOTS[:1]
     for setting in settings:
         name = " ".join(f"{value:g}" for value in setting)
@@ -200,7 +200,8 @@ def measure(results: dict[str, Any], only: str) -> None:
         setting = chosen_setting(cells, method, epsilon, data)
         cell = cells.setdefault(key_of(method, epsilon), {"runs": {}})
         cell["noise"] = cell.get("noise") or noise_for(method, epsilon)
-        cell["setting"] = list(setting)
+        if cell.get("setting") != list(setting):
+            cell |= {"setting": list(setting), "runs": {}}
         for seed in SEEDS:
             if str(seed) not in cell["runs"]:
                 cell["runs"][str(seed)] = trained(method, cell["noise"], setting, seed, data)

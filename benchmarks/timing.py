@@ -10,7 +10,12 @@ _PAUSE_S = 0.1
 
 
 def interleaved(
-    work: Mapping[str, Callable[[], object]], *, repeats: int, inner: int = 1, warm_up: int = 2
+    work: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int,
+    inner: int = 1,
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Median seconds of each piece of work; in every repeat each has its turn, so drifts of the machine cancel.
 
@@ -21,14 +26,15 @@ def interleaved(
         repeats: Counted turns of each.
         inner: Calls in a turn, whose mean counts; steps of a training loop follow each other.
         warm_up: Uncounted turns before.
+        clock: Seconds; time.process_time, for work on one thread, does not count those of other processes.
     """
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for repeat in range(-warm_up, repeats):
         for name, function in work.items():
             time.sleep(_PAUSE_S)
-            started = time.perf_counter()
+            started = clock()
             for _ in range(inner):
                 function()
             if repeat >= 0:
-                seconds[name].append((time.perf_counter() - started) / inner)
+                seconds[name].append((clock() - started) / inner)
     return {name: statistics.median(values) for name, values in seconds.items()}

@@ -12,10 +12,9 @@ import argparse
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from benchmarks.console import print_table
 from benchmarks.results_file import save_results
 from opusim.directions import Direction
 from training.zo.entry import StepEntry
@@ -62,6 +61,15 @@ def arrived(dtype: torch.dtype, length: float, settle_every: int) -> float:
     return float((change * wanted).sum() / wanted.square().sum())
 
 
+COLUMNS = ("type", "phi", "relative drift", "part of the moves that arrives", "settled")
+
+
+def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The rows as text."""
+    kinds = ("drift", "arrived", "arrived_settled")
+    return [(row["dtype"], f"{row['perturbation']:g}", *(f"{row[key]:.2g}" for key in kinds)) for row in rows]
+
+
 def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     rows: list[dict[str, Any]] = []
@@ -70,13 +78,8 @@ def main() -> None:
             row = {"dtype": str(dtype).removeprefix("torch."), "perturbation": length, "cycles": CYCLES}
             row |= {"drift": drift(dtype, length), "arrived": arrived(dtype, length, 10**9)}
             rows.append(row | {"arrived_settled": arrived(dtype, length, 64)})
-    table = Table(title=f"{CYCLES} perturbations of parameters of size 0.02, in place")
-    for column in ("type", "phi", "relative drift", "part of the moves that arrives", "settled"):
-        table.add_column(column)
-    for row in rows:
-        figures = (f"{row[key]:.3g}" for key in ("drift", "arrived", "arrived_settled"))
-        table.add_row(row["dtype"], f"{row['perturbation']:g}", *figures)
-    Console(width=110).print(table)
+    title = f"{CYCLES} perturbations of parameters of size 0.02, in place"
+    print_table(title, COLUMNS, table_rows(rows))
     save_results("zo_drift", {"rows": rows})
 
 

@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from accounting import RecordCentral, ZoGaussian, calibrate
+from benchmarks.console import print_table
 from benchmarks.results_file import load_results, save_results
 from benchmarks.sst2 import N_TRAIN, NORM, embeddings
 from opusim.randomness import SeededStream, derive_seed
@@ -173,13 +172,10 @@ def largest_area(epsilon: float) -> float:
     return 0.5 * (1 + math.erf(1 / (2 * multiplier)))
 
 
-def print_table(results: dict[str, Any]) -> None:
-    table = Table(title="Membership of canaries: area under the curve (one half is a guess)")
-    for column in COLUMNS:
-        table.add_column(column)
-    for row in table_rows(results):
-        table.add_row(*row)
-    Console(width=120).print(table)
+def show(results: dict[str, Any]) -> None:
+    print_table(
+        "Membership of canaries: area under the curve (one half is a guess)", COLUMNS, table_rows(results)
+    )
 
 
 def main() -> None:
@@ -190,7 +186,7 @@ def main() -> None:
     results = load_results(NAME).get("cells", {})
     if options.what == "measure":
         measure(results, options.runs)
-    print_table(results)
+    show(results)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ A decoder of GPT-2's shape (12 layers of width 768, output words of their own: 1
 float32), the language model's whole loss on random tokens: the mean over a sequence's tokens is the record's loss. Each
 method runs in a process of its own; its peak is the kernel's own maximum of resident memory (ru_maxrss), and beside it
 stands the peak above what the process held once the model was loaded. Two sequences a step, as in Table 5. Steps are
-timed in turn with forward passes in the same process, one thread.
+timed in turn with forward passes in the same process, in seconds of processor time on one thread.
 
-- inference: the losses of the batch, without a graph, in a process that has loaded the same libraries and kernels as
-  zo; inference, bare: in one that has loaded torch alone.
-- zo: `training.zo.trainer.ZoTrainer`, whole model; zo, lora: rank 8 on the attention's projections.
+- inference: the losses of the batch, twice, without a graph, in a process that has loaded the same libraries and
+  kernels as zo; inference, bare: in one that has loaded torch alone.
+- zo: `training.zo.trainer.ZoTrainer`, whole model; zo, lora: rank 8 on the attention's projections; bfloat16: of the
+  model's parameters, whose float32 copies stand on disk.
 - dp-sgd, hooks; ghost; lora; bitfit: Opacus, per-sample gradients of the whole model, ghost clipping of the whole
   model, and per-sample gradients of the same LoRA factors, and of the biases alone (Zaken et al. 2022). Opacus has no
   rule for GPT-2's own linear class: the model is built of torch.nn.Linear, and position embeddings are looked up for
@@ -23,15 +24,15 @@ import math
 import resource
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
+from benchmarks.console import print_table
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
 
@@ -39,7 +40,7 @@ NAME = "zo_memory"
 LAYERS, WIDTH, HEADS, VOCABULARY, LONGEST = 12, 768, 12, 50_257, 1024
 BATCH, LENGTHS, RANK = 2, (128, 512, 1024), 8
 METHODS = (
-    *("inference, bare", "inference", "zo", "zo, lora"),
+    *("inference, bare", "inference", "zo", "zo, lora", "inference, bfloat16", "zo, bfloat16"),
     *("dp-sgd, ghost", "dp-sgd, hooks", "dp-sgd, lora", "dp-sgd, bitfit"),
 )
 MEMORY_BAR, TIME_BAR = 1.1, 2.2
@@ -96,10 +97,12 @@ class Decoder(nn.Module):
         return self.words(self.last(x))
 
 
-def build(*, lora: bool = False, biases: bool = False) -> Decoder:
+def build(*, lora: bool = False, biases: bool = False, half: bool = False) -> Decoder:
     """The model; trained whole, or its low-rank updates or its biases alone."""
     torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16 if half else torch.float32)
     model = Decoder()
+    torch.set_default_dtype(torch.float32)
     if biases:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.endswith("bias"))
@@ -129,7 +132,7 @@ class AsScores(nn.Module):
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        losses = sequence_losses(self.model, x.long())
+        losses = sequence_losses(self.model, x.long()).float()
         return torch.stack([torch.zeros_like(losses), torch.log(torch.expm1(losses))], dim=1)
 
 
@@ -145,30 +148,33 @@ class SequenceLoss(nn.Module):
         return losses if self.reduction == "none" else losses.mean()
 
 
-def inference(length: int, *, bare: bool) -> Callable[[], object]:
+def inference(
+    length: int, *, bare: bool = False, half: bool = False, passes: int = 1
+) -> Callable[[], object]:
     if not bare:
         from opusim.directions import Direction
         from training.zo import trainer  # noqa: F401
 
         Direction(0).add_to(torch.zeros(1), 0, 1.0)  # loads the compiled kernels
         Direction(0).return_and_move(torch.zeros(1), 0, back=1.0, keep=1.0, move=1.0)
-    model, (ids, _) = build().eval(), batch(length)
+    model, (ids, _) = build(half=half).eval(), batch(length)
 
     def work() -> None:
         with torch.no_grad():
-            sequence_losses(model, ids)
+            for _ in range(passes):
+                sequence_losses(model, ids)
 
     return work
 
 
-def zeroth_order(length: int, *, lora: bool) -> Callable[[], object]:
+def zeroth_order(length: int, *, lora: bool, half: bool) -> Callable[[], object]:
     from training.config import load_config
     from training.zo.network import ModuleNetwork
     from training.zo.trainer import ScalarRelease, ZoTrainer
 
     config = load_config({"trainer": {"kind": "zo"}, "optimizer": {"lr": 1e-6}})
     ids, y = batch(length)
-    network = ModuleNetwork(AsScores(build(lora=lora)), length)
+    network = ModuleNetwork(AsScores(build(lora=lora, half=half)), length)
     release = ScalarRelease(clip=0.05, divisor=BATCH)
     trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=1)
     steps = iter(range(10**9))
@@ -209,9 +215,9 @@ def opacus(length: int, *, ghost: bool, lora: bool, biases: bool) -> Callable[[]
 def worker(method: str, length: int) -> Callable[[], object]:
     """What one step of a method is."""
     if method.startswith("inference"):
-        return inference(length, bare="bare" in method)
+        return inference(length, bare="bare" in method, half="bfloat16" in method, passes=2)
     if method.startswith("zo"):
-        return zeroth_order(length, lora="lora" in method)
+        return zeroth_order(length, lora="lora" in method, half="bfloat16" in method)
     return opacus(length, ghost="ghost" in method, lora="lora" in method, biases="bitfit" in method)
 
 
@@ -225,9 +231,11 @@ def measured(method: str, length: int, repeats: int) -> dict[str, float]:
     found = {"peak_mib": peak, "above_model_mib": peak - held}
     if method.startswith("inference"):
         return found
-    forward = inference(length, bare=False)
+    forward = inference(length, half="bfloat16" in method)
     forward()  # the first pass of a model finds its memory
-    seconds = interleaved({"step": work, "forward": forward}, repeats=repeats, warm_up=0)
+    seconds = interleaved(
+        {"step": work, "forward": forward}, repeats=repeats, warm_up=0, clock=time.process_time
+    )
     return found | {"seconds": seconds["step"], "forward_passes": seconds["step"] / seconds["forward"]}
 
 
@@ -253,7 +261,6 @@ def table_rows(rows: dict[str, Any]) -> list[tuple[str, ...]]:
     """What was measured, as text, lengths and methods in their order."""
     found: list[tuple[str, ...]] = []
     for length in LENGTHS:
-        reference = rows.get(f"inference, {length}", {}).get("peak_mib", math.nan)
         for method in METHODS:
             row = rows.get(f"{method}, {length}")
             if row is None:
@@ -262,18 +269,11 @@ def table_rows(rows: dict[str, Any]) -> list[tuple[str, ...]]:
                 found.append((str(length), method, row["failed"], "", "", ""))
                 continue
             times = [f"{row[key]:.2f}" for key in ("seconds", "forward_passes") if key in row] or ["", ""]
+            like = "inference, bfloat16" if "bfloat16" in method else "inference"
+            reference = rows.get(f"{like}, {length}", {}).get("peak_mib", math.nan)
             memory = (f"{row['peak_mib']:,.0f}", f"{row['peak_mib'] / reference:.2f}")
             found.append((str(length), method, *memory, *times))
     return found
-
-
-def print_table(rows: dict[str, Any]) -> None:
-    table = Table(title="163 million parameters, float32, 2 sequences a step, one thread")
-    for column in COLUMNS:
-        table.add_column(column)
-    for row in table_rows(rows):
-        table.add_row(*row)
-    Console(width=120).print(table)
 
 
 def main() -> None:
@@ -292,7 +292,8 @@ def main() -> None:
             if f"{method}, {length}" not in rows and method.startswith(options.only):
                 rows[f"{method}, {length}"] = in_process(method, length, options.repeats)
                 save_results(NAME, {"bars": {"memory": MEMORY_BAR, "time": TIME_BAR}, "rows": rows})
-    print_table(rows)
+    title = "163 million parameters, 2 sequences a step, one thread"
+    print_table(title, COLUMNS, table_rows(rows))
 
 
 if __name__ == "__main__":

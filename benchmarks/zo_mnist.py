@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.console import print_table
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from benchmarks.sst2 import CACHE
@@ -84,15 +82,6 @@ def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def print_table(results: dict[str, Any]) -> None:
-    table = Table(title=f"MNIST from scratch, {EPOCHS} epochs")
-    for column in COLUMNS:
-        table.add_column(column)
-    for row in table_rows(results):
-        table.add_row(*row)
-    Console().print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
@@ -101,7 +90,7 @@ def main() -> None:
     results = load_results(NAME).get("cells", {})
     if options.what == "measure":
         measure(results, options.seeds)
-    print_table(results)
+    print_table(f"MNIST from scratch, {EPOCHS} epochs", COLUMNS, table_rows(results))
 
 
 if __name__ == "__main__":

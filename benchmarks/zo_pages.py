@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks import zo_membership, zo_memory, zo_mnist, zo_sigma_tables, zo_sst2, zo_sst2_lora
+from benchmarks import zo_drift, zo_membership, zo_memory, zo_mnist, zo_sigma_tables, zo_sst2, zo_sst2_lora
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results
 
@@ -85,22 +85,12 @@ def _memory() -> str:
 
 
 def _drift() -> str:
-    found = load_results("zo_drift").get("rows", [])
-    rows = [
-        (
-            row["dtype"],
-            f"{row['perturbation']:g}",
-            *(f"{row[key]:.2g}" for key in ("drift", "arrived", "arrived_settled")),
-        )
-        for row in found
-    ]
+    rows = zo_drift.table_rows(load_results("zo_drift").get("rows", []))
     text = (
         "300 perturbations of parameters of size 0.02 in place (`python -m benchmarks.zo_drift`): the relative drift, "
         "and the part of as many moves of 1e-6 z that arrives, without float32 copies on disk and with them."
     )
-    return _section(
-        "What perturbing in place leaves behind", text, ("type", "phi", "drift", "arrived", "settled"), rows
-    )
+    return _section("What perturbing in place leaves behind", text, zo_drift.COLUMNS, rows)
 
 
 def _sst2() -> str:

@@ -12,11 +12,9 @@ import argparse
 import math
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from accounting import ZoGaussian, ZoLaplace, calibrate, guarantees
 from accounting.zo import composed_pure_epsilon, sampled_pure_epsilon
+from benchmarks.console import print_table
 from benchmarks.results_file import save_results
 
 DELTA, CLIP = 1e-5, 0.05
@@ -119,19 +117,10 @@ def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     ]
 
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="Noise against epsilon in the DP-ZO paper, and here")
-    for column in COLUMNS:
-        table.add_column(column)
-    for row in table_rows(rows):
-        table.add_row(*row)
-    Console(width=160).print(table)
-
-
 def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     rows = [row(*values) for values in ROWS]
-    print_rows(rows)
+    print_table("Noise against epsilon in the DP-ZO paper, and here", COLUMNS, table_rows(rows))
     save_results("zo_sigma_tables", {"rows": rows})
 
 

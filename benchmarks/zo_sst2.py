@@ -27,11 +27,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate
+from benchmarks.console import print_table
 from benchmarks.results_file import load_results, save_results
 from benchmarks.sst2 import N_TRAIN, NORM, embeddings
 from opusim.randomness import SeededStream, derive_seed
@@ -51,7 +50,7 @@ NAME, BASELINE = "zo_sst2", "dp-sgd"
 DELTA, EPSILONS, SEEDS, PILOTS = 1e-5, (0.5, 1.0, 4.0), (0, 1, 2, 3, 4), (100, 101, 102)
 PHI = 0.01
 Setting = tuple[float, ...]
-SETTINGS: tuple[Setting, ...] = tuple((a, clip) for a in (0.3, 1.0, 3.0) for clip in (0.01, 0.05))
+SETTINGS: tuple[Setting, ...] = tuple((a, clip) for clip in (0.01, 0.05) for a in (0.3, 1.0, 3.0))
 RATES: tuple[Setting, ...] = ((0.03,), (0.1,), (0.3,), (1.0,), (3.0,))
 LONG = ", 75000 steps"
 METHODS: dict[str, dict[str, Any]] = {
@@ -174,8 +173,9 @@ def chosen_setting(cells: dict[str, Any], method: str, epsilon: float, data: dic
     method = method.removesuffix(LONG)
     cell = cells.setdefault(key_of(method, epsilon), {"pilots": {}, "runs": {}})
     cell["noise"] = cell.get("noise") or noise_for(method, epsilon)
-    settings = RATES if method == BASELINE else SETTINGS
-    seeds = PILOTS if METHODS[method]["steps"] <= 2_000 else PILOTS[:1]
+    short = METHODS[method]["steps"] <= 2_000
+    settings = RATES if method == BASELINE else SETTINGS if short else SETTINGS[:5]
+    seeds = PILOTS if short else PILOTS[:1]
     for setting in settings:
         name = " ".join(f"{value:g}" for value in setting)
         if name not in cell["pilots"]:
@@ -200,7 +200,8 @@ def measure(results: dict[str, Any], only: str) -> None:
         setting = chosen_setting(cells, method, epsilon, data)
         cell = cells.setdefault(key_of(method, epsilon), {"runs": {}})
         cell["noise"] = cell.get("noise") or noise_for(method, epsilon)
-        cell["setting"] = list(setting)
+        if cell.get("setting") != list(setting):
+            cell |= {"setting": list(setting), "runs": {}}
         for seed in SEEDS:
             if str(seed) not in cell["runs"]:
                 cell["runs"][str(seed)] = trained(method, cell["noise"], setting, seed, data)
@@ -245,24 +246,19 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
 
 
 def shown(values: list[float], form: str = ".1f") -> str:
-    """Mean and standard error as text."""
+    """Mean and standard error as text, the mean alone of one value."""
     mean, error = mean_and_error(values)
-    return f"{mean:{form}} ± {error:.1f}"
+    return f"{mean:{form}}" if math.isnan(error) else f"{mean:{form}} ± {error:.1f}"
 
 
 COLUMNS = ("epsilon", "method", "delta", "accuracy [%]", "seeds", "minus DP-SGD, paired", "setting", "s")
 
 
-def print_table(results: dict[str, Any]) -> None:
-    table = Table(title="SST-2, 1000 training sentences, head on frozen embeddings: dev and test together")
-    for column in COLUMNS:
-        table.add_column(column)
-    for row in summary_rows(results):
-        table.add_row(*row)
-    Console(width=130).print(table)
+def show(results: dict[str, Any]) -> None:
+    title = "SST-2, 1000 training sentences, head on frozen embeddings: dev and test together"
+    print_table(title, COLUMNS, summary_rows(results))
     if results.get("reference"):
-        mean = 100 * statistics.fmean(results["reference"])
-        Console().print(f"not private, logistic regression: {mean:.1f} %")
+        print(f"not private, logistic regression: {100 * statistics.fmean(results['reference']):.1f} %")
 
 
 def main() -> None:
@@ -273,7 +269,7 @@ def main() -> None:
     results = {k: v for k, v in load_results(NAME).items() if k in ("reference", "cells")}
     if options.what == "measure":
         measure(results, options.only)
-    print_table(results)
+    show(results)
 
 
 if __name__ == "__main__":

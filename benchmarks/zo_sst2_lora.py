@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from accounting import RecordCentral, ZoGaussian, calibrate
+from benchmarks.console import print_table
 from benchmarks.results_file import load_results, save_results
 from benchmarks.sst2 import CACHE, MAX_TOKENS, N_TRAIN, NORM, load_encoder, read_sentences
 from benchmarks.zo_sst2 import DELTA, PILOTS, SEEDS, shown
@@ -213,22 +212,14 @@ def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def print_table(results: dict[str, Any]) -> None:
-    table = Table(title=f"SST-2, LoRA in the top layer, epsilon {EPSILON:g}: dev and test together")
-    for column in COLUMNS:
-        table.add_column(column)
-    for row in table_rows(results):
-        table.add_row(*row)
-    Console().print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
     results = load_results(NAME).get("cells", {})
     if parser.parse_args().what == "measure":
         measure(results)
-    print_table(results)
+    title = f"SST-2, LoRA in the top layer, epsilon {EPSILON:g}: dev and test together"
+    print_table(title, COLUMNS, table_rows(results))
 
 
 if __name__ == "__main__":

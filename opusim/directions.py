@@ -125,6 +125,9 @@ def _moved_by_kernel(flat: Tensor, start: int, move: Callable[[np.ndarray, int],
         start: Place of its first element.
         move: Moves float32 numbers in place; the place is that of the first of them.
     """
+    if flat.dtype == torch.float32 and len(flat) < _STRIDES_PER_THREAD * STRIDE:
+        move(flat.numpy(), start)  # most calls of a small model; the rest below costs as much again
+        return
 
     def work(low: int, high: int) -> None:
         pieces = range(low, high, max(high - low, 1) if flat.dtype == torch.float32 else _PIECE_STRIDES)

@@ -114,9 +114,8 @@ class ZoTrainer(Trainer):
             mine = self.ranks.share(_numbers(records, n_records))
             x, y = x[mine], y[mine]
         seeds = tuple(derive_seed(self.root, "direction", step, j) for j in range(self._config.directions))
-        noise = self._noise(
-            step
-        )  # before anything moves: a device that fails leaves the parameters as they are
+        # the noise before anything moves: a device that fails leaves the parameters as they are
+        noise = self._noise(step)
         self.intact = False
         self.walk.go_on()
         seen = _Seen()

@@ -88,8 +88,8 @@ def ulr_sections() -> list[str]:
         text = (
             "Test accuracy after 25 epochs, mean and standard error; of DP-SGD the best of all epochs, as there. "
             f"K = {setting['copies']}; sigma and learning rate, chosen on validation records: {chosen}; "
-            f"{content['date']}, `python -m benchmarks.ulr_table1 search`, `published` and `opacus`. The bar: not more than "
-            "two points below the paper. Accuracy and the formulas' epsilon by epoch: "
+            f"{content['date']}, `python -m benchmarks.ulr_table1 search`, `published`, `opacus`. The bar: at most two "
+            "points below the paper. Accuracy and the formulas' epsilon by epoch: "
             "[docs/ulr_figure3.png](../docs/ulr_figure3.png)."
         )
         sections.append("\n\n".join(("## Table 1 of the DP-ULR paper (MNIST)", text, markdown(header, rows))))

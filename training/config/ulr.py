@@ -35,8 +35,8 @@ class UlrConfig(Section):
     """How protection.kind = 'record' clips: a record's contribution over all modules to clip_norm, or each module's to
     clip_norm / sqrt(modules)."""
     rows_per_pass: int | None = Field(None, ge=1)
-    """Noisy rows (records times copies times modules) that go through the model together at most; None for one copy of
-    every module at all records. Fewer take less memory; the result is the same up to rounding."""
+    """Noisy rows (records times copies times modules) that go through the model together at most; None for as many
+    copies of all records as there are modules. Fewer take less memory; the result is the same up to rounding."""
     target_std: float = Field(4.0, gt=0.0)
     """sigma_0 of the published form: standard deviation that its noise is meant to have in every direction, over C."""
     clip_norm: float = Field(1.0, gt=0.0)

@@ -36,8 +36,8 @@ class Estimator:
     Attributes:
         copies: K >= 1, noises a record and module; an antithetic pair is one.
         reduction: How the variance is lowered.
-        rows_per_pass: Noisy rows that go through the model together at most; None for one copy of every module at
-            all records. Changes memory and rounding, nothing else.
+        rows_per_pass: Noisy rows that go through the model together at most; None for as many copies of all records
+            as there are modules. Changes memory and rounding, nothing else.
     """
 
     copies: int

@@ -101,8 +101,8 @@ def _sst2() -> str:
     text = (
         "1000 training sentences; mean of seeds and standard error on dev and test together, 2,693 sentences "
         f"({results['date']}, `python -m benchmarks.zo_sst2 measure`). Settings (ZO: rate and clip, DP-SGD: rate) were "
-        "the best of a few on dev with other seeds, which no epsilon covers; s are seconds of a core. Without privacy, "
-        f"logistic regression: {100 * statistics.fmean(results['reference']):.1f} %."
+        "the best of a few with other seeds on training sentences that these leave out, which no epsilon covers; s are "
+        f"core seconds. Without privacy, logistic regression: {100 * statistics.fmean(results['reference']):.1f} %."
     )
     return _section("SST-2: a head on frozen embeddings", text, zo_sst2.COLUMNS, rows)
 
@@ -110,7 +110,7 @@ def _sst2() -> str:
 def _lora() -> str:
     results = load_results("zo_sst2_lora")
     text = (
-        "As above, low-rank updates in the top layer of the encoder and a head, epsilon 4, delta 1e-5 "
+        "As above, low-rank updates in the top layer of the encoder and a head, delta 1e-5 "
         f"({results.get('date')}, `python -m benchmarks.zo_sst2_lora measure`)."
     )
     rows = zo_sst2_lora.table_rows(results.get("cells", {}))

@@ -11,8 +11,9 @@ without run folders. A seed draws its 1000 training sentences (the same for all 
 Evaluated on dev and test together, 2,693 sentences.
 
 Settings: ZO's rate is a times that at which the noise moves a logit by 1; a and the clip, like DP-SGD's rate, were the
-best of a few on dev with pilot seeds, none of the five; the 75,000 steps take those of the 10,000. Like the paper's,
-this search is not in epsilon. phi and the clip go together: what counts is clip / phi, in units of a directional slope.
+best of a few with three pilot seeds, none of the five, on the training sentences that a pilot does not train on; the
+75,000 steps take those of the 10,000. Dev and test play no part in it. Like the paper's, this search is not in epsilon.
+phi and the clip go together: what counts is clip / phi, in units of a directional slope.
 
 Every result is written as it comes; a second call goes on where the first was stopped.
 """
@@ -102,7 +103,8 @@ def make(method: str, noise: float, setting: Setting, seed: int) -> tuple[Traine
     if method == BASELINE:
         return _dp_sgd(noise, setting[0], stream)
     factor, clip = setting
-    rate = zo_rate(method, noise, factor, clip)
+    spread = noise * (math.sqrt(2) if "laplace" in method else 1.0) * clip
+    rate = zo_rate(factor, spread, batch=METHODS[method]["batch"], steps=METHODS[method]["steps"])
     config = load_config(
         {"trainer": {"kind": "zo", "perturbation": PHI}, "optimizer": {"lr": rate, "schedule": "linear"}}
     )
@@ -127,11 +129,16 @@ def _dp_sgd(noise: float, rate: float, stream: SeededStream) -> tuple[Trainer, A
     return trainer, config.optimizer
 
 
-def zo_rate(method: str, noise: float, factor: float, clip: float) -> float:
-    """Factor times the rate at which the noise of all steps moves a logit by about 1, the rate falling linearly."""
-    plan = METHODS[method]
-    spread = noise * (math.sqrt(2) if "laplace" in method else 1.0) * clip / (2 * PHI * plan["batch"])
-    return factor / (spread * NORM * math.sqrt(plan["steps"] / 3))
+def zo_rate(factor: float, spread: float, *, batch: int, steps: int) -> float:
+    """Factor times the rate at which the noise of all steps moves a logit by about 1, the rate falling linearly.
+
+    Args:
+        factor: What the search tries.
+        spread: Standard deviation of the noise of a step's sum.
+        batch: What that sum is divided by.
+        steps: Number of steps.
+    """
+    return factor / (spread / (2 * PHI * batch) * NORM * math.sqrt(steps / 3))
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
@@ -140,11 +147,13 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 def trained(method: str, noise: float, setting: Setting, seed: int, data: dict[str, Any]) -> dict[str, Any]:
-    """One training: accuracy on dev and on dev and test together, seconds."""
+    """One training of a pilot seed or another: accuracy where it is looked at, seconds."""
     plan = METHODS[method]
     trainer, optimizer = make(method, noise, setting, seed)
-    chosen = torch.from_numpy(np.random.default_rng(seed).permutation(len(data["train"][1]))[:N_TRAIN])
+    chosen, others = sentences_of(seed, data)
     x, y = data["train"][0][chosen], data["train"][1][chosen]
+    pilot = {"held out": (data["train"][0][others], data["train"][1][others])}
+    looked_at = pilot if seed in PILOTS else {"accuracy": data["dev+test"]}
     sampler = make_sampler("poisson", N_TRAIN, plan["batch"], derive_seed(seed, "batches"))
     started = time.process_time()
     for step in range(plan["steps"]):
@@ -152,8 +161,13 @@ def trained(method: str, noise: float, setting: Setting, seed: int, data: dict[s
         set_learning_rate(trainer.optimizer, optimizer, step / plan["steps"])
         trainer.step(x[index], y[index], step=step, observe=False, records=index)
     seconds = time.process_time() - started
-    figures = {name: accuracy(trainer.model, *data[name]) for name in ("dev", "dev+test")}
-    return {"dev": figures["dev"], "accuracy": figures["dev+test"], "seconds": seconds}
+    return {name: accuracy(trainer.model, *part) for name, part in looked_at.items()} | {"seconds": seconds}
+
+
+def sentences_of(seed: int, data: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """A seed's 1000 training sentences, and the others."""
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(data["train"][1])))
+    return order[:N_TRAIN], order[N_TRAIN:]
 
 
 def reference(data: dict[str, Any]) -> list[float]:
@@ -162,24 +176,21 @@ def reference(data: dict[str, Any]) -> list[float]:
 
     found = []
     for seed in SEEDS:
-        chosen = np.random.default_rng(seed).permutation(len(data["train"][1]))[:N_TRAIN]
+        chosen, _ = sentences_of(seed, data)
         model = LogisticRegression(max_iter=2000).fit(data["train"][0][chosen], data["train"][1][chosen])
         found.append(float(model.score(*data["dev+test"])))
     return found
 
 
 def chosen_setting(cells: dict[str, Any], method: str, epsilon: float, data: dict[str, Any]) -> Setting:
-    """The best of a few on dev; a long training takes that of its short one."""
+    """The best of a few on held-out training sentences; a long training takes that of its short one."""
     method = method.removesuffix(LONG)
     cell = cells.setdefault(key_of(method, epsilon), {"pilots": {}, "runs": {}})
     cell["noise"] = cell.get("noise") or noise_for(method, epsilon)
-    short = METHODS[method]["steps"] <= 2_000
-    settings = RATES if method == BASELINE else SETTINGS if short else SETTINGS[:5]
-    seeds = PILOTS if short else PILOTS[:1]
-    for setting in settings:
+    for setting in RATES if method == BASELINE else SETTINGS:
         name = " ".join(f"{value:g}" for value in setting)
         if name not in cell["pilots"]:
-            found = [trained(method, cell["noise"], setting, seed, data)["dev"] for seed in seeds]
+            found = [trained(method, cell["noise"], setting, seed, data)["held out"] for seed in PILOTS]
             cell["pilots"][name] = statistics.fmean(found)
             save_results(NAME, {"reference": data["reference"], "cells": cells})
     best = max(cell["pilots"], key=lambda name: float(cell["pilots"][name]))
@@ -189,8 +200,7 @@ def chosen_setting(cells: dict[str, Any], method: str, epsilon: float, data: dic
 def measure(results: dict[str, Any], only: str) -> None:
     """Do what is not done yet, and save after each training."""
     torch.set_num_threads(1)
-    names = {"train": ("train",), "dev": ("dev",), "dev+test": ("dev", "test")}
-    data: dict[str, Any] = {key: embeddings(*files) for key, files in names.items()}
+    data: dict[str, Any] = {"train": embeddings("train"), "dev+test": embeddings("dev", "test")}
     data["reference"] = results.get("reference") or reference(data)
     cells = results.setdefault("cells", {})
     planned = [(method, e) for method, plan in METHODS.items() for e in reversed(plan["epsilons"])]

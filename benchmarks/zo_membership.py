@@ -1,11 +1,13 @@
 """Does zeroth-order training tell who was in the data, without noise and with it (Table 6 of the DP-ZO paper)?
 
 A linear head on SST-2 embeddings (benchmarks/sst2.py), 1000 training sentences, and 32 canaries a run, each with a
-feature of its own as large as five embeddings; a fair coin for each says whether it is trained on. An attacker who has
-the first and the last model scores each canary by how far its loss fell. ZO takes 4,000 steps of 64, DP-SGD 200 of 64,
-on the same head; without noise neither clips. The area under the curve is over all canaries of all runs, its standard
-error the one of ranks at 1/2. The paper attacks a large language model with a new token for each canary, so its areas
-are another experiment's: what is to be seen again is near one half with noise, and clearly above it without.
+feature of its own, as large as an embedding or five times as large; a fair coin for each says whether it is trained on.
+An attacker who has the first and the last model scores each canary by how far its loss fell. ZO takes 4,000 steps of
+64, DP-SGD 200 of 64, on the same head; without noise neither clips. The area under the curve is over all canaries of
+all runs, its standard error the one of ranks at 1/2. The paper attacks a large language model with a new token for each
+canary, so its areas are another experiment's: what is to be seen again is near one half with noise, and clearly above
+it without. A canary of an embedding's size is what one unusual sentence would be; five times it is an attacker who may
+write what no sentence could.
 
 Every run is written as it comes; a second call goes on where the first was stopped.
 """
@@ -13,6 +15,7 @@ Every run is written as it comes; a second call goes on where the first was stop
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from typing import Any
 
@@ -38,7 +41,7 @@ from training.zo.scalar_noise import GaussianScalars
 from training.zo.trainer import ScalarRelease, ZoTrainer
 
 NAME = "zo_membership"
-DELTA, CANARIES, SIZE = 1e-5, 32, 5 * NORM
+DELTA, CANARIES, SIZES = 1e-5, 32, (1, 5)
 EPSILONS = (math.inf, 10.0, 4.0, 1.0, 0.5)
 PHI, CLIP = 0.01, 0.05
 PLANS = {"zo": {"steps": 4000, "batch": 64, "rate": 0.02}, "dp-sgd": {"steps": 200, "batch": 64, "rate": 0.3}}
@@ -84,9 +87,9 @@ def make(method: str, noise: float, seed: int, n_features: int) -> Trainer:
     return ZoTrainer(network, config.trainer, config.optimizer, release, root=derive_seed(seed, "directions"))
 
 
-def one_run(method: str, noise: float, seed: int, data: dict[str, Any]) -> dict[str, Any]:
+def one_run(method: str, noise: float, size: int, seed: int, data: dict[str, Any]) -> dict[str, Any]:
     """Train once; scores by coin, and the accuracy on other sentences."""
-    canaries = own_features(384, CANARIES, size=SIZE, n_classes=2, seed=seed)
+    canaries = own_features(384, CANARIES, size=size * NORM, n_classes=2, seed=seed)
     chosen = torch.from_numpy(np.random.default_rng(seed).permutation(len(data["train"][1]))[:N_TRAIN])
     x = torch.cat([data["train"][0][chosen], torch.zeros(N_TRAIN, CANARIES)], dim=1)
     x, y = canaries.joined(x, data["train"][1][chosen])
@@ -109,14 +112,18 @@ def measure(results: dict[str, Any], runs: int) -> None:
     torch.set_num_threads(1)
     data = {"train": embeddings("train"), "test": embeddings("dev", "test")}
     for seed in range(runs):
-        for method in PLANS:
-            for epsilon in EPSILONS:
-                cell = results.setdefault(
-                    f"{method}, {epsilon:g}", {"noise": noise_for(method, epsilon), "runs": {}}
-                )
-                if str(seed) not in cell["runs"]:
-                    cell["runs"][str(seed)] = one_run(method, cell["noise"], seed, data)
-                    save_results(NAME, {"cells": results})
+        for method, epsilon, size in itertools.product(PLANS, EPSILONS, SIZES):
+            cell = results.setdefault(key_of(method, epsilon, size), {"runs": {}})
+            if "noise" not in cell:
+                cell["noise"] = noise_for(method, epsilon)
+            if str(seed) not in cell["runs"]:
+                cell["runs"][str(seed)] = one_run(method, cell["noise"], size, seed, data)
+                save_results(NAME, {"cells": results})
+
+
+def key_of(method: str, epsilon: float, size: int) -> str:
+    """Name of a cell in the results."""
+    return f"{method}, {epsilon:g}, size {size}"
 
 
 def together(cell: dict[str, Any]) -> Scores:
@@ -129,6 +136,7 @@ def together(cell: dict[str, Any]) -> Scores:
 
 COLUMNS = (
     "method",
+    "canary's size",
     "epsilon",
     "area [%]",
     "canaries",
@@ -141,23 +149,25 @@ COLUMNS = (
 def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     """A cell a row; the area with its standard error at one half."""
     rows: list[tuple[str, ...]] = []
-    for method in PLANS:
+    for method, size in itertools.product(PLANS, SIZES):
         for epsilon, paper in zip(EPSILONS, PAPER[method], strict=True):
-            cell = results.get(f"{method}, {epsilon:g}")
+            cell = results.get(key_of(method, epsilon, size))
             if not cell or not cell["runs"]:
                 continue
             scores = together(cell)
             accuracy = 100 * float(np.mean([part["accuracy"] for part in cell["runs"].values()]))
-            area = f"{100 * scores.auc:.1f} ± {100 * auc_error(scores):.1f}"
-            canaries = str(len(scores.first) + len(scores.second))
-            figures = (
-                area,
-                canaries,
-                f"{accuracy:.1f}",
-                f"{100 * largest_area(epsilon):.1f}",
-                f"{paper:.1f}",
+            rows.append(
+                (
+                    method,
+                    str(size),
+                    f"{epsilon:g}",
+                    f"{100 * scores.auc:.1f} ± {100 * auc_error(scores):.1f}",
+                    str(len(scores.first) + len(scores.second)),
+                    f"{accuracy:.1f}",
+                    f"{100 * largest_area(epsilon):.1f}",
+                    f"{paper:.1f}",
+                )
             )
-            rows.append((method, f"{epsilon:g}", *figures))
     return rows
 
 

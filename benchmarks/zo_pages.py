@@ -121,7 +121,7 @@ def _membership() -> str:
     results = load_results("zo_membership")
     text = (
         "Areas under the curve of canaries' membership scores, with the standard error of ranks at one half; 32 "
-        f"canaries a run, each with a feature of its own ({results.get('date')}, "
+        f"canaries a run, each with a feature of its own, its size in embeddings ({results.get('date')}, "
         "`python -m benchmarks.zo_membership measure`). "
         "The paper's figures are of another model and other canaries. The bar: near one half at epsilon at most 4, "
         "clearly above it without noise."

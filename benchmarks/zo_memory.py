@@ -3,8 +3,9 @@
 A decoder of GPT-2's shape (12 layers of width 768, output words of their own: 163 million parameters, random weights,
 float32), the language model's whole loss on random tokens: the mean over a sequence's tokens is the record's loss. Each
 method runs in a process of its own; its peak is the kernel's own maximum of resident memory (ru_maxrss), and beside it
-stands the peak above what the process held once the model was loaded. Two sequences a step, as in Table 5. Steps are
-timed in turn with forward passes in the same process, in seconds of processor time on one thread.
+stands the peak above what the process held once the model was loaded. Two sequences a step, as in Table 5, and 16 of
+128 tokens, the batch that the paper trains with. Steps are timed in turn with forward passes in the same process, in
+seconds of processor time on one thread.
 
 - inference: the losses of the batch, twice, without a graph, in a process that has loaded the same libraries and
   kernels as zo; inference, bare: in one that has loaded torch alone.
@@ -38,7 +39,9 @@ from benchmarks.timing import interleaved
 
 NAME = "zo_memory"
 LAYERS, WIDTH, HEADS, VOCABULARY, LONGEST = 12, 768, 12, 50_257, 1024
-BATCH, LENGTHS, RANK = 2, (128, 512, 1024), 8
+RANK = 8
+Shape = tuple[int, int]
+SHAPES: tuple[Shape, ...] = ((2, 128), (2, 512), (16, 128), (2, 1024))  # sequences, tokens in each
 METHODS = (
     *("inference, bare", "inference", "zo", "zo, lora", "inference, bfloat16", "zo, bfloat16"),
     *("dp-sgd, ghost", "dp-sgd, hooks", "dp-sgd, lora", "dp-sgd, bitfit"),
@@ -113,10 +116,10 @@ def build(*, lora: bool = False, biases: bool = False, half: bool = False) -> De
     return model
 
 
-def batch(length: int) -> tuple[Tensor, Tensor]:
+def batch(shape: Shape) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(VOCABULARY, (BATCH, length), generator=generator)
-    return ids, torch.zeros(BATCH, dtype=torch.int64)
+    ids = torch.randint(VOCABULARY, shape, generator=generator)
+    return ids, torch.zeros(shape[0], dtype=torch.int64)
 
 
 def sequence_losses(model: nn.Module, ids: Tensor) -> Tensor:  # (batch,)
@@ -149,7 +152,7 @@ class SequenceLoss(nn.Module):
 
 
 def inference(
-    length: int, *, bare: bool = False, half: bool = False, passes: int = 1
+    shape: Shape, *, bare: bool = False, half: bool = False, passes: int = 1
 ) -> Callable[[], object]:
     if not bare:
         from opusim.directions import Direction
@@ -157,7 +160,7 @@ def inference(
 
         Direction(0).add_to(torch.zeros(1), 0, 1.0)  # loads the compiled kernels
         Direction(0).return_and_move(torch.zeros(1), 0, back=1.0, keep=1.0, move=1.0)
-    model, (ids, _) = build(half=half).eval(), batch(length)
+    model, (ids, _) = build(half=half).eval(), batch(shape)
 
     def work() -> None:
         with torch.no_grad():
@@ -167,31 +170,31 @@ def inference(
     return work
 
 
-def zeroth_order(length: int, *, lora: bool, half: bool) -> Callable[[], object]:
+def zeroth_order(shape: Shape, *, lora: bool, half: bool) -> Callable[[], object]:
     from training.config import load_config
     from training.zo.network import ModuleNetwork
     from training.zo.trainer import ScalarRelease, ZoTrainer
 
     config = load_config({"trainer": {"kind": "zo"}, "optimizer": {"lr": 1e-6}})
-    ids, y = batch(length)
-    network = ModuleNetwork(AsScores(build(lora=lora, half=half)), length)
-    release = ScalarRelease(clip=0.05, divisor=BATCH)
+    ids, y = batch(shape)
+    network = ModuleNetwork(AsScores(build(lora=lora, half=half)), shape[1])
+    release = ScalarRelease(clip=0.05, divisor=shape[0])
     trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=1)
     steps = iter(range(10**9))
     return lambda: trainer.step(ids.float(), y, step=next(steps))
 
 
-def opacus(length: int, *, ghost: bool, lora: bool, biases: bool) -> Callable[[], object]:
+def opacus(shape: Shape, *, ghost: bool, lora: bool, biases: bool) -> Callable[[], object]:
     from opacus import PrivacyEngine
     from torch.utils.data import DataLoader, TensorDataset
 
     warnings.simplefilter("ignore")
-    model, (ids, _) = build(lora=lora, biases=biases).train(), batch(length)
+    model, (ids, _) = build(lora=lora, biases=biases).train(), batch(shape)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = {
         "module": model,
         "optimizer": torch.optim.SGD(trained, lr=1e-6),
-        "data_loader": DataLoader(TensorDataset(ids, ids), batch_size=BATCH),
+        "data_loader": DataLoader(TensorDataset(ids, ids), batch_size=shape[0]),
         "noise_multiplier": 1.0,
         "max_grad_norm": 1.0,
         "poisson_sampling": False,
@@ -212,26 +215,26 @@ def opacus(length: int, *, ghost: bool, lora: bool, biases: bool) -> Callable[[]
     return work
 
 
-def worker(method: str, length: int) -> Callable[[], object]:
+def worker(method: str, shape: Shape) -> Callable[[], object]:
     """What one step of a method is."""
     if method.startswith("inference"):
-        return inference(length, bare="bare" in method, half="bfloat16" in method, passes=2)
+        return inference(shape, bare="bare" in method, half="bfloat16" in method, passes=2)
     if method.startswith("zo"):
-        return zeroth_order(length, lora="lora" in method, half="bfloat16" in method)
-    return opacus(length, ghost="ghost" in method, lora="lora" in method, biases="bitfit" in method)
+        return zeroth_order(shape, lora="lora" in method, half="bfloat16" in method)
+    return opacus(shape, ghost="ghost" in method, lora="lora" in method, biases="bitfit" in method)
 
 
-def measured(method: str, length: int, repeats: int) -> dict[str, float]:
+def measured(method: str, shape: Shape, repeats: int) -> dict[str, float]:
     """Peak resident memory and seconds of a step, in this process."""
     torch.set_num_threads(1)
-    work = worker(method, length)
+    work = worker(method, shape)
     held = resident_mib()
     work()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     found = {"peak_mib": peak, "above_model_mib": peak - held}
     if method.startswith("inference"):
         return found
-    forward = inference(length, half="bfloat16" in method)
+    forward = inference(shape, half="bfloat16" in method)
     forward()  # the first pass of a model finds its memory
     seconds = interleaved(
         {"step": work, "forward": forward}, repeats=repeats, warm_up=0, clock=time.process_time
@@ -245,54 +248,59 @@ def resident_mib() -> float:
         return int(file.read().split()[1]) * resource.getpagesize() / 2**20
 
 
-def in_process(method: str, length: int, repeats: int) -> dict[str, Any]:
+def key_of(method: str, shape: Shape) -> str:
+    """Name of a row in the results."""
+    return f"{method}, {shape[0]} x {shape[1]}"
+
+
+def in_process(method: str, shape: Shape, repeats: int) -> dict[str, Any]:
     """The same in a process of its own; a failure is kept as its last line."""
-    command = [sys.executable, "-m", "benchmarks.zo_memory", "--one", method, str(length), str(repeats)]
+    command = [sys.executable, "-m", "benchmarks.zo_memory", "--one", method, *map(str, (*shape, repeats))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:200]}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-COLUMNS = ("tokens a sequence", "method", "peak [MiB]", "of inference's", "seconds", "forward passes")
+COLUMNS = ("sequences x tokens", "method", "peak [MiB]", "of inference's", "seconds", "forward passes")
 
 
 def table_rows(rows: dict[str, Any]) -> list[tuple[str, ...]]:
-    """What was measured, as text, lengths and methods in their order."""
+    """What was measured, as text, shapes and methods in their order."""
     found: list[tuple[str, ...]] = []
-    for length in LENGTHS:
+    for shape in SHAPES:
         for method in METHODS:
-            row = rows.get(f"{method}, {length}")
+            row, size = rows.get(key_of(method, shape)), f"{shape[0]} x {shape[1]:,}"
             if row is None:
                 continue
             if "failed" in row:
-                found.append((str(length), method, row["failed"], "", "", ""))
+                found.append((size, method, row["failed"], "", "", ""))
                 continue
             times = [f"{row[key]:.2f}" for key in ("seconds", "forward_passes") if key in row] or ["", ""]
             like = "inference, bfloat16" if "bfloat16" in method else "inference"
-            reference = rows.get(f"{like}, {length}", {}).get("peak_mib", math.nan)
+            reference = rows.get(key_of(like, shape), {}).get("peak_mib", math.nan)
             memory = (f"{row['peak_mib']:,.0f}", f"{row['peak_mib'] / reference:.2f}")
-            found.append((str(length), method, *memory, *times))
+            found.append((size, method, *memory, *times))
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", default="", help="Measure methods that begin so, at all lengths.")
-    parser.add_argument("--one", nargs=3, metavar=("METHOD", "LENGTH", "REPEATS"))
+    parser.add_argument("--only", default="", help="Measure methods that begin so, with all shapes.")
+    parser.add_argument("--one", nargs=4, metavar=("METHOD", "SEQUENCES", "TOKENS", "REPEATS"))
     options = parser.parse_args()
     if options.one:
-        method, length, repeats = options.one
-        print(json.dumps(measured(method, int(length), int(repeats))))
+        method, (sequences, tokens, repeats) = options.one[0], map(int, options.one[1:])
+        print(json.dumps(measured(method, (sequences, tokens), repeats)))
         return
     rows = load_results(NAME).get("rows", {})
-    for length in LENGTHS:
+    for shape in SHAPES:
         for method in METHODS:
-            if f"{method}, {length}" not in rows and method.startswith(options.only):
-                rows[f"{method}, {length}"] = in_process(method, length, options.repeats)
+            if key_of(method, shape) not in rows and method.startswith(options.only):
+                rows[key_of(method, shape)] = in_process(method, shape, options.repeats)
                 save_results(NAME, {"bars": {"memory": MEMORY_BAR, "time": TIME_BAR}, "rows": rows})
-    title = "163 million parameters, 2 sequences a step, one thread"
+    title = "163 million parameters, one thread"
     print_table(title, COLUMNS, table_rows(rows))
 
 

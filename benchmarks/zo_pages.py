@@ -32,17 +32,20 @@ def zo_readme_rows() -> list[Row]:
 def zo_speed_rows() -> list[Row]:
     """Memory and time of a step beside inference, at the most tokens that were measured."""
     rows = load_results("zo_memory").get("rows", {})
-    measured = [length for length in zo_memory.LENGTHS if f"zo, {length}" in rows]
+    measured = [shape for shape in zo_memory.SHAPES if zo_memory.key_of("zo", shape) in rows]
     if not measured:
         return []
-    length = measured[-1]
-    zo, peak = rows[f"zo, {length}"], rows[f"inference, {length}"]["peak_mib"]
-    others = [
-        f"Opacus {method.removeprefix('dp-sgd, ')} {rows[f'{method}, {length}']['peak_mib'] / peak:.2f}"
+    shape = measured[-1]
+    zo, peak = rows[zo_memory.key_of("zo", shape)], rows[zo_memory.key_of("inference", shape)]["peak_mib"]
+    dp_sgd = {
+        method.removeprefix("dp-sgd, "): rows.get(zo_memory.key_of(method, shape), {})
         for method in zo_memory.METHODS
-        if "dp-sgd" in method and "peak_mib" in rows.get(f"{method}, {length}", {})
+        if "dp-sgd" in method
+    }
+    others = [
+        f"Opacus {name} {row['peak_mib'] / peak:.2f}" for name, row in dp_sgd.items() if "peak_mib" in row
     ]
-    what = f"a zeroth-order step, 163 million parameters, {2 * length:,} tokens"
+    what = f"a zeroth-order step, 163 million parameters, {shape[0] * shape[1]:,} tokens"
     beside = f" ({', '.join(others)})" if others else ""
     command = "`python -m benchmarks.zo_memory`"
     return [
@@ -75,10 +78,10 @@ def _sigma() -> str:
 def _memory() -> str:
     results = load_results("zo_memory")
     text = (
-        "A decoder of 163 million parameters, random weights, float32, 2 sequences a step, one thread, each method in "
+        "A decoder of 163 million parameters, random weights, float32, one thread, each method in "
         f"a process of its own ({results.get('date')}, `python -m benchmarks.zo_memory`); forward passes are timed in "
         'turn with the steps. "inference, bare" has loaded torch alone, "inference" the same libraries as zo. The '
-        "bars, at 1,024 tokens a sequence: at most 1.1 of inference's memory and 2.2 forward passes."
+        "bars: at most 1.1 of inference's memory and 2.2 forward passes."
     )
     rows = zo_memory.table_rows(results.get("rows", {}))
     return _section("Memory and time of a step (Table 5 of the DP-ZO paper)", text, zo_memory.COLUMNS, rows)

@@ -20,7 +20,7 @@ from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.samplers import Sampler
 from training.networks.base import Network
-from training.protections.plan import require_covered, with_sampled_noise
+from training.protections.plan import divisor_of, require_covered, with_sampled_noise
 from training.runs.folder import RunFolder
 from training.trainer import Trainer
 
@@ -47,9 +47,12 @@ class TrainerFamily(ABC, Generic[NetworkT]):
 
     Attributes:
         protections: Values of protection.kind that these trainers take.
+        draws_in_public: Whether a step draws more than the noise that a guarantee rests on (directions, probes); an
+            audit lets its attacker know that.
     """
 
     protections: ClassVar[tuple[str, ...]] = ("none", "record")
+    draws_in_public: ClassVar[bool] = False
 
     def own_parts(self, config: RunConfig) -> tuple[RunConfig, Arrays | None, nn.Module | None]:
         """The configuration, with the data and the module that it names itself where none were given.
@@ -148,6 +151,39 @@ class TrainerFamily(ABC, Generic[NetworkT]):
             LedgerCorrupt: It was taken and is not paid for.
         """
         return
+
+    def record_protected(self, config: RunConfig, noise_multiplier: float) -> RunConfig:
+        """The run with whole records protected by a known digital noise on Poisson batches: a control of its audit.
+
+        Args:
+            config: The run.
+            noise_multiplier: z, for a step with one direction (zo).
+        """
+        protection = {
+            "kind": "record",
+            "noise_multiplier": noise_multiplier,
+            "epsilon": None,
+            "noise": "digital",
+            "clip_norm": config.protection.clip,
+            "divisor": divisor_of(config),
+        }
+        sampler = {"scheme": "poisson", "min_batch_size": None}
+        return config.model_copy(
+            update={
+                "protection": config.protection.model_copy(update=protection),
+                "sampler": config.sampler.model_copy(update=sampler),
+            }
+        )
+
+    def without_noise(self, config: RunConfig) -> RunConfig | None:
+        """The run without the digital noise that its guarantee rests on: what a person who forgot it would train.
+
+        None where that noise is not apart from what else a step draws.
+        """
+        if config.protection.kind == "none":
+            return config
+        silent = {"noise_multiplier": 0.0, "noise": "digital"}
+        return config.model_copy(update={"protection": config.protection.model_copy(update=silent)})
 
 
 _HOMES = {

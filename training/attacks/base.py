@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from opusim.randomness import derive_seed
-from training.attacks.updates import last_gradient
+from training.attacks.updates import last_gradient, layer_gradient
 from training.config.optimizer import OptimizerConfig
 
 
@@ -32,6 +32,10 @@ class Records:
     x: Tensor
     y: Tensor
 
+    def followed_by(self, others: Records) -> Records:
+        """These records and then others."""
+        return Records(x=torch.cat([self.x, others.x]), y=torch.cat([self.y, others.y]))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
@@ -39,6 +43,7 @@ class Sight:
 
     Attributes:
         weights: The parameters before and after consecutive steps, oldest first, by name ("layer1.weight", ...).
+        step: Number of the last of these steps, which keys what is public of its randomness.
         optimizer: The optimizer's constants.
         rate: Its learning rate in these steps.
         others: The records that are in the last step's batch in both worlds.
@@ -46,20 +51,22 @@ class Sight:
     """
 
     weights: Sequence[Mapping[str, Tensor]]
+    step: int
     optimizer: OptimizerConfig
     rate: float
     others: Records
     batch_size: int
 
+    def gradients(self) -> dict[str, Tensor]:
+        """The last step's gradients, float64, by parameter."""
+        return {
+            name: last_gradient([parameters[name] for parameters in self.weights], self.optimizer, self.rate)
+            for name in self.weights[-1]
+        }
+
     def gradient(self, layer: int) -> Tensor:
-        """The last step's gradient of a layer (0 ..), float64, shape (n_l, n_(l-1)), one column more for a bias."""
-        names = [f"layer{layer + 1}.weight", f"layer{layer + 1}.bias"]
-        parts = [
-            last_gradient([parameters[name] for parameters in self.weights], self.optimizer, self.rate)
-            for name in names
-            if name in self.weights[-1]
-        ]
-        return torch.cat([part.reshape(len(parts[0]), -1) for part in parts], dim=1)
+        """The last step's gradient of a layer (0 ..); see `layer_gradient`."""
+        return layer_gradient(self.gradients(), layer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +80,12 @@ class Candidates:
 
     member: Records
     rival: Records | None = None
+
+    def batches(self, others: Records) -> tuple[Records, Records]:
+        """The batch of the first world and that of the second, in the game's order."""
+        return others.followed_by(self.member), others if self.rival is None else others.followed_by(
+            self.rival
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,16 @@ Source: docs/privacy.md, section 2 (whole records have no guarantee at any sigma
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from training.attacks.base import Attack, Candidates, Records, Sight
 from training.attacks.stage import Shadow
+from training.attacks.updates import layer_gradient
 from training.networks.clipping import ActivationClipping
+from training.networks.network import FullyConnected
 from training.protections.base import with_constant
 
 _WORK = 1e10  # multiplications a trial may take: it limits the rows that are looked at
@@ -41,7 +45,13 @@ class CovarianceAttack(Attack):
     knows = "all other records of the batch, the candidate, the weights and the device's matrix, not sigma"
 
     def __init__(
-        self, shadow: Shadow, clipping: ActivationClipping, *, through_clip: bool, depth: int, bias: bool
+        self,
+        shadow: Shadow[FullyConnected],
+        clipping: ActivationClipping,
+        *,
+        through_clip: bool,
+        depth: int,
+        bias: bool,
     ) -> None:
         self._shadow, self._clipping, self._through_clip = shadow, clipping, through_clip
         self._depth, self._bias = depth, bias
@@ -54,19 +64,29 @@ class CovarianceAttack(Attack):
 
     def _ratio(self, sight: Sight, record: Records) -> float:
         if self._seen is None or self._seen[0] is not sight:
-            left = (
-                sight.gradient(0) * sight.batch_size - self._shadow.sums(sight.weights[-2], sight.others)[0]
-            )
+            left = sight.gradient(0) * sight.batch_size - self._sum(sight, sight.others)
             self._seen = sight, Rows(left, *self._layer(sight, sight.others))
         h, slope = self._layer(sight, record)
-        own = self._shadow.sums(sight.weights[-2], record)[0]
+        own = self._sum(sight, record)
         signal = own @ h[0] / h[0].square().sum()  # w_j, shape (n,)
         return self._seen[1].log_likelihood_ratio(h[0], slope[0], signal)
+
+    def _sum(self, sight: Sight, records: Records) -> Tensor:
+        """The first layer's summed update without noise; the run averages over its batch."""
+        gradients = self._shadow.gradients(sight.weights[-2], records, step=sight.step)
+        return layer_gradient(gradients, 0) * len(records.x)
+
+    def _slopes(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """The slopes phi'_1 of records, float64, shape (n, n_1)."""
+        network = self._shadow.network_at(weights)
+        forward = network.forward(x)
+        slope = network.derivative(forward, 0, through_clip=self._through_clip)
+        return torch.ones_like(forward.pre_activations[0]).double() if slope is None else slope.double()
 
     def _layer(self, sight: Sight, records: Records) -> tuple[Tensor, Tensor]:
         """What the first layer's update takes for the inputs, and its slopes, float64."""
         weights = sight.weights[-2]
-        slopes = self._shadow.slopes(weights, records.x, through_clip=self._through_clip)
+        slopes = self._slopes(weights, records.x)
         h = self._clipping(records.x, layer=0, depth=self._depth, n_layer=slopes.shape[1])
         return with_constant(h, bias=self._bias).double(), slopes
 

@@ -57,6 +57,7 @@ class MembershipGame(Game):
         return Trial(
             sight=Sight(
                 weights=stage.weights_after(batch, trial),
+                step=stage.step_of(trial),
                 optimizer=stage.config.optimizer,
                 rate=stage.rate,
                 others=stage.records(others),

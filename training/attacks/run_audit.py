@@ -5,16 +5,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from torch import nn
 
 from accounting.audit import AuditPlan, audit
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Guarantee
+from accounting.guarantee import Guarantee
 from accounting.ledger import read_ledger
-from accounting.record_mechanisms import RecordCentral
 from opusim import checks
 from opusim.description import parse_description
 from opusim.randomness import derive_seed
@@ -32,13 +34,11 @@ from training.attacks.base import Attack, Scores, play
 from training.attacks.choice import fitting_attacks
 from training.attacks.findings import Finding, Role, RunAudit
 from training.attacks.membership import MembershipGame
-from training.attacks.stage import RunParts, shadowed, staged, without_noise
-from training.config.feedback import FeedbackConfig
+from training.attacks.stage import RunParts, shadowed, staged
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.errors import RunFolderError
-from training.networks.network import LayerShape
-from training.protections.plan import divisor_of
+from training.family import family_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
 from training.runs.storage import write_json
@@ -56,6 +56,7 @@ def audit_run(
     path: str | Path,
     *,
     data: Arrays | Dataset | None = None,
+    model: nn.Module | None = None,
     trials: int = 400,
     seed: int | None = None,
     delta: float | None = None,
@@ -65,21 +66,25 @@ def audit_run(
     """Attack a run's records, and keep what was found as `audit.json` in its folder.
 
     The run itself is not changed. Its trainer is built as training builds it, set back to its newest checkpoint, and
-    plays one step a trial on records that the auditor knows, with noise of its own.
+    plays one step a trial on records that the auditor knows, with noise of its own. A release run's noise comes from
+    the system, but for trainers that draw more than that noise (zo, ulr): the attacker is to know what they draw in
+    public, so theirs is that of experiment mode.
 
     Args:
         path: The run folder.
         data: The records, where the run was trained on a person's own.
+        model: A module like the run's, where the run was given one that its folder cannot describe.
         trials: Trials of the game on the run, at least 40; the controls take up to 200 each.
-        seed: Repeats the audit, in [0, 2^63) (in experiment mode; a release run's noise comes from the system); None
-            draws one, which is kept in the result.
+        seed: Repeats the audit, in [0, 2^63), where the noise does not come from the system; None draws one, which is
+            kept in the result.
         delta: Of the bounds; None takes the run's.
         on_start: Told how many trials there will be.
         on_trial: Called after each.
 
     Raises:
         RunFolderError: There is no run or no checkpoint, or the data are others.
-        NoGuarantee: The run protects labels, and this game is about records.
+        NoGuarantee: The run protects labels, or releases its last model alone, and this game is about records and
+            steps.
         ConfigError: The optimizer cannot be undone, or data are missing.
         ValueError: A number out of range.
     """
@@ -87,11 +92,11 @@ def audit_run(
     seed = secrets.randbits(63) if seed is None else seed
     checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
     folder = RunFolder(path)
-    parts = read_parts(folder, data)
+    parts = read_parts(folder, data, model)
     stated = read_ledger(folder.ledger_file).guarantees(delta=delta)
     wanted = parts.config.protection.delta if delta is None else delta
-    control = protected_config(parts.config)
-    subjects = [(Role.RUN, parts.config), (Role.PROTECTED, control), (Role.BROKEN, without_noise(control))]
+    control = parts.family.record_protected(parts.config, _CONTROL_NOISE)
+    subjects = [(Role.RUN, parts.config), (Role.PROTECTED, control), (Role.BROKEN, control)]
     control_trials = min(trials, _CONTROL_TRIALS)
     on_start(trials + 2 * control_trials)
     findings: list[Finding] = []
@@ -120,7 +125,7 @@ def audit_run(
     return found
 
 
-def read_parts(folder: RunFolder, data: Arrays | Dataset | None) -> RunParts:
+def read_parts(folder: RunFolder, data: Arrays | Dataset | None, model: nn.Module | None = None) -> RunParts:
     """What a run folder says of its run; see `audit_run` for the errors."""
     facts, config = folder.read_facts(), folder.read_config()
     if config.protection.kind.startswith("label"):
@@ -128,10 +133,13 @@ def read_parts(folder: RunFolder, data: Arrays | Dataset | None) -> RunParts:
             f"protection.kind = {config.protection.kind!r} protects labels and takes the features for public; this "
             "audit plays for whole records: audit a run without protection or with protection.kind=record"
         )
-    if not isinstance(config.trainer, FeedbackConfig):
+    if config.protection.kind == "last-iterate":
         raise NoGuarantee(
-            f"trainer.kind = {config.trainer.kind!r}: this audit plays steps of bp, dfa, tdfa and pdfa alone"
+            "protection.kind = 'last-iterate' is about the last model alone, and this audit shows its attacker every "
+            "step: audit a run with --method poisson, whose steps are the same but for the noise"
         )
+    if data is None and model is None:
+        config, data, model = family_of(config.trainer.kind).own_parts(config)
     check_torch_device(config.torch_device)
     checkpoints = list_checkpoints(folder.checkpoints)
     if not checkpoints:
@@ -147,48 +155,29 @@ def read_parts(folder: RunFolder, data: Arrays | Dataset | None) -> RunParts:
         config=config,
         dataset=moved(dataset, config.torch_device),
         description=None if description is None else parse_description(str(folder.config_file), description),
-        n_inputs=facts["network"]["n_inputs"],
-        layers=[LayerShape(**layer) for layer in facts["network"]["layers"]],
+        network_facts=facts["network"],
+        model=model,
         checkpoint=checkpoint,
         checkpoint_file=checkpoints[-1],
         progress=checkpoint.step / total,
     )
 
 
-def protected_config(config: RunConfig) -> RunConfig:
-    """The run with records protected by a known noise: what the attacks must not break."""
-    options = config.protection
-    protection = options.model_copy(
-        update={
-            "kind": "record",
-            "noise_multiplier": _CONTROL_NOISE,
-            "epsilon": None,
-            "noise": "digital",
-            "clip_norm": options.clip,
-            "divisor": divisor_of(config),
-        }
-    )
-    return config.model_copy(update={"protection": protection})
-
-
-def game_claim(config: RunConfig, delta: float) -> Guarantee | None:
+def game_claim(parts: RunParts, config: RunConfig, delta: float) -> Guarantee | None:
     """What is proven of one game on a record-protected run: one step, the record's turn being known (q = 1).
 
     Args:
-        config: The run as it is meant to be played.
+        parts: The run.
+        config: Its configuration as it is meant to be played.
         delta: In (0, 1).
     """
-    options = config.protection
-    if options.kind != "record" or options.noise_multiplier is None:
+    if config.protection.kind != "record":
         return None
-    step = RecordCentral(
-        noise_multiplier=options.noise_multiplier,
-        sampling_probability=1.0,
-        clip_norm=options.clip,
-        divisor=divisor_of(config),
-        device_noise=options.noise == "device",
-    )
-    return guarantees([step], delta=delta)[0]
+    sampler = configured_sampler(config, parts.dataset)
+    step = parts.family.step_mechanisms(config, parts.network(), sampler, None)
+    turn: dict[str, Any] = {"sampling_probability": 1.0}
+    known = [replace(mechanism, **turn) for mechanism in step]
+    return guarantees(known, delta=delta)[0]
 
 
 def _findings(
@@ -203,28 +192,26 @@ def _findings(
     on_trial: Callable[[], None],
 ) -> list[Finding]:
     """Play one game and bound what its attacks found."""
-    meant = protected_config(parts.config) if role is Role.BROKEN else config
-    claim = game_claim(meant, delta)
-    adjacency = Adjacency.ADD_OR_REMOVE_ONE if claim is not None else stated[0].adjacency
-    with _attacks(parts, meant, role) as attacks:
-        played_config = config.model_copy(update={"seed": derive_seed(seed, "noise") >> 1})
-        with staged(parts, played_config) as stage:
-            game = MembershipGame(stage, adjacency=adjacency, seed=seed)
-            scores = play(
-                game,
-                attacks,
-                trials=trials,
-                seed=seed,
-                rehearsals=_REHEARSALS,
-                strangers=role is Role.RUN,
-                on_trial=on_trial,
-            )
-            pair = game.pair
+    meant = _as_played(parts, config, derive_seed(seed, "noise") >> 1)
+    claim = game_claim(parts, meant, delta)
+    adjacency = stated[0].adjacency if claim is None else claim.adjacency
+    played_config = parts.family.without_noise(meant) if role is Role.BROKEN else meant
+    with _attacks(parts, meant, role) as attacks, staged(parts, played_config or meant) as stage:
+        game = MembershipGame(stage, adjacency=adjacency, seed=seed)
+        scores = play(
+            game,
+            attacks,
+            trials=trials,
+            seed=seed,
+            rehearsals=_REHEARSALS,
+            strangers=role is Role.RUN,
+            on_trial=on_trial,
+        )
     found = []
     for attack, played in zip(attacks, scores, strict=True):
         plan = AuditPlan(
             threat_model=f"sees {MembershipGame.released}, knows {attack.knows}",
-            pair=pair,
+            pair=game.pair,
             delta=delta,
             confidence=1 - _ERROR / len(attacks),
             seed=derive_seed(seed, "halves") >> 1,
@@ -233,6 +220,12 @@ def _findings(
         if role is Role.RUN:
             found.append(_finding(Role.NULL, attack, played.strangers, plan, None))
     return found
+
+
+def _as_played(parts: RunParts, config: RunConfig, seed: int) -> RunConfig:
+    """The configuration with noise of its own, and with public draws that the attacker can repeat."""
+    mode = "experiment" if parts.family.draws_in_public else config.mode
+    return config.model_copy(update={"seed": seed, "mode": mode})
 
 
 @contextmanager

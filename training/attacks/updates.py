@@ -1,8 +1,8 @@
-"""What consecutive weights tell: the gradient behind an update, with momentum and weight decay undone."""
+"""What consecutive weights tell: the gradients behind an update, with momentum and weight decay undone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -58,3 +58,15 @@ def last_gradient(weights: Sequence[Tensor], options: OptimizerConfig, rate: flo
     for change in changes[:-1]:  # change = (1 + mu) b_t - mu b_(t-1)
         momentum = (change + mu * momentum) / (1 + mu)
     return (changes[-1] - mu**2 * momentum) / (1 + mu) - decay
+
+
+def layer_gradient(gradients: Mapping[str, Tensor], layer: int) -> Tensor:
+    """The gradient of a layer (0 ..) as a matrix of shape (n_l, n_(l-1)), one column more for a bias.
+
+    Args:
+        gradients: By parameter, "layer1.weight", "layer1.bias", ...
+        layer: Its number.
+    """
+    names = (f"layer{layer + 1}.weight", f"layer{layer + 1}.bias")
+    parts = [gradients[name] for name in names if name in gradients]
+    return torch.cat([part.reshape(len(parts[0]), -1) for part in parts], dim=1)

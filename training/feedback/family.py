@@ -109,3 +109,8 @@ class FeedbackFamily(TrainerFamily[FullyConnected]):
         pay_for_budget(config, ledger)
         if isinstance(trainer, FeedbackTrainer):
             trainer.noisy_labels = make_noisy_labels(config, dataset, device, ledger, folder, steps=steps)
+
+    def without_noise(self, config: RunConfig) -> RunConfig | None:
+        """See TrainerFamily.without_noise; a digital feedback's own noise goes too."""
+        silent = config.model_copy(update={"trainer": config.trainer.model_copy(update={"sigma": 0.0})})
+        return super().without_noise(silent)

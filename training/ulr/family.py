@@ -41,6 +41,8 @@ _WIDEST_READING = 65_536
 class UlrFamily(TrainerFamily[ModuleSequence]):
     """ulr."""
 
+    draws_in_public = True
+
     def network(self, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> ModuleSequence:
         """See TrainerFamily.network; a person's own module is an nn.Sequential of any modules."""
         if model is None:
@@ -110,6 +112,19 @@ class UlrFamily(TrainerFamily[ModuleSequence]):
                 "use 'none', or trainer.form = 'proven'",
             )
         super().require_covered(config, dataset, sampler)
+
+    def record_protected(self, config: RunConfig, noise_multiplier: float) -> RunConfig:
+        """See TrainerFamily.record_protected; in the proven form, its probes from a digital generator."""
+        control = super().record_protected(config, noise_multiplier)
+        proven = {"form": "proven", "noise": "digital"}
+        return control.model_copy(update={"trainer": control.trainer.model_copy(update=proven)})
+
+    def without_noise(self, config: RunConfig) -> RunConfig | None:
+        """See TrainerFamily.without_noise; the published form's noise is that of its probes, and a device's unknown."""
+        options = ulr_options(config)
+        if options.form == "published" or options.noise == "device":
+            return None
+        return super().without_noise(config)
 
 
 def ulr_options(config: RunConfig) -> UlrConfig:

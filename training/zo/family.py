@@ -53,6 +53,8 @@ from training.zo.trainer import ScalarRelease, ZoTrainer
 class ZoFamily(TrainerFamily[Network]):
     """zo."""
 
+    draws_in_public = True
+
     def own_parts(self, config: RunConfig) -> tuple[RunConfig, Arrays | None, nn.Module | None]:
         """See TrainerFamily.own_parts: the language model and the texts of trainer.language."""
         if zo_options(config).language.model is None:
@@ -165,6 +167,14 @@ class ZoFamily(TrainerFamily[Network]):
         """Nothing is paid for here; the step log is opened, and the first parameters are kept beside it."""
         if isinstance(trainer, ZoTrainer):
             _open_log(config, trainer, folder)
+
+    def record_protected(self, config: RunConfig, noise_multiplier: float) -> RunConfig:
+        """See TrainerFamily.record_protected; the guarantee of several directions is that of one."""
+        options = zo_options(config)
+        grown = options.directions if options.law == "laplace" else math.sqrt(options.directions)
+        control = super().record_protected(config, noise_multiplier * grown)
+        clip = {"clip_norm": clip_of(config)}
+        return control.model_copy(update={"protection": control.protection.model_copy(update=clip)})
 
 
 def _release(config: RunConfig, device: NoisyDevice | None) -> ScalarRelease:

@@ -22,7 +22,7 @@ class ZoConfig(Section):
     perturbation: float = Field(1e-3, gt=0.0)
     """phi: how far the parameters are moved to each side (0.001 to 0.01 in the DP-ZO paper)."""
     directions: int = Field(1, ge=1, le=1024)
-    """Directions a step, all on the step's batch; each is a release of its own. Their updates are averaged."""
+    """Directions a step, all on the step's batch and released together. Their updates are averaged."""
     law: Literal["gaussian", "laplace"] = "gaussian"
     """Law of the scalar noise; laplace is purely private (protection.delta = 0), and protection.noise_multiplier is
     then its scale over the clip."""

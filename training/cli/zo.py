@@ -28,7 +28,7 @@ zo_app = typer.Typer(help="What zeroth-order training leaves behind.", no_args_i
 Law = Annotated[
     str | None, typer.Option(help="gaussian, or laplace (purely private with --delta 0): law of the noise.")
 ]
-Directions = Annotated[int | None, typer.Option(help="Random directions a step, each a release of its own.")]
+Directions = Annotated[int | None, typer.Option(help="Random directions a step, all on one batch.")]
 LanguageModel = Annotated[
     str | None,
     typer.Option(help="Fine-tune a language model: a local folder, or a name on the hub (extra llm)."),

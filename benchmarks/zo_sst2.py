@@ -59,6 +59,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "zo, gaussian": {"steps": 10_000, "batch": 16, "delta": DELTA, "epsilons": EPSILONS},
     "zo, laplace": {"steps": 10_000, "batch": 16, "delta": DELTA, "epsilons": EPSILONS},
     f"zo, gaussian{LONG}": {"steps": 75_000, "batch": 16, "delta": DELTA, "epsilons": EPSILONS},
+    f"zo, laplace{LONG}": {"steps": 75_000, "batch": 16, "delta": DELTA, "epsilons": EPSILONS},
     "zo, laplace, pure": {"steps": 2_000, "batch": 20, "delta": 0.0, "epsilons": (4.0,)},
     "zo, laplace, pure, whole batch": {"steps": 200, "batch": N_TRAIN, "delta": 0.0, "epsilons": EPSILONS},
 }

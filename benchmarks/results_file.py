@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,20 @@ from typing import Any
 import torch
 
 from training.runs.folder import versions
-from training.runs.storage import write_json
+from training.runs.storage import write_file
 
 FOLDER = Path(__file__).parent / "results"
+_NUMBERS = re.compile(r"\[([-+.\deE,\s]+)\]")
+"""A list of numbers, which takes one line of a file."""
 
 
 def save_results(name: str, content: dict[str, Any]) -> Path:
     """Write benchmarks/results/NAME.json; returns its path."""
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{name}.json"
-    write_json(path, {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "machine": machine(), **content})
+    whole = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "machine": machine(), **content}
+    text = json.dumps(whole, indent=2, allow_nan=False)
+    write_file(path, (_NUMBERS.sub(_on_one_line, text) + "\n").encode())
     return path
 
 
@@ -29,6 +34,10 @@ def load_results(name: str) -> dict[str, Any]:
     """Read what an earlier call left, or an empty mapping."""
     path = FOLDER / f"{name}.json"
     return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    return f"[{' '.join(found[1].split())}]"
 
 
 def machine() -> dict[str, Any]:

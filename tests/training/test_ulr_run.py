@@ -201,6 +201,22 @@ def test_a_module_of_ones_own_is_trained_and_given_back(tmp_path: Path) -> None:
     assert (training.load_run(tmp_path / "run", model=again).predict(x) == run.predict(x)).all()
 
 
+@pytest.mark.parametrize("kind", ["ulr", "zo"])
+def test_dropout_neither_trains_nor_predicts_at_random(tmp_path: Path, kind: str) -> None:
+    """Two seeded runs agree to the bit, and a module that is read back gives one answer."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(8, 32), Sign(), nn.Dropout(0.5), nn.Linear(32, 3))
+
+    config, x = {**CONFIG, "epochs": 1, "trainer": {"kind": kind}}, blobs()[0]
+    runs = [training.train(config, data=blobs(), model=model(), folder=tmp_path / name) for name in "ab"]
+    first, second = (list(run.model.parameters()) for run in runs)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    again = training.load_run(tmp_path / "a", model=model())
+    assert (again.predict(x) == again.predict(x)).all()
+
+
 def test_a_model_for_other_classes_is_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 32), Sign(), nn.Linear(32, 4))
     with pytest.raises(ValueError, match=r"shape \(2, 4\) of 2 records, but the data have 3 classes"):

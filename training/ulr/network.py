@@ -36,7 +36,8 @@ class ModuleSequence(LayeredNetwork):
     of its own output is needed (`training.ulr.jacobians`).
 
     Args:
-        model: The sequence. Every module treats records apart from each other.
+        model: The sequence. Every module treats records apart from each other. It is put into evaluation mode (no
+            dropout, so that all copies of a record go through one function).
 
     Raises:
         TypeError: The model is no nn.Sequential, or a module mixes records.
@@ -50,7 +51,7 @@ class ModuleSequence(LayeredNetwork):
                 "nn.Sequential(...)"
             )
         _check_records_apart(model)
-        self.model: nn.Module = model
+        self.model: nn.Module = model.eval()
         self._n_inputs = n_inputs
         self._head, self.jacobians, self._tails = _split(model)
         _check_parameters(self.jacobians)

@@ -17,7 +17,7 @@ class ModuleNetwork(Network):
     """A person's own module; its parameters that require a gradient are trained, the others stay.
 
     Args:
-        model: Takes records (batch, n_inputs), gives class scores (batch, n_classes).
+        model: Takes records (batch, n_inputs), gives class scores (batch, n_classes). It is put into evaluation mode.
         n_inputs: Features of a record.
 
     Raises:
@@ -25,7 +25,7 @@ class ModuleNetwork(Network):
     """
 
     def __init__(self, model: nn.Module, n_inputs: int) -> None:
-        self.model = model
+        self.model = model.eval()
         self._n_inputs = n_inputs
         if not self.tensors:
             raise ValueError(
@@ -73,7 +73,7 @@ def fitting_module(model: nn.Module, dataset: Dataset) -> ModuleNetwork:
     network = ModuleNetwork(model, dataset.n_features)
     place = next(iter(network.tensors.values())).device
     with torch.no_grad():
-        output = model.eval()(dataset.train.x[:2].to(place))
+        output = model(dataset.train.x[:2].to(place))
     wanted = (len(dataset.train.x[:2]), dataset.n_classes)
     if not isinstance(output, Tensor) or tuple(output.shape) != wanted:
         shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__

@@ -77,9 +77,7 @@ def train(
         TrainingDiverged: A batch's error is not finite.
     """
     resolved = _stored(config, settings, folder) if resume else load_config(config, settings)
-    check_torch_device(resolved.torch_device)
-    if resolved.mode == "release":
-        resolved = resolved.model_copy(update={"seed": 0})  # no seed is used, so none is kept
+    resolved = _ready(resolved)
     if data is None and model is None:
         resolved, data, model = family_of(resolved.trainer.kind).own_parts(resolved)
     if data is not None:
@@ -108,7 +106,7 @@ def train_on(
         resume: See `train`.
         watcher: See `train`.
     """
-    resolved, run_folder = config, folder
+    resolved, run_folder = _ready(config), folder
     dataset = in_components(resolved, records, run_folder if resume else None)
     family = family_of(resolved.trainer.kind)
     network = family.network(resolved, dataset, model)
@@ -156,6 +154,12 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
     if folder is None:
         raise RunFolderError("resume needs the folder of the run to go on with")
     return RunFolder(own_folder(Path(folder))).read_config()
+
+
+def _ready(config: RunConfig) -> RunConfig:
+    """The configuration for a torch device that is there, without the seed that a release run does not use or keep."""
+    check_torch_device(config.torch_device)
+    return config.model_copy(update={"seed": 0}) if config.mode == "release" else config
 
 
 def _with_own_data(config: RunConfig) -> RunConfig:

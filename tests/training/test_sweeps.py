@@ -15,8 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from training.data.records import configured_dataset
+from training.errors import RunInterrupted
+from training.runs.folder import RunFolder
 from training.runs.run import load_run
 from training.runs.run_evaluation import evaluate_run
+from training.session import train_on
 from training.sweeps import curves
 from training.sweeps.curves import SweepResult
 from training.sweeps.execution import run_sweep
@@ -25,6 +29,7 @@ from training.sweeps.points import Point, points_of
 from training.sweeps.report import write_sweep
 from training.sweeps.rows import Row
 from training.sweeps.spec import SweepSpec, read_spec
+from training.sweeps.worker import run_point
 
 SPEC = """\
 title = "Digits at three noises"
@@ -153,6 +158,18 @@ def test_release_runs_are_measured_on_test_records_alone(tmp_path: Path) -> None
     row = rows[point.identity]
     assert row.accuracy == evaluate_run(folder.run_path(point))["accuracy"]
     assert not {"train_accuracy", "validation_accuracy", "frames"} & set(row.figures)
+
+
+def test_a_release_run_with_a_seed_in_its_spec_goes_on(tmp_path: Path, ctrl_c_at: type) -> None:
+    """Release mode uses no seed and keeps none, so a resumed run must not miss the one that its point names."""
+    text = SPEC.split("[[series]]")[0].replace("[config]", '[config]\nmode = "release"')
+    (point,) = points_of(*read_spec(written(tmp_path, text=text, seeds="[3]")))
+    folder = SweepFolder(tmp_path / "sweep")
+    run_folder = RunFolder(folder.run_path(point))
+    with pytest.raises(RunInterrupted):
+        train_on(point.config, configured_dataset(point.config.data), run_folder, watcher=ctrl_c_at(1))
+    row = run_point(point.config, run_folder.path, folder.row_path(point))
+    assert (row.status, row.reason) == ("done", None)
 
 
 def test_a_failure_is_a_row_with_its_reason_and_the_others_go_on(tmp_path: Path) -> None:

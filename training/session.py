@@ -26,7 +26,7 @@ from training.assembly import (
     opened_device,
     torch_threads,
 )
-from training.config.reading import load_config
+from training.config.reading import flat, load_config
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.records import OWN_ARRAYS
@@ -107,6 +107,8 @@ def train_on(
         watcher: See `train`.
     """
     resolved, run_folder = _ready(config), folder
+    if resume:
+        _check_keys(run_folder, resolved)
     dataset = in_components(resolved, records, run_folder if resume else None)
     family = family_of(resolved.trainer.kind)
     network = family.network(resolved, dataset, model)
@@ -216,6 +218,18 @@ def _facts(
         "noise": None if noise is None else noise.summary(),
         "versions": versions(),
     }
+
+
+def _check_keys(folder: RunFolder, config: RunConfig) -> None:
+    """Refuse to go on with a run that was begun before some key was there: what it did then has no name now."""
+    stored = folder.read_facts()
+    new = sorted(flat(config.model_dump(mode="json")).keys() - flat(stored["config"]).keys() - {"seed"})
+    if new:  # a release run stores no seed
+        raise RunFolderError(
+            f"run folder {folder.path} was begun by opusim {stored['versions'].get('opusim')}, whose configuration had "
+            f"no {', '.join(new)}; resume it with the opusim that began it (this is {versions()['opusim']}), or start "
+            "a new folder"
+        )
 
 
 def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:

@@ -217,10 +217,21 @@ def test_dropout_neither_trains_nor_predicts_at_random(tmp_path: Path, kind: str
     assert (again.predict(x) == again.predict(x)).all()
 
 
-def test_a_model_for_other_classes_is_refused(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 32), Sign(), nn.Linear(32, 4))
-    with pytest.raises(ValueError, match=r"shape \(2, 4\) of 2 records, but the data have 3 classes"):
-        training.train(CONFIG, data=blobs(), model=model, folder=tmp_path / "run")
+@pytest.mark.parametrize("kind", ["ulr", "zo"])
+@pytest.mark.parametrize(
+    ("n_inputs", "n_outputs", "message"),
+    [
+        (8, 4, r"gives \(2, 4\) for 2 records of 3 classes.*shape \(batch, n_classes\)"),
+        (7, 3, "cannot take records of 8 features.*change its first module"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data_is_refused(
+    tmp_path: Path, kind: str, n_inputs: int, n_outputs: int, message: str
+) -> None:
+    model = nn.Sequential(nn.Linear(n_inputs, 32), Sign(), nn.Linear(32, n_outputs))
+    config = {**CONFIG, "trainer": {"kind": kind}}
+    with pytest.raises(ValueError, match=message):
+        training.train(config, data=blobs(), model=model, folder=tmp_path / "run")
 
 
 def test_a_device_takes_the_place_of_the_generator(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from training.config.optimizer import OptimizerConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, outer_squared_norms
 from training.optimizers import make_optimizer
-from training.protections.record import RecordProtection, record_norms
+from training.protections.record import RecordProtection, layer_norms
 
 CLIP, DIVISOR = 0.27, 17.0
 
@@ -103,7 +103,7 @@ def test_planted_fault_bias_left_out_of_the_norm_is_caught() -> None:
     inputs = [1e-3 * h for h in inputs]  # the bias is nearly all of the contribution
     layers = list(zip(deltas, inputs, strict=True))
     wrong = sum(outer_squared_norms(delta, h, bias=False) for delta, h in layers).sqrt()
-    right = record_norms(new_network(), deltas, inputs)
+    right = layer_norms(new_network(), deltas, inputs).norm(dim=0)
     assert (right > 100 * wrong).all()
 
 

@@ -103,11 +103,6 @@ class Stage:
         self._step(index, self._earlier + trial)
         return [*self._history, self._parameters()]
 
-    @property
-    def weights_before(self) -> Mapping[str, Tensor]:
-        """The parameters that every trial's step starts from."""
-        return self._history[-1]
-
     def _step(self, index: Tensor, number: int) -> None:
         train = self.dataset.train
         self._trainer.step(train.x[index], train.y[index], step=number, records=index)

@@ -6,20 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from training.cli.options import (
-    Config,
-    Data,
-    Delta,
-    Device,
-    Epochs,
-    Epsilon,
-    NoiseMultiplier,
-    Out,
-    Quiet,
-    ReleaseMode,
-    Seed,
-    Settings,
-)
+from training.cli import options
 from training.cli.training_runs import flag_changes, private_changes, train_configured
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -50,19 +37,19 @@ def mount(train_app: typer.Typer) -> None:
 
 
 def train_convex(
-    config: Config = None,
-    settings: Settings = None,
-    data: Data = None,
-    device: Device = None,
+    config: options.Config = None,
+    settings: options.Settings = None,
+    data: options.Data = None,
+    device: options.Device = None,
     method: Method = None,
-    epochs: Epochs = None,
-    seed: Seed = None,
-    out: Out = None,
-    epsilon: Epsilon = None,
-    delta: Delta = None,
-    noise_multiplier: NoiseMultiplier = None,
-    release: ReleaseMode = False,
-    quiet: Quiet = False,
+    epochs: options.Epochs = None,
+    seed: options.Seed = None,
+    out: options.Out = None,
+    epsilon: options.Epsilon = None,
+    delta: options.Delta = None,
+    noise_multiplier: options.NoiseMultiplier = None,
+    release: options.ReleaseMode = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """A ReLU network as a convex problem: noisy gradient descent on a gated linear model, private at the last iterate.
 

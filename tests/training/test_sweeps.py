@@ -14,14 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from training.data.records import configured_dataset
-from training.errors import RunInterrupted
+from training.errors import RunInterrupted, SweepStopped
 from training.runs.folder import RunFolder
 from training.runs.run import load_run
 from training.runs.run_evaluation import evaluate_run
 from training.session import train_on
-from training.sweeps import curves
+from training.sweeps import curves, execution
 from training.sweeps.curves import SweepResult
 from training.sweeps.execution import run_sweep
 from training.sweeps.folder import SweepFolder
@@ -186,6 +187,23 @@ def test_a_failure_is_a_row_with_its_reason_and_the_others_go_on(tmp_path: Path)
     assert run_sweep(points, folder, jobs=1)[points[1].identity] == bad  # kept, not tried again
     retried = run_sweep(points[1:], folder, jobs=1, retry_failed=True)[points[1].identity]
     assert retried.status == "failed"
+
+
+def test_processes_that_die_before_they_begin_a_run_stop_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing says which run they died over, so no run can be given up: trying again would never end."""
+    tries = []
+
+    def dying(*_: object, **__: object) -> list[Row]:
+        tries.append(1)
+        assert len(tries) < 10, "the sweep goes on for ever"
+        raise TerminatedWorkerError
+
+    monkeypatch.setattr(execution, "_finished_rows", dying)
+    text = SPEC.split("[[series]]")[0]
+    with pytest.raises(SweepStopped, match="3 processes died before they began a run.*fewer --jobs"):
+        swept(written(tmp_path, text=text, seeds="[0]"), SweepFolder(tmp_path / "sweep"))
 
 
 def test_the_command_refuses_a_bad_spec_before_anything_runs(tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def test_the_command_goes_on_with_a_language_model(
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert replay(tmp_path / "broken").arrived
+    assert "opusim train zo --config" in (tmp_path / "whole" / "report.html").read_text()
     read = training.load_run(tmp_path / "broken")
     assert read.guarantees[0].epsilon <= 8
     assert read.config.data.n_classes == 2

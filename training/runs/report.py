@@ -15,6 +15,7 @@ from accounting.tables import guarantee_rows
 from training.attacks.findings import RunAudit
 from training.attacks.words import finding_rows, paragraphs
 from training.config.reading import flat
+from training.config.zo import ZoConfig
 from training.data.records import OWN_ARRAYS
 from training.runs import figures
 from training.runs.run import Run
@@ -189,14 +190,15 @@ def data_url(png: bytes) -> str:
 
 def _command(run: Run) -> str:
     """The command that redoes a run from its own resolved configuration."""
-    if run.config.data.name == OWN_ARRAYS:
+    trainer = run.config.trainer
+    texts_named = isinstance(trainer, ZoConfig) and trainer.language.model is not None
+    if run.config.data.name == OWN_ARRAYS and not texts_named:
         return (
             f"training.train({str(run.folder.config_file)!r}, data=(x, y))  # Python: the arrays are not kept"
         )
-    kind = run.config.trainer.kind
     folder = run.folder.path
     return shlex.join(
-        ["opusim", "train", kind, "--config", str(run.folder.config_file), "--out", f"{folder}-again"]
+        ["opusim", "train", trainer.kind, "--config", str(run.folder.config_file), "--out", f"{folder}-again"]
     )
 
 

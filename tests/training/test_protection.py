@@ -16,6 +16,7 @@ from accounting.errors import NoGuarantee
 from opusim.randomness import noise_stream
 from training.config.feedback import FeedbackConfig
 from training.config.optimizer import OptimizerConfig
+from training.config.reading import merged
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, outer_squared_norms
 from training.optimizers import make_optimizer
@@ -191,6 +192,9 @@ def test_an_unprotected_photonic_run_has_no_finite_guarantee(tmp_path: Path) -> 
     assert claimed.epsilon == float("inf")
     assert claimed.formula_value is not None
     assert any("gamma_min" in a.text or "gmin" in a.text for a in claimed.failed_assumptions)
+    unclipped = merged(published, {"trainer": {"clipped_layers": "none"}})
+    run = training.train(unclipped, data=data(), folder=tmp_path / "unclipped")
+    assert all(guarantee.formula_value is None for guarantee in run.guarantees)
 
 
 @pytest.mark.parametrize(

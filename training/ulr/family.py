@@ -145,7 +145,7 @@ def _update(config: RunConfig, network: ModuleSequence, device: NoisyDevice | No
     options = ulr_options(config)
     noise = _output_noise(config, options, device)
     if options.form == "published":
-        extra = noise_stream(config.mode, seed_for(config, "extra-noise") or 0, "extra-noise")
+        extra = noise_stream(config.mode, seed_for(config, "extra-noise"), "extra-noise")
         divisor = float(config.sampler.min_batch_size or config.sampler.batch_size)
         return PublishedUpdate(network, PublishedOptions.of(options, divisor), noise=noise, extra=extra)
     estimator = Estimator(
@@ -170,4 +170,4 @@ def _output_noise(config: RunConfig, options: UlrConfig, device: NoisyDevice | N
     """
     if options.noise == "device" and device is not None:
         return DeviceNormals(device, key="trainer.noise")
-    return noise_stream(config.mode, seed_for(config, "output-noise") or 0, "output-noise")
+    return noise_stream(config.mode, seed_for(config, "output-noise"), "output-noise")

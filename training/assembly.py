@@ -26,14 +26,15 @@ from training.seeds import seed_for
 def check_torch_device(name: str) -> None:
     """Refuse a torch device that is not there."""
     try:
-        kind = torch.device(name).type
+        place = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(
             "configuration", "torch_device", f"{name!r} is no torch device; use 'cpu' or 'cuda'"
         ) from error
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not available.get(kind, False):
-        usable = ", ".join(repr(key) for key, there in available.items() if there)
+    cuda, mps = torch.cuda.device_count(), int(torch.backends.mps.is_available())
+    available = {"cpu": 1, "cuda": cuda if torch.cuda.is_available() else 0, "mps": mps}
+    if (place.index or 0) >= available.get(place.type, 0):
+        usable = ", ".join(repr(kind) for kind, count in available.items() if count)
         raise ConfigError(
             "configuration", "torch_device", f"{name!r} is not available here; use one of {usable}"
         )

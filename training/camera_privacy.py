@@ -23,6 +23,7 @@ import torch
 from accounting.device_noise import known_counts_guarantee
 from accounting.guarantee import Guarantee
 from accounting.tables import guarantee_rows, number, print_rows
+from opusim import checks
 from opusim.camera.count_law import CountLaw, OperatingPoint, count_law
 from opusim.description_schema import DeviceDescription
 from opusim.devices.camera import CameraDevice
@@ -138,7 +139,10 @@ def print_account(counts: LabelCounts, targets: Sequence[float], figure: Path | 
 
     Raises:
         ConfigError: A figure is asked for and the device has no dark current.
+        ValueError: A target is not above 0.
     """
+    for target in targets:
+        checks.positive(target_epsilon=target)
     print_rows(temperature_rows(counts))
     print_rows(target_rows(counts, targets))
     print_rows(guarantee_rows([counts.guarantee(OperatingPoint())]), without=["notes"])

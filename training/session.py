@@ -26,7 +26,7 @@ from training.assembly import (
     opened_device,
     torch_threads,
 )
-from training.config.reading import load_config
+from training.config.reading import flat, load_config
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.records import OWN_ARRAYS
@@ -77,9 +77,7 @@ def train(
         TrainingDiverged: A batch's error is not finite.
     """
     resolved = _stored(config, settings, folder) if resume else load_config(config, settings)
-    check_torch_device(resolved.torch_device)
-    if resolved.mode == "release":
-        resolved = resolved.model_copy(update={"seed": 0})  # no seed is used, so none is kept
+    resolved = _ready(resolved)
     if data is None and model is None:
         resolved, data, model = family_of(resolved.trainer.kind).own_parts(resolved)
     if data is not None:
@@ -108,7 +106,9 @@ def train_on(
         resume: See `train`.
         watcher: See `train`.
     """
-    resolved, run_folder = config, folder
+    resolved, run_folder = _ready(config), folder
+    if resume:
+        _check_keys(run_folder, resolved)
     dataset = in_components(resolved, records, run_folder if resume else None)
     family = family_of(resolved.trainer.kind)
     network = family.network(resolved, dataset, model)
@@ -156,6 +156,12 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
     if folder is None:
         raise RunFolderError("resume needs the folder of the run to go on with")
     return RunFolder(own_folder(Path(folder))).read_config()
+
+
+def _ready(config: RunConfig) -> RunConfig:
+    """The configuration for a torch device that is there, without the seed that a release run does not use or keep."""
+    check_torch_device(config.torch_device)
+    return config.model_copy(update={"seed": 0}) if config.mode == "release" else config
 
 
 def _with_own_data(config: RunConfig) -> RunConfig:
@@ -212,6 +218,18 @@ def _facts(
         "noise": None if noise is None else noise.summary(),
         "versions": versions(),
     }
+
+
+def _check_keys(folder: RunFolder, config: RunConfig) -> None:
+    """Refuse to go on with a run that was begun before some key was there: what it did then has no name now."""
+    stored = folder.read_facts()
+    new = sorted(flat(config.model_dump(mode="json")).keys() - flat(stored["config"]).keys() - {"seed"})
+    if new:  # a release run stores no seed
+        raise RunFolderError(
+            f"run folder {folder.path} was begun by opusim {stored['versions'].get('opusim')}, whose configuration had "
+            f"no {', '.join(new)}; resume it with the opusim that began it (this is {versions()['opusim']}), or start "
+            "a new folder"
+        )
 
 
 def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:

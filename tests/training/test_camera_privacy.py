@@ -135,3 +135,11 @@ def test_the_command_prints_both_directions_and_draws(tmp_path: Path) -> None:
         assert drawn.width > 900
     refused = CliRunner().invoke(app, ["account", "device", "gaussian", "--figure", str(figure)])
     assert "counts no photons" in str(refused.exception)
+
+
+@pytest.mark.parametrize("target", ["0", "-1", "nan"])
+def test_a_target_that_is_no_epsilon_is_refused_before_anything_is_printed(target: str) -> None:
+    call = ["account", "device", "camera", "--outputs", "8", "--target-epsilon", target]
+    refused = CliRunner().invoke(app, call)
+    assert "target_epsilon = " in str(refused.exception)
+    assert not refused.output

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,42 @@ def test_evaluate_takes_a_persons_file(run: Path) -> None:
     np.savez(run.parent / "mine.npz", x=np.zeros((3, 64)), y=np.array([0, 1, 2]))
     result = opusim("evaluate", str(run), "--arrays", "mine.npz", cwd=run.parent)
     assert "3 records of mine.npz" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: np.savez(file, x=np.float32(1), y=np.int64(0)), "x must"),
+        (lambda file: np.savez(file, x=np.array([None]), y=np.array([0])), "mine.npz is not an .npz file"),
+        (lambda file: _with_a_flipped_bit(file), "mine.npz is not an .npz file"),
+    ],
+)
+def test_a_persons_damaged_file_is_one_line(run: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(run.parent / "mine.npz")
+    result = opusim("evaluate", str(run), "--arrays", "mine.npz", cwd=run.parent)
+    assert result.returncode == 2, result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert message in result.stderr
+
+
+def _with_a_flipped_bit(file: Path) -> None:
+    np.savez(file, x=np.zeros((3, 64)), y=np.array([0, 1, 2]))
+    content = bytearray(file.read_bytes())
+    content[content.index(b"\x93NUMPY") + 200] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_missing_package_is_one_line(tmp_path: Path) -> None:
+    """`python -c` puts the working folder first, so that this module stands for a package that cannot be found."""
+    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('no transformers here')\n")
+    (tmp_path / "texts.tsv").write_text("a film\t0\nanother\t1\n")
+    call = ["train", "zo", "--language-model", "nowhere", "--text", "texts.tsv"]
+    result = opusim(*call, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith(
+        "opusim: transformers is missing; language models need it"
+    )
+    assert "Traceback" not in result.stderr
 
 
 def test_several_runs_share_a_report(run: Path) -> None:

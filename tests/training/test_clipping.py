@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from training.networks.clipping import (
     ActivationClipping,
+    ball_factors,
     clip_entries,
     offset_entries,
     scale_to_ball,
-    scale_to_sphere,
+    sphere_factors,
 )
 
 
@@ -40,18 +41,19 @@ def test_scale_bounds_the_norm_and_keeps_the_direction(radius: float, size: floa
     torch.testing.assert_close(torch.cosine_similarity(scaled, v), torch.ones(8))
 
 
-@pytest.mark.parametrize("scale", [scale_to_ball, scale_to_sphere])
+@pytest.mark.parametrize("factors", [ball_factors, sphere_factors])
 @pytest.mark.parametrize("radius", [0.3, 1.0, 27.0])
 def test_scale_leaves_a_zero_row_zero(
-    scale: Callable[[torch.Tensor, float], torch.Tensor], radius: float
+    factors: Callable[[torch.Tensor, float], torch.Tensor], radius: float
 ) -> None:
-    assert torch.equal(scale(torch.zeros(2, 3), radius), torch.zeros(2, 3))
+    v = torch.zeros(2, 3)
+    assert torch.equal(v * factors(v, radius), v)
 
 
 @given(size=st.floats(1e-6, 1e6))
 def test_the_sphere_brings_every_row_to_the_radius(size: float) -> None:
     v = size * vectors()
-    scaled = scale_to_sphere(v, 2.7)
+    scaled = v * sphere_factors(v, 2.7)
     torch.testing.assert_close(scaled.norm(dim=1), torch.full((8,), 2.7))
     torch.testing.assert_close(torch.cosine_similarity(scaled, v), torch.ones(8))
 

@@ -293,10 +293,36 @@ def test_the_command(
     assert ("every update" if method == "poisson" else "last iterate") in printed
 
 
+@pytest.mark.parametrize(
+    ("given", "kind", "scheme"),
+    [
+        ([], "record", "poisson"),
+        (["--method", "poisson"], "record", "poisson"),
+        (["--method", "cyclic"], "last-iterate", "disjoint-cyclic"),
+    ],
+)
+def test_a_file_says_how_it_descends_unless_a_method_is_given(
+    tmp_path: Path, given: list[str], kind: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "run"
+    file.write_text(
+        'epochs = 1\nthreads = 1\ntrainer = { kind = "convex", hyperplanes = 8 }\n'
+        'optimizer = { lr = 1.0, momentum = 0.0 }\nsampler = { scheme = "poisson", batch_size = 100 }\n'
+        'protection = { kind = "record", epsilon = 2.0 }\n'
+    )
+    call = ["train", "convex", "--config", str(file), "--epsilon", "5", "--out", str(out), "--quiet"]
+    with pytest.raises(SystemExit) as stop:
+        run_command([*call, *given], monkeypatch)
+    assert not stop.value.code
+    config = training.load_run(out).config
+    assert (config.protection.kind, config.protection.epsilon, config.sampler.scheme) == (kind, 5.0, scheme)
+
+
+@pytest.mark.parametrize("others", [[], ["--config", "run.toml"]])
 def test_an_unknown_method_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    others: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        run_command(["train", "convex", "--method", "random"], monkeypatch)
+        run_command(["train", "convex", "--method", "random", *others], monkeypatch)
     assert stop.value.code == 2
     assert "--method random: must be one of cyclic, full, poisson" in capsys.readouterr().err

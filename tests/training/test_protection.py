@@ -16,10 +16,11 @@ from accounting.errors import NoGuarantee
 from opusim.randomness import noise_stream
 from training.config.feedback import FeedbackConfig
 from training.config.optimizer import OptimizerConfig
+from training.config.reading import merged
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, outer_squared_norms
 from training.optimizers import make_optimizer
-from training.protections.record import RecordProtection, record_norms
+from training.protections.record import RecordProtection, layer_norms
 
 CLIP, DIVISOR = 0.27, 17.0
 
@@ -103,7 +104,7 @@ def test_planted_fault_bias_left_out_of_the_norm_is_caught() -> None:
     inputs = [1e-3 * h for h in inputs]  # the bias is nearly all of the contribution
     layers = list(zip(deltas, inputs, strict=True))
     wrong = sum(outer_squared_norms(delta, h, bias=False) for delta, h in layers).sqrt()
-    right = record_norms(new_network(), deltas, inputs)
+    right = layer_norms(new_network(), deltas, inputs).norm(dim=0)
     assert (right > 100 * wrong).all()
 
 
@@ -191,6 +192,9 @@ def test_an_unprotected_photonic_run_has_no_finite_guarantee(tmp_path: Path) -> 
     assert claimed.epsilon == float("inf")
     assert claimed.formula_value is not None
     assert any("gamma_min" in a.text or "gmin" in a.text for a in claimed.failed_assumptions)
+    unclipped = merged(published, {"trainer": {"clipped_layers": "none"}})
+    run = training.train(unclipped, data=data(), folder=tmp_path / "unclipped")
+    assert all(guarantee.formula_value is None for guarantee in run.guarantees)
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,26 @@ def test_a_configuration_changed_by_hand_is_refused(tmp_path: Path, ctrl_c_at: t
         training.train(data=data(), folder=tmp_path, resume=True)
 
 
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_a_run_begun_before_a_key_was_there_names_key_and_version(
+    tmp_path: Path, ctrl_c_at: type, mode: str
+) -> None:
+    with pytest.raises(RunInterrupted):
+        training.train({**CONFIG, "mode": mode}, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
+    path = tmp_path / "config.json"
+    whole = path.read_text()
+    facts = json.loads(whole)
+    facts["versions"]["opusim"] = "0.0.1"
+    del facts["config"]["data"]["whitening"], facts["config"]["trainer"]["through_clip"]
+    path.write_text(json.dumps(facts))
+    message = "begun by opusim 0.0.1, whose configuration had no data.whitening, trainer.through_clip; resume it with"
+    with pytest.raises(RunFolderError, match=message):
+        training.train(data=data(), folder=tmp_path, resume=True)
+    assert training.load_run(tmp_path).step == 2  # it can be read all the same
+    path.write_text(whole)
+    training.train(data=data(), folder=tmp_path, resume=True)
+
+
 def test_other_versions_are_warned_about(tmp_path: Path, ctrl_c_at: type) -> None:
     with pytest.raises(RunInterrupted):
         training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))

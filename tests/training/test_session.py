@@ -174,6 +174,15 @@ def test_bad_input_is_one_clear_line(
         assert good.summary is not None
 
 
+def test_a_graphics_card_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="torch_device.*'cuda:2' is not available here"):
+        training.train({**CONFIG, "torch_device": "cuda:2"}, data=data(), folder=tmp_path / "run")
+
+
 def test_models_that_do_not_fit_the_data_are_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     with pytest.raises(ValueError, match="maps 6 inputs to 3 outputs.*5 features and 3 classes"):

@@ -14,10 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from joblib.externals.loky.process_executor import TerminatedWorkerError
 
+from training.data.records import configured_dataset
+from training.errors import RunInterrupted, SweepStopped
+from training.runs.folder import RunFolder
 from training.runs.run import load_run
 from training.runs.run_evaluation import evaluate_run
-from training.sweeps import curves
+from training.session import train_on
+from training.sweeps import curves, execution
 from training.sweeps.curves import SweepResult
 from training.sweeps.execution import run_sweep
 from training.sweeps.folder import SweepFolder
@@ -25,6 +30,7 @@ from training.sweeps.points import Point, points_of
 from training.sweeps.report import write_sweep
 from training.sweeps.rows import Row
 from training.sweeps.spec import SweepSpec, read_spec
+from training.sweeps.worker import run_point
 
 SPEC = """\
 title = "Digits at three noises"
@@ -155,6 +161,18 @@ def test_release_runs_are_measured_on_test_records_alone(tmp_path: Path) -> None
     assert not {"train_accuracy", "validation_accuracy", "frames"} & set(row.figures)
 
 
+def test_a_release_run_with_a_seed_in_its_spec_goes_on(tmp_path: Path, ctrl_c_at: type) -> None:
+    """Release mode uses no seed and keeps none, so a resumed run must not miss the one that its point names."""
+    text = SPEC.split("[[series]]")[0].replace("[config]", '[config]\nmode = "release"')
+    (point,) = points_of(*read_spec(written(tmp_path, text=text, seeds="[3]")))
+    folder = SweepFolder(tmp_path / "sweep")
+    run_folder = RunFolder(folder.run_path(point))
+    with pytest.raises(RunInterrupted):
+        train_on(point.config, configured_dataset(point.config.data), run_folder, watcher=ctrl_c_at(1))
+    row = run_point(point.config, run_folder.path, folder.row_path(point))
+    assert (row.status, row.reason) == ("done", None)
+
+
 def test_a_failure_is_a_row_with_its_reason_and_the_others_go_on(tmp_path: Path) -> None:
     text = SPEC.split("[[series]]")[0] + "sampler.batch_size = [256, 100_000]\n"
     file, folder = written(tmp_path, text=text, seeds="[0]"), SweepFolder(tmp_path / "sweep")
@@ -169,6 +187,23 @@ def test_a_failure_is_a_row_with_its_reason_and_the_others_go_on(tmp_path: Path)
     assert run_sweep(points, folder, jobs=1)[points[1].identity] == bad  # kept, not tried again
     retried = run_sweep(points[1:], folder, jobs=1, retry_failed=True)[points[1].identity]
     assert retried.status == "failed"
+
+
+def test_processes_that_die_before_they_begin_a_run_stop_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing says which run they died over, so no run can be given up: trying again would never end."""
+    tries = []
+
+    def dying(*_: object, **__: object) -> list[Row]:
+        tries.append(1)
+        assert len(tries) < 10, "the sweep goes on for ever"
+        raise TerminatedWorkerError
+
+    monkeypatch.setattr(execution, "_finished_rows", dying)
+    text = SPEC.split("[[series]]")[0]
+    with pytest.raises(SweepStopped, match="3 processes died before they began a run.*fewer --jobs"):
+        swept(written(tmp_path, text=text, seeds="[0]"), SweepFolder(tmp_path / "sweep"))
 
 
 def test_the_command_refuses_a_bad_spec_before_anything_runs(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import training
+from accounting.errors import NoGuarantee
 from accounting.guarantee import Status
 from accounting.ledger import read_ledger
 from accounting.private_selection import selection_bounds
@@ -144,6 +145,23 @@ def test_no_trial_is_an_outcome(tmp_path: Path) -> None:
 def test_what_cannot_be_searched_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Search(config(**change), CHOICES, mean=4.0, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "message"),
+    [
+        ("trainer.clipp", ["0.3"], "trainer.clipp: is not a key.*did you mean 'clip'"),
+        ("trainer.clip", ["0.3", "-1"], "trainer.clip"),
+        ("sampler.scheme", ["disjoint-cyclic", "poisson"], "fixed disjoint batches"),
+        ("optimizer.lr", ["1.0", "9.0"], "learning_rate = 9: must be below"),
+    ],
+)
+def test_a_choice_that_cannot_be_trained_is_refused_before_it_is_paid_for(
+    tmp_path: Path, key: str, values: list[str], message: str
+) -> None:
+    with pytest.raises((ConfigError, NoGuarantee), match=message):
+        Search(config(), {**CHOICES, key: values}, mean=4.0, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:

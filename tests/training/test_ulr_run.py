@@ -201,10 +201,37 @@ def test_a_module_of_ones_own_is_trained_and_given_back(tmp_path: Path) -> None:
     assert (training.load_run(tmp_path / "run", model=again).predict(x) == run.predict(x)).all()
 
 
-def test_a_model_for_other_classes_is_refused(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 32), Sign(), nn.Linear(32, 4))
-    with pytest.raises(ValueError, match=r"shape \(2, 4\) of 2 records, but the data have 3 classes"):
-        training.train(CONFIG, data=blobs(), model=model, folder=tmp_path / "run")
+@pytest.mark.parametrize("kind", ["ulr", "zo"])
+def test_dropout_neither_trains_nor_predicts_at_random(tmp_path: Path, kind: str) -> None:
+    """Two seeded runs agree to the bit, and a module that is read back gives one answer."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(8, 32), Sign(), nn.Dropout(0.5), nn.Linear(32, 3))
+
+    config, x = {**CONFIG, "epochs": 1, "trainer": {"kind": kind}}, blobs()[0]
+    runs = [training.train(config, data=blobs(), model=model(), folder=tmp_path / name) for name in "ab"]
+    first, second = (list(run.model.parameters()) for run in runs)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    again = training.load_run(tmp_path / "a", model=model())
+    assert (again.predict(x) == again.predict(x)).all()
+
+
+@pytest.mark.parametrize("kind", ["ulr", "zo"])
+@pytest.mark.parametrize(
+    ("n_inputs", "n_outputs", "message"),
+    [
+        (8, 4, r"gives \(2, 4\) for 2 records of 3 classes.*shape \(batch, n_classes\)"),
+        (7, 3, "cannot take records of 8 features.*change its first module"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data_is_refused(
+    tmp_path: Path, kind: str, n_inputs: int, n_outputs: int, message: str
+) -> None:
+    model = nn.Sequential(nn.Linear(n_inputs, 32), Sign(), nn.Linear(32, n_outputs))
+    config = {**CONFIG, "trainer": {"kind": kind}}
+    with pytest.raises(ValueError, match=message):
+        training.train(config, data=blobs(), model=model, folder=tmp_path / "run")
 
 
 def test_a_device_takes_the_place_of_the_generator(tmp_path: Path) -> None:

@@ -93,6 +93,16 @@ def test_long_texts_lose_their_end_not_the_question(tmp_path: Path) -> None:
     assert tokenizer.decode(encoded[0, -2:].long().tolist()) == "it was"
 
 
+def test_what_a_run_stores_tells_no_texts_length(tmp_path: Path, kind: str) -> None:
+    """The width of the records stands in `config.json`; and texts of any length can be classified later."""
+    prompt = KINDS[kind]
+    model, tokenizer = load_classifier(make(tmp_path / "model", kind), prompt)
+    x, y = encode(tokenizer, TEXTS, prompt), np.array(LABELS)
+    run = training.train({**CONFIG, "mode": "release"}, data=(x, y), model=model, folder=tmp_path / "run")
+    assert run.facts["network"]["n_inputs"] == prompt.max_tokens
+    assert run.predict(encode(tokenizer, ["good", "good " * 9], prompt)).shape == (2,)
+
+
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     _, tokenizer = load_classifier(make(tmp_path / "m"), CAUSAL)
     with pytest.raises(ValueError, match="classes: 'wonderful' is 1 tokens, or unknown"):
@@ -177,6 +187,7 @@ def test_the_command_goes_on_with_a_language_model(
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert replay(tmp_path / "broken").arrived
+    assert "opusim train zo --config" in (tmp_path / "whole" / "report.html").read_text()
     read = training.load_run(tmp_path / "broken")
     assert read.guarantees[0].epsilon <= 8
     assert read.config.data.n_classes == 2

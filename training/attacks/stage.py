@@ -83,7 +83,7 @@ class Stage:
         self._trainer = trainer
         set_learning_rate(trainer.optimizer, config.optimizer, min(parts.progress, _LATEST_PROGRESS))
         self.rate = float(trainer.optimizer.param_groups[0]["lr"])
-        load_optimizer_tensors(trainer.optimizer, _optimizer_state(parts.checkpoint))
+        load_optimizer_tensors(trainer.optimizer, parts.checkpoint.named("optimizer."))
         self._earlier = steps_needed(config.optimizer)
         self._history = [self._parameters()]
         sampler = configured_sampler(config, parts.dataset)
@@ -197,8 +197,3 @@ def shadowed(parts: RunParts, config: RunConfig) -> Iterator[Shadow[Any] | None]
     network, family = parts.network(), parts.family
     with opened_device(silent, family.device_shape(silent, network), description) as device:
         yield Shadow(network, family.trainer(silent, network, parts.dataset, device))
-
-
-def _optimizer_state(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    prefix = "optimizer."
-    return {name[len(prefix) :]: t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}

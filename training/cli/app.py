@@ -62,7 +62,7 @@ def main() -> None:
         sys.argv.remove("--debug")
     try:
         app()
-    except (OpusimError, ValueError, TypeError, OSError) as error:
+    except (OpusimError, ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         if debug:
             raise
         message = " ".join(str(error).split())

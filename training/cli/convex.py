@@ -6,20 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from training.cli.options import (
-    Config,
-    Data,
-    Delta,
-    Device,
-    Epochs,
-    Epsilon,
-    NoiseMultiplier,
-    Out,
-    Quiet,
-    ReleaseMode,
-    Seed,
-    Settings,
-)
+from training.cli import options
 from training.cli.training_runs import flag_changes, private_changes, train_configured
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -34,9 +21,10 @@ opusim train convex --data digits --epsilon 8 --device gaussian --release
 what to choose at which epsilon."""
 
 Method = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="cyclic (fixed batches) or full (one batch): private at the last iterate; poisson: every update released."
+        help="cyclic (fixed batches) or full (one batch): private at the last iterate; poisson: every update released. "
+        "cyclic by default, or what --config says."
     ),
 ]
 _SCHEMES = {"cyclic": "disjoint-cyclic", "full": "full-batch", "poisson": "poisson"}
@@ -49,36 +37,40 @@ def mount(train_app: typer.Typer) -> None:
 
 
 def train_convex(
-    config: Config = None,
-    settings: Settings = None,
-    data: Data = None,
-    device: Device = None,
-    method: Method = "cyclic",
-    epochs: Epochs = None,
-    seed: Seed = None,
-    out: Out = None,
-    epsilon: Epsilon = None,
-    delta: Delta = None,
-    noise_multiplier: NoiseMultiplier = None,
-    release: ReleaseMode = False,
-    quiet: Quiet = False,
+    config: options.Config = None,
+    settings: options.Settings = None,
+    data: options.Data = None,
+    device: options.Device = None,
+    method: Method = None,
+    epochs: options.Epochs = None,
+    seed: options.Seed = None,
+    out: options.Out = None,
+    epsilon: options.Epsilon = None,
+    delta: options.Delta = None,
+    noise_multiplier: options.NoiseMultiplier = None,
+    release: options.ReleaseMode = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """A ReLU network as a convex problem: noisy gradient descent on a gated linear model, private at the last iterate.
 
     With --device its hyperplanes and its noise are the device's, whose noise must be Gaussian.
     """
     changes = flag_changes("convex", data, epochs, seed)
-    private = epsilon is not None or noise_multiplier is not None
     if config is None:
+        method = method or "cyclic"
         changes |= defaults(method)
+    elif method is not None:
+        changes["sampler"] = {"scheme": _scheme(method)}
     if device is not None:
         changes["device"] = {"name": device}
         changes["trainer"]["gates"] = "device"
-    kind = ("record" if method == "poisson" else "last-iterate") if private else None
-    protection = private_changes(None, epsilon, delta, noise_multiplier, release)
-    if kind is not None:
-        protection["protection"] |= {"kind": kind} | ({"noise": "device"} if device is not None else {})
-    train_configured(config, settings, changes | protection, out, quiet)
+    changes |= private_changes(None, epsilon, delta, noise_multiplier, release)
+    if epsilon is not None or noise_multiplier is not None:
+        if method is not None:
+            changes["protection"]["kind"] = "record" if method == "poisson" else "last-iterate"
+        if device is not None:
+            changes["protection"]["noise"] = "device"
+    train_configured(config, settings, changes, out, quiet)
 
 
 def defaults(method: str) -> dict[str, Any]:
@@ -87,9 +79,14 @@ def defaults(method: str) -> dict[str, Any]:
     Raises:
         ValueError: The method is not known.
     """
-    if method not in _SCHEMES:
-        raise ValueError(f"--method {method}: must be one of {', '.join(_SCHEMES)}")
-    sampler: dict[str, Any] = {"scheme": _SCHEMES[method]}
+    sampler: dict[str, Any] = {"scheme": _scheme(method)}
     if method != "full":
         sampler["batch_size"] = _BATCH
     return {"optimizer": {"lr": _RATE, "momentum": 0.0}, "sampler": sampler}
+
+
+def _scheme(method: str) -> str:
+    """The sampling scheme of a method."""
+    if method not in _SCHEMES:
+        raise ValueError(f"--method {method}: must be one of {', '.join(_SCHEMES)}")
+    return _SCHEMES[method]

@@ -4,22 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from training.cli.options import (
-    Config,
-    Data,
-    Delta,
-    Device,
-    Epochs,
-    Epsilon,
-    NoiseMultiplier,
-    Out,
-    Protect,
-    Quiet,
-    ReleaseMode,
-    Seed,
-    Settings,
-    Sigma,
-)
+from training.cli import options
 from training.cli.training_runs import EXAMPLES, flag_changes, private_changes, train_configured
 
 
@@ -38,20 +23,20 @@ def mount(train_app: typer.Typer) -> None:
 
 
 def train_pdfa(
-    config: Config = None,
-    settings: Settings = None,
-    data: Data = None,
-    device: Device = None,
-    sigma: Sigma = None,
-    epochs: Epochs = None,
-    seed: Seed = None,
-    out: Out = None,
-    protect: Protect = None,
-    epsilon: Epsilon = None,
-    delta: Delta = None,
-    noise_multiplier: NoiseMultiplier = None,
-    release: ReleaseMode = False,
-    quiet: Quiet = False,
+    config: options.Config = None,
+    settings: options.Settings = None,
+    data: options.Data = None,
+    device: options.Device = None,
+    sigma: options.Sigma = None,
+    epochs: options.Epochs = None,
+    seed: options.Seed = None,
+    out: options.Out = None,
+    protect: options.Protect = None,
+    epsilon: options.Epsilon = None,
+    delta: options.Delta = None,
+    noise_multiplier: options.NoiseMultiplier = None,
+    release: options.ReleaseMode = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Photonic direct feedback alignment: the ternarized error goes through the device once per step."""
     changes = flag_changes("pdfa", data, epochs, seed)
@@ -67,19 +52,19 @@ def _mount_digital(train_app: typer.Typer, kind: str, description: str) -> None:
     """Mount the command of a trainer without a device; the three differ in their name alone."""
 
     def command(
-        config: Config = None,
-        settings: Settings = None,
-        data: Data = None,
-        sigma: Sigma = None,
-        epochs: Epochs = None,
-        seed: Seed = None,
-        out: Out = None,
-        protect: Protect = None,
-        epsilon: Epsilon = None,
-        delta: Delta = None,
-        noise_multiplier: NoiseMultiplier = None,
-        release: ReleaseMode = False,
-        quiet: Quiet = False,
+        config: options.Config = None,
+        settings: options.Settings = None,
+        data: options.Data = None,
+        sigma: options.Sigma = None,
+        epochs: options.Epochs = None,
+        seed: options.Seed = None,
+        out: options.Out = None,
+        protect: options.Protect = None,
+        epsilon: options.Epsilon = None,
+        delta: options.Delta = None,
+        noise_multiplier: options.NoiseMultiplier = None,
+        release: options.ReleaseMode = False,
+        quiet: options.Quiet = False,
     ) -> None:
         changes = flag_changes(kind, data, epochs, seed)
         if sigma is not None:

@@ -63,7 +63,6 @@ def train_configured(
     changes: dict[str, Any],
     out: Path | None,
     quiet: bool,
-    **given: Any,
 ) -> None:
     """Train under the file, the flags and the settings; they must name the trainer of the command.
 
@@ -73,7 +72,6 @@ def train_configured(
         changes: The flags.
         out: The run folder.
         quiet: Whether to print the run folder alone.
-        **given: Data and model for `training.train`, where the command has loaded them.
 
     Raises:
         ConfigError: They name another, or are wrong.
@@ -92,9 +90,7 @@ def train_configured(
         require_present(load_description(resolved.device.name, resolved.device.overrides))
     from training.session import train
 
-    watched(
-        resolved.trainer.kind, quiet, lambda watcher: train(resolved, folder=out, watcher=watcher, **given)
-    )
+    watched(resolved.trainer.kind, quiet, lambda watcher: train(resolved, folder=out, watcher=watcher))
 
 
 def watched(kind: str, quiet: bool, work: Callable[[Watcher | None], Run]) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from training.cli import options
 from training.cli.convex import defaults
-from training.cli.options import Config, Data, Delta, Epochs, Quiet, ReleaseMode, Seed, Settings
 from training.cli.training_runs import flag_changes, private_changes
 
 Choose = Annotated[
@@ -36,14 +36,14 @@ def tune(
     epsilon: Annotated[float, typer.Option(help="Of the whole search, the choice included.")],
     trials: Trials = 5.0,
     choose: Choose = None,
-    config: Config = None,
-    settings: Settings = None,
-    data: Data = None,
-    epochs: Epochs = None,
-    seed: Seed = None,
-    delta: Delta = None,
-    release: ReleaseMode = False,
-    quiet: Quiet = False,
+    config: options.Config = None,
+    settings: options.Settings = None,
+    data: options.Data = None,
+    epochs: options.Epochs = None,
+    seed: options.Seed = None,
+    delta: options.Delta = None,
+    release: options.ReleaseMode = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Choose a convex run's settings privately: the best of a Poisson number of trials, and the epsilon of it all."""
     from training.config.reading import load_config

@@ -6,21 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from training.cli.options import (
-    Config,
-    Data,
-    Delta,
-    Device,
-    Epochs,
-    Epsilon,
-    NoiseMultiplier,
-    Out,
-    Protect,
-    Quiet,
-    ReleaseMode,
-    Seed,
-    Settings,
-)
+from training.cli import options
 from training.cli.training_runs import EXAMPLES, flag_changes, private_changes, train_configured
 
 Copies = Annotated[
@@ -38,21 +24,21 @@ def mount(train_app: typer.Typer) -> None:
 
 
 def train_ulr(
-    config: Config = None,
-    settings: Settings = None,
-    data: Data = None,
-    device: Device = None,
+    config: options.Config = None,
+    settings: options.Settings = None,
+    data: options.Data = None,
+    device: options.Device = None,
     sigma: OutputSigma = None,
     copies: Copies = None,
-    epochs: Epochs = None,
-    seed: Seed = None,
-    out: Out = None,
-    protect: Protect = None,
-    epsilon: Epsilon = None,
-    delta: Delta = None,
-    noise_multiplier: NoiseMultiplier = None,
-    release: ReleaseMode = False,
-    quiet: Quiet = False,
+    epochs: options.Epochs = None,
+    seed: options.Seed = None,
+    out: options.Out = None,
+    protect: options.Protect = None,
+    epsilon: options.Epsilon = None,
+    delta: options.Delta = None,
+    noise_multiplier: options.NoiseMultiplier = None,
+    release: options.ReleaseMode = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Unified likelihood ratio: forward passes alone, with noise on one module's output at a time.
 

@@ -7,20 +7,7 @@ from typing import Annotated
 
 import typer
 
-from training.cli.options import (
-    Config,
-    Data,
-    Delta,
-    Epochs,
-    Epsilon,
-    NoiseMultiplier,
-    Out,
-    Protect,
-    Quiet,
-    ReleaseMode,
-    Seed,
-    Settings,
-)
+from training.cli import options
 from training.cli.training_runs import EXAMPLES, flag_changes, private_changes, train_configured
 
 zo_app = typer.Typer(help="What zeroth-order training leaves behind.", no_args_is_help=True)
@@ -73,19 +60,19 @@ def zo() -> None:
 
 
 def train_zo(
-    config: Config = None,
-    settings: Settings = None,
-    data: Data = None,
-    epochs: Epochs = None,
-    seed: Seed = None,
-    out: Out = None,
+    config: options.Config = None,
+    settings: options.Settings = None,
+    data: options.Data = None,
+    epochs: options.Epochs = None,
+    seed: options.Seed = None,
+    out: options.Out = None,
     law: Law = None,
     directions: Directions = None,
-    protect: Protect = None,
-    epsilon: Epsilon = None,
-    delta: Delta = None,
-    noise_multiplier: NoiseMultiplier = None,
-    release: ReleaseMode = False,
+    protect: options.Protect = None,
+    epsilon: options.Epsilon = None,
+    delta: options.Delta = None,
+    noise_multiplier: options.NoiseMultiplier = None,
+    release: options.ReleaseMode = False,
     language_model: LanguageModel = None,
     text: Text = None,
     prompt: PromptText = None,
@@ -93,7 +80,7 @@ def train_zo(
     max_tokens: MaxTokens = None,
     lora_rank: LoraRank = None,
     lora_targets: LoraTargets = None,
-    quiet: Quiet = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Zeroth-order training: forward passes on both sides of random directions, a scalar for each (no gradients)."""
     changes = flag_changes("zo", data, epochs, seed)

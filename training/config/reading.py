@@ -65,6 +65,15 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Turn {"a": {"b": 1.5}} into {"a.b": 1.5}, whether keys were written dotted, quoted or as tables."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return found
+
+
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` with `changes` laid over it, mappings merged key by key."""
     result = dict(base)

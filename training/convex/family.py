@@ -161,4 +161,4 @@ class ConvexFamily(TrainerFamily[GatedNetwork]):
     def _noise(self, config: RunConfig, device: NoisyDevice | None) -> NoiseStream:
         if config.protection.noise == "device" and device is not None:
             return DeviceNormals(device)
-        return noise_stream(config.mode, seed_for(config, "central-noise") or 0, "central-noise")
+        return noise_stream(config.mode, seed_for(config, "central-noise"), "central-noise")

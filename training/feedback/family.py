@@ -58,7 +58,7 @@ class FeedbackFamily(TrainerFamily[FullyConnected]):
         options = feedback_options(config)
         noise = None
         if options.sigma:
-            noise = noise_stream(config.mode, seed_for(config, "noise") or 0, "digital-noise")
+            noise = noise_stream(config.mode, seed_for(config, "noise"), "digital-noise")
         return FeedbackTrainer(
             network,
             make_optimizer(network.parameters, config.optimizer),

@@ -15,7 +15,9 @@ def published_mechanism(
     config: RunConfig, options: FeedbackConfig, network: FullyConnected, noise: NoiseModel | None
 ) -> Mechanism:
     """The paper's formula, where the run has the constants that it asks for."""
-    tau_h_max = options.tau_h_max or config.model.tau_h_max
+    clips_updates = options.clipped_layers != "none"
+    tau_h_max = (options.tau_h_max if clips_updates else None) or config.model.tau_h_max
+    tau_h_min = (options.tau_h_min if clips_updates else 0.0) or config.model.tau_h_min
     sigma = noise.min_std if isinstance(noise, GaussianNoise) else 0.0
     missing = {
         "the ball of the projected error (trainer.tau_b)": options.tau_b is None,
@@ -40,6 +42,6 @@ def published_mechanism(
         batch_size=config.sampler.batch_size,
         sigma=sigma,
         tau_b=options.tau_b,
-        tau_h_min=options.tau_h_min or config.model.tau_h_min,
+        tau_h_min=tau_h_min,
         tau_h_max=tau_h_max,
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -69,3 +71,30 @@ class LayeredNetwork(Network):
             h: What the update takes for the layer's input, shape (batch, ...).
             divisor: The batch size, or the constant that stands for it.
         """
+
+
+def require_class_scores(model: Callable[[Tensor], object], records: Tensor, n_classes: int) -> None:
+    """Refuse a person's own model that gives no class scores, after a look at what it makes of some records.
+
+    Args:
+        model: What is looked at.
+        records: Shape (batch, n_inputs), where the model's parameters are.
+        n_classes: Of the data.
+
+    Raises:
+        ValueError: It cannot take such records, or gives something else than (batch, n_classes).
+    """
+    try:
+        with torch.no_grad():
+            output = model(records)
+    except RuntimeError as error:  # torch's word for shapes that do not fit
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"model cannot take records of {records.shape[1]} features ({reason}); change its first module, or the data"
+        ) from error
+    found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if found != (len(records), n_classes):
+        raise ValueError(
+            f"model gives {found} for {len(records)} records of {n_classes} classes; it must give class scores of "
+            "shape (batch, n_classes)"
+        )

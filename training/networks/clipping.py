@@ -52,6 +52,8 @@ def scale_to_ball(v: Tensor, radius: float) -> Tensor:
 def sphere_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
     """S / ||v||_2 for each row, and a finite factor for a zero row: what brings v to the sphere, shape (batch, 1).
 
+    The PDFA paper's section 4 speaks of a signal whose norm *is* tau_f; eq. 9's scale only bounds it.
+
     Args:
         v: Vectors as rows, shape (batch, n).
         radius: s > 0.
@@ -59,18 +61,6 @@ def sphere_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
     """
     norms = torch.linalg.vector_norm(v, dim=1, keepdim=True)  # (batch, 1)
     return norms.clamp_min_(torch.finfo(v.dtype).tiny * max(radius, 1.0)).reciprocal_().mul_(radius)
-
-
-def scale_to_sphere(v: Tensor, radius: float) -> Tensor:
-    """S v / ||v||_2 for each row, longer or shorter; a zero row stays zero.
-
-    The PDFA paper's section 4 speaks of a signal whose norm *is* tau_f; eq. 9's scale only bounds it.
-
-    Args:
-        v: Vectors as rows, shape (batch, n).
-        radius: s > 0.
-    """
-    return v * sphere_factors(v, radius)
 
 
 class ClippedNeurons(nn.Module):

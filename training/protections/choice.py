@@ -12,7 +12,7 @@ from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from accounting.randomized_response import UniformSource
 from opusim.devices.base import NoisyDevice
-from opusim.randomness import NoiseStream, SystemUniforms, derive_seed, noise_stream
+from opusim.randomness import NoiseStream, SystemUniforms, noise_stream
 from training.config.feedback import FeedbackConfig
 from training.config.run import RunConfig
 from training.data import Dataset
@@ -32,6 +32,7 @@ from training.protections.plan import divisor_of
 from training.protections.record import RecordProtection
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array, write_array
+from training.seeds import seed_for
 
 _LABELS = "labels"
 """What a ledger calls the one look at the labels that label-once and label-response take."""
@@ -154,12 +155,11 @@ def _look(config: RunConfig, dataset: Dataset, device: NoisyDevice | None, ledge
         ledger.pay_once(_LABELS, mechanism)
 
     if config.protection.kind == "label-response":
-        source: UniformSource = SystemUniforms()
-        if config.mode == "experiment":
-            source = np.random.default_rng(derive_seed(config.seed, "labels"))
+        seed = seed_for(config, "labels")
+        source: UniformSource = SystemUniforms() if seed is None else np.random.default_rng(seed)
         return randomize(labels, label_response(config, k), source, pay=pay)
-    seed = derive_seed(config.seed, "label-noise") if config.mode == "experiment" else 0
-    noise, mu = noise_stream(config.mode, seed, "label-noise"), label_mu(config)
+    noise = noise_stream(config.mode, seed_for(config, "label-noise"), "label-noise")
+    mu = label_mu(config)
     if config.protection.noise == "device" and device is not None:
         return read_once_through(device, labels, k, mu=mu, noise=noise, pay=pay)
     return read_once(labels, k, mu=mu, noise=noise, pay=pay)
@@ -168,8 +168,7 @@ def _look(config: RunConfig, dataset: Dataset, device: NoisyDevice | None, ledge
 def _central_noise(config: RunConfig, device: NoisyDevice | None) -> NoiseStream:
     if config.protection.noise == "device" and device is not None:
         return DeviceNormals(device)
-    seed = derive_seed(config.seed, "central-noise") if config.mode == "experiment" else 0
-    return noise_stream(config.mode, seed, "central-noise")
+    return noise_stream(config.mode, seed_for(config, "central-noise"), "central-noise")
 
 
 def _output_gain(options: FeedbackConfig) -> float:

@@ -58,11 +58,6 @@ class NoisyLabels:
             scores = scores + torch.log_softmax(output, dim=1)
         return torch.softmax(scores, dim=1)
 
-    @property
-    def most_likely(self) -> Tensor:
-        """The class that explains each observation best, int64, shape (n_records,)."""
-        return self.log_likelihood.argmax(dim=1)
-
 
 Pay = Callable[[Mechanism], None]
 """Puts what is about to be released on record; called before anything is drawn."""

@@ -22,19 +22,14 @@ from training.networks.base import LayeredNetwork
 from training.protections.base import Protection, bounded_factors, by_record, finite_rows
 
 
-def record_norms(network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
-    """||g_i|| of each record over all layers, shape (batch,).
+def layer_norms(network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+    """||g_(l,i)|| of each layer and record, shape (layers, batch).
 
     Args:
         network: Whose layers turn signals into contributions.
         deltas: delta_l of each layer, shapes (batch, ...).
         inputs: What each layer's update takes for h_(l-1), shapes (batch, ...).
     """
-    return layer_norms(network, deltas, inputs).square().sum(dim=0).sqrt()
-
-
-def layer_norms(network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
-    """||g_(l,i)|| of each layer and record, shape (layers, batch); arguments as for `record_norms`."""
     squares = [
         network.squared_norms(layer, delta, h)
         for layer, (delta, h) in enumerate(zip(deltas, inputs, strict=True))

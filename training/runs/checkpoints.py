@@ -41,6 +41,10 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     progress: dict[str, Any]
 
+    def named(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose names begin with a prefix, without it."""
+        return {name[len(prefix) :]: t for name, t in self.tensors.items() if name.startswith(prefix)}
+
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Name of the checkpoint of a step; names sort by step."""
@@ -120,7 +124,7 @@ def copy_parameters(
     Raises:
         RunFolderError: The checkpoint is of another network; the message names the first difference.
     """
-    found = _named(checkpoint, prefix)
+    found = checkpoint.named(prefix)
     for name in sorted(wanted.keys() | found.keys()):
         shapes = [list(t[name].shape) if name in t else None for t in (wanted, found)]
         if shapes[0] != shapes[1]:
@@ -137,14 +141,9 @@ def restore(trainer: Trainer, average: TailAverage, checkpoint: Checkpoint, path
     """Give a trainer the parameters, the optimizer's state and its own of a checkpoint, and the average its means."""
     copy_parameters(checkpoint, trainer.tensors, path)
     copy_parameters(checkpoint, trainer.state, path, prefix="state.")
-    load_optimizer_tensors(trainer.optimizer, _named(checkpoint, "optimizer."))
+    load_optimizer_tensors(trainer.optimizer, checkpoint.named("optimizer."))
     place = next(iter(trainer.tensors.values())).device
-    average.load(_named(checkpoint, "average."), place)
-
-
-def _named(checkpoint: Checkpoint, prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, without it."""
-    return {name[len(prefix) :]: t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
+    average.load(checkpoint.named("average."), place)
 
 
 _REMEDY = "delete it to go on from the checkpoint before it"

@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 from accounting.tables import guarantee_rows
 from training.attacks.findings import RunAudit
 from training.attacks.words import finding_rows, paragraphs
+from training.config.reading import flat
+from training.config.zo import ZoConfig
 from training.data.records import OWN_ARRAYS
 from training.runs import figures
 from training.runs.run import Run
@@ -147,7 +149,7 @@ def _render(
             if run.folder.audit_file.exists()
         ],
         modes=sorted({run.config.mode for run in runs}),
-        configurations=[(name, _flat(run.facts["config"])) for run, name in zip(runs, names, strict=True)],
+        configurations=[(name, _shown(run.facts["config"])) for run, name in zip(runs, names, strict=True)],
         commands=[_command(run) for run in runs],
         versions=distinct([(name, run.facts["versions"]) for run, name in zip(runs, names, strict=True)]),
     )
@@ -188,14 +190,15 @@ def data_url(png: bytes) -> str:
 
 def _command(run: Run) -> str:
     """The command that redoes a run from its own resolved configuration."""
-    if run.config.data.name == OWN_ARRAYS:
+    trainer = run.config.trainer
+    texts_named = isinstance(trainer, ZoConfig) and trainer.language.model is not None
+    if run.config.data.name == OWN_ARRAYS and not texts_named:
         return (
             f"training.train({str(run.folder.config_file)!r}, data=(x, y))  # Python: the arrays are not kept"
         )
-    kind = run.config.trainer.kind
     folder = run.folder.path
     return shlex.join(
-        ["opusim", "train", kind, "--config", str(run.folder.config_file), "--out", f"{folder}-again"]
+        ["opusim", "train", trainer.kind, "--config", str(run.folder.config_file), "--out", f"{folder}-again"]
     )
 
 
@@ -204,7 +207,7 @@ def _device_rows(device: dict[str, Any], noise: dict[str, Any]) -> list[dict[str
     provenance = device.get("provenance", {})
     law = noise.get("description", noise["law"])
     rows = [{"key": "noise", "value": law, "status": "", "source": ""}]
-    for key, value in _flat({k: v for k, v in device.items() if k != "provenance"}):
+    for key, value in _shown({k: v for k, v in device.items() if k != "provenance"}):
         origin = provenance.get(key, {})
         rows.append(
             {
@@ -217,15 +220,9 @@ def _device_rows(device: dict[str, Any], noise: dict[str, Any]) -> list[dict[str
     return rows
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """A nested mapping as (dotted key, value) pairs."""
-    pairs: list[tuple[str, str]] = []
-    for key, value in values.items():
-        if isinstance(value, dict):
-            pairs += _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            pairs.append((f"{prefix}{key}", str(value)))
-    return pairs
+def _shown(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a nested mapping sets, as (dotted key, value) pairs."""
+    return [(key, str(value)) for key, value in flat(values).items() if value is not None]
 
 
 def _percent(value: float | None) -> str:

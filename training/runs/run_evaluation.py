@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from training.data import Split, load_dataset
 from training.data.errors import DataError
 from training.data.records import OWN_ARRAYS
 from training.runs.run import Run, load_run
+
+_UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = None) -> dict[str, Any]:
@@ -32,7 +35,8 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
     run = load_run(path)
     if arrays is not None:
         x, y = read_npz(arrays)
-        return {"data": arrays.name, "records": len(x), **run.evaluate(x, y)}
+        figures = run.evaluate(x, y)  # it checks the arrays, whose length is asked for next
+        return {"data": arrays.name, "records": len(x), **figures}
     if data is None and run.config.data.name == OWN_ARRAYS:
         raise DataError(
             f"run {path} was trained on a person's own arrays; give test records with --arrays FILE.npz"
@@ -63,8 +67,8 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """
     try:
         loaded = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is not an .npz file with arrays x and y ({error})") from error
+    except _UNREADABLE as error:
+        raise _unreadable(path, error) from error
     if not isinstance(loaded, np.lib.npyio.NpzFile):
         raise DataError(f"{path} holds one array; write both with numpy.savez({str(path)!r}, x=x, y=y)")
     with loaded as file:
@@ -73,4 +77,11 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
             raise DataError(
                 f"{path} has no array {' and '.join(sorted(missing))}; write numpy.savez(FILE, x=x, y=y)"
             )
-        return file["x"], file["y"]
+        try:
+            return file["x"], file["y"]  # read from the disk here, not above
+        except _UNREADABLE as error:
+            raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} is not an .npz file with arrays x and y ({error})")

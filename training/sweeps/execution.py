@@ -18,7 +18,7 @@ from training.sweeps.rows import Row, failed_row, write_row
 from training.sweeps.worker import run_point
 
 _MOST_DEATHS = 3
-"""Processes that may die over one run before it counts as failed."""
+"""Processes that may die over one run before it counts as failed, and before any run is begun before all stop."""
 
 
 def run_sweep(
@@ -46,7 +46,7 @@ def run_sweep(
 
     Raises:
         FolderBusy: Another process makes this sweep.
-        SweepStopped: The cluster cannot be reached, or was lost.
+        SweepStopped: The cluster cannot be reached, or was lost; or processes die before they begin a run.
     """
     distinct = {point.identity: point for point in points}
     with only_writer(folder.path, "sweep folder"):
@@ -55,15 +55,23 @@ def run_sweep(
             rows = {identity: row for identity, row in rows.items() if row.status != "failed"}
         on_start(len(rows), len(distinct))
         deaths: Counter[str] = Counter()
+        idle = 0
         while missing := [point for identity, point in distinct.items() if identity not in rows]:
+            before = len(rows), deaths.total()
             try:
                 with _backend(cluster, patience_s):
                     for row in _finished_rows(missing, folder, jobs=-1 if cluster else jobs):
                         rows[row.identity] = row
                         on_row(row, _seconds_left(rows, distinct, jobs))
-            except TerminatedWorkerError:
+            except TerminatedWorkerError as error:
                 rows |= folder.rows(missing)
                 rows |= _given_up(missing, rows, folder, deaths)
+                idle = idle + 1 if (len(rows), deaths.total()) == before else 0
+                if idle == _MOST_DEATHS:
+                    raise SweepStopped(
+                        f"{idle} processes died before they began a run (out of memory?); the runs so far are kept, "
+                        "go on with fewer --jobs"
+                    ) from error
     return rows
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from opusim.description import load_description
 from opusim.errors import ConfigError
-from training.config.reading import load_config, merged, nested
+from training.config.reading import flat, load_config, merged, nested
 from training.config.run import RunConfig
-from training.sweeps.spec import SeriesSpec, SpecText, SweepSpec, flat_axes
+from training.sweeps.spec import SeriesSpec, SpecText, SweepSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ def points_of(spec: SweepSpec, text: SpecText) -> list[Point]:
 
 def _series_points(spec: SweepSpec, series: SeriesSpec, text: SpecText, number: int) -> list[Point]:
     place = ("series", str(number))
-    axes = [_Axis(key=k, values=v, path=("axes", k)) for k, v in flat_axes(spec.axes).items()]
-    axes += [_Axis(key=k, values=v, path=(*place, "axes", k)) for k, v in flat_axes(series.axes).items()]
+    axes = [_Axis(key=k, values=v, path=("axes", k)) for k, v in flat(spec.axes).items()]
+    axes += [_Axis(key=k, values=v, path=(*place, "axes", k)) for k, v in flat(series.axes).items()]
     fixed = merged(spec.config, series.config)
     for axis in axes:
         _check_values(axis, text)

@@ -112,12 +112,3 @@ def parse_spec(values: Mapping[str, Any], text: SpecText) -> tuple[SweepSpec, Sp
         else:
             reason = problem["msg"].removeprefix("Value error, ")
         raise text.error(reason, location or ["sweep"]) from error
-
-
-def flat_axes(axes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Axes by dotted key, whether the file wrote them dotted, quoted or as tables."""
-    flat: dict[str, Any] = {}
-    for key, value in axes.items():
-        name = f"{prefix}{key}"
-        flat |= flat_axes(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return flat

@@ -11,6 +11,7 @@ other trials are not covered, and are removed.
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +27,11 @@ from accounting.selection_mechanism import PrivateSelection
 from accounting.standard import gaussian_bounds
 from opusim.errors import ConfigError
 from opusim.randomness import derive_seed, noise_stream
-from training.assembly import load_data
+from training.assembly import configured_sampler, load_data
 from training.config.reading import load_config
 from training.config.run import RunConfig
 from training.errors import RunFolderError
+from training.family import family_of
 from training.runs.evaluation import evaluate_split
 from training.runs.folder import RunFolder
 from training.runs.run import Run, load_run
@@ -68,7 +70,7 @@ class Search:
 
     Raises:
         ConfigError: The configuration is not one of a last iterate, holds no record out, or a choice is wrong.
-        NoGuarantee: No trial is private enough for epsilon.
+        NoGuarantee: No trial is private enough for epsilon, or no theorem covers one of the choices.
         RunFolderError: The folder holds another search.
     """
 
@@ -85,6 +87,7 @@ class Search:
             "mean": mean,
         }
         if not self._file.exists():
+            self._require_trainable(choices)
             seed = config.seed if config.mode == "experiment" else None
             draw = draw_to_json(draw_trials(choices, mean, seed=seed))
             write_json(self._file, {"schema_version": 1, "asked": wanted, "draw": draw, "scores": {}})
@@ -117,6 +120,14 @@ class Search:
             if on_trial is not None:
                 on_trial(number + 1, self.trials)
         return self._keep_best(guarantee)
+
+    def _require_trainable(self, choices: Mapping[str, Sequence[str]]) -> None:
+        """Refuse a choice that no trial could be trained with, before the search is drawn and paid for."""
+        dataset, keys = load_data(self._config, None), list(choices)
+        for values in itertools.product(*choices.values()):
+            lines = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
+            trial = load_config(self._config, lines)
+            family_of(trial.trainer.kind).require_covered(trial, dataset, configured_sampler(trial, dataset))
 
     def _score(self, number: int) -> float:
         """Train a trial, or go on with it, and score it."""

@@ -21,6 +21,7 @@ from training.data import Dataset
 from training.data.samplers import Sampler
 from training.errors import RunFolderError
 from training.family import DeviceShape, TrainerFamily
+from training.networks.base import require_class_scores
 from training.networks.configured import configured_model
 from training.networks.network import FullyConnected
 from training.optimizers import make_optimizer
@@ -48,12 +49,8 @@ class UlrFamily(TrainerFamily[ModuleSequence]):
         if model is None:
             return ModuleSequence(configured_model(config, dataset), n_inputs=dataset.n_features)
         network = ModuleSequence(model, n_inputs=dataset.n_features)
-        found = tuple(_blank_outputs(network, 2).output.shape)
-        if found != (2, dataset.n_classes):
-            raise ValueError(
-                f"model makes an output of shape {found} of 2 records, but the data have {dataset.n_classes} classes; "
-                f"its last module must give (batch, {dataset.n_classes})"
-            )
+        place = network.parameters[0].device
+        require_class_scores(model, torch.zeros(2, network.n_inputs, device=place), dataset.n_classes)
         return network
 
     def rebuilt(self, facts: dict[str, Any], model: nn.Module | None) -> ModuleSequence:
@@ -163,7 +160,7 @@ def _update(config: RunConfig, network: ModuleSequence, device: NoisyDevice | No
     options = ulr_options(config)
     noise = _output_noise(config, options, device)
     if options.form == "published":
-        extra = noise_stream(config.mode, seed_for(config, "extra-noise") or 0, "extra-noise")
+        extra = noise_stream(config.mode, seed_for(config, "extra-noise"), "extra-noise")
         divisor = float(config.sampler.min_batch_size or config.sampler.batch_size)
         return PublishedUpdate(network, PublishedOptions.of(options, divisor), noise=noise, extra=extra)
     estimator = Estimator(
@@ -188,4 +185,4 @@ def _output_noise(config: RunConfig, options: UlrConfig, device: NoisyDevice | N
     """
     if options.noise == "device" and device is not None:
         return DeviceNormals(device, key="trainer.noise")
-    return noise_stream(config.mode, seed_for(config, "output-noise") or 0, "output-noise")
+    return noise_stream(config.mode, seed_for(config, "output-noise"), "output-noise")

@@ -144,20 +144,7 @@ class ConvolutionJacobian(Jacobian):
 
 
 class FunctionalJacobian(Jacobian):
-    """Any module that torch.func can differentiate with respect to its own parameters, such as a residual block.
-
-    Raises:
-        TypeError: It has batch statistics: the records of a batch would not be apart.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        for part in module.modules():
-            if isinstance(part, nn.modules.batchnorm._BatchNorm):
-                raise TypeError(
-                    f"model: {type(part).__name__} mixes the records of a batch, so a record has no estimate of its "
-                    "own; use nn.GroupNorm or nn.LayerNorm"
-                )
+    """Any module that torch.func can differentiate with respect to its own parameters, such as a residual block."""
 
     def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
         """The per-record gradients, formed a few records at a time."""

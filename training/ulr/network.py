@@ -36,7 +36,8 @@ class ModuleSequence(LayeredNetwork):
     of its own output is needed (`training.ulr.jacobians`).
 
     Args:
-        model: The sequence. Every module treats records apart from each other.
+        model: The sequence. Every module treats records apart from each other. It is put into evaluation mode (no
+            dropout, so that all copies of a record go through one function).
 
     Raises:
         TypeError: The model is no nn.Sequential, or a module mixes records.
@@ -49,7 +50,8 @@ class ModuleSequence(LayeredNetwork):
                 f"model must be an nn.Sequential of modules, got {type(model).__name__}; wrap its modules in "
                 "nn.Sequential(...)"
             )
-        self.model: nn.Module = model
+        _check_records_apart(model)
+        self.model: nn.Module = model.eval()
         self._n_inputs = n_inputs
         self._head, self.jacobians, self._tails = _split(model)
         _check_parameters(self.jacobians)
@@ -150,6 +152,16 @@ def _split(model: nn.Sequential) -> tuple[list[nn.Module], list[Jacobian], list[
     if not jacobians:
         raise ValueError("model holds no module with parameters; there is nothing to train")
     return head, jacobians, tails
+
+
+def _check_records_apart(model: nn.Module) -> None:
+    """Refuse batch statistics, with parameters or without: one record would move the others' contributions."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise TypeError(
+                f"model: {type(module).__name__} mixes the records of a batch, so a record has no estimate of its "
+                "own; use nn.GroupNorm or nn.LayerNorm"
+            )
 
 
 def _check_parameters(jacobians: list[Jacobian]) -> None:

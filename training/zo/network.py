@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from training.data import Dataset
-from training.networks.base import Network
+from training.networks.base import Network, require_class_scores
 from training.zo.language import PromptClassifier
 from training.zo.step_log import parameters_digest, tensor_facts
 
@@ -17,7 +16,7 @@ class ModuleNetwork(Network):
     """A person's own module; its parameters that require a gradient are trained, the others stay.
 
     Args:
-        model: Takes records (batch, n_inputs), gives class scores (batch, n_classes).
+        model: Takes records (batch, n_inputs), gives class scores (batch, n_classes). It is put into evaluation mode.
         n_inputs: Features of a record.
 
     Raises:
@@ -25,7 +24,7 @@ class ModuleNetwork(Network):
     """
 
     def __init__(self, model: nn.Module, n_inputs: int) -> None:
-        self.model = model
+        self.model = model.eval()
         self._n_inputs = n_inputs
         if not self.tensors:
             raise ValueError(
@@ -72,13 +71,5 @@ def fitting_module(model: nn.Module, dataset: Dataset) -> ModuleNetwork:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     network = ModuleNetwork(model, dataset.n_features)
     place = next(iter(network.tensors.values())).device
-    with torch.no_grad():
-        output = model.eval()(dataset.train.x[:2].to(place))
-    wanted = (len(dataset.train.x[:2]), dataset.n_classes)
-    if not isinstance(output, Tensor) or tuple(output.shape) != wanted:
-        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(
-            f"model gives {shape} for {wanted[0]} records of {wanted[1]} classes; it must give class scores of shape "
-            "(batch, n_classes)"
-        )
+    require_class_scores(model, dataset.train.x[:2].to(place), dataset.n_classes)
     return network

@@ -57,6 +57,8 @@ class Prompt:
 def encode(tokenizer: Any, texts: Sequence[str], prompt: Prompt) -> Tensor:  # (n, L)
     """Token numbers of texts in their prompts, padded with -1: on the left, behind a mask template on the right.
 
+    All are max_tokens wide, whatever the texts: the longest one's length would tell of a private record.
+
     Args:
         tokenizer: Of transformers.
         texts: At least one.
@@ -71,14 +73,11 @@ def encode(tokenizer: Any, texts: Sequence[str], prompt: Prompt) -> Tensor:  # (
         raise ValueError(
             f"max_tokens = {prompt.max_tokens}: leaves no room for a text in {prompt.template!r}"
         )
-    rows = []
-    for text in texts:
+    encoded = torch.full((len(texts), prompt.max_tokens), PAD)
+    for number, text in enumerate(texts):
         middle = tokenizer(text, add_special_tokens=False)["input_ids"][:room]
-        rows.append(_with_special(tokenizer, [*before, *middle, *after], masked=prompt.masked))
-    length = max(len(row) for row in rows)
-    encoded = torch.full((len(rows), length), PAD)
-    for number, row in enumerate(rows):
-        place = slice(0, len(row)) if prompt.masked else slice(length - len(row), length)
+        row = _with_special(tokenizer, [*before, *middle, *after], masked=prompt.masked)
+        place = slice(0, len(row)) if prompt.masked else slice(prompt.max_tokens - len(row), None)
         encoded[number, place] = torch.tensor(row, dtype=torch.float32)
     return encoded
 

@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from dp_accounting import get_epsilon_gaussian
 
 from accounting import arguments
 from accounting.errors import NoGuarantee
@@ -23,6 +22,7 @@ from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
 from accounting.mechanisms import counted
 from accounting.photon_counts import box_rdp, epsilon_of_divergence, pattern_rdp
 from accounting.proven import proven_status
+from accounting.standard import gaussian_bounds
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
 
 _RESIDUE = (
@@ -80,11 +80,11 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
     noise, left = readings.noise, delta - readings.beta
     if isinstance(noise, GaussianNoise):
         mu = gaussian_mu(readings)
-        epsilon = _gaussian_epsilon(mu, left)
+        epsilon = gaussian_bounds(mu, left).upper if mu > 0 else 0.0
         law = "the noise is Gaussian, independent between readings and outputs, of one law for every input"
         source, reason = (
             f"docs/privacy.md, section 9: Gaussian readings, mu = {mu:.6g}",
-            "the device adds no noise at some output",
+            "the device adds no noise at some output, or too little for doubles to follow",
         )
     elif isinstance(noise, PhotonCountNoise):
         epsilon = epsilon_of_divergence(lambda order: readings.readings * box_rdp(noise, order), left)
@@ -218,9 +218,3 @@ def central_noise_multiplier(noise: NoiseModel, clip_norm: float) -> float:
     if isinstance(noise, PhotonCountNoise):
         raise NoGuarantee(f"noise law {noise.law!r}: counts are no central noise, {_RESIDUE}")
     raise NoGuarantee(f"noise law {noise.law!r}: a quantised read-out is no central noise, {_RESIDUE}")
-
-
-def _gaussian_epsilon(mu: float, delta: float) -> float:
-    if mu == 0:
-        return 0.0
-    return float(get_epsilon_gaussian(1 / mu, delta)) if math.isfinite(mu) else math.inf

@@ -109,18 +109,18 @@ def gaussian_bounds(mu: float, delta: float) -> EpsilonBounds:
     """Epsilon of mu-GDP (exact up to the root search).
 
     Args:
-        mu: At least 0; above 1e9, where doubles fail, the answer is infinite.
+        mu: At least 0; from 1e8 on, where doubles fail, the answer is infinite; below 1e-9 the bound of 1e-9 stands in.
         delta: In [0, 1); infinite at 0.
     """
     from dp_accounting import get_epsilon_gaussian
 
     arguments.share(delta=delta)
-    if delta == 0 or not mu < 1e9:
+    if delta == 0 or not mu < 1e8:
         return EpsilonBounds(lower=math.inf, upper=math.inf, method="exact Gaussian trade-off")
-    mu = max(mu, 1e-9)
     with np.errstate(all="ignore"):  # dp_accounting takes the logarithm of 0 where delta exceeds mu
-        epsilon = float(get_epsilon_gaussian(1.0 / mu, delta))
-    return EpsilonBounds(lower=epsilon, upper=epsilon * (1 + 1e-9) + 1e-9, method="exact Gaussian trade-off")
+        epsilon = float(get_epsilon_gaussian(1.0 / max(mu, 1e-9), delta))
+    lower = epsilon if mu >= 1e-9 else 0.0
+    return EpsilonBounds(lower=lower, upper=epsilon * (1 + 1e-9) + 1e-9, method="exact Gaussian trade-off")
 
 
 def _never_samples(mechanism: Mechanism) -> bool:

@@ -151,6 +151,15 @@ def test_more_dark_light_never_raises_and_more_readings_never_lower(rate: float,
     assert epsilon(rate, n + 1) >= epsilon(rate, n)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("std", [1e-300, 1e-12, 1e7, 1e200])
+def test_readings_of_extreme_noise_are_stated_without_a_warning(std: float) -> None:
+    noise = GaussianNoise(std=std, n_outputs=4)
+    guarantee = device_readings_guarantee(DeviceReadings(noise=noise, readings=1, distance=1.0), 1e-12)
+    assert math.isinf(guarantee.epsilon) == (std < 1)
+    assert guarantee.status is (Status.NONE if std < 1 else Status.PROVEN_UNDER_DEVICE_MODEL)
+
+
 def test_laws_without_a_theorem_are_refused_by_name() -> None:
     with pytest.raises(NoGuarantee, match="noise law 'discrete': no theorem"):
         device_readings_guarantee(DeviceReadings(noise=GRID, readings=1), DELTA)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import dp_accounting
+import mpmath
 import pytest
 
 from accounting.calibration import calibrate
@@ -19,6 +20,7 @@ from accounting.mechanisms import (
     mechanism_from_json,
 )
 from accounting.schemes import require_scheme
+from accounting.standard import gaussian_bounds
 
 
 def only(mechanism: object, delta: float) -> Guarantee:
@@ -64,6 +66,25 @@ def test_replace_one(multiplier: float, epsilon: float) -> None:
 def test_gaussian_alone_is_exact() -> None:
     guarantee = only(Gaussian(noise_multiplier=2.7, steps=4), 1e-6)
     assert guarantee.epsilon == pytest.approx(dp_accounting.get_epsilon_gaussian(2.7 / 2, 1e-6), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("delta", [1e-300, 1e-12, 1e-5, 0.5, 1 - 1e-12])
+@pytest.mark.parametrize("mu", [1e-12, 1e-9, 1e-6, 0.1, 3.0, 1e3, 9e7, 9e8, 1e300])
+def test_gaussian_bounds_hold_at_any_mu(mu: float, delta: float) -> None:
+    """delta of both bounds in 60 digits lies on its side of delta (a thousandth of it, for the root search below)."""
+    bounds = gaussian_bounds(mu, delta)
+
+    def spent(epsilon: float) -> mpmath.mpf:
+        m, e = mpmath.mpf(mu), mpmath.mpf(epsilon)
+        first, second = (mpmath.erfc((e / m + sign * m / 2) / mpmath.sqrt(2)) / 2 for sign in (-1, 1))
+        return first - mpmath.exp(e) * second
+
+    with mpmath.workdps(60):
+        assert math.isinf(bounds.upper) or spent(bounds.upper) <= delta
+        lower_holds = math.isinf(bounds.lower) or spent(bounds.lower) >= delta * (1 - 1e-3)
+        assert lower_holds or bounds.lower == 0
+    assert math.isinf(bounds.upper) == (mu >= 1e8)
 
 
 def test_more_noise_never_costs_more_and_more_steps_never_less() -> None:

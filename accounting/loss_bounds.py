@@ -30,7 +30,7 @@ _BINS_PER_DEVIATION = 14.0
 _COARSEST = 3.0  # bins per standard deviation below which the Renyi bound is usually better
 _FINEST = 1e-8  # masses are second differences of delta over the interval: rounding / interval each
 _LARGEST = 2**19  # loss values after composition
-_LARGEST_LOSS = 600.0  # e^loss stays a double
+LARGEST_LOSS = 600.0  # e^loss stays a double
 _LARGEST_STEP = 2**16  # loss values of one step: they are built one by one
 _ROUNDING = 2e-14  # of delta per step: fast Fourier transforms of 2^19 doubles, raised to the number of steps
 
@@ -130,7 +130,7 @@ def _interval(parts: Sequence[NoisyStep]) -> float | None:
     """The finest interval whose arrays fit, None where even the coarsest does not."""
     deviation = _typical_deviation(parts)
     span = max(_span(part) for part in parts)
-    if not span < _LARGEST_LOSS:
+    if not span < LARGEST_LOSS:
         return None
     interval = max(deviation / _BINS_PER_DEVIATION, span / _LARGEST_STEP, _FINEST)
     while _composed_size(parts, interval, span) > _LARGEST:

@@ -87,6 +87,12 @@ def test_gaussian_bounds_hold_at_any_mu(mu: float, delta: float) -> None:
     assert math.isinf(bounds.upper) == (mu >= 1e8)
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-3, 1.2e-3, 1.5e-3, 1.7e-3])
+def test_laplace_noise_too_small_for_a_distribution_has_its_closed_form(scale: float) -> None:
+    (guarantee,) = guarantees([PoissonLaplace(scale=scale, sampling_probability=0.5, steps=2)], delta=1e-5)
+    assert guarantee.epsilon == pytest.approx(2 * (1 / scale - math.log(2)))
+
+
 def test_more_noise_never_costs_more_and_more_steps_never_less() -> None:
     def epsilon(sigma: float, steps: int) -> float:
         mechanism = PoissonGaussian(noise_multiplier=sigma, sampling_probability=0.1, steps=steps)

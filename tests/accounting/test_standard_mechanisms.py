@@ -21,6 +21,7 @@ from accounting.mechanisms import (
 )
 from accounting.schemes import require_scheme
 from accounting.standard import gaussian_bounds
+from accounting.zo import composed_pure_epsilon
 
 
 def only(mechanism: object, delta: float) -> Guarantee:
@@ -108,6 +109,23 @@ def test_randomized_response_counts_its_repeats() -> None:
     one = RandomizedResponse.from_epsilon(0.7, 10)
     assert only(one, 0.0).epsilon == pytest.approx(0.7)
     assert only(one.repeated(10), 0.0).epsilon == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize("steps", [1, 100, 20_000, 10**6])
+@pytest.mark.parametrize("delta", [1e-5, 1e-12, 1e-14])
+def test_many_binary_responses_against_binomial_tails(steps: int, delta: float) -> None:
+    """For two labels the loss is that of a pure mechanism, whose tails are summed without a transform."""
+    response = RandomizedResponse.from_epsilon(1e-3, 2, steps=steps)
+    (guarantee,) = guarantees([response], delta=delta)
+    exact = composed_pure_epsilon(response.step_epsilon, steps, delta)
+    assert guarantee.epsilon_lower is not None
+    assert guarantee.epsilon_lower <= exact
+    assert exact * (1 - 1e-5) <= guarantee.epsilon
+
+
+def test_responses_without_number_take_no_memory() -> None:
+    response = RandomizedResponse.from_epsilon(1e-3, 10, steps=10**9)
+    assert guarantees([response], delta=1e-5)[0].epsilon == pytest.approx(1e6)
 
 
 def test_calibration_errs_toward_privacy() -> None:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from dp_accounting import get_epsilon_gaussian
 from scipy.stats import beta as beta_law
 from scipy.stats import norm
 
 from accounting import arguments
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
+from accounting.standard import gaussian_bounds
 
 
 class Estimator(StrEnum):
@@ -65,8 +65,7 @@ class AuditPlan:
 
     def __post_init__(self) -> None:
         arguments.fraction(confidence=self.confidence)
-        if not 0 <= self.delta < 1:
-            raise ValueError(f"delta = {self.delta}: must lie in [0, 1)")
+        arguments.share(delta=self.delta)
         if self.estimator is Estimator.GAUSSIAN and (self.mechanism_law != "gaussian" or self.delta == 0):
             raise NoGuarantee(
                 f"estimator = {self.estimator.value!r}: needs mechanism_law = 'gaussian' and delta above 0, got "
@@ -182,7 +181,7 @@ def lower_bound(false_negatives: int, false_positives: int, n_in: int, n_out: in
     alarm = clopper_pearson_upper(false_positives, n_out, level)
     strength = float(_strength(np.array(miss), np.array(alarm), plan))
     if plan.estimator is Estimator.GAUSSIAN:
-        return float(get_epsilon_gaussian(1 / strength, plan.delta)) if strength > 0 else 0.0
+        return gaussian_bounds(strength, plan.delta).lower
     return strength
 
 

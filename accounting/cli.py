@@ -165,7 +165,7 @@ def _mechanism(kind: type[Mechanism], values: dict[str, Any], target: float | No
     if values.get("layers") is not None:
         values["layers"] = tuple(_layer(text) for text in values["layers"])
     noise, start = kind.noise_field, 1.0
-    if noise == "keep_probability" and values["n_classes"] is not None:
+    if noise == "keep_probability" and values["n_classes"]:  # 0 is refused by the description
         start = (1 + 1 / values["n_classes"]) / 2
     if noise is not None and target is not None and values[noise] is None:
         values[noise] = start

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from importlib import import_module
 
+from accounting import arguments
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from accounting.mechanisms import Mechanism
@@ -24,7 +25,9 @@ def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool 
 
     Raises:
         NoGuarantee: No accountant covers these mechanisms together.
+        ValueError: delta outside [0, 1).
     """
+    arguments.share(delta=delta)
     merged = merge(mechanisms)
     if not merged:
         raise NoGuarantee("mechanisms: there is none, nothing was paid for; name at least one")

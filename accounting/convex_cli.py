@@ -27,11 +27,13 @@ def convex_plan(
     delta: Annotated[float, typer.Option(help="At which epsilon is stated, in (0, 1).")] = 1e-5,
 ) -> None:
     """Ways to reach an epsilon: the least noise at several lengths; or, for a given noise, lambda or epochs."""
+    from accounting import arguments
     from accounting.convex_mechanisms import ConvexLastIterate
     from accounting.convex_plan import least_regularisation, most_epochs, plans
     from accounting.errors import NoGuarantee
     from accounting.tables import number, print_rows
 
+    arguments.count(batches=batches)
     start = ConvexLastIterate(
         objective=objective,
         clip=clip,
@@ -39,7 +41,7 @@ def convex_plan(
         schedule=schedule,
         batches=batches,
         epochs=epochs,
-        noise_multiplier=noise_multiplier or 1.0,
+        noise_multiplier=1.0 if noise_multiplier is None else noise_multiplier,
         final_noise=math.sqrt(batches - 1),
     )
     if noise_multiplier is None:

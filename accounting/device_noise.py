@@ -1,10 +1,10 @@
 """Device noise turned into a guarantee by its law; a law without a theorem is refused by name.
 
-| law | readings | central noise |
-| --- | --- | --- |
-| Gaussian | mu = Delta sqrt(readings) / sigma_min | noise multiplier sigma_min / C |
-| photon counts | exact Poisson Renyi divergence over boxes of rates | refused: the law depends on the data |
-| discrete | refused: masses at one offset are no guarantee | refused: codes lie on a grid |
+| law | readings |
+| --- | --- |
+| Gaussian | mu = Delta sqrt(readings) / sigma_min |
+| photon counts | exact Poisson Renyi divergence over boxes of rates |
+| discrete | refused: masses at one offset are no guarantee |
 
 Source: docs/privacy.md, section 9.
 """
@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from dp_accounting import get_epsilon_gaussian
 
 from accounting import arguments
 from accounting.errors import NoGuarantee
@@ -23,12 +22,8 @@ from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
 from accounting.mechanisms import counted
 from accounting.photon_counts import box_rdp, epsilon_of_divergence, pattern_rdp
 from accounting.proven import proven_status
+from accounting.standard import gaussian_bounds
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
-
-_RESIDUE = (
-    "its values lie on a grid, so the remainder of a sum modulo the step gives the private number away; use a device "
-    "with a Gaussian law, or its readings as entropy for a cryptographic generator that draws the Gaussian"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +75,11 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
     noise, left = readings.noise, delta - readings.beta
     if isinstance(noise, GaussianNoise):
         mu = gaussian_mu(readings)
-        epsilon = _gaussian_epsilon(mu, left)
+        epsilon = gaussian_bounds(mu, left).upper if mu > 0 else 0.0
         law = "the noise is Gaussian, independent between readings and outputs, of one law for every input"
         source, reason = (
             f"docs/privacy.md, section 9: Gaussian readings, mu = {mu:.6g}",
-            "the device adds no noise at some output",
+            "the device adds no noise at some output, or too little for doubles to follow",
         )
     elif isinstance(noise, PhotonCountNoise):
         epsilon = epsilon_of_divergence(lambda order: readings.readings * box_rdp(noise, order), left)
@@ -182,45 +177,3 @@ def gaussian_mu(readings: DeviceReadings) -> float:
     if shift == 0:
         return 0.0
     return shift / readings.noise.min_std if readings.noise.min_std > 0 else math.inf
-
-
-def correlated_std(covariance: np.ndarray) -> float:
-    """sqrt(lambda_min(Sigma)): what stands for sigma where the outputs' Gaussian noise correlates.
-
-    Args:
-        covariance: Sigma, symmetric, shape (n_outputs, n_outputs).
-
-    Raises:
-        ValueError: Not a covariance.
-    """
-    arguments.finite(covariance=covariance)
-    arguments.shape((len(covariance), len(covariance)), covariance=covariance)
-    matrix = np.asarray(covariance, dtype=np.float64)
-    values = np.linalg.eigvalsh((matrix + matrix.T) / 2)
-    if not np.allclose(matrix, matrix.T) or values[0] < -1e-9 * abs(values[-1]):
-        raise ValueError("covariance: must be symmetric with no negative eigenvalue")
-    return math.sqrt(max(float(values[0]), 0.0))
-
-
-def central_noise_multiplier(noise: NoiseModel, clip_norm: float) -> float:
-    """sigma_min / C, what a device's draws added to a clipped sum are worth; Gaussian laws only.
-
-    Args:
-        noise: The law of what is added, after any public constant gain.
-        clip_norm: C > 0.
-
-    Raises:
-        NoGuarantee: The law is not Gaussian.
-    """
-    arguments.positive(clip_norm=clip_norm)
-    if isinstance(noise, GaussianNoise):
-        return noise.min_std / clip_norm
-    if isinstance(noise, PhotonCountNoise):
-        raise NoGuarantee(f"noise law {noise.law!r}: counts are no central noise, {_RESIDUE}")
-    raise NoGuarantee(f"noise law {noise.law!r}: a quantised read-out is no central noise, {_RESIDUE}")
-
-
-def _gaussian_epsilon(mu: float, delta: float) -> float:
-    if mu == 0:
-        return 0.0
-    return float(get_epsilon_gaussian(1 / mu, delta)) if math.isfinite(mu) else math.inf

@@ -4,7 +4,7 @@ The upper bound is dp_accounting's "connect the dots" discretisation: its diverg
 mechanism's own, convex in e^epsilon. The lower bound is our dual of it: a polygon below the curve, with its corners
 at the same grid points, between tangents at the middle of each interval (`_lower_pmf`). Domination of curves survives
 composition, so both bounds hold for any number of steps, up to the rounding of doubles, for which delta is shifted by
-`_ROUNDING` per step.
+`ROUNDING` per step.
 
 Width: the discretisation adds h^2 / 6 to the variance of a step's loss, so epsilon moves by a share of about
 (h / s)^2 / 12 on each side, s being the standard deviation of a step's loss. The interval is therefore s / 14 (0.04 %)
@@ -30,9 +30,9 @@ _BINS_PER_DEVIATION = 14.0
 _COARSEST = 3.0  # bins per standard deviation below which the Renyi bound is usually better
 _FINEST = 1e-8  # masses are second differences of delta over the interval: rounding / interval each
 _LARGEST = 2**19  # loss values after composition
-_LARGEST_LOSS = 600.0  # e^loss stays a double
+LARGEST_LOSS = 600.0  # e^loss stays a double
 _LARGEST_STEP = 2**16  # loss values of one step: they are built one by one
-_ROUNDING = 2e-14  # of delta per step: fast Fourier transforms of 2^19 doubles, raised to the number of steps
+ROUNDING = 2e-14  # of delta per step: fast Fourier transforms of 2^19 doubles, raised to the number of steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def resolution(parts: Sequence[NoisyStep]) -> float:
 
 def _slack(parts: Sequence[NoisyStep]) -> float:
     """What rounding may do to delta."""
-    return _ROUNDING * sum(part.steps for part in parts)
+    return ROUNDING * sum(part.steps for part in parts)
 
 
 def _compose(
@@ -130,7 +130,7 @@ def _interval(parts: Sequence[NoisyStep]) -> float | None:
     """The finest interval whose arrays fit, None where even the coarsest does not."""
     deviation = _typical_deviation(parts)
     span = max(_span(part) for part in parts)
-    if not span < _LARGEST_LOSS:
+    if not span < LARGEST_LOSS:
         return None
     interval = max(deviation / _BINS_PER_DEVIATION, span / _LARGEST_STEP, _FINEST)
     while _composed_size(parts, interval, span) > _LARGEST:

@@ -89,6 +89,9 @@ class PublishedPdfa(Mechanism):
             raise ValueError(f"tau_h_min = {self.tau_h_min}: must not exceed tau_h_max = {self.tau_h_max}")
         if self.order is not None and not (math.isfinite(self.order) and self.order > 1):
             raise ValueError(f"order = {self.order}: must be finite and above 1")
+        for layer in layers:
+            most = layer.gamma_max * self.tau_h_max
+            arguments.positive(**{"(gamma_max tau_h_max)^2": most * most})  # eq. 17 is made of these squares
         object.__setattr__(self, "batch_size", int(self.batch_size))
         self._to_floats("sigma", "tau_b", "tau_h_min", "tau_h_max")
 

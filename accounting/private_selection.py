@@ -124,7 +124,7 @@ def refined_epsilon(mu: float, mean: float, delta: float) -> float:
     """The refined bound solved for epsilon, by bisection from above."""
     low, high = 0.0, theorem_epsilon(mu, mean, delta)
     if refined_delta(mu, mean, high) > delta:
-        return math.inf  # never seen: the refined bound is the smaller one
+        return math.inf  # where mu is large the cells cost more than the refinement gains
     while high - low > 1e-4 * max(high, 1e-2):
         middle = (low + high) / 2
         low, high = (middle, high) if refined_delta(mu, mean, middle) > delta else (low, middle)
@@ -142,7 +142,9 @@ def refined_delta(mu: float, mean: float, epsilon: float) -> float:
     ratio = np.exp(mu * x - mu**2 / 2)[1:] / scale  # at each cell's right end: what follows rises with r
     best = np.searchsorted(turns, ratio)
     worst = np.maximum(scale * slopes[best] * (ratio - levels[best]), 0.0)
-    inside = float(np.sum(np.diff(ndtr(x)) * worst)) + float(ndtr(x[0]) * worst[0])
+    # of two tails the smaller one: Phi is 1 in doubles from 8.3 on, where r is largest
+    masses = np.where(x[:-1] > 0, -np.diff(ndtr(-x)), np.diff(ndtr(x)))
+    inside = float(np.sum(masses * worst)) + float(ndtr(x[0]) * worst[0])
     return mean * (inside + float(ndtr(mu - x[-1])))  # beyond the grid the sum is at most E[r; x large]
 
 
@@ -164,8 +166,8 @@ def _lines(mu: float, mean: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     for slope, level in sorted(
         zip(slopes.tolist(), levels.tolist(), strict=True), key=lambda line: (line[0], -line[1])
     ):
-        if highest and slope - highest[-1][0] < 1e-15:
-            highest.pop()
+        if highest and slope - highest[-1][0] < 1e-15:  # one line above both
+            level = min(level, highest.pop()[1])
             turns = turns[: max(len(highest) - 1, 0)]
         while highest:
             turn = (slope * level - highest[-1][0] * highest[-1][1]) / (slope - highest[-1][0])

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from dp_accounting import NeighboringRelation, rdp
+from dp_accounting import rdp
 from dp_accounting.pld import pld_pmf
 from dp_accounting.pld import privacy_loss_distribution as distributions
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss, MonotonePrivacyLoss
@@ -36,6 +36,7 @@ from accounting.guarantee import Adjacency, Guarantee
 from accounting.loss_bounds import EpsilonBounds, NoisyStep, compose_upper
 from accounting.mechanisms import PoissonGaussian
 from accounting.proven import proven_guarantee, stated
+from accounting.sampled_noise import one_way_curve
 from accounting.ulr_mechanisms import RejectionGaussian
 
 ORDERS = (*(1 + k / 20 for k in range(2, 40)), *range(3, 64), 80, 96, 128, 192, 256)
@@ -81,6 +82,8 @@ def mixture_of(sampling_probability: float, n_records: int, min_batch_size: int)
         return Mixture(probability=1.0, share=0.0)
     law = binom(n, q)
     below, from_least = law.logsf(least - 2), law.logsf(least - 1)
+    if not math.isfinite(from_least):  # no double holds so rare a batch: the worst pair there could be
+        return Mixture(probability=1.0, share=1.0)
     probability = 1 / (1 + (1 - q) / q * math.exp(min(from_least - below, 0.0)))
     # E[X | X >= L] - E[X | X >= L - 1] = p (E[X | X >= L] - (L - 1)), p = P(X = L - 1 | X >= L - 1)
     mean = (
@@ -135,10 +138,8 @@ def renyi_curve(mechanism: RejectionGaussian, orders: Sequence[float] = ORDERS) 
     curves = []
     z = min(mechanism.noise_multiplier, _MOST)
     for noise in (z, z / 2):
-        accountant = rdp.RdpAccountant(grid, NeighboringRelation.ADD_OR_REMOVE_ONE)
-        event = PoissonGaussian(noise_multiplier=noise, sampling_probability=mixture.probability).event()
-        accountant.compose(event)
-        curve = np.asarray(accountant.rdp, dtype=float)
+        sampled = PoissonGaussian(noise_multiplier=noise, sampling_probability=mixture.probability)
+        curve = one_way_curve(sampled, grid)
         curves.append(np.where(np.isfinite(curve) & (curve > 0), curve, np.nan) * (grid - 1))
     weights = np.array([[1 - mixture.share], [mixture.share]])
     return np.asarray(logsumexp(np.array(curves), b=weights, axis=0) / (grid - 1))

@@ -32,7 +32,7 @@ from dp_accounting.pld.privacy_loss_mechanism import (
 
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
-from accounting.loss_bounds import EpsilonBounds, NoisyStep, compose_bounds, resolution
+from accounting.loss_bounds import LARGEST_LOSS, EpsilonBounds, NoisyStep, compose_bounds, resolution
 from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace
 
 _ORDERS = (
@@ -106,13 +106,21 @@ def _renyi_curve(mechanism: Mechanism) -> np.ndarray:
         )
     orders = np.array(_ORDERS, dtype=float)
     if mechanism.adjacency is Adjacency.ADD_OR_REMOVE_ONE:
-        return _one_way_curve(mechanism, orders)
-    doubled, below = _one_way_curve(mechanism, 2 * orders), _one_way_curve(mechanism, 2 * orders - 1)
+        return one_way_curve(mechanism, orders)
+    doubled, below = one_way_curve(mechanism, 2 * orders), one_way_curve(mechanism, 2 * orders - 1)
     return np.where((doubled > 0) & (below > 0), (orders - 0.5) / (orders - 1) * doubled + below, np.nan)
 
 
-def _one_way_curve(mechanism: PoissonGaussian | Gaussian, orders: np.ndarray) -> np.ndarray:
-    """Add_or_remove_one; dp_accounting's is the larger of the two directions."""
+def one_way_curve(mechanism: PoissonGaussian | Gaussian, orders: np.ndarray) -> np.ndarray:
+    """Renyi divergences for add_or_remove_one at the orders, the larger of both directions; an order may have failed.
+
+    Args:
+        mechanism: All steps together.
+        orders: Above 1.
+
+    Returns:
+        Of the orders' shape; NaN, infinite, 0 or below where dp_accounting has no value.
+    """
     accountant = rdp.RdpAccountant(orders, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     with _orders_may_fail():
         accountant.compose(mechanism.event())
@@ -166,6 +174,8 @@ def _gaussian_step(mechanism: PoissonGaussian | Gaussian) -> NoisyStep:
 
 def _laplace_step(mechanism: PoissonLaplace) -> NoisyStep:
     b, q = mechanism.scale, mechanism.sampling_probability
+    if b * LARGEST_LOSS < 1:
+        raise NoGuarantee(f"poisson_laplace: no distribution of the loss for scale = {b:g}; it is too large")
     if mechanism.adjacency is Adjacency.REPLACE_ONE:
         raise NoGuarantee(
             "poisson_laplace: no distribution of the loss for replace_one; the closed form is used"

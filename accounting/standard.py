@@ -25,7 +25,7 @@ import numpy as np
 from accounting import arguments
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, Guarantee
-from accounting.loss_bounds import EpsilonBounds
+from accounting.loss_bounds import ROUNDING, EpsilonBounds
 from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, RandomizedResponse
 from accounting.proven import proven_guarantee, stated
 from accounting.sampled_noise import sampled_noise_bounds
@@ -109,18 +109,18 @@ def gaussian_bounds(mu: float, delta: float) -> EpsilonBounds:
     """Epsilon of mu-GDP (exact up to the root search).
 
     Args:
-        mu: At least 0; above 1e9, where doubles fail, the answer is infinite.
+        mu: At least 0; from 1e8 on, where doubles fail, the answer is infinite; below 1e-9 the bound of 1e-9 stands in.
         delta: In [0, 1); infinite at 0.
     """
     from dp_accounting import get_epsilon_gaussian
 
     arguments.share(delta=delta)
-    if delta == 0 or not mu < 1e9:
+    if delta == 0 or not mu < 1e8:
         return EpsilonBounds(lower=math.inf, upper=math.inf, method="exact Gaussian trade-off")
-    mu = max(mu, 1e-9)
     with np.errstate(all="ignore"):  # dp_accounting takes the logarithm of 0 where delta exceeds mu
-        epsilon = float(get_epsilon_gaussian(1.0 / mu, delta))
-    return EpsilonBounds(lower=epsilon, upper=epsilon * (1 + 1e-9) + 1e-9, method="exact Gaussian trade-off")
+        epsilon = float(get_epsilon_gaussian(1.0 / max(mu, 1e-9), delta))
+    lower = epsilon if mu >= 1e-9 else 0.0
+    return EpsilonBounds(lower=lower, upper=epsilon * (1 + 1e-9) + 1e-9, method="exact Gaussian trade-off")
 
 
 def _never_samples(mechanism: Mechanism) -> bool:
@@ -145,17 +145,21 @@ def _response_bounds(mechanisms: Sequence[Mechanism], delta: float) -> EpsilonBo
     responses = [mechanism for mechanism in mechanisms if isinstance(mechanism, RandomizedResponse)]
     pure = math.fsum(response.steps * response.step_epsilon for response in responses)
     kinds = {(response.keep_probability, response.n_classes) for response in responses}
-    if delta == 0 or len(kinds) > 1:  # different responses have no common grid of losses: keep the sum
+    steps = sum(response.steps for response in responses)
+    # different responses have no common grid of losses, and a transform of many rounds a small delta away
+    if delta == 0 or len(kinds) > 1 or not ROUNDING * steps <= delta / 2:
         return EpsilonBounds(lower=pure if delta == 0 else 0.0, upper=pure, method="closed form")
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-    one, steps = responses[0], sum(response.steps for response in responses)
+    one = responses[0]
     other = (1 - one.keep_probability) / (one.n_classes - 1)
     masses = {1: one.keep_probability, 0: (one.n_classes - 2) * other, -1: other}
     loss = PrivacyLossDistribution.create_from_rounded_probability(masses, 0.0, one.step_epsilon)
     composed = loss if steps == 1 else loss.self_compose(steps)
-    epsilon = min(float(composed.get_epsilon_for_delta(delta)) * (1 + 1e-9), pure)
-    return EpsilonBounds(lower=epsilon * (1 - 1e-6), upper=epsilon, method="exact distribution of the loss")
+    slack = ROUNDING * steps if steps > 1 else 0.0
+    epsilon = min(float(composed.get_epsilon_for_delta(delta - slack)) * (1 + 1e-9), pure)
+    lower = min(float(composed.get_epsilon_for_delta(delta + slack)) * (1 - 1e-6), epsilon)
+    return EpsilonBounds(lower=lower, upper=epsilon, method="exact distribution of the loss")
 
 
 def _theorem(mechanisms: Sequence[Mechanism]) -> str:

@@ -46,7 +46,7 @@ class PublishedUlr(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(target_std=self.target_std)
+        arguments.positive(target_std=self.target_std, target_std_squared=self.target_std * self.target_std)
         arguments.fraction(one_allowed=True, sampling_probability=self.sampling_probability)
         _check_batches(self.n_records, self.min_batch_size)
         arguments.count(modules=self.modules, largest_module=self.largest_module)

@@ -130,6 +130,10 @@ def test_a_run_is_read_from_its_ledger(account: Account, tmp_path: Path) -> None
         ("label-budget --budget-mu 1 --order no", "order = 'no': must be 'published' or 'hardware'"),
         ("randomized-response --target-epsilon 50 --n-classes 10", "so large that the label always stays"),
         ("run nowhere", "nowhere: there is no ledger; give a run folder that has one"),
+        ("convex-plan --target-epsilon 3 --batches 0", "batches = 0: must be at least 1"),
+        ("convex-plan --target-epsilon 3 --batches 9 --noise-multiplier 0", "noise_multiplier = 0.0: must be finite"),
+        ("randomized-response --n-classes 0 --target-epsilon 1", "n_classes = 0: must be at least 2"),
+        (RECORD + " --delta -0.1", "delta = -0.1: must lie in [0, 1)"),
     ],
 )  # fmt: skip
 def test_errors_are_one_line_with_exit_code_two(account: Account, line: str, message: str) -> None:

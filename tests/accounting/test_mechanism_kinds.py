@@ -281,6 +281,18 @@ def test_label_mus_compose_exactly() -> None:
         (lambda: LabelBudget(budget_mu=1.0, order="other"), "order = 'other': must be"),
         (lambda: LabelOnce(mu=0.0), "mu = 0.0: must be finite and above 0"),
         (lambda: LabelAmplified(noise_multiplier=1, sampling_probability=0), "sampling_probability = 0"),
+        (
+            lambda: replace(WITHOUT_NOISE[3], target_std=1e-200),
+            "target_std_squared = 0.0: must be finite and above 0",
+        ),
+        (
+            lambda: replace(WITHOUT_NOISE[3], target_std=1e200),
+            "target_std_squared = inf: must be finite and above 0",
+        ),
+        (
+            lambda: replace(PUBLISHED, tau_h_max=1e200),
+            r"\(gamma_max tau_h_max\)\^2 = inf: must be finite and above 0",
+        ),
     ],
 )
 def test_bad_descriptions_are_named(make: object, message: str) -> None:

@@ -70,6 +70,21 @@ def test_no_bound_is_below_an_exact_instance(mu: float, mean: float) -> None:
     assert exact_delta(mu, mean, bounds.upper) <= DELTA
 
 
+@pytest.mark.parametrize("delta", [1e-5, 1e-9])
+@pytest.mark.parametrize("mean", [0.5, 20.0])
+@pytest.mark.parametrize("mu", [5.0, 8.0, 24.0])
+def test_weakly_private_trials_do_not_lose_the_upper_tail(mu: float, mean: float, delta: float) -> None:
+    """The exact instance again, on a grid: its delta lies where 1 - Phi is below the rounding of doubles."""
+    y = np.linspace(mu - 9, mu + 9, 100_001)
+
+    def log_density(shift: float) -> np.ndarray:
+        return math.log(mean) - mean * ndtr(shift - y) + norm.logpdf(y - shift)
+
+    epsilon = selection_bounds(mu, mean, delta).upper
+    excess = np.exp(log_density(mu)) - np.exp(log_density(0.0) + epsilon)
+    assert np.trapezoid(np.maximum(excess, 0), y) <= delta
+
+
 def test_the_exact_instance_of_20_trials() -> None:
     for base, expected in ((1.33, 2.72), (4.76, 8.24)):
         found = brentq(lambda e, mu=MUS[base]: exact_delta(mu, 20, e) - DELTA, 0.8 * expected, 1.2 * expected)

@@ -13,6 +13,7 @@ from scipy.stats import binom, norm
 
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency, Status
+from accounting.mechanisms import Gaussian
 from accounting.rejection import mixture_of, renyi_curve
 from accounting.ulr_mechanisms import PublishedUlr, RejectionGaussian
 from accounting.ulr_published import published_rdp
@@ -140,6 +141,18 @@ def test_parameters_against_sums_over_batch_sizes() -> None:
     mixture = mixture_of(q, n, least)
     assert mixture.probability == pytest.approx(q * near / (q * near + (1 - q) * above), rel=1e-9)
     assert mixture.share == pytest.approx(mean - mean_near, rel=1e-9)
+
+
+def test_batches_too_rare_for_doubles_count_as_the_worst_pair() -> None:
+    """P(X >= N_B) is below 1e-308: no sampling, and 2 C apart, so a Gaussian of half the noise."""
+    (guarantee,) = guarantees([run_of(1000, 1e-100, 10, 8.0)], delta=1e-5)
+    (plain,) = guarantees([Gaussian(noise_multiplier=4.0)], delta=1e-5)
+    assert plain.epsilon <= guarantee.epsilon <= 1.01 * plain.epsilon
+
+
+def test_orders_that_fail_are_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    guarantees([run_of(1000, 0.5, 10, 1e5)], delta=1e-5)
+    assert not caplog.records
 
 
 def test_bad_input_is_named() -> None:

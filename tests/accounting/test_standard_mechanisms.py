@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import dp_accounting
+import mpmath
 import pytest
 
 from accounting.calibration import calibrate
@@ -19,6 +20,8 @@ from accounting.mechanisms import (
     mechanism_from_json,
 )
 from accounting.schemes import require_scheme
+from accounting.standard import gaussian_bounds
+from accounting.zo import composed_pure_epsilon
 
 
 def only(mechanism: object, delta: float) -> Guarantee:
@@ -66,6 +69,31 @@ def test_gaussian_alone_is_exact() -> None:
     assert guarantee.epsilon == pytest.approx(dp_accounting.get_epsilon_gaussian(2.7 / 2, 1e-6), rel=1e-6)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("delta", [1e-300, 1e-12, 1e-5, 0.5, 1 - 1e-12])
+@pytest.mark.parametrize("mu", [1e-12, 1e-9, 1e-6, 0.1, 3.0, 1e3, 9e7, 9e8, 1e300])
+def test_gaussian_bounds_hold_at_any_mu(mu: float, delta: float) -> None:
+    """delta of both bounds in 60 digits lies on its side of delta (a thousandth of it, for the root search below)."""
+    bounds = gaussian_bounds(mu, delta)
+
+    def spent(epsilon: float) -> mpmath.mpf:
+        m, e = mpmath.mpf(mu), mpmath.mpf(epsilon)
+        first, second = (mpmath.erfc((e / m + sign * m / 2) / mpmath.sqrt(2)) / 2 for sign in (-1, 1))
+        return first - mpmath.exp(e) * second
+
+    with mpmath.workdps(60):
+        assert math.isinf(bounds.upper) or spent(bounds.upper) <= delta
+        lower_holds = math.isinf(bounds.lower) or spent(bounds.lower) >= delta * (1 - 1e-3)
+        assert lower_holds or bounds.lower == 0
+    assert math.isinf(bounds.upper) == (mu >= 1e8)
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-3, 1.2e-3, 1.5e-3, 1.7e-3])
+def test_laplace_noise_too_small_for_a_distribution_has_its_closed_form(scale: float) -> None:
+    (guarantee,) = guarantees([PoissonLaplace(scale=scale, sampling_probability=0.5, steps=2)], delta=1e-5)
+    assert guarantee.epsilon == pytest.approx(2 * (1 / scale - math.log(2)))
+
+
 def test_more_noise_never_costs_more_and_more_steps_never_less() -> None:
     def epsilon(sigma: float, steps: int) -> float:
         mechanism = PoissonGaussian(noise_multiplier=sigma, sampling_probability=0.1, steps=steps)
@@ -81,6 +109,23 @@ def test_randomized_response_counts_its_repeats() -> None:
     one = RandomizedResponse.from_epsilon(0.7, 10)
     assert only(one, 0.0).epsilon == pytest.approx(0.7)
     assert only(one.repeated(10), 0.0).epsilon == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize("steps", [1, 100, 20_000, 10**6])
+@pytest.mark.parametrize("delta", [1e-5, 1e-12, 1e-14])
+def test_many_binary_responses_against_binomial_tails(steps: int, delta: float) -> None:
+    """For two labels the loss is that of a pure mechanism, whose tails are summed without a transform."""
+    response = RandomizedResponse.from_epsilon(1e-3, 2, steps=steps)
+    (guarantee,) = guarantees([response], delta=delta)
+    exact = composed_pure_epsilon(response.step_epsilon, steps, delta)
+    assert guarantee.epsilon_lower is not None
+    assert guarantee.epsilon_lower <= exact
+    assert exact * (1 - 1e-5) <= guarantee.epsilon
+
+
+def test_responses_without_number_take_no_memory() -> None:
+    response = RandomizedResponse.from_epsilon(1e-3, 10, steps=10**9)
+    assert guarantees([response], delta=1e-5)[0].epsilon == pytest.approx(1e6)
 
 
 def test_calibration_errs_toward_privacy() -> None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from itertools import product
 
+import mpmath
 import numpy as np
 import pytest
 
@@ -90,6 +91,28 @@ def test_pure_steps_against_the_binomial_law() -> None:
     losses = [(2 * k - n) * step for k in range(n + 1)]
     spent = sum(m * max(0.0, 1 - math.exp(epsilon - loss)) for m, loss in zip(masses, losses, strict=True))
     assert spent == pytest.approx(0.01, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("step", "n", "delta"),
+    [(0.3, 50, 1e-16), (0.01, 1000, 1e-16), (1e-4, 10**6, 1e-5), (1e-4, 10**6, 1e-10), (1e-4, 10**7, 1e-5)],
+)
+def test_many_pure_steps_hold_in_high_precision(step: float, n: int, delta: float) -> None:
+    """The same sum in 40 digits: what a Fourier transform of 10^6 steps rounds away is above a small delta."""
+    epsilon = composed_pure_epsilon(step, n, delta)
+    with mpmath.workdps(40):
+        odds = mpmath.exp(mpmath.mpf(step))
+        k = math.floor((epsilon / step + n) / 2) + 1
+        mass = mpmath.exp(
+            mpmath.loggamma(n + 1) - mpmath.loggamma(k + 1) - mpmath.loggamma(n - k + 1)
+            + k * mpmath.log(odds / (1 + odds)) - (n - k) * mpmath.log(1 + odds)
+        )  # fmt: skip
+        spent = mpmath.mpf(0)
+        while k <= n and mass > delta * mpmath.mpf(10) ** -12:
+            spent += mass * (1 - mpmath.exp(epsilon - (2 * k - n) * mpmath.mpf(step)))
+            mass *= mpmath.mpf(n - k) / (k + 1) * odds
+            k += 1
+    assert 0.999 * delta < spent <= delta
 
 
 def test_two_laplace_directions_against_enumeration() -> None:

@@ -28,7 +28,7 @@ Method = Annotated[
     ),
 ]
 _SCHEMES = {"cyclic": "disjoint-cyclic", "full": "full-batch", "poisson": "poisson"}
-_RATE, _BATCH = 1.9, 250
+_BATCH = 250
 
 
 def mount(train_app: typer.Typer) -> None:
@@ -82,7 +82,7 @@ def defaults(method: str) -> dict[str, Any]:
     sampler: dict[str, Any] = {"scheme": _scheme(method)}
     if method != "full":
         sampler["batch_size"] = _BATCH
-    return {"optimizer": {"lr": _RATE, "momentum": 0.0}, "sampler": sampler}
+    return {"sampler": sampler}
 
 
 def _scheme(method: str) -> str:

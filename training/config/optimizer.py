@@ -8,6 +8,10 @@ from pydantic import Field
 
 from training.config.section import Section
 
+PLAIN_DESCENTS = {"zo": {"lr": 0.002, "momentum": 0.0}, "convex": {"lr": 1.9, "momentum": 0.0}}
+"""Defaults of trainers that have no momentum: a random direction's slope is larger than the gradient's share along it,
+so zo diverges at other trainers' rate; 1.9 is below the 2 / beta that the convex trainer's guarantee asks for."""
+
 
 class OptimizerConfig(Section):
     """A torch optimizer of the SGD or Adam family."""
@@ -15,9 +19,9 @@ class OptimizerConfig(Section):
     name: Literal["sgd", "adam", "adamw", "nadam", "radam", "adamax"] = "sgd"
     """Class in torch.optim."""
     lr: float = Field(0.01, gt=0.0)
-    """Learning rate."""
+    """Learning rate; 0.002 by default for zo, 1.9 for convex."""
     momentum: float = Field(0.9, ge=0.0, lt=1.0)
-    """Momentum (sgd only)."""
+    """Momentum (sgd only); 0 for zo and convex, which have none."""
     nesterov: bool = False
     """Nesterov's form of momentum (sgd only)."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)

@@ -15,7 +15,7 @@ from training.config.data import DataConfig
 from training.config.device import DeviceChoice
 from training.config.feedback import FeedbackConfig
 from training.config.network import ModelConfig
-from training.config.optimizer import OptimizerConfig
+from training.config.optimizer import PLAIN_DESCENTS, OptimizerConfig
 from training.config.protection import ProtectionConfig
 from training.config.sampler import SamplerConfig
 from training.config.section import Section
@@ -72,6 +72,17 @@ class RunConfig(Section):
         if isinstance(trainer, Mapping) and "kind" not in trainer:
             return {**values, "trainer": {"kind": FeedbackConfig().kind, **trainer}}
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_own_rate(cls, values: Any) -> Any:
+        """Keys of the section `optimizer` that are not given are the trainer's own."""
+        trainer = values.get("trainer") if isinstance(values, Mapping) else None
+        kind = trainer.get("kind") if isinstance(trainer, Mapping) else getattr(trainer, "kind", None)
+        own, given = PLAIN_DESCENTS.get(str(kind)), values.get("optimizer", {})
+        if own is None or not isinstance(given, Mapping):
+            return values
+        return {**values, "optimizer": {**own, **given}}
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:

@@ -129,6 +129,17 @@ class ZoFamily(TrainerFamily[Network]):
                 f"{config.optimizer.averaged_tail} needs a second copy of the parameters, and the step log leads to "
                 "the last ones; leave it out for zo",
             )
+        for key, value, given in (
+            ("name", config.optimizer.name, config.optimizer.name != "sgd"),
+            ("momentum", config.optimizer.momentum, config.optimizer.momentum > 0),
+        ):
+            if given:
+                raise ConfigError(
+                    "configuration",
+                    f"optimizer.{key}",
+                    f"{value!r} is not for trainer.kind = 'zo', whose update has neither momentum nor moments; "
+                    "leave it out",
+                )
         if config.protection.kind == "none":
             return
         if options.law == "laplace" and config.protection.noise == "device":

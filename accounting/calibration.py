@@ -62,9 +62,14 @@ def _bracket(
     if gap(high) > 0:
         while gap(high) > 0:
             if high >= math.log(_MOST_NOISE):
+                remedy = "allow more epsilon or delta, fewer steps, smaller batches"
+                if delta == 0 and math.isinf(_proven(mechanism.with_noise(_MOST_NOISE), delta).epsilon):
+                    remedy = (
+                        "its epsilon is infinite at delta = 0 whatever the noise; allow a delta, such as 1e-5"
+                    )
                 raise NoGuarantee(
-                    f"target_epsilon = {target:g}: {mechanism.kind} with noise up to {_MOST_NOISE:g} "
-                    f"does not reach it at delta = {delta:g}; allow more epsilon or delta, fewer steps, smaller batches"
+                    f"target_epsilon = {target:g}: {mechanism.kind.replace('_', '-')} with noise up to {_MOST_NOISE:g} "
+                    f"does not reach it at delta = {delta:g}; {remedy}"
                 )
             low, high = high, min(high + math.log(2), math.log(_MOST_NOISE))
         return low, high

@@ -11,12 +11,13 @@ import re
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from accounting import convex_cli
 from accounting.convex_mechanisms import ConvexLastIterate
+from accounting.guarantee import Guarantee, Release
 from accounting.label_mechanisms import LabelAmplified, LabelBudget, LabelOnce
 from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, RandomizedResponse
 from accounting.pdfa_mechanisms import PublishedLayer, PublishedPdfa
@@ -24,9 +25,6 @@ from accounting.record_mechanisms import RecordCentral
 from accounting.selection_mechanism import PrivateSelection
 from accounting.ulr_mechanisms import PublishedUlr, RejectionGaussian
 from accounting.zo_mechanisms import ZoGaussian, ZoLaplace
-
-if TYPE_CHECKING:
-    from accounting.guarantee import Guarantee
 
 app = typer.Typer(
     name="account",
@@ -63,7 +61,13 @@ def run_command(
 
     content = read_ledger(path)
     stored = content.mode == "experiment"
-    _show(content.guarantees(delta=delta), content.mechanisms, as_json=as_json, seed_stored=stored)
+    found = content.guarantees(delta=delta)
+    _show(found, content.mechanisms, as_json=as_json, seed_stored=stored)
+    last_alone = any(guarantee.release is Release.LAST_ITERATE for guarantee in found)
+    if last_alone and path.is_dir() and not (path / "summary.json").exists() and not as_json:
+        typer.echo(
+            "unfinished: this is about the last model; of those on the way, in this folder, nothing is said"
+        )
 
 
 @app.command("photon-counts")

@@ -152,7 +152,7 @@ def _guarantee(
         delta=delta,
         unit=unit,
         adjacency=Adjacency.REPLACE_ONE,
-        release=Release.EVERY_UPDATE,
+        release=Release.EVERY_READING,
         status=proven_status(epsilon, device_model=True),
         mechanism=mechanism,
         source=source,

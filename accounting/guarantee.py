@@ -44,6 +44,7 @@ class Release(StrEnum):
     """What the adversary sees."""
 
     EVERY_UPDATE = "every update"
+    EVERY_READING = "every reading"
     LAST_ITERATE = "last iterate"
 
 

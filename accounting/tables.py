@@ -32,10 +32,12 @@ def guarantee_rows(guarantees: Iterable[Guarantee], *, seed_stored: bool = False
 
 
 def number(epsilon: float) -> str:
-    """An epsilon in words: three decimals, or three digits where that says too little or too much."""
+    """An epsilon in words: three decimals, whole numbers from 1,000 on, three digits of what is smaller or larger."""
     if math.isinf(epsilon):
         return "infinite"
-    return f"{epsilon:.3f}" if 0.01 <= epsilon < 1e4 or epsilon == 0 else f"{epsilon:.3g}"
+    if 1e3 <= epsilon < 1e6:
+        return f"{epsilon:,.0f}"
+    return f"{epsilon:.3f}" if 0.01 <= epsilon < 1e3 or epsilon == 0 else f"{epsilon:.3g}"
 
 
 def print_rows(rows: Sequence[dict[str, str]], *, without: Sequence[str] = ()) -> None:

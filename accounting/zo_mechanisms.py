@@ -42,7 +42,7 @@ class ZoScalars(Mechanism):
     def _batches(self) -> str:
         """The sampling, in a few words."""
         return (
-            f"{counted(self.directions, 'direction')} a Poisson batch (q = {self.sampling_probability:g}), "
+            f"{counted(self.directions, 'direction')} on each Poisson batch (q = {self.sampling_probability:g}), "
             f"{counted(self.steps, 'step')}, divided by {self.divisor:g}"
         )
 

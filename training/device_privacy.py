@@ -65,7 +65,8 @@ def device_levels(
         raise ConfigError(
             description.name,
             "noise",
-            f"a device of kind {description.kind!r} has no Gaussian sigma; take 'gaussian' or 'gaussian_temperature'",
+            f"a device of kind {description.kind!r} has no Gaussian sigma and no photon counts; take "
+            "'gaussian', 'gaussian_temperature', 'camera' or 'camera_low_light'",
         )
     distance = _label_distance(description, n_classes, n_outputs)
     own, temperature = settings.value(), settings.temperature_law

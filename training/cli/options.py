@@ -39,6 +39,12 @@ Protect = Annotated[
         "label-amplified --noise-multiplier."
     ),
 ]
+ProtectRecord = Annotated[
+    str | None,
+    typer.Option(
+        help="What is protected: record (whole records; Poisson batches). Needs --epsilon or --noise-multiplier."
+    ),
+]
 Epsilon = Annotated[
     float | None,
     typer.Option(

@@ -37,11 +37,12 @@ def train_resume(
 def train_options() -> None:
     """List every key of the configuration, with its default and its meaning."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from training.config.reading import option_rows
 
     table = Table("key", "default", "meaning", title="Keys for --set and for TOML files")
     for key, default, meaning in option_rows():
-        table.add_row(key, default, meaning)
+        table.add_row(*map(escape, (key, default, meaning)))
     Console().print(table)

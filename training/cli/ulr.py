@@ -33,7 +33,7 @@ def train_ulr(
     epochs: options.Epochs = None,
     seed: options.Seed = None,
     out: options.Out = None,
-    protect: options.Protect = None,
+    protect: options.ProtectRecord = None,
     epsilon: options.Epsilon = None,
     delta: options.Delta = None,
     noise_multiplier: options.NoiseMultiplier = None,

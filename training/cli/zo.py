@@ -68,7 +68,7 @@ def train_zo(
     out: options.Out = None,
     law: Law = None,
     directions: Directions = None,
-    protect: options.Protect = None,
+    protect: options.ProtectRecord = None,
     epsilon: options.Epsilon = None,
     delta: options.Delta = None,
     noise_multiplier: options.NoiseMultiplier = None,

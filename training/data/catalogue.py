@@ -82,7 +82,7 @@ def load_dataset(
     if name not in CATALOGUE:
         close = difflib.get_close_matches(str(name).lower().replace("_", "-"), CATALOGUE, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"name must be one of {', '.join(CATALOGUE)}, got {name!r}.{hint}")
+        raise ValueError(f"data.name = {name!r}: must be one of {', '.join(CATALOGUE)}.{hint}")
     entry = CATALOGUE[name]
     own = entry.standardisation if standardise else None
     constants = standardise if isinstance(standardise, Standardisation) else own

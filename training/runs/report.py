@@ -21,6 +21,8 @@ from training.runs import figures
 from training.runs.run import Run
 from training.runs.storage import read_json, write_file
 
+_NOT_WRITTEN = "–"
+
 
 def write_report(run: Run) -> Path:
     """Draw a run's figures and write `report.html` into its folder.
@@ -107,15 +109,20 @@ def summary_row(run: Run, label: str) -> dict[str, str]:
     last = run.metrics[-1] if run.metrics else {}
     figures_of_run = run.summary or last
     wall = sum(record["wall_s"] for record in run.folder.read_timing())
-    return {
-        "run": label,
-        "validation accuracy": _percent(figures_of_run.get("validation_accuracy")),
-        "test accuracy": _percent(figures_of_run.get("test_accuracy")),
+    spent = {
         "epochs": str(last.get("epoch", 0)),
         "training time": f"{wall:.1f} s",
         "device frames": f"{figures_of_run.get('frames', 0):,}",
         "device time": f"{figures_of_run.get('seconds', 0.0):,.1f} s",
         "device energy": f"{figures_of_run.get('joules', 0.0):,.0f} J",
+    }
+    if run.config.mode == "release":  # which writes none of them
+        spent = dict.fromkeys(spent, _NOT_WRITTEN)
+    return {
+        "run": label,
+        "validation accuracy": _percent(figures_of_run.get("validation_accuracy")),
+        "test accuracy": _percent(figures_of_run.get("test_accuracy")),
+        **spent,
     }
 
 
@@ -226,4 +233,4 @@ def _shown(values: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.2f} %"
+    return _NOT_WRITTEN if value is None else f"{100 * value:.2f} %"

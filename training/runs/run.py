@@ -136,7 +136,9 @@ def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:
     checkpoints = list_checkpoints(folder.checkpoints)
     if not checkpoints:
         raise RunFolderError(
-            f"run folder {path} has no checkpoint yet; go on with: opusim train resume {path}"
+            f"run folder {path} holds a finished run without its checkpoints, and so without a model; train it anew"
+            if folder.finished
+            else f"run folder {path} has no checkpoint yet; go on with: opusim train resume {path}"
         )
     network = family_of(config.trainer.kind).rebuilt(facts["network"], model)
     checkpoint = read_checkpoint(checkpoints[-1])

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,6 +62,8 @@ def test_a_released_run_keeps_no_private_figure(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "proven" in result.stdout
     assert "not for release" not in result.stdout
+    (row,) = [line for line in result.stdout.splitlines() if "pdfa on digits" in line]
+    assert row.count("–") == 7  # nothing that was withheld is shown as 0
     run = tmp_path / "run"
     for record in (run / "metrics.jsonl").read_text().splitlines():
         assert set(json.loads(record)) == {"schema_version", "epoch", "step"}
@@ -75,6 +78,14 @@ def test_evaluate_gives_the_figure_of_the_run(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert figures["accuracy"] == summary["test_accuracy"]
     assert "accuracy" in opusim("evaluate", str(run), cwd=run.parent).stdout
+
+
+def test_a_finished_run_without_checkpoints_is_not_sent_in_a_circle(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "checkpoints")
+    result = opusim("evaluate", "copy", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "a finished run without its checkpoints" in result.stderr
 
 
 def test_evaluate_takes_a_persons_file(run: Path) -> None:
@@ -142,7 +153,12 @@ def test_the_configuration_of_a_run_redoes_it(run: Path) -> None:
     [
         (["train", "pdfa", "--set", "trainer.treshold=1"], 2, "did you mean 'threshold'"),
         (["train", "pdfa", "--sigma", "-1"], 2, "sigma"),
-        (["train", "pdfa", "--data", "mnits"], 2, "mnits"),
+        (["train", "pdfa", "--data", "mnits"], 2, "data.name = 'mnits'"),
+        (
+            ["train", "pdfa", "--protect", "record", "--epsilon", "3", "--delta", "0"],
+            2,
+            "infinite at delta = 0 whatever the noise; allow a delta",
+        ),
         (["train", "pdfa", "--config", "nowhere.toml"], 2, "nowhere.toml.*cannot be read"),
         (["train", "pdfa", "--device", "nowhere.toml"], 2, "nowhere.toml"),
         (["evaluate", "nowhere"], 2, "holds no run"),
@@ -214,6 +230,7 @@ def test_options_lists_every_key(tmp_path: Path) -> None:
     output = opusim("train", "options", cwd=tmp_path).stdout
     assert "trainer.tau_b" in output
     assert "sampler.scheme" in output
+    assert "[bp, dfa, tdfa, pdfa]" in " ".join(output.split())
 
 
 def test_devices_can_be_looked_at(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import training
+from accounting.cli import app as account
 from accounting.convex_last_iterate import proven_mu
 from accounting.convex_mechanisms import ConvexLastIterate
 from accounting.errors import NoGuarantee
@@ -185,7 +187,9 @@ def test_a_release_run_keeps_no_intermediate_model(tmp_path: Path, stop_at: type
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
         "step-0000000008.safetensors"
     ]
+    assert "unfinished" in CliRunner().invoke(account, ["run", str(tmp_path)]).output
     run = training.train(data=data(), folder=tmp_path, resume=True)
+    assert "unfinished" not in CliRunner().invoke(account, ["run", str(tmp_path)]).output
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
         "step-0000000018.safetensors"
     ]

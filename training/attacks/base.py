@@ -57,16 +57,17 @@ class Sight:
     others: Records
     batch_size: int
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The last step's gradients, float64, by parameter."""
+    def gradients(self, prefix: str = "") -> dict[str, Tensor]:
+        """The last step's gradients, float64, of the parameters whose names begin so."""
         return {
             name: last_gradient([parameters[name] for parameters in self.weights], self.optimizer, self.rate)
             for name in self.weights[-1]
+            if name.startswith(prefix)
         }
 
     def gradient(self, layer: int) -> Tensor:
         """The last step's gradient of a layer (0 ..); see `layer_gradient`."""
-        return layer_gradient(self.gradients(), layer)
+        return layer_gradient(self.gradients(f"layer{layer + 1}."), layer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,16 +3,18 @@
 With g the released gradient of a group of parameters, g_0 and g_1 those of the second and the first world without the
 credited noise and d = g_1 - g_0, the likelihood ratio of Gaussian noise of variance v in every direction is
 
-    log L = sum over groups of (<g - g_0, d> - ||d||^2 / 2) / v.
+    log L = sum over groups of (<g - k g_0, k d> - ||k d||^2 / 2) / v.
 
 Layers differ in their noise (that of a device is in the hidden layers alone), so the attacker learns each group's v
-from steps that it simulates: the mean of <g - g_0, d>^2 / ||d||^2 in the second world. Whatever else a step draws
-(directions, the probes of a likelihood ratio) is taken for public: no guarantee rests on it.
+and k from steps of the second world that it simulates: k = sum <g, g_0> / sum ||g_0||^2, below 1 where a device's noise
+lengthens what is clipped, and v the mean of <g - k g_0, d>^2 / ||d||^2. Whatever else a step draws (directions, the
+probes of a likelihood ratio) is taken for public: no guarantee rests on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,25 @@ from training.attacks.stage import Shadow
 _LEAST = 1e-30
 _CERTAIN = 30.0
 """No number of trials tells larger ratios apart, and where there is no noise the ratio is one of rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """What a step's vectors have in common, a number a group each.
+
+    Attributes:
+        released_step: <g, d>.
+        others_step: <g_0, d>.
+        step: ||d||^2.
+        released_others: <g, g_0>.
+        others: ||g_0||^2.
+    """
+
+    released_step: np.ndarray
+    others_step: np.ndarray
+    step: np.ndarray
+    released_others: np.ndarray
+    others: np.ndarray
 
 
 class DifferenceAttack(Attack):
@@ -41,38 +62,55 @@ class DifferenceAttack(Attack):
 
     def __init__(self, shadow: Shadow[Any], *, groups: Sequence[Sequence[str]]) -> None:
         self._shadow, self._groups = shadow, groups
-        self._learnt: list[np.ndarray] = []
+        self._learnt: list[Products] = []
         self._seen: tuple[Sight, list[Tensor], list[Tensor]] | None = None
 
     def learn(self, trial: Trial) -> None:
-        """See Attack.learn: the groups' noise."""
-        along, squared = self._projections(trial.sight, trial.candidates)
-        self._learnt.append(along**2 / np.maximum(squared, _LEAST))
+        """See Attack.learn: the groups' noise and shrinking."""
+        self._learnt.append(self._products(trial.sight, trial.candidates))
 
     def score(self, sight: Sight, candidates: Candidates) -> float:
         """See Attack.score."""
-        along, squared = self._projections(sight, candidates)
-        ratio = float(np.sum((along - squared / 2) / self._variances()))
+        seen, k = self._products(sight, candidates), self._share()
+        along = k * (seen.released_step - k * seen.others_step)
+        ratio = float(np.sum((along - k**2 * seen.step / 2) / self._variance(k)))
         return min(max(ratio, -_CERTAIN), _CERTAIN)
 
     def figure(self, score: float) -> str:
         """The ratio."""
         return f"log ratio {score:.2g}"
 
-    def _variances(self) -> np.ndarray:
-        """Of each group, equal ones before anything was learnt."""
+    def _share(self) -> np.ndarray:
+        """Each group's k, 1 before anything was learnt."""
         if not self._learnt:
             return np.ones(len(self._groups))
-        return np.maximum(np.mean(self._learnt, axis=0), _LEAST)
+        along = np.sum([seen.released_others for seen in self._learnt], axis=0)
+        whole = np.sum([seen.others for seen in self._learnt], axis=0)
+        return np.clip(along / np.maximum(whole, _LEAST), 0.0, 1.0)
 
-    def _projections(self, sight: Sight, candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
-        """<g - g_0, d> and ||d||^2 of each group."""
+    def _variance(self, k: np.ndarray) -> np.ndarray:
+        """Each group's v, 1 before anything was learnt."""
+        if not self._learnt:
+            return np.ones(len(self._groups))
+        squares = [
+            (seen.released_step - k * seen.others_step) ** 2 / np.maximum(seen.step, _LEAST)
+            for seen in self._learnt
+        ]
+        return np.maximum(np.mean(squares, axis=0), _LEAST)
+
+    def _products(self, sight: Sight, candidates: Candidates) -> Products:
         first, second = candidates.batches(sight.others)
         released, alone = self._known(sight)
         present = self._update(sight, first)
         absent = alone if candidates.rival is None else self._update(sight, second)
-        found = [_projection(*group) for group in zip(released, present, absent, strict=True)]
-        return np.array([along for along, _ in found]), np.array([squared for _, squared in found])
+        steps = [one - other for one, other in zip(present, absent, strict=True)]
+        return Products(
+            released_step=_dots(released, steps),
+            others_step=_dots(absent, steps),
+            step=_dots(steps, steps),
+            released_others=_dots(released, absent),
+            others=_dots(absent, absent),
+        )
 
     def _known(self, sight: Sight) -> tuple[list[Tensor], list[Tensor]]:
         """What was released and the others' update, the same for every candidate of a trial."""
@@ -88,6 +126,6 @@ class DifferenceAttack(Attack):
         return [torch.cat([gradients[name].flatten() for name in names]) for names in self._groups]
 
 
-def _projection(released: Tensor, present: Tensor, absent: Tensor) -> tuple[float, float]:
-    direction = present - absent
-    return float((released - absent) @ direction), float(direction.square().sum())
+def _dots(first: Sequence[Tensor], second: Sequence[Tensor]) -> np.ndarray:
+    """The groups' inner products."""
+    return np.array([float(one @ other) for one, other in zip(first, second, strict=True)])

@@ -9,7 +9,11 @@ from pathlib import Path
 from benchmarks.markdown import markdown
 
 _RESULTS = Path(__file__).parent / "results"
-_SWEEPS = {"pdfa_fashion": "FashionMNIST", "pdfa_digits": "Digits"}
+_SWEEPS = {
+    "pdfa_fashion": "FashionMNIST",
+    "pdfa_digits": "Digits",
+    "all_trainers_mnist": "MNIST, all trainers",
+}
 _TAIL = ("accuracy", "epsilon_proven", "epsilon_claimed")
 
 

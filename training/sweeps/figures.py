@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,6 +15,8 @@ from training.sweeps.curves import Curve, Level, SweepResult, axis_label
 
 _WIDE = 20.0
 """Ratio of the largest to the smallest x from which an axis is logarithmic."""
+_CLOSEST = 0.05
+"""Least distance of labelled ticks, as a share of the axis."""
 _APART = 1.35
 """Factor between infinities of different curves, which would hide each other."""
 _LONG = 40
@@ -176,7 +178,18 @@ def _scale(axes: Axes, values: Sequence[float], *, wide: float = _WIDE) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
     ticks = sorted(set(values))
     if len(ticks) <= 8:
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        kept = _legible(ticks, math.log if axes.get_xscale() == "log" else float)
+        axes.set_xticks(kept, [f"{tick:g}" for tick in kept])
+
+
+def _legible(ticks: Sequence[float], place: Callable[[float], float]) -> list[float]:
+    """The ticks whose labels do not run into the one before, by their places on the axis."""
+    least = _CLOSEST * (place(ticks[-1]) - place(ticks[0]))
+    kept = [ticks[0]]
+    for tick in ticks[1:]:
+        if place(tick) - place(kept[-1]) >= least:
+            kept.append(tick)
+    return kept
 
 
 def _mark_infinity(axes: Axes, infinity: float, high: float) -> None:

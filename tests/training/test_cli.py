@@ -70,6 +70,8 @@ def test_a_released_run_keeps_no_private_figure(tmp_path: Path) -> None:
     assert set(json.loads((run / "summary.json").read_text())) == {"schema_version", "steps"}
     assert not (run / "timing.jsonl").exists()
     assert "fingerprint" not in (run / "config.json").read_text()
+    audited = opusim("audit", "run", "--trials", "40", cwd=tmp_path)
+    assert "not for release: these two hold figures of private records" in audited.stdout
 
 
 def test_evaluate_gives_the_figure_of_the_run(run: Path) -> None:

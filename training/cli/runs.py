@@ -93,7 +93,8 @@ def audit(
         found = audit_run(
             run, data=data, trials=trials, seed=seed, delta=delta, on_start=bar.start, on_trial=bar.advance
         )
-    report_file = write_report(load_run(run))
+    loaded = load_run(run)
+    report_file = write_report(loaded)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
@@ -106,3 +107,5 @@ def audit(
     for text in paragraphs(found):
         typer.echo("\n" + fill(text, width=120))
     typer.echo(f"\nkept in {run / 'audit.json'} and shown in {report_file}")
+    if loaded.config.mode == "release":
+        typer.echo("not for release: these two hold figures of private records, which no guarantee covers")

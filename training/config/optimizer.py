@@ -37,4 +37,5 @@ class OptimizerConfig(Section):
     gamma: float = Field(0.85, gt=0.0, le=1.0)
     """Factor by which it falls each time (schedule step only)."""
     averaged_tail: float = Field(0.0, ge=0.0, lt=1.0)
-    """The final model is the mean of the parameters over this share of the steps, the last ones; 0 for the last."""
+    """The final model is the mean of the parameters over this share of the steps, the last ones; 0 for the last. A run
+    that its budget ends early keeps its last parameters."""

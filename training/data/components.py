@@ -69,7 +69,7 @@ class PrincipalComponents:
 
     @property
     def n_features(self) -> int:
-        """D."""
+        """Number d of original features."""
         return len(self.mean)
 
     def apply(self, x: Tensor) -> Tensor:

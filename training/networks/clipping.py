@@ -50,7 +50,7 @@ def scale_to_ball(v: Tensor, radius: float) -> Tensor:
 
 
 def sphere_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
-    """S / ||v||_2 for each row, and a finite factor for a zero row: what brings v to the sphere, shape (batch, 1).
+    """The factor s / ||v||_2 that brings each row to the sphere, finite for a zero row, shape (batch, 1).
 
     The PDFA paper's section 4 speaks of a signal whose norm *is* tau_f; eq. 9's scale only bounds it.
 

@@ -45,7 +45,7 @@ def label_response(config: RunConfig, n_classes: int) -> RandomizedResponse:
 
 
 def label_noise(config: RunConfig, network: FullyConnected, sampler: Sampler) -> float:
-    """Z at which a record of average leverage spends a stated share of its budget by the end.
+    """The noise multiplier z at which a record of average leverage spends a stated share of its budget by the end.
 
     The mean leverage in a batch of m is at most (fan_in + 1) / m, and mu^2 = 4 lev / z^2 for each layer and step.
     """

@@ -143,7 +143,7 @@ def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:
     network = family_of(config.trainer.kind).rebuilt(facts["network"], model)
     checkpoint = read_checkpoint(checkpoints[-1])
     copy_parameters(checkpoint, network.tensors, checkpoints[-1])
-    return Run(folder, network.model, checkpoint.step)
+    return Run(folder, network.model.cpu(), checkpoint.step)  # a person's own module may come from elsewhere
 
 
 def read_standardisation(data_facts: dict[str, Any]) -> Standardisation:

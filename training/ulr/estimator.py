@@ -122,7 +122,7 @@ class Probe(NamedTuple):
 
 
 def _draw(noise: NoiseStream, probe: Probe, value: Tensor, sigma: float) -> Tensor:
-    """Z of each copy, one reading each, shape (copies, batch, ...)."""
+    """The noise z of each copy, one reading each, shape (copies, batch, ...)."""
     drawn = value.new_zeros(probe.copies, *value.shape)
     for copy in drawn:
         noise.add_to(copy, sigma)

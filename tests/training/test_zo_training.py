@@ -170,7 +170,7 @@ def test_directions_of_a_step_are_on_the_ledger(tmp_path: Path) -> None:
     one = run(tmp_path, PROTECTED, "one").guarantees[0]
     many = run(tmp_path, {**PROTECTED, "trainer": {"kind": "zo", "directions": 4}}, "many").guarantees[0]
     assert many.epsilon > one.epsilon
-    assert "4 directions a Poisson batch" in many.mechanism
+    assert "4 directions on each Poisson batch" in many.mechanism
 
 
 def test_a_budget_stops_before_the_step_that_would_exceed_it(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from benchmarks.results_file import load_results, save_results
 from benchmarks.sst2 import N_TRAIN, NORM, embeddings
 from opusim.randomness import SeededStream, derive_seed
 from training.attacks.base import Scores
-from training.attacks.canaries import auc_error, own_features, record_losses
+from training.attacks.canaries import auc_error, own_features, pooled, record_losses
 from training.config import load_config
 from training.data.samplers import make_sampler
 from training.feedback.options import feedback_options
@@ -127,11 +127,9 @@ def key_of(method: str, epsilon: float, size: int) -> str:
 
 
 def together(cell: dict[str, Any]) -> Scores:
-    parts = list(cell["runs"].values())
-    return Scores(
-        first=np.concatenate([part["first"] for part in parts]),
-        second=np.concatenate([part["second"] for part in parts]),
-    )
+    """The scores of all runs of a cell."""
+    runs = cell["runs"].values()
+    return pooled([Scores(first=np.array(run["first"]), second=np.array(run["second"])) for run in runs])
 
 
 COLUMNS = (

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from accounting.errors import LedgerCorrupt
+from opusim.files import open_to_write
 
 SCHEMA_VERSION = 1
 _GENESIS = "0" * 64
@@ -41,7 +42,7 @@ class Journal:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.entries, self._digest, length = _read(self.path)
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor = open_to_write(self.path, os.O_RDWR | os.O_CREAT)
         if os.fstat(self._descriptor).st_size != length:
             os.ftruncate(self._descriptor, length)
         os.lseek(self._descriptor, length, os.SEEK_SET)
@@ -168,7 +169,7 @@ def _write_head(path: Path, lines: int, digest: str) -> None:
     """Replace the head at once and sync the folder, which also holds the journal's own name."""
     head = head_file(path)
     temporary = head.with_suffix(".head.partial")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    descriptor = open_to_write(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         os.write(
             descriptor, _dump({"schema_version": SCHEMA_VERSION, "lines": lines, "digest": digest}) + b"\n"

@@ -116,7 +116,11 @@ def train_on(
     sampler = configured_sampler(resolved, dataset)
     family.require_covered(resolved, dataset, sampler)
     resolved = family.with_noise(resolved, network, sampler)
-    with run_folder.writing(new=not resume), torch_threads(resolved.threads) as threads:
+    private = resolved.mode == "release"
+    with (
+        run_folder.writing(new=not resume, private=private),
+        torch_threads(resolved.threads) as threads,
+    ):
         resolved = resolved.model_copy(update={"threads": threads})
         with opened_device(resolved, family.device_shape(resolved, network), description) as device:
             network.model.to(resolved.torch_device)

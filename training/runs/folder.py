@@ -68,16 +68,18 @@ class RunFolder:
         return self.summary_file.exists()
 
     @contextmanager
-    def writing(self, *, new: bool) -> Iterator[None]:
+    def writing(self, *, new: bool, private: bool = False) -> Iterator[None]:
         """Hold the folder as its only writer; the kernel gives the lock back if the process dies.
 
         Args:
             new: Whether a new run is to begin here (nothing else may be here) or one goes on (it must not be done).
+            private: Whether only the owner may read the folder (release mode: checkpoints on the way are not for
+                release).
 
         Raises:
             RunFolderError: Another process writes here, the folder holds something else, or it cannot be used.
         """
-        with only_writer(self.path, "run folder"):
+        with only_writer(self.path, "run folder", private=private):
             self._check_new() if new else self._check_unfinished()
             yield
 

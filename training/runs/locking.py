@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from opusim.files import make_private_folder
 from opusim.locks import LockHeld, held
 from training.errors import FolderBusy, RunFolderError
 
@@ -13,12 +14,13 @@ LOCK_FILE = "lock"
 
 
 @contextmanager
-def only_writer(folder: Path, what: str) -> Iterator[None]:
+def only_writer(folder: Path, what: str, *, private: bool = False) -> Iterator[None]:
     """Hold a folder, which is made if need be, as its only writer.
 
     Args:
         folder: The folder; the file `lock` in it names the holder.
         what: What errors call it, such as "run folder".
+        private: Whether only the owner may read what is written there.
 
     Raises:
         FolderBusy: Another process writes here.
@@ -26,7 +28,7 @@ def only_writer(folder: Path, what: str) -> Iterator[None]:
     """
     lock = held(folder / LOCK_FILE)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder) if private else folder.mkdir(parents=True, exist_ok=True)
         lock.__enter__()
     except LockHeld as error:
         raise FolderBusy(

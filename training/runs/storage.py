@@ -1,7 +1,8 @@
 """Writing to disk so that a process killed at any instant leaves nothing half-written behind.
 
 Every write of a run folder goes through this file: `write_file` replaces a whole file or leaves it as
-it was; `append_line` adds one line, and `read_lines` drops a last line that a kill cut short.
+it was; `append_line` adds one line, and `read_lines` drops a last line that a kill cut short. A file is as private as
+its folder (`opusim.files`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from opusim.files import make_folder, open_to_write
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -31,10 +34,10 @@ def write_file(path: Path, content: bytes) -> None:
     Raises:
         OSError: The disk is full or not writable; `path` keeps its old content.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.partial")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        descriptor = open_to_write(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             _write_all(descriptor, content)
             os.fsync(descriptor)
@@ -112,7 +115,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     A last line without its newline (cut by a kill) is removed first, so lines never run together.
     """
     line = (json.dumps(record, allow_nan=False) + "\n").encode()
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT)
     try:
         os.lseek(descriptor, _end_of_last_line(descriptor), os.SEEK_SET)
         os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR))

@@ -34,6 +34,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from opusim.files import open_to_write
 from training.errors import RunFolderError
 from training.runs.storage import read_json, write_json
 from training.zo.entry import StepEntry
@@ -99,7 +100,7 @@ class StepLog:
         self.header, self.steps = header, steps
         if not steps:
             content = header.to_bytes()
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._descriptor = open_to_write(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             _write(self._descriptor, content)
             self._digest = content[-_HEADER_DIGEST:]
             return
@@ -112,7 +113,7 @@ class StepLog:
                 f"{path}: holds {len(found)} of the {steps} steps done; restore it from a copy"
             )
         self._digest = found[-1][1]
-        self._descriptor = os.open(path, os.O_WRONLY)
+        self._descriptor = open_to_write(path, os.O_WRONLY)
         end = start + steps * self.header.record_size
         os.ftruncate(self._descriptor, end)
         os.lseek(self._descriptor, end, os.SEEK_SET)

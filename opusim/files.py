@@ -1,0 +1,184 @@
+"""Files of users and of runs: read within a limit, written no wider than their folder allows.
+
+Reading never blocks on a named pipe and never takes more memory than a stated limit. Writing follows one rule: **a
+file is as private as its folder.** In a folder that its owner only may enter (mode 0700), files are created with mode
+0600 and folders with mode 0700, from the first byte on; elsewhere the umask decides. `make_private_folder` makes such
+a folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any
+
+TEXT_LIMIT = 64 * 2**20
+"""Bytes of a configuration, description, certificate or JSON file, at most."""
+DEPTH_LIMIT = 64
+"""Tables and lists within each other in such a file, at most."""
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def is_private(folder: Path) -> bool:
+    """Whether only its owner may enter a folder."""
+    return not folder.stat().st_mode & _OTHERS
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its missing parents; inside a private folder they are private."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(mode=0o700 if is_private(path.parent) else 0o777, exist_ok=True)
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a folder that only its owner may enter; one that is there is closed to others.
+
+    Raises:
+        OSError: It cannot be made, or belongs to another user.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    if not is_private(path):
+        path.chmod(0o700)
+
+
+def open_to_write(path: Path, flags: int) -> int:
+    """Open a regular file for writing, created with the mode that its folder calls for.
+
+    Args:
+        path: The file; the folder is there. A symbolic link is refused.
+        flags: Of `os.open`; O_CREAT and O_TRUNC as needed.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: It cannot be opened, or is no regular file.
+    """
+    private = is_private(path.parent)
+    mode = 0o600 if private else 0o644
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    try:
+        _require_regular(descriptor, path)
+        if private and os.fstat(descriptor).st_mode & _OTHERS:
+            os.fchmod(descriptor, 0o600)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_bytes(path: str | Path, *, at_most: int = TEXT_LIMIT) -> bytes:
+    """Read a regular file whole.
+
+    Args:
+        path: The file, or a symbolic link to it.
+        at_most: Bytes.
+
+    Raises:
+        OSError: It cannot be read, is no regular file (such as a named pipe), or is longer.
+    """
+    descriptor = open_to_read(path)
+    with os.fdopen(descriptor, "rb") as file:
+        content = file.read(at_most + 1)
+    if len(content) > at_most:
+        raise OSError(errno.EFBIG, f"longer than {at_most:,} bytes", str(path))
+    return content
+
+
+def open_to_read(path: str | Path) -> int:
+    """A descriptor of a regular file; opening a named pipe does not block, but fails.
+
+    Raises:
+        OSError: It cannot be opened, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _require_regular(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def require_regular(path: str | Path) -> None:
+    """Refuse what a library should not open by its name, such as a named pipe.
+
+    Raises:
+        OSError: The path names no regular file, or none that can be read.
+    """
+    os.close(open_to_read(path))
+
+
+def read_text(path: str | Path, *, at_most: int = TEXT_LIMIT) -> str:
+    """Read a UTF-8 file; see `read_bytes`.
+
+    Raises:
+        UnicodeDecodeError: It is not UTF-8.
+    """
+    return read_bytes(path, at_most=at_most).decode("utf-8")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        json.JSONDecodeError: It is none, or is nested more than `DEPTH_LIMIT` deep.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError(_TOO_DEEP, "", 0) from None
+    except ValueError as error:  # not UTF-8, or a number with too many digits
+        raise json.JSONDecodeError(str(error), "", 0) from None
+    if _is_deep(value):
+        raise json.JSONDecodeError(_TOO_DEEP, "", 0)
+    return value
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML.
+
+    Raises:
+        tomllib.TOMLDecodeError: It is none, or is nested more than `DEPTH_LIMIT` deep.
+    """
+    try:
+        value = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise tomllib.TOMLDecodeError(_TOO_DEEP) from None
+    except ValueError as error:  # a number with too many digits, an impossible date
+        raise tomllib.TOMLDecodeError(str(error)) from None
+    if _is_deep(value):
+        raise tomllib.TOMLDecodeError(_TOO_DEEP)
+    return value
+
+
+_TOO_DEEP = f"more than {DEPTH_LIMIT} tables and lists within each other"
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEPTH_LIMIT + 1):
+        below = [list(v.values()) if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
+        level = [item for values in below for item in values]
+        if not level:
+            return False
+    return True
+
+
+def _require_regular(descriptor: int, path: str | Path) -> None:
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))

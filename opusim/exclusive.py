@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,10 +17,11 @@ FOLDER_VARIABLE = "OPUSIM_LOCKS"
 
 
 class ExclusiveUse:
-    """The right to use a device, for this process alone.
+    """The right to use a device, for this process only.
 
-    The lock is a file in the folder that OPUSIM_LOCKS names, else in the system's temporary folder; all users of one
-    device on one machine must agree on it. The kernel gives it back when its holder dies.
+    The lock is a file in the folder that OPUSIM_LOCKS names, else in a folder of the user's own (`lock_folder`). If
+    several users share a device, all must set OPUSIM_LOCKS to one folder that all can write. The kernel gives the lock
+    back when its holder dies.
 
     Args:
         name: the device's name.
@@ -40,7 +43,7 @@ class ExclusiveUse:
         path = lock_file(self._name)
         lock = held(path)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make(path.parent)
             lock.__enter__()
         except LockHeld as error:
             raise DeviceBusy(
@@ -62,6 +65,41 @@ class ExclusiveUse:
 
 def lock_file(name: str) -> Path:
     """Where the lock of a device is."""
-    folder = os.environ.get(FOLDER_VARIABLE)
-    base = Path(folder) if folder else Path(tempfile.gettempdir()) / "opusim-locks"
-    return base / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.lock"
+    return lock_folder() / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.lock"
+
+
+def lock_folder() -> Path:
+    """Where locks are: $OPUSIM_LOCKS; else in $XDG_RUNTIME_DIR; else in a private folder of the temporary folder.
+
+    $XDG_RUNTIME_DIR is taken only if it belongs to this user and nobody else may enter it.
+    """
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and _is_own(Path(runtime)):
+        return Path(runtime) / "opusim-locks"
+    return Path(tempfile.gettempdir()) / f"opusim-locks-{os.geteuid()}"
+
+
+def _make(folder: Path) -> None:
+    """Make the folder of the locks; one of the user's own must be closed to others.
+
+    Raises:
+        OSError: It cannot be made, is a link, or belongs to another user.
+    """
+    if os.environ.get(FOLDER_VARIABLE):
+        folder.mkdir(parents=True, exist_ok=True)
+        return
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not _is_own(folder):
+        raise PermissionError(errno.EPERM, "its folder is a link, or other users may enter it", str(folder))
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a path is a folder, no link, that belongs to this user and that nobody else may enter."""
+    try:
+        facts = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o077

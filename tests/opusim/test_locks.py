@@ -1,0 +1,126 @@
+"""A lock never writes through a link, and the folder of the locks belongs to the user."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from opusim.errors import DeviceUnavailable
+from opusim.exclusive import FOLDER_VARIABLE, ExclusiveUse, lock_file, lock_folder
+from opusim.locks import LockHeld, held
+from training.errors import RunFolderError
+from training.runs.locking import LOCK_FILE, only_writer
+
+VICTIM = "three pages of notes"
+
+
+def symlink(path: Path, victim: Path) -> None:
+    path.symlink_to(victim)
+
+
+def hard_link(path: Path, victim: Path) -> None:
+    path.hardlink_to(victim)
+
+
+def named_pipe(path: Path, victim: Path) -> None:
+    os.mkfifo(path)
+
+
+def other_file(path: Path, victim: Path) -> None:
+    victim.rename(path)
+    victim.symlink_to(path)  # so that the test reads it under its old name
+
+
+TRAPS: list[Callable[[Path, Path], None]] = [symlink, hard_link, named_pipe, other_file]
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    path = tmp_path / "victim"
+    path.write_text(VICTIM)
+    return path
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_lock_writes_into_no_other_file(tmp_path: Path, victim: Path, trap: Callable[..., None]) -> None:
+    path = tmp_path / "device.lock"
+    trap(path, victim)
+    with pytest.raises(OSError, match=r"no lock file|symbolic links"), held(path):
+        pass
+    assert victim.read_text() == VICTIM
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_device_lock_with_a_trap_is_one_clear_line(
+    tmp_path: Path, victim: Path, trap: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    trap(lock_file("gaussian"), victim)
+    with pytest.raises(DeviceUnavailable, match=rf"gaussian.lock cannot be written .*{FOLDER_VARIABLE}"):
+        ExclusiveUse("gaussian").acquire()
+    assert victim.read_text() == VICTIM
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_run_folder_with_a_trap_is_refused(tmp_path: Path, victim: Path, trap: Callable[..., None]) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    trap(folder / LOCK_FILE, victim)
+    with pytest.raises(RunFolderError, match="cannot be used"), only_writer(folder, "run folder"):
+        pass
+    assert victim.read_text() == VICTIM
+
+
+def test_a_lock_names_its_holder_and_is_given_back(tmp_path: Path) -> None:
+    path = tmp_path / "device.lock"
+    for _ in range(2):
+        with held(path):
+            with (
+                pytest.raises(LockHeld, match=f"process {os.getpid()} on {socket.gethostname()}"),
+                held(path),
+            ):
+                pass
+            assert path.read_text().startswith(f"process {os.getpid()} on")
+    other = tmp_path / "other.lock"
+    with held(path), held(other):
+        pass
+
+
+def test_locks_are_in_a_folder_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    runtime, shared = tmp_path / "runtime", tmp_path / "shared"
+    runtime.mkdir(mode=0o700)
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    assert lock_folder() == runtime / "opusim-locks"
+    runtime.chmod(0o755)  # others may enter: not what the specification of that folder promises
+    assert lock_folder() == shared / f"opusim-locks-{os.geteuid()}"
+    use = ExclusiveUse("gaussian")
+    use.acquire()
+    use.release()
+    assert stat.S_IMODE(lock_folder().stat().st_mode) == 0o700
+
+
+def test_a_folder_of_another_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    lock_folder().symlink_to(elsewhere)
+    with pytest.raises(DeviceUnavailable, match="its folder is a link, or other users may enter it"):
+        ExclusiveUse("gaussian").acquire()
+    lock_folder().unlink()
+    lock_folder().mkdir()
+    lock_folder().chmod(0o777)
+    with pytest.raises(DeviceUnavailable, match="its folder is a link, or other users may enter it"):
+        ExclusiveUse("gaussian").acquire()
+    assert not list(elsewhere.iterdir())

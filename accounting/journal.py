@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from accounting.errors import LedgerCorrupt
-from opusim.files import open_to_write
+from opusim.files import open_to_write, parse_json, read_bytes
 
 SCHEMA_VERSION = 1
 _GENESIS = "0" * 64
+_LIMIT = 2**30
+"""Bytes of a journal, at most."""
 
 
 class Journal:
@@ -86,7 +88,7 @@ def head_file(path: Path) -> Path:
 def _read(path: Path) -> tuple[list[dict[str, Any]], str, int]:
     """Entries, last digest, and the length in bytes of what counts."""
     promised, promised_digest = _read_head(path)
-    content = path.read_bytes() if path.exists() else b""
+    content = read_bytes(path, at_most=_LIMIT) if path.exists() else b""
     *lines, rest = content.split(b"\n")
     entries: list[dict[str, Any]] = []
     digest, length = _GENESIS, 0
@@ -124,7 +126,7 @@ def _verified(
     """
     problem = "its digest does not fit: it was changed"
     try:
-        content = json.loads(line)
+        content = parse_json(line)
         entry = content["entry"]
         if content["schema_version"] != SCHEMA_VERSION:
             problem = f"schema_version {content['schema_version']!r} is not {SCHEMA_VERSION}"
@@ -156,7 +158,7 @@ def _read_head(path: Path) -> tuple[int, str]:
     if not head.exists():
         return 0, _GENESIS
     try:
-        content = json.loads(head.read_bytes())
+        content = parse_json(read_bytes(head))
         lines, digest, version = content["lines"], content["digest"], content["schema_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise LedgerCorrupt(f"{head}: line 1: was changed; restore the file from a copy") from error

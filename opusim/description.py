@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from opusim.description_schema import EXEMPT_FROM_PROVENANCE, DeviceDescription
 from opusim.errors import ConfigError
+from opusim.files import parse_toml, read_text
 
 __all__ = ["DeviceDescription", "load_description", "packaged_names", "parse_description"]
 
@@ -74,14 +75,12 @@ def _read(file: str) -> dict[str, Any]:
     """The raw content of a packaged description or of a path."""
     try:
         if file.endswith(".toml"):
-            return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+            return parse_toml(read_text(file))
         names = packaged_names()
         if file not in names:
             reason = f"no such device; known are {', '.join(names)}, or give a path ending in .toml"
             raise ConfigError(file, "name", reason + _suggestion(file, names))
-        return tomllib.loads(
-            resources.files("hw_configs").joinpath(f"{file}.toml").read_text(encoding="utf-8")
-        )
+        return parse_toml(resources.files("hw_configs").joinpath(f"{file}.toml").read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(file, "path", f"cannot be read: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -92,6 +92,16 @@ def read_bytes(path: str | Path, *, at_most: int = TEXT_LIMIT) -> bytes:
     return content
 
 
+def read_head(path: str | Path, size: int) -> bytes:
+    """The first bytes of a regular file; all of a shorter one.
+
+    Raises:
+        OSError: It cannot be read, or is no regular file.
+    """
+    with os.fdopen(open_to_read(path), "rb") as file:
+        return file.read(size)
+
+
 def open_to_read(path: str | Path) -> int:
     """A descriptor of a regular file; opening a named pipe does not block, but fails.
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-from pathlib import Path
 
 from opusim.description_schema import DeviceDescription
 from opusim.errors import DeviceUnavailable
 from opusim.exclusive import ExclusiveUse
+from opusim.files import parse_json, read_bytes
 
 INSTALL_LIGHTONML = "pip install 'opusim[lighton]', and then pip install --no-deps lightonml==1.4.3"
 
@@ -63,7 +62,7 @@ def require_configuration(name: str, file: str) -> None:
     if not file or file.startswith("http"):
         return
     try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
+        content = parse_json(read_bytes(file))
     except OSError as error:
         raise DeviceUnavailable(
             f"device {name!r}: lighton.config_file = {file!r} cannot be read ({error.strerror}); check the path"

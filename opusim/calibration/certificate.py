@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 
 from opusim.description_schema import DeviceDescription
 from opusim.errors import ConfigError
+from opusim.files import parse_toml, read_text
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
 from opusim.settings import Section
 
@@ -147,7 +148,7 @@ def load_certificate(path: str | Path) -> Certificate:
         ConfigError: the file cannot be read, or is no certificate.
     """
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        content = parse_toml(read_text(path))
         return Certificate.model_validate(content)
     except OSError as error:
         raise ConfigError(str(path), "path", f"cannot be read: {error.strerror or error}") from None

@@ -119,7 +119,7 @@ ZIPPED = gzip.compress(SOUND)
         (IMAGES, SOUND[:9], "cut short.*9 bytes do not hold a header of 16"),
         (IMAGES, SOUND[:3], "cut short.*3 bytes do not hold a header of 16"),
         (IMAGES, b"", "cut short.*0 bytes do not hold a header"),
-        (IMAGES, SOUND + b"\x00", "holds 181 bytes of data, its header promises 180"),
+        (IMAGES, SOUND + b"\x00", "holds more than the 180 bytes that its header promises"),
         (IMAGES, _idx(np.arange(20)), "starts with 0x00000801.*3 dimension.*starts with 0x00000803"),
         (IMAGES, _idx(_images(20), element_type=13), "starts with 0x00000d03"),
         (LABELS, SOUND, "starts with 0x00000803.*1 dimension.*starts with 0x00000801"),

@@ -75,7 +75,7 @@ def curve(
                 on_row=bar.advance,
             )
     result = SweepResult(spec=read, points=points, rows=rows, folder=folder)
-    report_file = write_sweep(result, spec.read_text(encoding="utf-8"))
+    report_file = write_sweep(result, text.text)
     print_rows(setting_rows(result), without=("device energy [J]", "device time [s]"))
     for row in rows.values():
         if row.status == "failed":

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from opusim.errors import ConfigError
+from opusim.files import DEPTH_LIMIT, parse_json, parse_toml, read_text
 from training.config.run import RunConfig
 
 
@@ -52,7 +53,7 @@ def parse_setting(setting: str) -> dict[str, Any]:
     if not separator or not key.strip():
         raise ConfigError("--set", setting, "is not of the form key=value, as in trainer.threshold=0.1")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
     return nested(key.strip(), value)
@@ -60,7 +61,12 @@ def parse_setting(setting: str) -> dict[str, Any]:
 
 def nested(key: str, value: Any) -> dict[str, Any]:
     """Turn "a.b" and a value into {"a": {"b": value}}."""
-    for part in reversed(key.split(".")):
+    parts = key.split(".")
+    if len(parts) > DEPTH_LIMIT:
+        raise ConfigError(
+            "configuration", f"{key[:40]}...", f"has more than {DEPTH_LIMIT} parts; check the key"
+        )
+    for part in reversed(parts):
         value = {part: value}
     return value
 
@@ -92,10 +98,10 @@ def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> dict[str
         return dict(source)
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         if path.suffix != ".json":
-            return tomllib.loads(text)
-        values = json.loads(text)
+            return parse_toml(text)
+        values = parse_json(text)
         if not isinstance(values, dict):
             raise ConfigError(str(path), "syntax", f"holds a {type(values).__name__}, not a table of keys")
         return dict(

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from opusim.files import parse_json, require_regular
 from training.averaging import TailAverage
 from training.errors import RunFolderError
 from training.optimizers import load_optimizer_tensors, optimizer_tensors
@@ -95,8 +96,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         RunFolderError: The file is missing, cut, damaged or of another schema.
     """
     try:
+        require_regular(path)  # safetensors would wait for a named pipe
         with safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {})["opusim"])
+            facts = parse_json((file.metadata() or {})["opusim"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
         raise RunFolderError(f"{path} is not a readable checkpoint ({error}); {_REMEDY}") from error

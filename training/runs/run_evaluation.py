@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,9 @@ import numpy as np
 
 from training.data import Split, load_dataset
 from training.data.errors import DataError
+from training.data.npz import read_arrays
 from training.data.records import OWN_ARRAYS
 from training.runs.run import Run, load_run
-
-_UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = None) -> dict[str, Any]:
@@ -65,23 +62,5 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         DataError: It cannot be read, or holds other arrays.
     """
-    try:
-        loaded = np.load(path, allow_pickle=False)
-    except _UNREADABLE as error:
-        raise _unreadable(path, error) from error
-    if not isinstance(loaded, np.lib.npyio.NpzFile):
-        raise DataError(f"{path} holds one array; write both with numpy.savez({str(path)!r}, x=x, y=y)")
-    with loaded as file:
-        missing = {"x", "y"} - set(file.files)
-        if missing:
-            raise DataError(
-                f"{path} has no array {' and '.join(sorted(missing))}; write numpy.savez(FILE, x=x, y=y)"
-            )
-        try:
-            return file["x"], file["y"]  # read from the disk here, not above
-        except _UNREADABLE as error:
-            raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} is not an .npz file with arrays x and y ({error})")
+    x, y = read_arrays(path, ("x", "y"))
+    return x, y

@@ -18,12 +18,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from opusim.files import make_folder, open_to_write
+from opusim.files import make_folder, open_to_write, parse_json, read_bytes, require_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _ARRAY = "array"
+_LINES_LIMIT = 2**30
+"""Bytes of a file of JSON lines, at most."""
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -62,7 +64,7 @@ def read_json(path: Path) -> Any:
         ValueError: The file is not JSON; the message names it.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(read_bytes(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON ({error}); restore the file or start a new run folder") from error
 
@@ -79,6 +81,7 @@ def read_array(path: Path) -> np.ndarray:
         ValueError: The file is something else, cut, or of another schema; the message names it.
     """
     try:
+        require_regular(path)  # safetensors would wait for a named pipe
         with safe_open(path, framework="np") as file:
             if (file.metadata() or {}).get("schema_version") != "1":
                 raise ValueError(f"{path}: schema_version is not 1; read it with the opusim that wrote it")
@@ -104,6 +107,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
+        require_regular(path)
         return dict(load_file(path))
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: not readable as safetensors ({error}); give another file") from error
@@ -136,10 +140,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    lines = path.read_bytes().split(b"\n")
+    lines = read_bytes(path, at_most=_LINES_LIMIT).split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):  # what stands behind the last newline was cut
         try:
-            records.append(json.loads(line))
+            records.append(parse_json(line))
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{path}: line {number} is not JSON ({error}); the file was changed by hand"

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from opusim.errors import ConfigError
+from opusim.files import parse_toml, read_text
 from training.config.section import Section
 from training.sweeps.lines import line_of
 
@@ -58,10 +59,13 @@ class SpecText:
     Args:
         text: The TOML document.
         origin: What errors call it.
+
+    Attributes:
+        text: The TOML document.
     """
 
     def __init__(self, text: str, origin: str) -> None:
-        self._text, self._origin = text, origin
+        self.text, self._origin = text, origin
 
     def error(self, reason: str, *paths: Sequence[str]) -> ConfigError:
         """An error at the first of these paths that the text holds most of.
@@ -70,14 +74,14 @@ class SpecText:
             reason: What is wrong, and what to do.
             paths: Where it may stand, the likeliest first; the error is named after it.
         """
-        found = [(line_of(self._text, path), path) for path in paths]
+        found = [(line_of(self.text, path), path) for path in paths]
         line = next((number for number, path in found if number is not None), None)
         place = self._origin if line is None else f"{self._origin}, line {line}"
         return ConfigError(place, ".".join(part for part in paths[0] if not part.isdigit()), reason)
 
     def holds(self, path: Sequence[str]) -> bool:
         """Whether the text sets this very key."""
-        return line_of(self._text, path) != line_of(self._text, path[:-1])
+        return line_of(self.text, path) != line_of(self.text, path[:-1])
 
 
 def read_spec(path: str | Path) -> tuple[SweepSpec, SpecText]:
@@ -88,12 +92,12 @@ def read_spec(path: str | Path) -> tuple[SweepSpec, SpecText]:
     """
     origin = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = f"cannot be read ({getattr(error, 'strerror', None) or error}); check the path"
         raise ConfigError(origin, "path", reason) from error
     try:
-        values = tomllib.loads(text)
+        values = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(origin, "syntax", f"is not valid TOML: {error}") from error
     return parse_spec(values, SpecText(text, origin))

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opusim.files import read_text
 from training.data.errors import DataError
 
 PAD = -1.0
+_TEXTS_LIMIT = 2**30
+"""Bytes of a file of texts, at most."""
 TEXT, MASK = "{text}", "{mask}"
 
 
@@ -109,7 +112,7 @@ def read_texts(path: Path) -> tuple[list[str], Tensor]:
         DataError: It cannot be read, or a line is something else.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, at_most=_TEXTS_LIMIT).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: cannot be read ({error}); give a file of lines: text, tab, label"

@@ -34,7 +34,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from opusim.files import open_to_write
+from opusim.files import open_to_write, parse_json, read_head
 from training.errors import RunFolderError
 from training.runs.storage import read_json, write_json
 from training.zo.entry import StepEntry
@@ -197,7 +197,7 @@ def read_header(path: Path) -> tuple[LogHeader, int]:
         StepLogCorrupt: It is none, or was changed.
     """
     try:
-        content = path.read_bytes()[: 2**24]
+        content = read_head(path, 2**24)
     except OSError as error:
         raise StepLogCorrupt(f"{path}: cannot be read ({error.strerror}); give a step log") from error
     if content[:8] != MAGIC or len(content) < 12:
@@ -205,7 +205,7 @@ def read_header(path: Path) -> tuple[LogHeader, int]:
     end = 12 + struct.unpack("<I", content[8:12])[0]
     if _hashed(content[12:end], size=_HEADER_DIGEST) != content[end : end + _HEADER_DIGEST]:
         raise StepLogCorrupt(f"{path}: the header was changed or cut; restore the file from a copy")
-    values = json.loads(content[12:end])
+    values = parse_json(content[12:end])
     if values.pop("schema_version") != SCHEMA_VERSION:
         raise StepLogCorrupt(f"{path}: is of another schema; read it with the opusim that wrote it")
     return LogHeader(**values), end + _HEADER_DIGEST

@@ -43,12 +43,12 @@ def search(base: float, mean: int) -> dict[str, Any]:
         },
     )
     found = Search(load_config(config), CHOICES, mean=mean, folder=FOLDER / f"{base:g}-{mean}")
-    trials, result = found.trials, found.run()
+    result = found.run()
     chosen = (result.run.summary or {}) if result.run is not None else {}
     return {
         "base_epsilon": base,
         "mean": mean,
-        "trials": trials,
+        "trials": result.trials,
         "epsilon": result.guarantee.epsilon,
         "settings": result.settings,
         "score": None if result.score is None else 100 * result.score,

@@ -165,7 +165,7 @@ def test_a_choice_that_cannot_be_trained_is_refused_before_it_is_paid_for(
 
 
 def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
-    Search(config(), CHOICES, mean=4.0, folder=tmp_path)
+    Search(config(), CHOICES, mean=4.0, folder=tmp_path).run()
     with pytest.raises(RunFolderError, match="holds another search"):
         Search(config(), CHOICES, mean=5.0, folder=tmp_path)
 

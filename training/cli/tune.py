@@ -61,7 +61,8 @@ def tune(
     )
 
     def tell(done: int, of: int) -> None:
-        typer.echo(f"trial {done} of {of} is done", err=True)
+        warning = " (their number is not for release)" if release else ""
+        typer.echo(f"trial {done} of {of} is done{warning}", err=True)
 
     found = search.run(None if quiet else tell)
     if quiet:
@@ -70,6 +71,10 @@ def tune(
     from accounting.tables import guarantee_rows, print_rows
 
     print_rows(guarantee_rows([found.guarantee], seed_stored=not release))
+    if found.searches > 1:
+        typer.echo(
+            f"{found.searches} searches were paid for in this folder; this epsilon is that of all of them"
+        )
     if found.run is None:
         typer.echo("no trial was drawn: the search found nothing, and searching again costs again")
         return

@@ -14,6 +14,7 @@ from opusim.errors import ConfigError
 from training.config.reading import load_config
 from training.config.run import RunConfig
 from training.errors import RunFolderError
+from training.runs.kinds import require_kind
 from training.runs.locking import LOCK_FILE, only_writer
 from training.runs.storage import append_line, read_json, read_lines, write_json, write_lines
 
@@ -85,6 +86,7 @@ class RunFolder:
 
     def _check_new(self) -> None:
         """Refuse a folder that holds anything but what a start that was killed leaves."""
+        require_kind(self.path, "run")
         if self.started:
             state = "a finished run" if self.finished else "an unfinished run"
             remedy = "" if self.finished else f", or go on with it: opusim train resume {self.path}"

@@ -11,6 +11,7 @@ import joblib
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from training.errors import SweepStopped
+from training.runs.kinds import require_kind
 from training.runs.locking import only_writer
 from training.sweeps.folder import SweepFolder
 from training.sweeps.points import Point
@@ -46,9 +47,11 @@ def run_sweep(
 
     Raises:
         FolderBusy: Another process makes this sweep.
+        RunFolderError: The folder holds other work.
         SweepStopped: The cluster cannot be reached, or was lost; or processes die before they begin a run.
     """
     distinct = {point.identity: point for point in points}
+    require_kind(folder.path, "sweep")
     with only_writer(folder.path, "sweep folder"):
         rows = folder.rows(list(distinct.values()))
         if retry_failed:

@@ -4,8 +4,13 @@ Each trial is mu-GDP in its model and its score together: the model because its 
 score because it is the accuracy on n held-out records plus N(0, (1 / (n mu))^2), which a held-out record moves by 1 / n
 (held-out records; a record is one or the other). accounting.private_selection prices the choice.
 
-The folder holds `tuning.json` (what was drawn and found so far), a run folder for each trial, and in the end
-`best/` with `result.json`. In release mode only the best trial and the score are kept: the number of trials and the
+**Every search is paid for before its number of trials is drawn.** A search that was stopped resumes without a second
+payment as long as its `tuning.json` is there: the draw stands, finished trials keep their scores, and a trial that was
+cut short goes on from its own checkpoint, so that one result comes out. Without that file the draw is lost, and what
+begins is a second search: it is refused if the first one left trials or a result, and paid for again otherwise.
+
+The folder holds `tuning.json` (what was drawn and found so far), the ledger, a run folder for each trial, and in the
+end `best/` with `result.json`. In release mode only the best trial and the score are kept: the number of trials and the
 other trials are not covered, and are removed.
 """
 
@@ -17,7 +22,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from accounting.calibration import calibrate
 from accounting.errors import NoGuarantee
@@ -26,6 +30,7 @@ from accounting.ledger import LEDGER_FILE, Ledger
 from accounting.selection_mechanism import PrivateSelection
 from accounting.standard import gaussian_bounds
 from opusim.errors import ConfigError
+from opusim.files import make_folder
 from opusim.randomness import derive_seed, noise_stream
 from training.assembly import configured_sampler, load_data
 from training.config.reading import load_config
@@ -34,12 +39,20 @@ from training.errors import RunFolderError
 from training.family import family_of
 from training.runs.evaluation import evaluate_split
 from training.runs.folder import RunFolder
+from training.runs.kinds import require_kind
+from training.runs.locking import LOCK_FILE, only_writer
 from training.runs.run import Run, load_run
-from training.runs.storage import read_json, write_json
+from training.runs.storage import write_file, write_json
 from training.session import train
-from training.tuning.choices import Draw, draw_from_json, draw_to_json, draw_trials
+from training.tuning.choices import Draw, draw_trials
+from training.tuning.state import STATE_FILE, SearchState
 
 OnTrial = Callable[[int, int], None]
+_PAYMENT = "search"
+"""What a ledger calls the payment of a search."""
+_LEDGER_FILES = (LEDGER_FILE, "ledger.head")
+_BEFORE_THE_DRAW = {*_LEDGER_FILES, "ledger.head.partial", f".{STATE_FILE}.partial", LOCK_FILE}
+"""What a search that was killed before it drew anything leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,79 +60,126 @@ class Found:
     """What a search gives.
 
     Attributes:
-        run: The best trial; None where no trial was drawn.
+        run: The best trial; None if no trial was drawn.
         score: Its accuracy on held-out records, noised.
         settings: Its lines key=value.
-        guarantee: Of the whole search.
+        guarantee: Of everything that was searched in this folder.
+        searches: How many searches that is.
+        trials: How many trials were drawn; None in release mode, whose guarantee does not cover the number.
     """
 
     run: Run | None
     score: float | None
     settings: tuple[str, ...]
     guarantee: Guarantee
+    searches: int
+    trials: int | None
 
 
 class Search:
-    """A search in its folder, begun anew or gone on with.
+    """A search in its folder, begun or resumed by `run`.
 
     Args:
         config: What all trials share; protection.kind = "last-iterate", protection.epsilon for the whole search.
         choices: Values to choose from, by key.
         mean: m, expected number of trials.
-        folder: Where it is written; one that holds the same search is gone on with.
+        folder: Where it is written; one that holds the same search is resumed.
 
     Raises:
         ConfigError: The configuration is not one of a last iterate, holds no record out, or a choice is wrong.
         NoGuarantee: No trial is private enough for epsilon, or no theorem covers one of the choices.
-        RunFolderError: The folder holds another search.
+        RunFolderError: The folder holds other work, or another search.
     """
 
     def __init__(
         self, config: RunConfig, choices: Mapping[str, Sequence[str]], *, mean: float, folder: Path
     ) -> None:
         _require_searchable(config)
-        self._folder, self._file = folder, folder / "tuning.json"
+        self._folder, self._choices = folder, {key: list(values) for key, values in choices.items()}
+        self._asked = {"config": config.digest(), "choices": self._choices, "mean": mean}
+        require_kind(folder, "search")
+        self._check_asked(SearchState.read(folder))
         self._selection = selection_within(config, mean)
         self._config = _base(config, self._selection.mu)
-        wanted = {
-            "config": config.digest(),
-            "choices": {k: list(v) for k, v in choices.items()},
-            "mean": mean,
-        }
-        if not self._file.exists():
-            self._require_trainable(choices)
-            seed = config.seed if config.mode == "experiment" else None
-            draw = draw_to_json(draw_trials(choices, mean, seed=seed))
-            write_json(self._file, {"schema_version": 1, "asked": wanted, "draw": draw, "scores": {}})
-        self._state: dict[str, Any] = read_json(self._file)
-        if self._state["asked"] != wanted:
-            raise RunFolderError(
-                f"{folder} holds another search; choose an empty folder, or ask for the same"
-            )
-        self._draw = draw_from_json(self._state["draw"])
-
-    @property
-    def trials(self) -> int:
-        """How many were drawn: not for release."""
-        return len(self._draw.trials)
+        self._require_trainable(choices)
 
     def run(self, on_trial: OnTrial | None = None) -> Found:
-        """Train what is left, then keep the best.
+        """Pay for the search and draw it, or resume it; train what is left, then keep the best.
 
         Args:
-            on_trial: Told how many trials are done, of how many.
+            on_trial: Told how many trials are done, of how many: not for release.
+
+        Raises:
+            FolderBusy: Another process searches here.
+            RunFolderError: The folder holds other work, another search, or one that was changed.
         """
+        release = self._config.mode == "release"
+        with only_writer(self._folder, "search folder", private=release):
+            require_kind(self._folder, "search")
+            state, guarantee, searches = self._paid()
+            trials = len(state.draw.trials)
+            for number in range(trials):
+                if number not in state.scores:
+                    state.scores[number] = self._score(state, number)
+                    state.write(self._folder)
+                if on_trial is not None:
+                    on_trial(number + 1, trials)
+            run, score, settings = self._keep_best(state)
+        return Found(
+            run=run,
+            score=score,
+            settings=settings,
+            guarantee=guarantee,
+            searches=searches,
+            trials=None if release else trials,
+        )
+
+    def _check_asked(self, state: SearchState | None) -> None:
+        if state is not None and state.asked != self._asked:
+            raise RunFolderError(
+                f"search folder {self._folder} holds another search; choose an empty folder, or ask for the same"
+            )
+
+    def _paid(self) -> tuple[SearchState, Guarantee, int]:
+        """The search to go on with, which is paid for; the guarantee of all searches here, and their number."""
+        state = SearchState.read(self._folder)
+        self._check_asked(state)
+        if state is None:
+            self._require_empty()
         with self._ledger() as ledger:
-            if not ledger.content.payments:
-                ledger.pay_once("search", self._selection)
-            guarantee = ledger.guarantees()[0]
-        for number in range(self.trials):
-            if str(number) not in self._state["scores"]:
-                self._state["scores"][str(number)] = self._score(number)
-                write_json(self._file, self._state)
-            if on_trial is not None:
-                on_trial(number + 1, self.trials)
-        return self._keep_best(guarantee)
+            if any(payment.name != _PAYMENT for payment in ledger.content.payments):
+                raise RunFolderError(
+                    f"search folder {self._folder} holds the ledger of a run; choose an empty folder"
+                )
+            if state is None:
+                ledger.pay_once(_PAYMENT, self._selection)  # in release mode a new one each time
+                state = self._drawn(payment=len(ledger.content.payments))
+            searches = len(ledger.content.payments)
+            if state.payment > searches:
+                raise RunFolderError(
+                    f"{self._folder / LEDGER_FILE} does not hold the payment of this search; restore it from a copy"
+                )
+            return state, ledger.guarantees()[0], searches
+
+    def _require_empty(self) -> None:
+        """Refuse to begin a search among what an earlier one, or something else, left."""
+        others = sorted(path.name for path in self._folder.iterdir() if path.name not in _BEFORE_THE_DRAW)
+        if any(name.startswith("trial-") or name in ("best", "result.json") for name in others):
+            raise RunFolderError(
+                f"search folder {self._folder} holds what a search found, but its {STATE_FILE} is missing; restore "
+                "that file, or choose an empty folder: searching again is a second search and costs again"
+            )
+        if others:
+            raise RunFolderError(
+                f"search folder {self._folder} holds other files ({', '.join(others[:3])}); choose an empty folder"
+            )
+
+    def _drawn(self, *, payment: int) -> SearchState:
+        seed = self._config.seed if self._config.mode == "experiment" else None
+        draw = draw_trials(self._choices, self._selection.mean, seed=seed)
+        state = SearchState(asked=self._asked, payment=payment, draw=draw, started=[], scores={})
+        state.write(self._folder)
+        return state
 
     def _require_trainable(self, choices: Mapping[str, Sequence[str]]) -> None:
         """Refuse a choice that no trial could be trained with, before the search is drawn and paid for."""
@@ -129,54 +189,67 @@ class Search:
             trial = load_config(self._config, lines)
             family_of(trial.trainer.kind).require_covered(trial, dataset, configured_sampler(trial, dataset))
 
-    def _score(self, number: int) -> float:
-        """Train a trial, or go on with it, and score it."""
-        path, folder = self._folder / f"trial-{number}", RunFolder(self._folder / f"trial-{number}")
-        if folder.finished:
-            run = load_run(path)
-        elif folder.started:
-            run = train(folder=path, resume=True)
-        else:
-            run = train(self._trial(number), folder=path)
+    def _score(self, state: SearchState, number: int) -> float:
+        """Train a trial, or resume it, and score it."""
+        folder = RunFolder(self._folder / f"trial-{number}")
+        if number in state.started and not folder.path.exists():
+            raise RunFolderError(
+                f"{folder.path} is missing, though its training was begun; restore it, or choose an empty folder: "
+                "training it again is a second search and costs again"
+            )
+        make_folder(folder.path)
+        if number not in state.started:
+            state.started.append(number)
+            state.write(self._folder)
+        run = self._trained(state, number, folder)
         held_out = load_data(run.config, None).validation
         accuracy = evaluate_split(run.model, held_out, run.config.loss)["accuracy"]
         std = 1 / (len(held_out) * self._selection.mu)
-        stream = noise_stream(run.config.mode, self._seed(number), "score-noise")
+        stream = noise_stream(run.config.mode, _seed(state.draw, number), "score-noise")
         return accuracy + std * float(stream.normal((1,))[0])
 
-    def _trial(self, number: int) -> RunConfig:
-        config = load_config(self._config, self._draw.trials[number])
-        return config.model_copy(update={"seed": self._seed(number)})
+    def _trained(self, state: SearchState, number: int, folder: RunFolder) -> Run:
+        if folder.finished:
+            return load_run(folder.path)
+        if folder.started:
+            return train(folder=folder.path, resume=True)
+        config = load_config(self._config, state.draw.trials[number])
+        return train(config.model_copy(update={"seed": _seed(state.draw, number)}), folder=folder.path)
 
-    def _seed(self, number: int) -> int:
-        return 0 if self._draw.seed is None else derive_seed(self._draw.seed, "trial", number) >> 1
-
-    def _keep_best(self, guarantee: Guarantee) -> Found:
+    def _keep_best(self, state: SearchState) -> tuple[Run | None, float | None, tuple[str, ...]]:
         """The best trial under `best`, with the ledger of the search: its own epsilon forgets the choice."""
-        scores = {int(number): float(score) for number, score in self._state["scores"].items()}
         result_file, best = self._folder / "result.json", self._folder / "best"
-        if not scores:
+        if not state.scores:
             write_json(result_file, {"schema_version": 1, "score": None, "settings": []})
-            return Found(run=None, score=None, settings=(), guarantee=guarantee)
-        winner = max(scores, key=lambda number: scores[number])
+            return None, None, ()
+        winner = max(state.scores, key=lambda number: state.scores[number])
         if not best.exists():
-            partial = self._folder / "best.partial"
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(self._folder / f"trial-{winner}", partial)
-            for name in (LEDGER_FILE, "ledger.head"):
-                shutil.copyfile(self._folder / name, partial / name)
-            partial.rename(best)
-        settings = self._draw.trials[winner]
-        write_json(result_file, {"schema_version": 1, "score": scores[winner], "settings": list(settings)})
+            self._copy_best(winner, best)
+        score, settings = state.scores[winner], state.draw.trials[winner]
+        write_json(result_file, {"schema_version": 1, "score": score, "settings": list(settings)})
         if self._config.mode == "release":
-            for number in scores:
+            for number in state.scores:
                 shutil.rmtree(self._folder / f"trial-{number}", ignore_errors=True)
-            only = {
-                "draw": draw_to_json(Draw(trials=(settings,), seed=None)),
-                "scores": {"0": scores[winner]},
-            }
-            write_json(self._file, {**self._state, **only})
-        return Found(run=load_run(best), score=scores[winner], settings=settings, guarantee=guarantee)
+            state.draw, state.started = Draw(trials=(settings,), seed=None), [0]
+            state.scores = {0: score}
+            state.write(self._folder)
+        return load_run(best), score, settings
+
+    def _copy_best(self, winner: int, best: Path) -> None:
+        """The best trial, whole or not at all."""
+        partial, trial = self._folder / "best.partial", self._folder / f"trial-{winner}"
+        if not trial.is_dir():
+            raise RunFolderError(
+                f"{best} and {trial} are missing; restore one of them, or choose an empty folder: "
+                "searching again is a second search and costs again"
+            )
+        shutil.rmtree(partial, ignore_errors=True)
+        copied = {path.relative_to(trial): path for path in trial.rglob("*") if path.is_file()}
+        copied |= {Path(name): self._folder / name for name in _LEDGER_FILES}
+        for name, path in sorted(copied.items()):
+            if name.name != LOCK_FILE:
+                write_file(partial / name, path.read_bytes())
+        partial.rename(best)
 
     def _ledger(self) -> Ledger:
         return Ledger(
@@ -185,6 +258,11 @@ class Search:
             delta=self._config.protection.delta,
             enforced=True,
         )
+
+
+def _seed(draw: Draw, number: int) -> int:
+    """Seed of a trial; 0 in release mode, where nothing is seeded."""
+    return 0 if draw.seed is None else derive_seed(draw.seed, "trial", number) >> 1
 
 
 def selection_within(config: RunConfig, mean: float) -> PrivateSelection:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,12 @@ import training
 from opusim import files
 from training.runs.report import write_report
 from training.runs.run import load_run
+from training.sweeps.curves import SweepResult
+from training.sweeps.execution import run_sweep
+from training.sweeps.folder import SweepFolder
+from training.sweeps.points import points_of
+from training.sweeps.report import write_sweep
+from training.sweeps.spec import read_spec
 
 SMALL: dict[str, Any] = {
     "epochs": 1,
@@ -148,3 +157,69 @@ def test_writing_neither_blocks_nor_follows_links(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=name):
             files.open_to_write(tmp_path / name, os.O_WRONLY | os.O_TRUNC)
     assert (tmp_path / "victim").read_text() == "notes"
+
+
+COMMAND = [sys.executable, "-W", "error", "-c", "from training.cli import main; main()"]
+
+
+def opusim(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    settings = {**os.environ, "COLUMNS": "150", "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=cwd, env=settings)
+
+
+def test_an_audit_of_a_release_run_is_kept_elsewhere(open_folder: Path) -> None:
+    config = {**SMALL, "trainer": {"kind": "bp"}, "model": {"hidden": [40]}, "mode": "release"}
+    config |= {
+        "sampler": {"scheme": "poisson", "batch_size": 20},
+        "protection": {"kind": "record", "noise_multiplier": 2.0},
+    }
+    run = training.train(config, folder=open_folder / "run")
+    write_report(run)
+    before = {path: path.read_bytes() for path in run.folder.path.rglob("*") if path.is_file()}
+    refused = opusim("audit", "run", "--trials", "40", cwd=open_folder)
+    assert refused.returncode == 2
+    assert refused.stderr.strip().count("\n") == 0
+    assert "--out" in refused.stderr
+    done = opusim("audit", "run", "--trials", "40", "--seed", "1", "--out", "audit", cwd=open_folder)
+    assert done.returncode == 0, done.stderr
+    assert "Not for release: this audit holds figures of private records" in done.stderr
+    assert {path: path.read_bytes() for path in run.folder.path.rglob("*") if path.is_file()} == before
+    assert not wide(open_folder / "audit")
+    page = (open_folder / "audit" / "report.html").read_text()
+    assert "Not for release" in page
+    assert "null control" in page
+    (run.folder.path / "audit.json").write_bytes((open_folder / "audit" / "audit.json").read_bytes())
+    assert "null control" not in write_report(run).read_text()  # one that an earlier version left there
+
+
+SPEC = """\
+title = "Released"
+[config]
+epochs = 1
+mode = "release"
+model.hidden = [8]
+trainer.kind = "bp"
+sampler = { scheme = "poisson", batch_size = 100 }
+protection.kind = "record"
+[axes]
+protection.epsilon = [2.0, 8.0]
+"""
+
+
+def test_a_sweep_keeps_no_times_of_release_runs(open_folder: Path) -> None:
+    (open_folder / "spec.toml").write_text(SPEC)
+    read, text = read_spec(open_folder / "spec.toml")
+    points, folder = points_of(read, text), SweepFolder(open_folder / "sweep")
+    left: list[float | None] = []
+    rows = run_sweep(points, folder, jobs=1, on_row=lambda row, seconds: left.append(seconds))
+    write_sweep(SweepResult(spec=read, points=points, rows=rows, folder=folder), SPEC)
+    assert [row.status for row in rows.values()] == ["done", "done"]
+    assert left == [None, None]
+    for row in json.loads(folder.data_file.read_text())["runs"]:
+        assert row["row"]["wall_s"] is None
+        assert not {"seconds", "joules", "frames"} & row["row"]["figures"].keys()
+    with folder.table_file.open(newline="") as file:
+        assert {row["wall_seconds"] for row in csv.DictReader(file)} == {""}
+    assert all(json.loads(path.read_text())["wall_s"] is None for path in (folder.path / "rows").iterdir())
+    for point in points:
+        assert not wide(folder.run_path(point))

@@ -19,6 +19,7 @@ from accounting.guarantee import Guarantee
 from accounting.ledger import read_ledger
 from opusim import checks
 from opusim.description import parse_description
+from opusim.files import make_private_folder
 from opusim.randomness import derive_seed
 from training.assembly import (
     Arrays,
@@ -40,7 +41,8 @@ from training.data import Dataset
 from training.errors import RunFolderError
 from training.family import family_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.runs.folder import RunFolder
+from training.runs.folder import AUDIT_FILE, RunFolder
+from training.runs.kinds import require_kind
 from training.runs.storage import write_json
 
 FEWEST_TRIALS = 40
@@ -57,13 +59,14 @@ def audit_run(
     *,
     data: Arrays | Dataset | None = None,
     model: nn.Module | None = None,
+    out: str | Path | None = None,
     trials: int = 400,
     seed: int | None = None,
     delta: float | None = None,
     on_start: Callable[[int], None] = lambda total: None,
     on_trial: Callable[[], None] = lambda: None,
 ) -> RunAudit:
-    """Attack a run's records, and keep what was found as `audit.json` in its folder.
+    """Attack a run's records, and keep what was found as `audit.json`.
 
     The run itself is not changed. Its trainer is built as training builds it, set back to its newest checkpoint, and
     plays one step a trial on records that the auditor knows, with noise of its own. A release run's noise comes from
@@ -74,6 +77,8 @@ def audit_run(
         path: The run folder.
         data: The records, where the run was trained on a person's own.
         model: A module like the run's, where the run was given one that its folder cannot describe.
+        out: The folder for `audit.json`; None for the run's own. A release run needs one, which only its owner may
+            enter: what an attack finds of private records is covered by no guarantee, and not for release.
         trials: Trials of the game on the run, at least 40; the controls take up to 200 each.
         seed: Repeats the audit, in [0, 2^63), where the noise does not come from the system; None draws one, which is
             kept in the result.
@@ -82,7 +87,8 @@ def audit_run(
         on_trial: Called after each.
 
     Raises:
-        RunFolderError: There is no run or no checkpoint, or the data are others.
+        RunFolderError: There is no run or no checkpoint, or the data are others; or `out` is missing, or holds
+            something else.
         NoGuarantee: The run protects labels, or releases its last model alone, and this game is about records and
             steps.
         ConfigError: The optimizer cannot be undone, or data are missing.
@@ -92,6 +98,7 @@ def audit_run(
     seed = secrets.randbits(63) if seed is None else seed
     checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
     folder = RunFolder(path)
+    audit_file = _audit_file(folder, None if out is None else Path(out))
     parts = read_parts(folder, data, model)
     stated = read_ledger(folder.ledger_file).guarantees(delta=delta)
     wanted = parts.config.protection.delta if delta is None else delta
@@ -121,8 +128,29 @@ def audit_run(
         step=parts.checkpoint.step,
         release=MembershipGame.released,
     )
-    write_json(folder.audit_file, found.to_json())
+    if parts.config.mode == "release":
+        make_private_folder(audit_file.parent)
+    write_json(audit_file, found.to_json())
     return found
+
+
+def _audit_file(folder: RunFolder, out: Path | None) -> Path:
+    """Where the audit of a run is kept.
+
+    Raises:
+        RunFolderError: A release run, and no folder outside it; or the folder holds other work.
+    """
+    if folder.read_config().mode == "release":
+        outside = out is not None and not out.resolve().is_relative_to(folder.path.resolve())
+        if not outside:
+            raise RunFolderError(
+                f"run folder {folder.path} is for release, and an audit's figures of private records are not; name a "
+                "folder outside it with out (--out FOLDER)"
+            )
+    if out is None or out.resolve() == folder.path.resolve():
+        return folder.audit_file
+    require_kind(out, "audit")
+    return out / AUDIT_FILE
 
 
 def read_parts(folder: RunFolder, data: Arrays | Dataset | None, model: nn.Module | None = None) -> RunParts:

@@ -77,6 +77,12 @@ def audit(
             help="An .npz file with the arrays x and y that the run was trained on, if it was on arrays."
         ),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for audit.json and report.html, by default the run folder; a release run needs one outside it."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Attack a run: can whoever sees its updates tell which records were used? Beside a null and a broken control."""
@@ -84,17 +90,26 @@ def audit(
 
     from training.attacks.run_audit import audit_run
     from training.runs.progress import CountingBar
-    from training.runs.report import write_report
+    from training.runs.report import NOT_FOR_RELEASE, write_report
     from training.runs.run import load_run
     from training.runs.run_evaluation import read_npz
 
     data = None if arrays is None else read_npz(arrays)
     with CountingBar("audit") as bar:
         found = audit_run(
-            run, data=data, trials=trials, seed=seed, delta=delta, on_start=bar.start, on_trial=bar.advance
+            run,
+            data=data,
+            out=out,
+            trials=trials,
+            seed=seed,
+            delta=delta,
+            on_start=bar.start,
+            on_trial=bar.advance,
         )
     loaded = load_run(run)
-    report_file = write_report(loaded)
+    report_file = write_report(loaded, audit=found, folder=out)
+    if loaded.config.mode == "release":
+        typer.echo(NOT_FOR_RELEASE, err=True)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
@@ -106,6 +121,4 @@ def audit(
     print_rows(finding_rows(found))
     for text in paragraphs(found):
         typer.echo("\n" + fill(text, width=120))
-    typer.echo(f"\nkept in {run / 'audit.json'} and shown in {report_file}")
-    if loaded.config.mode == "release":
-        typer.echo("not for release: these two hold figures of private records, which no guarantee covers")
+    typer.echo(f"\nkept in {(out or run) / 'audit.json'} and shown in {report_file}")

@@ -19,6 +19,7 @@ from training.runs.locking import LOCK_FILE, only_writer
 from training.runs.storage import append_line, read_json, read_lines, write_json, write_lines
 
 SCHEMA_VERSION = 1
+AUDIT_FILE = "audit.json"
 _BEFORE_BEGINNING = {
     "checkpoints",
     *("components.safetensors", ".components.safetensors.partial"),
@@ -36,7 +37,8 @@ class RunFolder:
     not), `ledger.jsonl` (what was released, paid for before it was computed), `labels.safetensors` (where a run looks
     at its labels once), `baseline.safetensors` (the device's first blank and reference frames, where it is monitored;
     no data are in them), `components.safetensors` (the principal components that replace features), `summary.json`
-    (written when the run is done), `audit.json` (what an audit of the run found), `checkpoints/`, `figures/`,
+    (written when the run is done), `audit.json` (what an audit of the run found; never
+    in release mode), `checkpoints/`, `figures/`,
     `report.html`, `lock`.
 
     Args:
@@ -53,7 +55,7 @@ class RunFolder:
         self.labels_file = self.path / "labels.safetensors"
         self.components_file = self.path / "components.safetensors"
         self.baseline_file = self.path / "baseline.safetensors"
-        self.audit_file = self.path / "audit.json"
+        self.audit_file = self.path / AUDIT_FILE
         self.checkpoints = self.path / "checkpoints"
         self.figures = self.path / "figures"
         self.report_file = self.path / "report.html"

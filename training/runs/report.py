@@ -18,14 +18,22 @@ from training.config.reading import flat
 from training.config.zo import ZoConfig
 from training.data.records import OWN_ARRAYS
 from training.runs import figures
+from training.runs.folder import RunFolder
 from training.runs.run import Run
 from training.runs.storage import read_json, write_file
 
 _NOT_WRITTEN = "–"
+NOT_FOR_RELEASE = "Not for release: this audit holds figures of private records, which no guarantee covers."
+"""What stands beside an audit of a release run, on the page and on screen."""
 
 
-def write_report(run: Run) -> Path:
-    """Draw a run's figures and write `report.html` into its folder.
+def write_report(run: Run, *, audit: RunAudit | None = None, folder: Path | None = None) -> Path:
+    """Draw a run's figures and write `report.html`.
+
+    Args:
+        run: The run.
+        audit: What an audit found; None for the one in the run folder, which only an experiment has.
+        folder: Where the page and its figures go; None for the run folder.
 
     Raises:
         OSError: The folder is not writable.
@@ -43,13 +51,15 @@ def write_report(run: Run) -> Path:
             figures.noise_curves(run),
         ),
     ]
+    place = run.folder if folder is None else RunFolder(folder)
     page = _render(
         title=run_name(run),
         runs=[run],
-        pictures=[_picture(run.folder.figures / f"{n}.png", c, f) for n, c, f in drawn if f is not None],
+        pictures=[_picture(place.figures / f"{n}.png", c, f) for n, c, f in drawn if f is not None],
+        audits=_kept_audits([run]) if audit is None else [audit],
     )
-    write_file(run.folder.report_file, page.encode())
-    return run.folder.report_file
+    write_file(place.report_file, page.encode())
+    return place.report_file
 
 
 def write_comparison(
@@ -92,7 +102,7 @@ def write_comparison(
     pictures += [
         {"caption": caption, "source": data_url(file.read_bytes())} for caption, file in extra_pictures
     ]
-    page = _render(title=title, runs=runs, pictures=pictures, labels=labels)
+    page = _render(title=title, runs=runs, pictures=pictures, labels=labels, audits=_kept_audits(runs))
     write_file(path, page.encode())
     return path
 
@@ -131,6 +141,7 @@ def _render(
     title: str,
     runs: Sequence[Run],
     pictures: list[dict[str, str]],
+    audits: Sequence[RunAudit | None],
     labels: Sequence[str] | None = None,
 ) -> str:
     environment = Environment(
@@ -151,9 +162,9 @@ def _render(
         data_sets=distinct([(name, run.facts["data"]) for run, name in zip(runs, names, strict=True)]),
         guarantees=[(name, _guarantee_rows(run)) for run, name in zip(runs, names, strict=True)],
         audits=[
-            (name, *_audit(run))
-            for run, name in zip(runs, names, strict=True)
-            if run.folder.audit_file.exists()
+            (name, finding_rows(found), [*paragraphs(found), *_warning(run)])
+            for run, name, found in zip(runs, names, audits, strict=True)
+            if found is not None
         ],
         modes=sorted({run.config.mode for run in runs}),
         configurations=[(name, _shown(run.facts["config"])) for run, name in zip(runs, names, strict=True)],
@@ -166,10 +177,18 @@ def _guarantee_rows(run: Run) -> list[dict[str, str]]:
     return guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment")
 
 
-def _audit(run: Run) -> tuple[list[dict[str, str]], list[str]]:
-    """What an audit of the run found: its table and its paragraphs."""
-    found = RunAudit.from_json(read_json(run.folder.audit_file))
-    return finding_rows(found), paragraphs(found)
+def _kept_audits(runs: Sequence[Run]) -> list[RunAudit | None]:
+    """What audits in the run folders found; nothing of a release run, whose folder an audit does not write into."""
+    return [
+        RunAudit.from_json(read_json(run.folder.audit_file))
+        if run.config.mode == "experiment" and run.folder.audit_file.exists()
+        else None
+        for run in runs
+    ]
+
+
+def _warning(run: Run) -> list[str]:
+    return [NOT_FOR_RELEASE] if run.config.mode == "release" else []
 
 
 def distinct(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -122,10 +122,10 @@ def _given_up(
 
 
 def _seconds_left(rows: dict[str, Row], distinct: dict[str, Point], jobs: int) -> float | None:
-    """What the rest will take: each run as long as those of its series have taken, or all of them."""
+    """What the rest will take, each run as long as its series or all of them have taken; None if none tells."""
     times: dict[str, list[float]] = {}
     for identity, row in rows.items():
-        if row.status != "failed":
+        if row.status != "failed" and row.wall_s is not None:
             times.setdefault(distinct[identity].series, []).append(row.wall_s)
     if not times:
         return None

@@ -41,8 +41,9 @@ class RunConfig(Section):
     """Passes over the training records."""
     loss: LossName = "cross-entropy"
     """Loss whose derivative is the error e."""
-    threads: int | None = Field(None, ge=1)
-    """CPU threads of torch; None takes torch's default. A resumed run repeats bit for bit at the same number."""
+    threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads of torch, at most 1024; None takes torch's default. A resumed run repeats bit for bit at the same
+    number."""
     torch_device: str = "cpu"
     """Where the network is trained: cpu, cuda, cuda:0."""
     data: DataConfig = DataConfig()

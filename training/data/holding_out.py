@@ -87,8 +87,9 @@ def hold_out_by_content(
     Raises:
         ValueError: `fraction` is outside its range.
     """
-    values = features.detach().cpu().numpy().astype("<f4") + np.float32(0)  # -0.0 + 0.0 is 0.0
-    rows = np.where(np.isnan(values), np.float32(np.nan), values).astype("<f4")
+    rows = features.detach().cpu().numpy().astype("<f4")  # a copy
+    rows[np.isnan(rows)] = np.nan
+    rows[rows == 0] = 0.0
     return _divided((row.tobytes() for row in rows), fraction, derive_seed(seed, "split by content"))
 
 

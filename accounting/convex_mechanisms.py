@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from accounting import arguments
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism, counted, register_mechanism
-from accounting.record_mechanisms import RecordCentral
+from accounting.record_mechanisms import ClippedRecords
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -99,7 +99,7 @@ class ConvexLastIterate(Mechanism):
 
 @register_mechanism
 @dataclass(frozen=True, kw_only=True)
-class RecordReplaced(RecordCentral):
+class RecordReplaced(ClippedRecords):
     """Per-record clipping and central noise on Poisson batches, for replacing a record; every update is released.
 
     Attributes:

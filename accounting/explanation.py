@@ -81,13 +81,18 @@ def _question(guarantee: Guarantee) -> str:
         return "which of two labels a record had, though all features are known to everybody"
     if guarantee.adjacency is Adjacency.REPLACE_ONE:
         return "which of two values a record had"
+    if guarantee.adjacency is Adjacency.ZERO_OUT:
+        return (
+            "whether any one record was among the training data or its place was empty (zero_out: the number of places "
+            "is known to everybody)"
+        )
     return "whether any one record was among the training data"
 
 
 def _attack(guarantee: Guarantee) -> str:
     share = 100 * most_hits(guarantee.epsilon, guarantee.delta, 0.01)
     hits = f"at most {share:.3g} %" if share < 99.95 else "maybe all"
-    if guarantee.unit is Unit.RECORD and guarantee.adjacency is Adjacency.ADD_OR_REMOVE_ONE:
+    if guarantee.unit is Unit.RECORD and guarantee.adjacency is not Adjacency.REPLACE_ONE:
         return (
             f"an attack that takes 1 % of the records that were not used for used ones finds {hits} of "
             "those that were"

@@ -37,7 +37,12 @@ class Adjacency(StrEnum):
     """Which data sets count as neighbours."""
 
     ADD_OR_REMOVE_ONE = "add_or_remove_one"
+    """One has a record more than the other: nothing that is used or released may come from their number."""
+    ZERO_OUT = "zero_out"
+    """In one of them a record is replaced by a null record, which contributes nothing. Both have the same number of
+    records, which is public."""
     REPLACE_ONE = "replace_one"
+    """One record has another value. Both have the same number of records, which is public."""
 
 
 class Release(StrEnum):

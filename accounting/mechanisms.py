@@ -62,6 +62,7 @@ class Mechanism(ABC):
             descriptions that name it, `delta` and `enforced`, and returns a list of `Guarantee`.
         unit: What one neighbouring change concerns.
         noise_field: The parameter that a calibration sets; None where there is none.
+        absent_means: Parameters that ledgers of earlier versions lack, each with the value that stands for its absence.
     """
 
     steps: int = 1
@@ -70,6 +71,7 @@ class Mechanism(ABC):
     accountant: ClassVar[str] = "accounting.standard:guarantees"
     unit: ClassVar[Unit] = Unit.RECORD
     noise_field: ClassVar[str | None] = None
+    absent_means: ClassVar[Mapping[str, Any]] = {}
 
     def __post_init__(self) -> None:
         arguments.count(steps=self.steps)
@@ -122,6 +124,17 @@ class Mechanism(ABC):
             object.__setattr__(self, name, float(getattr(self, name)))
 
 
+def leaving_out(relation: str) -> Adjacency:
+    """The relation of a mechanism whose sum moves by at most C: add_or_remove_one or zero_out.
+
+    Raises:
+        ValueError: It is another.
+    """
+    if relation not in (Adjacency.ADD_OR_REMOVE_ONE, Adjacency.ZERO_OUT):
+        raise ValueError(f"relation = {str(relation)!r}: must be 'add_or_remove_one' or 'zero_out'")
+    return Adjacency(relation)
+
+
 def counted(number: int, word: str) -> str:
     """A number and its noun, such as "1 step" or "3,150 steps"."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"
@@ -150,6 +163,7 @@ def mechanism_from_json(content: Mapping[str, Any]) -> Mechanism:
             f"schema_version = {version!r}: must be {SCHEMA_VERSION}; read it with the opusim that wrote it"
         )
     import_module(_HOMES[kind])
+    values = {**_KINDS[kind].absent_means, **values}
     names = {field.name for field in fields(_KINDS[kind])}
     if set(values) != names:
         odd = ", ".join(sorted(set(values) ^ names))
@@ -167,7 +181,7 @@ class PoissonGaussian(Mechanism):
     Attributes:
         noise_multiplier: z, above 0: standard deviation over C.
         sampling_probability: q in (0, 1], the probability with which each record enters a batch.
-        adjacency: Add or remove a record (the sum moves by C), or replace one (by 2 C).
+        adjacency: Add or remove a record, or replace it by a null record (the sum moves by C), or by another (by 2 C).
     """
 
     noise_multiplier: float
@@ -206,7 +220,7 @@ class Gaussian(Mechanism):
 
     Attributes:
         noise_multiplier: z, above 0: standard deviation over C.
-        adjacency: Add or remove a record (the sum moves by C), or replace one (by 2 C).
+        adjacency: Add or remove a record, or replace it by a null record (the sum moves by C), or by another (by 2 C).
     """
 
     noise_multiplier: float
@@ -240,7 +254,7 @@ class PoissonLaplace(Mechanism):
     Attributes:
         scale: b, above 0: the Laplace scale over C.
         sampling_probability: q in (0, 1].
-        adjacency: Add or remove a record (the sum moves by C), or replace one (by 2 C).
+        adjacency: Add or remove a record, or replace it by a null record (the sum moves by C), or by another (by 2 C).
     """
 
     scale: float

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status
 from accounting.loss_bounds import EpsilonBounds
 from accounting.mechanisms import Mechanism
+
+NUMBER_IS_PUBLIC = (
+    "the number of records is public and the same for both data sets: in one of them a record is replaced by a null "
+    "record that contributes nothing; the sampling probability, the number of steps, the noise and the divisor may "
+    "come from that number"
+)
+NUMBER_IS_UNUSED = (
+    "the sampling probability, the number of steps, the noise and the divisor are constants that do not come from the "
+    "data, and whether a record is held out does not depend on the others"
+)
 
 
 def proven_guarantee(
@@ -96,6 +106,29 @@ def stated(checked: Sequence[str], trusted: Sequence[str] = (), *, enforced: boo
         *(Assumption(text=text, holds=holds) for text in checked),
         *(Assumption(text=text) for text in trusted),
     )
+
+
+def weaker(relations: Iterable[Adjacency]) -> Adjacency:
+    """What holds for all of several relations of leaving a record out: zero_out, unless all are add_or_remove_one.
+
+    A mechanism whose constants do not come from the data runs with a null record as it would without that record, so
+    that its guarantee for add_or_remove_one is one for zero_out.
+    """
+    return Adjacency.ZERO_OUT if Adjacency.ZERO_OUT in set(relations) else Adjacency.ADD_OR_REMOVE_ONE
+
+
+def about_relation(relation: Adjacency, *, enforced: bool) -> tuple[Assumption, ...]:
+    """What a statement about a relation takes for granted about the number of records.
+
+    Args:
+        relation: Of the statement.
+        enforced: Whether the code that ran refuses constants that come from the data.
+    """
+    if relation is Adjacency.ZERO_OUT:
+        return (Assumption(text=NUMBER_IS_PUBLIC),)
+    if relation is Adjacency.ADD_OR_REMOVE_ONE:
+        return stated((NUMBER_IS_UNUSED,), enforced=enforced)
+    return ()
 
 
 def _infinite_reason(delta: float) -> str:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from accounting.convex_mechanisms import RecordReplaced
 from accounting.guarantee import Adjacency, Guarantee
 from accounting.mechanisms import PoissonGaussian
-from accounting.proven import proven_guarantee, spend_certificates, stated
-from accounting.record_mechanisms import RecordCentral
+from accounting.proven import about_relation, proven_guarantee, spend_certificates, stated, weaker
+from accounting.record_mechanisms import ClippedRecords, RecordCentral
 from accounting.standard import noise_bounds
 
 _CHECKED = (
@@ -39,25 +40,26 @@ _DEVICE_LAW = (
 def guarantees(
     mechanisms: Sequence[RecordCentral], *, delta: float, enforced: bool = False
 ) -> list[Guarantee]:
-    """Epsilon of all steps together, add_or_remove_one, both directions.
+    """Epsilon of all steps together in both directions; zero_out unless all are for add_or_remove_one.
 
     Args:
         mechanisms: At least one.
         delta: In [0, 1); what the certificates of device noise may fail with is taken off first.
         enforced: Whether the training code checked what code can check.
     """
-    return _guarantees(mechanisms, Adjacency.ADD_OR_REMOVE_ONE, delta, enforced)
+    relation = weaker(mechanism.relation for mechanism in mechanisms)
+    return _guarantees(mechanisms, relation, delta, enforced)
 
 
 def replaced_guarantees(
-    mechanisms: Sequence[RecordCentral], *, delta: float, enforced: bool = False
+    mechanisms: Sequence[RecordReplaced], *, delta: float, enforced: bool = False
 ) -> list[Guarantee]:
     """Epsilon of all steps together, replace_one; arguments as for `guarantees`."""
     return _guarantees(mechanisms, Adjacency.REPLACE_ONE, delta, enforced)
 
 
 def _guarantees(
-    mechanisms: Sequence[RecordCentral], adjacency: Adjacency, delta: float, enforced: bool
+    mechanisms: Sequence[ClippedRecords], adjacency: Adjacency, delta: float, enforced: bool
 ) -> list[Guarantee]:
     sampled = [_sampled(mechanism, adjacency) for mechanism in mechanisms]
     bounds, reason = spend_certificates(
@@ -73,14 +75,17 @@ def _guarantees(
             delta=delta,
             adjacency=adjacency,
             source="docs/privacy.md, section 3: Poisson-subsampled Gaussian on clipped updates (Abadi et al. 2016)",
-            assumptions=stated(_CHECKED, (*_TRUSTED, _DEVICE_LAW) if device else _TRUSTED, enforced=enforced),
+            assumptions=(
+                *stated(_CHECKED, (*_TRUSTED, _DEVICE_LAW) if device else _TRUSTED, enforced=enforced),
+                *about_relation(adjacency, enforced=enforced),
+            ),
             device_model=device,
             reason=reason,
         )
     ]
 
 
-def _sampled(mechanism: RecordCentral, adjacency: Adjacency) -> PoissonGaussian:
+def _sampled(mechanism: ClippedRecords, adjacency: Adjacency) -> PoissonGaussian:
     return PoissonGaussian(
         noise_multiplier=mechanism.noise_multiplier,
         sampling_probability=mechanism.sampling_probability,

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accounting import arguments
-from accounting.mechanisms import Mechanism, counted, register_mechanism
+from accounting.guarantee import Adjacency
+from accounting.mechanisms import Mechanism, counted, leaving_out, register_mechanism
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
 
-@register_mechanism
 @dataclass(frozen=True, kw_only=True)
-class RecordCentral(Mechanism):
-    """Per-record clipping and central noise: [sum over a Poisson batch of clipped updates + N(0, (z C)^2)] / divisor.
+class ClippedRecords(Mechanism):
+    """Common to all relations: [sum over a Poisson batch of clipped updates + N(0, (z C)^2)] / divisor.
 
     Attributes:
         noise_multiplier: z > 0, the noise's standard deviation over clip_norm.
@@ -34,8 +35,6 @@ class RecordCentral(Mechanism):
     device_noise: bool = False
     beta: float = 0.0
 
-    kind: ClassVar[str] = "record_central"
-    accountant: ClassVar[str] = "accounting.record_central:guarantees"
     noise_field: ClassVar[str | None] = "noise_multiplier"
 
     def __post_init__(self) -> None:
@@ -56,11 +55,39 @@ class RecordCentral(Mechanism):
         )
 
     def event(self) -> DpEvent:
-        """Self-composed Poisson-sampled Gaussian, for add_or_remove_one."""
+        """Self-composed Poisson-sampled Gaussian; z over C, which dp_accounting's PLD takes for every relation."""
         import dp_accounting as dp
 
         step = dp.PoissonSampledDpEvent(self.sampling_probability, dp.GaussianDpEvent(self.noise_multiplier))
         return dp.SelfComposedDpEvent(step, self.steps)
+
+
+@register_mechanism
+@dataclass(frozen=True, kw_only=True)
+class RecordCentral(ClippedRecords):
+    """Per-record clipping and central noise: [sum over a Poisson batch of clipped updates + N(0, (z C)^2)] / divisor.
+
+    Attributes:
+        noise_multiplier: z > 0, the noise's standard deviation over clip_norm.
+        sampling_probability: q in (0, 1].
+        clip_norm: C > 0.
+        divisor: The constant that the noisy sum is divided by, above 0; post-processing, so it costs nothing.
+        device_noise: Whether the credited noise is a device's, of Gaussian law.
+        beta: Probability that the certificate of the device's noise is wrong, in [0, 1); one certificate covers all
+            steps.
+        relation: add_or_remove_one where q, the number of steps, the noise and the divisor are constants; zero_out
+            where one of them was computed from the number of records, which is then public.
+    """
+
+    relation: Adjacency = Adjacency.ADD_OR_REMOVE_ONE
+
+    kind: ClassVar[str] = "record_central"
+    accountant: ClassVar[str] = "accounting.record_central:guarantees"
+    absent_means: ClassVar[Mapping[str, Any]] = {"relation": Adjacency.ZERO_OUT}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "relation", leaving_out(self.relation))
 
 
 @register_mechanism

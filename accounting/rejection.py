@@ -35,7 +35,7 @@ from accounting import arguments
 from accounting.guarantee import Adjacency, Guarantee
 from accounting.loss_bounds import EpsilonBounds, NoisyStep, compose_upper
 from accounting.mechanisms import PoissonGaussian
-from accounting.proven import proven_guarantee, stated
+from accounting.proven import about_relation, proven_guarantee, stated
 from accounting.sampled_noise import one_way_curve
 from accounting.ulr_mechanisms import RejectionGaussian
 
@@ -111,7 +111,10 @@ def guarantees(
             delta=delta,
             adjacency=Adjacency.ADD_OR_REMOVE_ONE,
             source="docs/ulr.md, section 3: Poisson sampling with rejection as a mixture of two sampled Gaussians",
-            assumptions=stated(_CHECKED, _TRUSTED, enforced=enforced),
+            assumptions=(
+                *stated(_CHECKED, _TRUSTED, enforced=enforced),
+                *about_relation(Adjacency.ADD_OR_REMOVE_ONE, enforced=enforced),
+            ),
         )
     ]
 

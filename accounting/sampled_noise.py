@@ -2,10 +2,10 @@
 
 With standard deviation z (in units of C) and sampling probability q the pairs are, in both directions,
 
-    add_or_remove_one:  (1 - q) N(0, z^2) + q N(1, z^2)   against   N(0, z^2)
-    replace_one:        (1 - q) N(0, z^2) + q N(1, z^2)   against   (1 - q) N(0, z^2) + q N(-1, z^2)
+    add_or_remove_one, zero_out:  (1 - q) N(0, z^2) + q N(1, z^2)   against   N(0, z^2)
+    replace_one:                  (1 - q) N(0, z^2) + q N(1, z^2)   against   (1 - q) N(0, z^2) + q N(-1, z^2)
 
-and likewise with Laplace noise for add_or_remove_one. dp_accounting's RDP and PLD accountants read a replace_one
+and likewise with Laplace noise for the first two. dp_accounting's RDP and PLD accountants read a replace_one
 event differently, so an event never goes to both: the Renyi bound for replace_one is built here
 from add_or_remove_one through the data set without the record, by the weak triangle inequality (Mironov 2017,
 Proposition 11, p = q = 2): D_a(P || R) <= (a - 1/2) / (a - 1) D_2a(P || Q) + D_(2a-1)(Q || R).
@@ -39,6 +39,11 @@ _ORDERS = (
     *(1 + k / 20 for k in range(2, 20)), *(2 + k / 10 for k in range(90)), *range(11, 64), 80, 96, 128, 192, 256, 512
 )  # fmt: skip
 _LEAST, _MOST, _RAREST = 1e-3, 1e5, 1e-9  # noise and sampling probability that doubles can follow
+_RELATIONS = {
+    Adjacency.ADD_OR_REMOVE_ONE: dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+    Adjacency.ZERO_OUT: dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
+    Adjacency.REPLACE_ONE: dp_accounting.NeighboringRelation.REPLACE_ONE,
+}
 _ENOUGH = 3.0  # bins per deviation below which the Renyi bound is computed as well
 
 
@@ -105,7 +110,7 @@ def _renyi_curve(mechanism: Mechanism) -> np.ndarray:
             f"mechanism {mechanism.kind!r}: no Renyi divergence is known for it here; use delta = 0 or fewer steps"
         )
     orders = np.array(_ORDERS, dtype=float)
-    if mechanism.adjacency is Adjacency.ADD_OR_REMOVE_ONE:
+    if mechanism.adjacency is not Adjacency.REPLACE_ONE:
         return one_way_curve(mechanism, orders)
     doubled, below = one_way_curve(mechanism, 2 * orders), one_way_curve(mechanism, 2 * orders - 1)
     return np.where((doubled > 0) & (below > 0), (orders - 0.5) / (orders - 1) * doubled + below, np.nan)
@@ -151,7 +156,7 @@ def _noisy_step(mechanism: Mechanism) -> NoisyStep:
 def _gaussian_step(mechanism: PoissonGaussian | Gaussian) -> NoisyStep:
     z, replaces = mechanism.noise_multiplier, mechanism.adjacency is Adjacency.REPLACE_ONE
     q = getattr(mechanism, "sampling_probability", 1.0)
-    relation = getattr(dp_accounting.NeighboringRelation, mechanism.adjacency.name)
+    relation = _RELATIONS[mechanism.adjacency]
     shift = 2 if replaces else 1
 
     def loss(direction: AdjacencyType) -> MonotonePrivacyLoss:

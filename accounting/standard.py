@@ -7,10 +7,11 @@
 | Poisson-sampled Laplace | closed form | the smaller of closed form and privacy loss distribution |
 | randomized response | closed form | exact: the loss has three values, a multiple of epsilon each |
 
-k is 1 where a record is added or removed, 2 where one is replaced (its sum moves by 2 C). Closed forms for Laplace,
-T log(1 + q (e^(1/b) - 1)) for add_or_remove_one: the ratio of the sampled densities is at most 1 - q + q e^(1/b) when
-the record leaves, and its inverse at most 1 / (1 - q + q e^(-1/b)), which is less. For replace_one both sums contain
-the record with probability q, so a step costs log((1 - q + q e^(1/b)) / (1 - q + q e^(-1/b))).
+k is 1 where a record is added, removed or made null, 2 where one is replaced (its sum moves by 2 C). Closed forms for
+Laplace, T log(1 + q (e^(1/b) - 1)) for add_or_remove_one and zero_out: the ratio of the sampled densities is at most
+1 - q + q e^(1/b) when the record leaves, and its inverse at most 1 / (1 - q + q e^(-1/b)), which is less. For
+replace_one both sums contain the record with probability q, so a step costs
+log((1 - q + q e^(1/b)) / (1 - q + q e^(-1/b))).
 
 Whatever cannot be computed raises `NoGuarantee` or gives infinity with a reason.
 """
@@ -27,7 +28,7 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, Guarantee
 from accounting.loss_bounds import ROUNDING, EpsilonBounds
 from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, RandomizedResponse
-from accounting.proven import proven_guarantee, stated
+from accounting.proven import about_relation, proven_guarantee, stated
 from accounting.sampled_noise import sampled_noise_bounds
 
 Noise = PoissonGaussian | PoissonLaplace | Gaussian
@@ -60,7 +61,7 @@ def guarantees(mechanisms: Sequence[Mechanism], *, delta: float, enforced: bool 
             delta=delta,
             adjacency=adjacency,
             source=_theorem(mechanisms),
-            assumptions=_assumptions(mechanisms, enforced),
+            assumptions=_assumptions(mechanisms, adjacency, enforced),
         )
     ]
 
@@ -173,7 +174,9 @@ def _theorem(mechanisms: Sequence[Mechanism]) -> str:
     return "Poisson-sampled Gaussian mechanism (Zhu et al. 2022; Doroshenko et al. 2022)"
 
 
-def _assumptions(mechanisms: Sequence[Mechanism], enforced: bool) -> tuple[Assumption, ...]:
+def _assumptions(
+    mechanisms: Sequence[Mechanism], adjacency: Adjacency, enforced: bool
+) -> tuple[Assumption, ...]:
     checked = ["the noise of every step is fresh"]
     trusted = ["neither the noise nor the seed that it came from is ever revealed"]
     if any(isinstance(mechanism, RandomizedResponse) for mechanism in mechanisms):
@@ -186,4 +189,4 @@ def _assumptions(mechanisms: Sequence[Mechanism], enforced: bool) -> tuple[Assum
     if any(isinstance(mechanism, PoissonGaussian | PoissonLaplace) for mechanism in mechanisms):
         checked.append("every record enters every batch independently with probability q")
         trusted.append("batches stay secret")
-    return stated(checked, trusted, enforced=enforced)
+    return (*stated(checked, trusted, enforced=enforced), *about_relation(adjacency, enforced=enforced))

@@ -80,7 +80,8 @@ def hypotheses(run: PublishedUlr) -> tuple[Assumption, ...]:
         ),
         ("batches are sampled independently and drawn again below N_B", run.sampled),
     )
-    return tuple(Assumption(text=text, holds=bool(ok)) for text, ok in statements)
+    public = Assumption(text="N, q and N_B are public constants, the same for both data sets")
+    return (*(Assumption(text=text, holds=bool(ok)) for text, ok in statements), public)
 
 
 def gaps(run: PublishedUlr) -> tuple[Assumption, ...]:

@@ -1,7 +1,7 @@
 """Zeroth-order training: a noised sum of clipped loss differences for each direction.
 
 A step draws a secret Poisson(q) batch and n public directions, and releases for each direction
-s_j = sum_i clip(l_i^+ - l_i^-, C) + noise. Adding or removing a record moves every s_j by at most C.
+s_j = sum_i clip(l_i^+ - l_i^-, C) + noise. A record that is added, removed or made null moves every s_j by at most C.
 
 Gaussian: the n scalars together are one Gaussian mechanism of sensitivity C sqrt(n), so a step is the Poisson-sampled
 Gaussian of multiplier z / sqrt(n); steps are composed by privacy loss distributions in both directions.
@@ -24,7 +24,7 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee
 from accounting.loss_bounds import EpsilonBounds
 from accounting.mechanisms import PoissonGaussian, PoissonLaplace
-from accounting.proven import proven_guarantee, stated
+from accounting.proven import about_relation, proven_guarantee, stated, weaker
 from accounting.standard import noise_bounds
 from accounting.zo_mechanisms import ZoGaussian, ZoLaplace
 
@@ -53,7 +53,7 @@ _ROUNDING = 1e-9
 def gaussian_guarantees(
     mechanisms: Sequence[ZoGaussian], *, delta: float, enforced: bool = False
 ) -> list[Guarantee]:
-    """Epsilon of all steps together, add_or_remove_one, both directions.
+    """Epsilon of all steps together in both directions; zero_out unless all are for add_or_remove_one.
 
     Args:
         mechanisms: At least one.
@@ -69,14 +69,18 @@ def gaussian_guarantees(
         for mechanism in mechanisms
     ]
     device = any(mechanism.device_noise for mechanism in mechanisms)
+    relation = weaker(mechanism.relation for mechanism in mechanisms)
     return [
         proven_guarantee(
             mechanisms,
-            bounds=noise_bounds(sampled, Adjacency.ADD_OR_REMOVE_ONE, delta),
+            bounds=noise_bounds(sampled, relation, delta),
             delta=delta,
-            adjacency=Adjacency.ADD_OR_REMOVE_ONE,
+            adjacency=relation,
             source="DP-ZO, Theorem 3.1: Poisson-sampled Gaussian noise on clipped loss differences (Tang et al.)",
-            assumptions=stated(_CHECKED, (*_TRUSTED, _DEVICE_LAW) if device else _TRUSTED, enforced=enforced),
+            assumptions=(
+                *stated(_CHECKED, (*_TRUSTED, _DEVICE_LAW) if device else _TRUSTED, enforced=enforced),
+                *about_relation(relation, enforced=enforced),
+            ),
             device_model=device,
         )
     ]
@@ -85,21 +89,25 @@ def gaussian_guarantees(
 def laplace_guarantees(
     mechanisms: Sequence[ZoLaplace], *, delta: float, enforced: bool = False
 ) -> list[Guarantee]:
-    """Epsilon of all steps together, add_or_remove_one, both directions.
+    """Epsilon of all steps together in both directions; zero_out unless all are for add_or_remove_one.
 
     Args:
         mechanisms: At least one.
         delta: In [0, 1); closed form at 0.
         enforced: Whether the training code checked what code can check.
     """
+    relation = weaker(mechanism.relation for mechanism in mechanisms)
     return [
         proven_guarantee(
             mechanisms,
             bounds=_laplace_bounds(mechanisms, delta),
             delta=delta,
-            adjacency=Adjacency.ADD_OR_REMOVE_ONE,
+            adjacency=relation,
             source="DP-ZO, Theorem 3.1: Poisson-sampled Laplace noise on clipped loss differences (Tang et al.)",
-            assumptions=stated(_CHECKED, _TRUSTED, enforced=enforced),
+            assumptions=(
+                *stated(_CHECKED, _TRUSTED, enforced=enforced),
+                *about_relation(relation, enforced=enforced),
+            ),
         )
     ]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accounting import arguments
-from accounting.mechanisms import Mechanism, counted, register_mechanism
+from accounting.guarantee import Adjacency
+from accounting.mechanisms import Mechanism, counted, leaving_out, register_mechanism
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -24,12 +26,17 @@ class ZoScalars(Mechanism):
         clip_norm: C > 0, the largest magnitude of a record's loss difference.
         divisor: The stated batch size that the noisy sum is divided by, above 0; post-processing.
         directions: Scalars released from each batch, at least 1.
+        relation: add_or_remove_one where q, the number of steps, the noise and the divisor are constants; zero_out
+            where one of them was computed from the number of records, which is then public.
     """
 
     sampling_probability: float
     clip_norm: float
     divisor: float
     directions: int = 1
+    relation: Adjacency = Adjacency.ADD_OR_REMOVE_ONE
+
+    absent_means: ClassVar[Mapping[str, Any]] = {"relation": Adjacency.ZERO_OUT}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,6 +44,7 @@ class ZoScalars(Mechanism):
         arguments.fraction(one_allowed=True, sampling_probability=self.sampling_probability)
         arguments.count(directions=self.directions)
         object.__setattr__(self, "directions", int(self.directions))
+        object.__setattr__(self, "relation", leaving_out(self.relation))
         self._to_floats("sampling_probability", "clip_norm", "divisor")
 
     def _batches(self) -> str:
@@ -58,6 +66,8 @@ class ZoGaussian(ZoScalars):
         clip_norm: C > 0, the largest magnitude of a record's loss difference.
         divisor: The stated batch size that the noisy sum is divided by, above 0; post-processing.
         directions: Scalars released from each batch, at least 1.
+        relation: add_or_remove_one where q, the number of steps, the noise and the divisor are constants; zero_out
+            where one of them was computed from the number of records, which is then public.
         device_noise: Whether the credited noise is a device's, of Gaussian law.
     """
 
@@ -81,7 +91,7 @@ class ZoGaussian(ZoScalars):
         )
 
     def event(self) -> DpEvent:
-        """Self-composed Poisson-sampled Gaussian with multiplier z / sqrt(directions), for add_or_remove_one."""
+        """Self-composed Poisson-sampled Gaussian with multiplier z / sqrt(directions), for either relation."""
         import dp_accounting as dp
 
         one = dp.GaussianDpEvent(self.noise_multiplier / self.directions**0.5)
@@ -99,6 +109,8 @@ class ZoLaplace(ZoScalars):
         clip_norm: C > 0, the largest magnitude of a record's loss difference.
         divisor: The stated batch size that the noisy sum is divided by, above 0; post-processing.
         directions: Scalars released from each batch, at least 1.
+        relation: add_or_remove_one where q, the number of steps, the noise and the divisor are constants; zero_out
+            where one of them was computed from the number of records, which is then public.
     """
 
     scale: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +17,7 @@ from training.config.run import RunConfig
 from training.data import Dataset, Split, from_arrays
 from training.data.components import PrincipalComponents, reduced
 from training.data.records import chosen_constants, configured_dataset
-from training.data.samplers import Sampler, make_sampler
+from training.data.samplers import PoissonSampler, Sampler, make_sampler
 from training.family import Arrays, DeviceShape
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
@@ -52,21 +53,40 @@ def torch_threads(wanted: int | None) -> Iterator[int]:
 
 
 def load_data(config: RunConfig, data: Arrays | Dataset | None) -> Dataset:
-    """The records to train on: those given, or the data set that the configuration names."""
+    """The records to train on: those given, or the data set that the configuration names.
+
+    Raises:
+        TypeError: `data` is something else.
+        ConfigError: data.split does not fit what was given: IDs, or a Dataset that was split before.
+    """
     if isinstance(data, Dataset):
+        if config.data.split not in (None, data.split):
+            reason = (
+                f"{config.data.split!r} is not how the given Dataset was split ({data.split}); leave it out"
+            )
+            raise ConfigError("configuration", "data.split", reason)
         return data
     if data is None:
-        return configured_dataset(config.data)
-    if not isinstance(data, tuple) or len(data) != 2:
+        return configured_dataset(config.data, config.split)
+    if not isinstance(data, tuple) or len(data) not in (2, 3):
         raise TypeError(
-            f"data must be a pair (x, y) or a Dataset, got {type(data).__name__}; give data=(x, y)"
+            f"data must be (x, y), (x, y, ids) or a Dataset, got {type(data).__name__}; give data=(x, y)"
         )
-    options = config.data
+    options, ids = config.data, data[2] if len(data) == 3 else None
+    split = "id" if ids is not None and options.split is None else config.split
+    if (ids is not None) != (split == "id"):
+        reason = f"{split!r} does not look at IDs, and some were given; use 'id'"
+        if ids is None:
+            reason = "'id' needs IDs, and none were given; give data=(x, y, ids)"
+        raise ConfigError("configuration", "data.split", reason)
     return from_arrays(
-        *data,
+        data[0],
+        data[1],
         n_classes=options.n_classes,
         validation_fraction=options.validation_fraction,
         split_seed=options.split_seed,
+        split=split,
+        ids=ids,
         standardise=chosen_constants(options),
     )
 
@@ -112,6 +132,10 @@ def configured_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
     """The sampler of the configuration over the training records."""
     options = config.sampler
     n_records = len(dataset.train)
+    if options.sampling_probability is not None:
+        return PoissonSampler(
+            n_records, sampling_probability=options.sampling_probability, seed=seed_for(config, "sampler")
+        )
     if options.batch_size > n_records and options.scheme != "full-batch":
         raise ConfigError(
             "configuration",
@@ -137,12 +161,9 @@ def moved(dataset: Dataset, place: str) -> Dataset:
     def move(split: Split) -> Split:
         return Split(split.x.to(place), split.y.to(place))
 
-    return Dataset(
-        name=dataset.name,
-        n_classes=dataset.n_classes,
+    return replace(
+        dataset,
         train=move(dataset.train),
         validation=move(dataset.validation),
         test=None if dataset.test is None else move(dataset.test),
-        standardisation=dataset.standardisation,
-        components=dataset.components,
     )

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from torch import Tensor, nn
 
+from accounting.guarantee import Adjacency
 from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
@@ -18,14 +19,16 @@ from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
 from training.config.run import RunConfig
 from training.data import Dataset
+from training.data.holding_out import Ids
 from training.data.samplers import Sampler
 from training.networks.base import Network
-from training.protections.plan import divisor_of, require_covered, with_sampled_noise
+from training.protections.plan import divisor_of, require_covered, with_multiplier, with_sampled_noise
 from training.runs.folder import RunFolder
 from training.trainer import Trainer
 
-Arrays = tuple[np.ndarray | Tensor, np.ndarray | Tensor]
-"""A person's own data: features and class numbers."""
+Array = np.ndarray | Tensor
+Arrays = tuple[Array, Array] | tuple[Array, Array, Ids]
+"""User-supplied data: features and class numbers, and for data.split = 'id' an ID of each record."""
 NetworkT = TypeVar("NetworkT", bound=Network)
 
 
@@ -157,7 +160,8 @@ class TrainerFamily(ABC, Generic[NetworkT]):
 
         Args:
             config: The run.
-            noise_multiplier: z, for a step with one direction (zo).
+            noise_multiplier: z, for a step with one direction (zo); doubled where a record is replaced, which moves a
+                sum twice as far as leaving it out.
         """
         protection = {
             "kind": "record",
@@ -168,12 +172,15 @@ class TrainerFamily(ABC, Generic[NetworkT]):
             "divisor": divisor_of(config),
         }
         sampler = {"scheme": "poisson", "min_batch_size": None}
-        return config.model_copy(
+        control = config.model_copy(
             update={
                 "protection": config.protection.model_copy(update=protection),
                 "sampler": config.sampler.model_copy(update=sampler),
             }
         )
+        if control.relation is Adjacency.REPLACE_ONE:
+            return with_multiplier(control, 2 * noise_multiplier)
+        return control
 
     def without_noise(self, config: RunConfig) -> RunConfig | None:
         """The run without the digital noise that its guarantee rests on: what a person who forgot it would train.

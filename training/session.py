@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from accounting.guarantee import Adjacency
 from accounting.ledger import Ledger
 from opusim.description import load_description, parse_description
 from opusim.description_schema import DeviceDescription
@@ -59,8 +60,9 @@ def train(
 
     Args:
         config: A RunConfig, a TOML file, a mapping, or None for the defaults (PDFA on digits).
-        data: (x, y) with x of shape (n, d) and class numbers y of shape (n,), numpy or torch; or a
-            Dataset; None loads the data set that the configuration names.
+        data: (x, y) with x of shape (n, d) and class numbers y of shape (n,), numpy or torch; (x, y, ids) with an ID
+            of each record, by which data.split = 'id' holds records out; or a Dataset, whose parts are taken as they
+            are; None loads the data set that the configuration names.
         model: A module to train in place, of a kind that the trainer takes (feedbacks: an nn.Sequential of nn.Linear
             and activations; ulr: an nn.Sequential of any modules); None builds the network of the configuration.
         folder: The run folder; None takes a new one under ./runs.
@@ -205,23 +207,28 @@ def _facts(
 ) -> dict[str, Any]:
     """What `config.json` says beside the configuration."""
     noise = None if device is None else device.stated_noise
-    data: dict[str, Any] = {
-        "name": dataset.name,
-        "n_classes": dataset.n_classes,
-        "n_train": len(dataset.train),
-        "n_validation": len(dataset.validation),
-        "n_test": 0 if dataset.test is None else len(dataset.test),
-        "standardisation": asdict(dataset.standardisation),
-    }
-    if config.mode == "experiment":
-        data["fingerprint"] = fingerprint(dataset.train)
     return {
         "network": network.facts,
-        "data": data,
+        "data": _facts_of_data(config, dataset),
         "device": None if description is None else description.dump(),
         "noise": None if noise is None else noise.summary(),
         "versions": versions(),
     }
+
+
+def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
+    """What `config.json` says of the data: in release mode no number of records that the relation hides."""
+    facts: dict[str, Any] = {"name": dataset.name, "n_classes": dataset.n_classes, "split": dataset.split}
+    if config.mode == "experiment" or config.relation is not Adjacency.ADD_OR_REMOVE_ONE:
+        facts |= {
+            "n_train": len(dataset.train),
+            "n_validation": len(dataset.validation),
+            "n_test": 0 if dataset.test is None else len(dataset.test),
+        }
+    facts["standardisation"] = asdict(dataset.standardisation)
+    if config.mode == "experiment":
+        facts["fingerprint"] = fingerprint(dataset.train)
+    return facts
 
 
 def _check_keys(folder: RunFolder, config: RunConfig) -> None:

@@ -52,12 +52,14 @@ def account(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     ("line", "words"),
     [
         (RECORD, "whether any one record was among"),
+        (f"{RECORD} --relation zero_out", "- the number of records is public and the same for both data sets"),
         ("label-budget --budget-mu 0.7", "which of two labels a record had"),
         ("label-amplified --noise-multiplier 5 --sampling-probability 0.1 --steps 10", "batches stay secret"),
         ("label-once --mu 0.7 --device-law", "proven under a device model"),
         ("randomized-response --keep-probability 0.5 --n-classes 10", "randomized response over 10 labels"),
         ("poisson-gaussian --noise-multiplier 5 --sampling-probability 0.1 --steps 10", "add_or_remove_one"),
         ("poisson-laplace --scale 5 --sampling-probability 0.1 --steps 10 --delta 0", "DP-ZO"),
+        ("gaussian --noise-multiplier 3 --adjacency zero_out", "or its place was empty"),
         ("gaussian --noise-multiplier 3 --adjacency replace_one", "which of two values a record had"),
         ("gaussian --noise-multiplier 3 --delta 0", "Gaussian noise has no finite epsilon at delta = 0"),
         ("photon-counts --rate-low 5000 --rate-high 5050", "Poisson counts"),
@@ -134,6 +136,7 @@ def test_a_run_is_read_from_its_ledger(account: Account, tmp_path: Path) -> None
         ("convex-plan --target-epsilon 3 --batches 9 --noise-multiplier 0", "noise_multiplier = 0.0: must be finite"),
         ("randomized-response --n-classes 0 --target-epsilon 1", "n_classes = 0: must be at least 2"),
         (RECORD + " --delta -0.1", "delta = -0.1: must lie in [0, 1)"),
+        (RECORD + " --relation replace_one", "relation = 'replace_one': must be 'add_or_remove_one' or 'zero_out'"),
     ],
 )  # fmt: skip
 def test_errors_are_one_line_with_exit_code_two(account: Account, line: str, message: str) -> None:

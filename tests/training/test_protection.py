@@ -174,7 +174,7 @@ def test_a_protected_run_says_what_is_proven(tmp_path: Path, kind: str) -> None:
     run = training.train({**RECORD, "trainer": {"kind": kind}}, data=data(), folder=tmp_path)
     (guarantee,) = run.guarantees
     assert guarantee.status == "proven"
-    assert guarantee.adjacency == "add_or_remove_one"
+    assert guarantee.adjacency == "zero_out"
     exact = dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-4)
     event = dp_accounting.PoissonSampledDpEvent(16 / 54, dp_accounting.GaussianDpEvent(1.3))
     epsilon = exact.compose(event, 2 * run.metrics[0]["step"]).get_epsilon(1e-5)

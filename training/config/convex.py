@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.config.protection import ProtectionConfig
+from training.config.protection import ProtectionConfig, Relation
 from training.config.section import Section
 
 
 class ConvexConfig(Section):
     """A convex approximation of a two-layer ReLU network; sampler.scheme says how it descends."""
+
+    relations: ClassVar[tuple[Relation, ...]] = ("replace_one", "zero_out", "add_or_remove_one")
+    """What protection.relation may be under protection.kind = 'record'; the first is its default."""
 
     kind: Literal["convex"] = "convex"
     """convex: the gated ReLU model (disjoint-cyclic and full-batch for the last iterate, poisson for every update)."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from training.config.section import Section
+
+SplitRule = Literal["index", "content", "id"]
 
 
 class DataConfig(Section):
@@ -17,7 +19,11 @@ class DataConfig(Section):
     validation_fraction: float = Field(0.1, ge=0.0, lt=1.0)
     """Share of the training records held out for validation (0.1 in the PDFA paper)."""
     split_seed: int = Field(0, ge=0)
-    """Seed of the permutation that picks the validation records; it never looks at labels."""
+    """Public seed of the rule that picks the validation records; it never looks at labels."""
+    split: SplitRule | None = None
+    """What decides whether a record is held out. index: its place among all n, by a seeded permutation. content: a
+    keyed hash of its own features. id: a keyed hash of the ID that was given with it. None: id where IDs were given,
+    else content for protection.relation = 'add_or_remove_one', else index."""
     n_classes: int | None = Field(None, ge=2)
     """Number of classes of a person's own arrays; None reads it off the labels (one more than the largest)."""
     standardise: bool = True

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from training.config.clips import ClippedLayers, WidthRule, check_clip
-from training.config.protection import ProtectionConfig
+from training.config.protection import ProtectionConfig, Relation
 from training.config.section import Section
 
 
 class FeedbackConfig(Section):
     """Which feedback trains the hidden layers, and what happens to it."""
+
+    relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one", "replace_one")
+    """What protection.relation may be under protection.kind = 'record'; the first is its default."""
 
     kind: Literal["bp", "dfa", "tdfa", "pdfa"] = "pdfa"
     """bp: backpropagation; dfa: digital random projection of the error; tdfa: of the ternarized error;

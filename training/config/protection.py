@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from training.config.section import Section
 
+Relation = Literal["zero_out", "add_or_remove_one", "replace_one"]
 ProtectionName = Literal[
     "none", "record", "last-iterate", "label", "label-amplified", "label-once", "label-response"
 ]
@@ -22,6 +23,11 @@ class ProtectionConfig(Section):
     label-amplified, label-once, label-response: the labels alone, the features being public; by noise on every layer's
     signal and a budget for each record, by clipping and noise in the geometry of public features with secret Poisson
     batches, by one noisy reading of each label, by randomized response."""
+    relation: Relation | None = None
+    """Which data sets count as neighbours under kind = 'record'. zero_out: a record against an empty place, the number
+    of records being public. add_or_remove_one: a record more or less, their number being private; needs
+    sampler.sampling_probability. replace_one: a record against any other (not for zo). None: zero_out; for the convex
+    trainer replace_one. All other kinds are about replacing: a record (last-iterate) or a label."""
     epsilon: float | None = Field(None, gt=0.0)
     """Budget at delta: training stops before the step that would exceed it. Where the noise is not given it is the
     least that reaches this epsilon."""
@@ -56,6 +62,22 @@ class ProtectionConfig(Section):
         """clip_norm, or its default for this kind."""
         default = 0.2 if self.kind == "label-amplified" else 1.0
         return default if self.clip_norm is None else self.clip_norm
+
+    @model_validator(mode="after")
+    def _check_relation(self) -> Self:
+        if self.relation is None or self.kind == "record":
+            return self
+        if self.kind == "none":
+            raise ValueError(
+                f"relation = {self.relation!r} does nothing under kind = 'none'; set protection.kind"
+            )
+        if self.relation != "replace_one":
+            what = "a record" if self.kind == "last-iterate" else "a label"
+            raise ValueError(
+                f"relation = {self.relation!r} is not for kind = {self.kind!r}, whose theorem is about replacing "
+                f"{what}; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_strength(self) -> Self:

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, model_validator
 
+from accounting.guarantee import Adjacency
 from training.config.checkpoint import CheckpointConfig
 from training.config.convex import ConvexConfig
-from training.config.data import DataConfig
+from training.config.data import DataConfig, SplitRule
 from training.config.device import DeviceChoice
 from training.config.feedback import FeedbackConfig
 from training.config.network import ModelConfig
@@ -25,6 +26,27 @@ from training.config.zo import ZoConfig
 LossName = Literal["cross-entropy", "squared-error"]
 TrainerConfig = Annotated[FeedbackConfig | UlrConfig | ZoConfig | ConvexConfig, Discriminator("kind")]
 """The options of each family of trainers, told apart by their kind."""
+
+
+_FITTING_SPLITS: dict[Adjacency, tuple[SplitRule, ...]] = {
+    Adjacency.ZERO_OUT: ("index", "id"),
+    Adjacency.ADD_OR_REMOVE_ONE: ("content", "id"),
+    Adjacency.REPLACE_ONE: ("index",),
+}
+_MISFITS: dict[str, str] = {
+    "index": "an added record would push another one out of the training set",
+    "content": "the number of training records would depend on what the records hold",
+    "id": "a replaced record may have another ID, so the number of training records would change",
+}
+
+
+def split_refusal(config: RunConfig, split: str) -> str:
+    """Why a rule for holding records out does not fit a run's relation, and what does."""
+    fitting = " or ".join(repr(rule) for rule in config.fitting_splits)
+    return (
+        f"data.split = {split!r} does not fit the relation {str(config.relation)!r}: {_MISFITS[split]}; "
+        f"use {fitting}"
+    )
 
 
 class RunConfig(Section):
@@ -56,6 +78,27 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @property
+    def relation(self) -> Adjacency | None:
+        """Which data sets the run's statements call neighbours; None for a run without protection."""
+        if self.protection.kind == "none":
+            return None
+        if self.protection.kind != "record":
+            return Adjacency.REPLACE_ONE
+        return Adjacency(self.protection.relation or self.trainer.relations[0])
+
+    @property
+    def fitting_splits(self) -> tuple[SplitRule, ...]:
+        """Rules for holding records out that the relation allows, its default first."""
+        if self.relation is None or self.protection.kind.startswith("label"):  # features are public
+            return ("index", "content", "id")
+        return _FITTING_SPLITS[self.relation]
+
+    @property
+    def split(self) -> SplitRule:
+        """The rule by which records are held out."""
+        return self.data.split or self.fitting_splits[0]
+
+    @property
     def uses_device(self) -> bool:
         """Whether the run opens its device."""
         return self.trainer.uses_device(self.protection)
@@ -84,6 +127,41 @@ class RunConfig(Section):
         if own is None or not isinstance(given, Mapping):
             return values
         return {**values, "optimizer": {**own, **given}}
+
+    @model_validator(mode="after")
+    def _check_relation(self) -> Self:
+        chosen, allowed = self.protection.relation, self.trainer.relations
+        if self.protection.kind == "record" and chosen is not None and chosen not in allowed:
+            raise ValueError(
+                f"protection.relation = {chosen!r} is not for trainer.kind = {self.trainer.kind!r}; "
+                f"take one of {', '.join(allowed)}"
+            )
+        if self.split not in self.fitting_splits:
+            raise ValueError(split_refusal(self, self.split))
+        return self
+
+    @model_validator(mode="after")
+    def _check_constants(self) -> Self:
+        """Constants that may not come from the number of records are there."""
+        probability = self.sampler.sampling_probability
+        hidden = self.relation is Adjacency.ADD_OR_REMOVE_ONE
+        if probability is None and not hidden:
+            return self
+        missing = [] if probability is not None else ["sampler.sampling_probability"]
+        if self.protection.divisor is None and "batch_size" not in self.sampler.model_fields_set:
+            missing.append("protection.divisor (or sampler.batch_size)")
+        if missing and hidden:
+            raise ValueError(
+                f"protection.relation = 'add_or_remove_one' needs {' and '.join(missing)}: constants of your choice, "
+                "since the number of records is private; give them, or take protection.relation = 'zero_out', under "
+                "which that number is public"
+            )
+        if missing:
+            raise ValueError(
+                f"sampler.sampling_probability = {probability:g} needs {missing[0]}, the constant that a batch's sum "
+                "is divided by; give it, such as sampling_probability times the number of records"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:

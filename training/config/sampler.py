@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from training.config.section import Section
 
@@ -17,8 +17,21 @@ class SamplerConfig(Section):
     ] = "shuffled-epochs"
     """Sampling scheme; an accountant asks for it by this name."""
     batch_size: int = Field(256, ge=1)
-    """Records in a batch (expected number under Poisson sampling)."""
+    """Records in a batch (expected number under Poisson sampling). Where sampling_probability is given it is only the
+    default of protection.divisor."""
+    sampling_probability: float | None = Field(None, gt=0.0, le=1.0)
+    """q, with which each record enters a Poisson batch, and 1 / q steps an epoch; None takes batch_size over the number
+    of training records. protection.relation = 'add_or_remove_one' needs it: there that number is private."""
     min_batch_size: int | None = Field(None, ge=1)
     """Smallest batch that poisson-min-batch accepts."""
     drop_last: bool = False
     """Leave out the last, shorter batch of an epoch (shuffled-epochs only)."""
+
+    @model_validator(mode="after")
+    def _check_probability(self) -> Self:
+        if self.sampling_probability is not None and self.scheme != "poisson":
+            raise ValueError(
+                f"sampling_probability = {self.sampling_probability:g} is for scheme = 'poisson', but scheme = "
+                f"{self.scheme!r}; leave it out, or set sampler.scheme = 'poisson'"
+            )
+        return self

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.config.protection import ProtectionConfig
+from training.config.protection import ProtectionConfig, Relation
 from training.config.section import Section
 
 Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
@@ -14,6 +14,9 @@ Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
 
 class UlrConfig(Section):
     """Forward passes with noise on one module's output at a time, whose score times the loss is the gradient."""
+
+    relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one", "replace_one")
+    """What protection.relation may be under protection.kind = 'record'; the first is its default."""
 
     kind: Literal["ulr"] = "ulr"
     """ulr: unified likelihood ratio."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from training.config.language import LanguageConfig
-from training.config.protection import ProtectionConfig
+from training.config.protection import ProtectionConfig, Relation
 from training.config.section import Section
 
 
@@ -16,6 +16,9 @@ class ZoConfig(Section):
 
     The update takes lr, schedule and weight_decay of the section `optimizer`, and neither momentum nor moments.
     """
+
+    relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one")
+    """What protection.relation may be under protection.kind = 'record'; the first is its default."""
 
     kind: Literal["zo"] = "zo"
     """zo: zeroth-order training (SPSA) in place, with private scalars under protection.kind = 'record'."""

@@ -154,10 +154,6 @@ class ConvexFamily(TrainerFamily[GatedNetwork]):
             network = GatedNetwork(trainer.model)  # type: ignore[arg-type]  # this family's own trainer
             ledger.pay_once(LAST_ITERATE, released(config, network, sampler, noise_multiplier=z, steps=steps))
 
-    def record_protected(self, config: RunConfig, noise_multiplier: float) -> RunConfig:
-        """See TrainerFamily.record_protected; a replaced record moves a sum twice as far as one that is left out."""
-        return super().record_protected(config, 2 * noise_multiplier)
-
     def _noise(self, config: RunConfig, device: NoisyDevice | None) -> NoiseStream:
         if config.protection.noise == "device" and device is not None:
             return DeviceNormals(device)

@@ -10,13 +10,14 @@ from accounting.calibration import calibrate
 from accounting.convex_constants import log_expansion, residual_bound
 from accounting.convex_mechanisms import ConvexLastIterate, RecordReplaced
 from accounting.errors import NoGuarantee
+from accounting.record_mechanisms import RecordCentral
 from opusim.errors import ConfigError
 from training.config.convex import ConvexConfig
 from training.config.network import ModelConfig
 from training.config.run import RunConfig
 from training.convex.gated import GatedNetwork
 from training.data.samplers import Sampler
-from training.protections.plan import divisor_of, total_steps, with_multiplier
+from training.protections.plan import clipped_records, divisor_of, total_steps, with_multiplier
 
 LAST_ITERATE = "last iterate"
 """What a ledger calls the one model that a run of the last iterate releases."""
@@ -58,7 +59,7 @@ def divisor(config: RunConfig, sampler: Sampler) -> float:
 
 def released(
     config: RunConfig, network: GatedNetwork, sampler: Sampler, *, noise_multiplier: float, steps: int
-) -> ConvexLastIterate | RecordReplaced:
+) -> ConvexLastIterate | RecordCentral | RecordReplaced:
     """What a protected run releases: its last iterate, or so many updates on secret batches."""
     options, device = convex_options(config), config.protection.noise == "device"
     n_classes = network.model.n_classes
@@ -77,7 +78,8 @@ def released(
             hyperplanes=options.hyperplanes,
             device_noise=device,
         )
-    return RecordReplaced(
+    return clipped_records(
+        config,
         noise_multiplier=noise_multiplier,
         sampling_probability=sampler.sampling_probability or math.nan,
         clip_norm=largest_gradient(config, n_classes),

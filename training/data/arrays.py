@@ -7,8 +7,9 @@ import torch
 
 from opusim import checks
 from opusim.randomness import derive_seed
+from training.config.data import SplitRule
 from training.data.dataset import Dataset, Split
-from training.data.holding_out import hold_out
+from training.data.holding_out import Ids, hold_out, hold_out_by_content, hold_out_by_id
 from training.data.standardisation import Standardisation
 
 Array = np.ndarray | torch.Tensor
@@ -21,14 +22,22 @@ def from_arrays(
     n_classes: int | None = None,
     validation_fraction: float,
     split_seed: int,
+    split: SplitRule = "index",
+    ids: Ids | None = None,
     test: tuple[Array, Array] | None = None,
     standardise: Standardisation | None = None,
     name: str = "arrays",
 ) -> Dataset:
     """Make a data set of features and labels.
 
-    The validation records are chosen by a seeded permutation that does not look at labels, and the remaining
-    training records stand in that permutation's order. The arrays are copied.
+    Labels never decide which records are held out for validation. The arrays are copied.
+
+    - ``split="index"``: a seeded permutation of all n places decides, and the training records stand in its order.
+      ``round(validation_fraction * n)`` records are held out. Right where n is fixed: for replacing a record, for a
+      record against an empty place, for labels.
+    - ``split="content"``: a keyed hash of the record's own features decides, with probability `validation_fraction`.
+      Adding a record then adds that record to one part and moves no other.
+    - ``split="id"``: the same by a keyed hash of the record's ID.
 
     Args:
         x: Features, shape (n, d), real and finite.
@@ -36,7 +45,9 @@ def from_arrays(
         n_classes: Number of classes, at least 2. ``None`` takes one more than the largest label of `y`, which
             is then read off the records: state the number where a guarantee is asked for.
         validation_fraction: Share of the records to hold out, in [0, 1).
-        split_seed: Chooses the validation records, in [0, 2^64).
+        split_seed: Chooses the validation records, in [0, 2^64); public.
+        split: The rule.
+        ids: One ID a record, whole numbers or strings, shape (n,); for ``split="id"``.
         test: Features and labels to test on, under the same rules.
         standardise: Constants to apply to all features, or ``None`` to use the features as they are. Those of
             `Standardisation.from_data` are not public, and a run with a guarantee refuses them.
@@ -63,7 +74,7 @@ def from_arrays(
     test_split = None
     if test is not None:
         test_split = _test_split(test, features.shape[1], classes, standardisation)
-    kept, held_out = hold_out(len(features), validation_fraction, derive_seed(split_seed, "validation"))
+    kept, held_out = _divided(features, ids, split, validation_fraction, split_seed)
     features = standardisation.apply(features)
     return Dataset(
         name=name,
@@ -72,7 +83,39 @@ def from_arrays(
         validation=Split(features[held_out], labels[held_out]),
         test=test_split,
         standardisation=standardisation,
+        split=split,
     )
+
+
+def _divided(
+    features: torch.Tensor, ids: Ids | None, split: SplitRule, fraction: float, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of training and validation records, by the rule of the split.
+
+    Raises:
+        ValueError: The rule is not known, IDs do not go with it or are too few, or no record is left to train on.
+    """
+    checks.choice(("index", "content", "id"), split=split)
+    if (ids is not None) != (split == "id"):
+        raise ValueError(
+            f"split = {split!r} with{'out' if ids is None else ''} ids: IDs decide for split = 'id' only; give both"
+        )
+    if split == "index":
+        return hold_out(len(features), fraction, derive_seed(seed, "validation"))
+    if ids is None:
+        kept, held_out = hold_out_by_content(features, fraction, seed)
+    else:
+        if len(ids) != len(features):
+            raise ValueError(
+                f"x has {len(features)} records and ids {len(ids)} entries; give one ID a record"
+            )
+        kept, held_out = hold_out_by_id(ids, fraction, seed)
+    if not len(kept):
+        raise ValueError(
+            f"validation_fraction = {fraction:g} leaves no record for training under split = {split!r}; lower it, or "
+            "change split_seed"
+        )
+    return kept, held_out
 
 
 def _test_split(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -44,13 +45,13 @@ def load_dataset(
     *,
     validation_fraction: float = 0.1,
     split_seed: int,
+    split: Literal["index", "content"] = "index",
     standardise: bool | Standardisation = True,
 ) -> Dataset:
     """Load a known data set, with part of its training records held out for validation.
 
     Features are pixels scaled to [0, 1] and then standardised with constants that are published for the data
-    set, never computed here. The validation records are chosen by a seeded permutation that does not look at
-    labels, and the remaining training records stand in that permutation's order.
+    set, never computed here. The validation records are chosen without a look at labels (see `from_arrays`).
 
     - ``digits``: 1,797 images of 8 x 8 pixels, embedded in scikit-learn. It has no test set of its own, so a
       fixed fifth (359 records, the same for every `split_seed`) is one here.
@@ -64,6 +65,7 @@ def load_dataset(
         name: ``"digits"``, ``"mnist"``, ``"fashion-mnist"`` or ``"cifar-10"``.
         validation_fraction: Share of the training records to hold out, in [0, 1).
         split_seed: Chooses the validation records, in [0, 2^64).
+        split: The rule that does, see `from_arrays`.
         standardise: Whether to subtract the mean and divide by the standard deviation; or other constants to do
             it with, for features in [0, 1].
 
@@ -93,6 +95,7 @@ def load_dataset(
         n_classes=10,
         validation_fraction=validation_fraction,
         split_seed=split_seed,
+        split=split,
         test=parts["test"],
         standardise=constants,
     )

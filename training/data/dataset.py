@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -52,6 +52,8 @@ class Dataset:
         test: Records that were never in the training set; ``None`` if there are none.
         standardisation: What was already applied to all parts alike.
         components: What replaced the standardised features by fewer ones; None where nothing did.
+        split: The rule that parted train from validation: index, content or id (see `from_arrays`); given where the
+            two were handed over as they are, so that a guarantee is about the records of `train` alone.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Dataset:
     test: Split | None
     standardisation: Standardisation
     components: PrincipalComponents | None = None
+    split: Literal["index", "content", "id", "given"] = "given"
 
     @property
     def n_features(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opusim.errors import ConfigError
-from training.config.data import DataConfig
+from training.config.data import DataConfig, SplitRule
 from training.data import Dataset, load_dataset
 from training.data.standardisation import Standardisation
 
@@ -20,8 +20,12 @@ def chosen_constants(options: DataConfig) -> Standardisation | None:
     )
 
 
-def configured_dataset(options: DataConfig) -> Dataset:
+def configured_dataset(options: DataConfig, split: SplitRule | None = None) -> Dataset:
     """Load a known data set as a configuration asks for it.
+
+    Args:
+        options: Its section `data`.
+        split: The rule by which records are held out (`RunConfig.split`); None takes data.split, or else index.
 
     Raises:
         DataError: It cannot be read.
@@ -38,9 +42,14 @@ def configured_dataset(options: DataConfig) -> Dataset:
     if options.n_classes is not None:
         reason = f"{options.n_classes} is for a person's own arrays; leave it out for {options.name}"
         raise ConfigError("configuration", "data.n_classes", reason)
+    rule = split or options.split or "index"
+    if rule == "id":
+        reason = f"'id' is for arrays that are given with IDs; use 'index' or 'content' for {options.name}"
+        raise ConfigError("configuration", "data.split", reason)
     return load_dataset(
         options.name,
         validation_fraction=options.validation_fraction,
         split_seed=options.split_seed,
+        split=rule,
         standardise=chosen_constants(options) or options.standardise,
     )

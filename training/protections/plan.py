@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from accounting.budget import Budget
 from accounting.calibration import calibrate
+from accounting.convex_mechanisms import RecordReplaced
 from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency
 from accounting.label_mechanisms import LabelAmplified
 from accounting.record_mechanisms import RecordCentral
 from accounting.schemes import require_scheme
-from training.config.run import RunConfig
+from training.config.run import RunConfig, split_refusal
 from training.data import Dataset
 from training.data.records import OWN_ARRAYS
 from training.data.samplers import Sampler
@@ -18,11 +22,14 @@ def require_covered(config: RunConfig, dataset: Dataset, sampler: Sampler) -> No
     """Refuse a protected run that no theorem covers, before anything is computed.
 
     Raises:
-        NoGuarantee: The sampling scheme, the standardisation or the number of classes leaks what is protected.
+        NoGuarantee: The sampling scheme, the split, the standardisation or the number of classes leaks what is
+            protected.
     """
     kind = config.protection.kind
     if kind == "none":
         return
+    if dataset.split != "given" and dataset.split not in config.fitting_splits:
+        raise NoGuarantee(split_refusal(config, dataset.split))
     if kind in ("record", "label-amplified"):
         require_scheme(sampler.scheme, theorem=f"protection.kind = {kind!r}")
     whole_records = kind in ("record", "last-iterate")
@@ -84,7 +91,7 @@ def total_steps(config: RunConfig, sampler: Sampler) -> int:
 
 def sampled_step(
     config: RunConfig, sampler: Sampler, *, noise_multiplier: float
-) -> RecordCentral | LabelAmplified:
+) -> RecordCentral | RecordReplaced | LabelAmplified:
     """One step on a secret Poisson batch."""
     options = config.protection
     probability = sampler.sampling_probability
@@ -95,10 +102,23 @@ def sampled_step(
         return LabelAmplified(
             noise_multiplier=noise_multiplier, sampling_probability=probability, device_noise=device_noise
         )
-    return RecordCentral(
+    return clipped_records(
+        config,
         noise_multiplier=noise_multiplier,
         sampling_probability=probability,
         clip_norm=options.clip,
         divisor=divisor_of(config),
         device_noise=device_noise,
     )
+
+
+def clipped_records(config: RunConfig, **parameters: Any) -> RecordCentral | RecordReplaced:
+    """Clipped records and central noise, as the mechanism of the run's relation.
+
+    Args:
+        config: The run.
+        **parameters: Fields that both mechanisms have.
+    """
+    if config.relation is Adjacency.REPLACE_ONE:
+        return RecordReplaced(**parameters)
+    return RecordCentral(relation=config.relation or Adjacency.ZERO_OUT, **parameters)

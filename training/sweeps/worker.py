@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from accounting.errors import BudgetExceeded
-from training.config.data import DataConfig
+from training.config.data import DataConfig, SplitRule
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.records import configured_dataset
@@ -46,7 +46,7 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
 def _finished(config: RunConfig, folder: RunFolder) -> Run:
     while not folder.finished:
         try:
-            dataset = _dataset(config.data)
+            dataset = _dataset(config.data, config.split)
             resume = folder.started
             return train_on(folder.read_config() if resume else config, dataset, folder, resume=resume)
         except FolderBusy:
@@ -57,9 +57,9 @@ def _finished(config: RunConfig, folder: RunFolder) -> Run:
 
 
 @lru_cache(maxsize=1)
-def _dataset(options: DataConfig) -> Dataset:
+def _dataset(options: DataConfig, split: SplitRule) -> Dataset:
     """The data set of this process's last run, which is mostly that of the next."""
-    return configured_dataset(options)
+    return configured_dataset(options, split)
 
 
 def _wall(folder: RunFolder, measured: float) -> float:

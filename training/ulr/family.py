@@ -147,7 +147,7 @@ def _published_step(config: RunConfig, network: ModuleSequence, sampler: Sampler
     sizes = [sum(p.numel() for p in network.layer_parameters(layer)) for layer in range(network.depth)]
     return PublishedUlr(
         target_std=ulr_options(config).target_std,
-        sampling_probability=min(options.batch_size / sampler.n_records, 1.0),
+        sampling_probability=sampler.sampling_probability or min(options.batch_size / sampler.n_records, 1.0),
         n_records=sampler.n_records,
         min_batch_size=least,
         modules=network.depth,

@@ -6,6 +6,7 @@ import math
 
 from accounting.calibration import calibrate
 from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency
 from accounting.zo_mechanisms import ZoGaussian, ZoLaplace
 from training.config.run import RunConfig
 from training.config.zo import ZoConfig
@@ -48,6 +49,7 @@ def step_mechanism(config: RunConfig, sampler: Sampler, *, noise_multiplier: flo
     if probability is None:
         raise NoGuarantee(f"sampler.scheme = {sampler.scheme!r} has no sampling probability; use 'poisson'")
     options, clip, divisor = zo_options(config), clip_of(config), divisor_of(config)
+    relation = config.relation or Adjacency.ZERO_OUT
     if options.law == "laplace":
         return ZoLaplace(
             scale=noise_multiplier,
@@ -55,6 +57,7 @@ def step_mechanism(config: RunConfig, sampler: Sampler, *, noise_multiplier: flo
             clip_norm=clip,
             divisor=divisor,
             directions=options.directions,
+            relation=relation,
         )
     return ZoGaussian(
         noise_multiplier=noise_multiplier,
@@ -62,6 +65,7 @@ def step_mechanism(config: RunConfig, sampler: Sampler, *, noise_multiplier: flo
         clip_norm=clip,
         divisor=divisor,
         directions=options.directions,
+        relation=relation,
         device_noise=config.protection.noise == "device",
     )
 

@@ -101,10 +101,10 @@ class AnchorSettings(Section):
 
 
 class DriftSettings(Section):
-    """Drift of the medium: R_t = cos(theta) R + sin(theta) R', cos(theta) = exp(-t / decorrelation_s).
+    """Drift of the medium: entries are stationary Ornstein-Uhlenbeck processes (`opusim.camera.drift`).
 
     Attributes:
-        decorrelation_s: time after which the correlation with the medium of time 0 has fallen to 1/e, seconds.
+        decorrelation_s: tau: media at any two times t and s have the correlation exp(-|t - s| / tau), seconds.
         seconds_per_step: time that passes from training step to training step, seconds.
     """
 

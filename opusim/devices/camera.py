@@ -17,7 +17,7 @@ from opusim.camera.twin import exposure_of, sections_of, speckle_law_of
 from opusim.description_schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import binary_batch
-from opusim.errors import ConfigError
+from opusim.errors import ConfigError, NoiseUnknown
 from opusim.noise import PhotonCountNoise
 from opusim.randomness import noise_stream
 
@@ -83,8 +83,16 @@ class CameraDevice(NoisyDevice):
         """Counts of the four frames at each output, with boxes of rates that hold for every ternary x.
 
         Rates lie between bias light with dark current and the largest field of any binary frame. The boxes rest on
-        the medium at time 0 and on the exact anchor, not on its measurement, so that every opening tells the same.
+        the exact anchor, not on its measurement, so that every opening tells the same.
+
+        Raises:
+            NoiseUnknown: the medium drifts, and the rates leave every box with it.
         """
+        if self._settings.drift is not None:
+            raise NoiseUnknown(
+                f"device {self.name!r}: its medium drifts, so no box holds its rates for a whole run; switch "
+                "camera.drift off to state a law"
+            )
         exposure, fields = self.exposure, self._speckle.largest_fields()
         dark = np.broadcast_to(exposure.dark_e, (FRAMES_PER_TERNARY, self.n_outputs))
         highest = exposure.dark_e + exposure.gain_e * np.square(fields)  # (2, n_outputs)
@@ -230,13 +238,17 @@ class CameraDevice(NoisyDevice):
     def drift_to(self, time_s: float) -> None:
         """Moves the medium to a time since time 0, seconds; the anchor stays as it was measured.
 
+        Entries of the field's two real media are stationary Ornstein-Uhlenbeck processes with correlation
+        exp(-|t - s| / decorrelation_s) between any two times (`opusim.camera.drift`).
+
         Raises:
             ConfigError: the description has no drift.
+            ValueError: the time is out of range.
         """
         checks.non_negative(time_s=time_s)
         if self._settings.drift is None:
             raise ConfigError(self.name, "camera.drift", "missing; this medium does not drift")
-        self._speckle.drift_to(float(np.arccos(np.exp(-time_s / self._settings.drift.decorrelation_s))))
+        self._speckle.drift_to(time_s / self._settings.drift.decorrelation_s)
 
     # What NoisyDevice asks for
 

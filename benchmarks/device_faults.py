@@ -22,7 +22,7 @@ from benchmarks.results_file import save_results
 from opusim.description import load_description
 from opusim.devices.registry import register_device
 from opusim.errors import OpusimError
-from opusim.testing.faults import KIND, Fault, FaultyDevice
+from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.run import Run
 
@@ -77,7 +77,7 @@ def inject(
     fault: Fault, folder: Path, wanted: dict[str, Any], lasts_calls: int | None = None
 ) -> dict[str, Any]:
     """Let one fault happen, mend the device, go on; what was seen."""
-    register_device(KIND, FaultyDevice)
+    register_device(KIND, faulty_device)
     FaultyDevice.repaired = False
     run_folder = folder / fault.name
     stopped: OpusimError | None = None
@@ -104,7 +104,7 @@ def inject(
 
 def main(save: bool = False) -> None:
     """Break the device in every way; --save renews benchmarks/results/device_faults.json."""
-    register_device(KIND, FaultyDevice)
+    register_device(KIND, faulty_device)
     folder = Path(tempfile.mkdtemp())
     wanted = undisturbed(folder)
     rows = [inject(fault, folder, wanted) for fault in Fault]

@@ -30,16 +30,25 @@ class MonitorSettings(Section):
         every_steps: steps from one check to the next.
         blank_readings: readings of nothing in a check, at least 2; narrow windows take more, to hold 4,096 numbers.
         reference_vectors: fixed ternary vectors that a check projects.
-        baseline_readings: readings of each kind that the first look, at opening, averages; at least 8.
-        false_alarm: probability that one test of one check stops a healthy device.
+        baseline_readings: readings of each reference vector that the first look, at opening, averages, at least 8, and
+            half the least number of blank ones; narrow windows take more of these, to hold 65,536 numbers.
+        false_alarm_per_run: probability that a device within its tolerances is stopped in its first `checks` checks.
+        checks: how many checks of one opening that probability covers.
         least_correlation: of the reference readings with their first ones, noise taken out.
-        gain_tolerance: relative change of the readings' size, and of the noise's variance, that is let pass.
+        gain_tolerance: relative change of the readings' size that is let pass.
+        noise_tolerance: relative change of the noise's variance that is let pass.
+        silent_outputs: share of the outputs that may stop to respond.
+        saturated_outputs: share of the outputs that may be saturated in a frame, or read one extreme value.
     """
 
     every_steps: int = Field(default=10, ge=1)
     blank_readings: int = Field(default=4, ge=2)
-    reference_vectors: int = Field(default=2, ge=1)
+    reference_vectors: int = Field(default=8, ge=1)
     baseline_readings: int = Field(default=32, ge=8)
-    false_alarm: float = Field(default=1e-9, gt=0, lt=0.01)
-    least_correlation: float = Field(default=0.9, gt=0, lt=1)
-    gain_tolerance: float = Field(default=0.2, gt=0)
+    false_alarm_per_run: float = Field(default=1e-6, gt=0, lt=0.01)
+    checks: int = Field(default=100_000, ge=1)
+    least_correlation: float = Field(default=0.98, gt=0, lt=1)
+    gain_tolerance: float = Field(default=0.03, gt=0)
+    noise_tolerance: float = Field(default=0.05, gt=0)
+    silent_outputs: float = Field(default=0.01, ge=0, lt=1)
+    saturated_outputs: float = Field(default=0.02, gt=0, lt=1)

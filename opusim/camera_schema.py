@@ -80,12 +80,15 @@ class AnchorSettings(Section):
         frames: anchor frames, and as many blank ones, averaged when the device opens; 0: the anchor is known exactly.
         lowest: pixels whose anchor intensity is below this multiple of the mean are masked (dark speckle), above 0.
         highest: pixels above this multiple are masked (their frames would saturate); None is off.
+        most_saturated: share of the outputs that may be full in the anchor or another frame of a projection; the
+            device does not open beyond, because entries of B are not N(0, 1) then. None: 0.01.
     """
 
     reference_share: float = Field(default=0.0, ge=0, lt=1)
     frames: int = Field(default=0, ge=0)
     lowest: float = Field(gt=0)
     highest: float | None = Field(default=None, gt=0)
+    most_saturated: float | None = Field(default=None, gt=0, le=1)
 
     @model_validator(mode="after")
     def _some_pixels_left(self) -> Self:
@@ -98,10 +101,10 @@ class AnchorSettings(Section):
 
 
 class DriftSettings(Section):
-    """Drift of the medium: R_t = cos(theta) R + sin(theta) R', cos(theta) = exp(-t / decorrelation_s).
+    """Drift of the medium: entries are stationary Ornstein-Uhlenbeck processes (`opusim.camera.drift`).
 
     Attributes:
-        decorrelation_s: time after which the correlation with the medium of time 0 has fallen to 1/e, seconds.
+        decorrelation_s: tau: media at any two times t and s have the correlation exp(-|t - s| / tau), seconds.
         seconds_per_step: time that passes from training step to training step, seconds.
     """
 

@@ -22,6 +22,8 @@ Status = Literal["measured", "datasheet", "assumed", "override"]
 Number = int | float | list[float]
 EXEMPT_FROM_PROVENANCE = ("schema", "medium", "access", "monitor")
 """Numbers that describe the file, the simulation or its use, not a physical device."""
+_OWN_SECTION = {"camera": "camera", "gaussian": None, "ideal": None, "lighton": "lighton"}
+"""The section that describes each of opusim's own kinds beyond the shared ones; a registered kind may take either."""
 
 
 class MediumSettings(Section):
@@ -131,8 +133,8 @@ class DeviceDescription(Section):
         medium: the simulated medium; None for hardware.
         frames: time and energy.
         noise: noise of a reading; None where the kind has no noise or brings its own.
-        camera: the physical twin's numbers; None for other kinds.
-        lighton: which OPU lightonml drives; None for other kinds.
+        camera: the physical twin's numbers, for the kind ``camera`` and registered subclasses of `CameraDevice`.
+        lighton: which OPU lightonml drives, for the kind ``lighton`` and registered subclasses of `LightonDevice`.
         access: patience with a device that may fail, and who may have it.
         monitor: how it is watched; None for a device that is not.
         options: keys of a registered kind, checked by its factory.
@@ -172,15 +174,20 @@ class DeviceDescription(Section):
         return self
 
     @model_validator(mode="after")
-    def _lighton_fits_its_kind(self) -> Self:
-        if (self.lighton is not None) != (self.kind == "lighton"):
-            raise ValueError('a section [lighton] and kind = "lighton" belong together; give both or neither')
+    def _sections_fit_the_kind(self) -> Self:
+        if self.kind in _OWN_SECTION:
+            for section in ("camera", "lighton"):
+                if (getattr(self, section) is not None) != (_OWN_SECTION[self.kind] == section):
+                    raise ValueError(
+                        f'a section [{section}] and kind = "{section}" belong together; give both or neither, '
+                        "or the kind that your own class is registered under"
+                    )
+        elif self.camera is not None and self.lighton is not None:
+            raise ValueError("sections [camera] and [lighton] describe two devices; remove one")
         return self
 
     @model_validator(mode="after")
     def _camera_fits_its_frames(self) -> Self:
-        if (self.camera is not None) != (self.kind == "camera"):
-            raise ValueError('a section [camera] and kind = "camera" belong together; give both or neither')
         if self.camera is None:
             return self
         if self.noise is not None:

@@ -18,7 +18,7 @@ class Usage:
 
     Attributes:
         frames: frames shown to the medium, at least 0.
-        seconds: frames times the frame period, at least 0.
+        seconds: the frames' periods, at least 0.
         joules: seconds times the power drawn, at least 0.
     """
 
@@ -68,13 +68,16 @@ class UsageMeter:
         self._period_s = frame_period_us * 1e-6
         self._power_w = power_w
         self._frames = 0
+        self._longer_s = 0.0
 
-    def count(self, frames: int) -> None:
-        """Adds frames, at least 0."""
+    def count(self, frames: int, exposure_us: float = 0.0) -> None:
+        """Adds frames, at least 0; one whose exposure exceeds the frame period takes as long as its exposure."""
         checks.integer(frames=frames, minimum=0)
+        checks.non_negative(exposure_us=exposure_us)
         self._frames += int(frames)
+        self._longer_s += int(frames) * max(0.0, exposure_us * 1e-6 - self._period_s)
 
     def snapshot(self) -> Usage:
         """What was spent so far."""
-        seconds = self._frames * self._period_s
+        seconds = self._frames * self._period_s + self._longer_s
         return Usage(frames=self._frames, seconds=seconds, joules=seconds * self._power_w)

@@ -54,7 +54,7 @@ def record_command(
             saturating_photons=1.1 * device.exposure.sensor.saturation_e / camera.light.quantum_efficiency,
         )
         path = record(device.flat_frames, wanted, out, exposure_us=exposure_us)
-        typer.echo(f"{path}: {device.usage.frames:,} frames of {width} x {height} pixels, {bits} bits")
+        typer.echo(f"{path}: {wanted.images:,} images of {width} x {height} pixels, {bits} bits")
 
 
 def calibrate_command(

@@ -53,6 +53,11 @@ class Recording:
             longest_exposure_us=self.longest_exposure_us, saturating_photons=self.saturating_photons
         )
 
+    @property
+    def images(self) -> int:
+        """How many images are written: two dark and two bright ones a step, and the two spatial points."""
+        return 4 * self.steps + 2 * self.spatial_frames
+
     def points(self, exposure_us: float) -> list[tuple[Level, int]]:
         """Settings and their number of images: temporal pairs, bright and dark, then the spatial pair."""
         shares = np.linspace(1 / self.steps, 1.0, self.steps)

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
+from opusim.camera.drift import grid_point, medium_weights
 from opusim.errors import ConfigError
 from opusim.medium import TABLE_STEP, Medium, exact_product
 
@@ -20,8 +21,6 @@ _INPUTS_PER_TILE = 2048
 _MOST_PIXELS_PER_OUTPUT = 64
 _INPUTS_PER_EXACT_SUM = 2**17  # see `opusim.medium.Medium`
 _SUM_SLACK = 1e-5  # above the rounding of a float32 sum
-ANGLE_STEP = 2.0**-10
-"""Drift moves in steps of this angle, over which the medium keeps a correlation of cos(2^-10) = 1 - 4.8e-7."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +80,18 @@ class Speckle:
         self.law = law
         self.n_outputs = n_outputs
         self._file = file
-        self._angle = 0.0
+        self._point = 0
         self._dense: dict[tuple[int, torch.device], torch.Tensor] = {}
 
-    @property
-    def angle(self) -> float:
-        """The drift's angle theta, radians."""
-        return self._angle
+    def drift_to(self, time: float) -> None:
+        """Moves the medium to a time in units of its decorrelation time; see `opusim.camera.drift`.
 
-    def drift_to(self, angle: float) -> None:
-        """Moves the medium to cos(theta) R + sin(theta) R', theta rounded to `ANGLE_STEP`."""
-        rounded = round(angle / ANGLE_STEP) * ANGLE_STEP
-        if rounded != self._angle:
-            self._angle = rounded
+        Raises:
+            ValueError: the time is out of range.
+        """
+        point = grid_point(time)
+        if point != self._point:
+            self._point = point
             self._dense.clear()
             self.__dict__.pop("anchor", None)
 
@@ -109,7 +107,7 @@ class Speckle:
                     "camera.anchor",
                     f"only {found} of {start} pixels fit; widen lowest and highest",
                 )
-            sums = self._sums(range(start, start + _PIXELS_PER_BLOCK), angle=0.0)
+            sums = self._sums(range(start, start + _PIXELS_PER_BLOCK), point=0)
             share = np.sum(np.square(sums[:2]), axis=0) / (2.0 * self.law.mirrors)
             good = start + np.flatnonzero((share >= self.law.lowest) & (share <= self.law.highest))
             chosen.append(good)
@@ -198,34 +196,36 @@ class Speckle:
         pixels = self.pixels[outputs.start : outputs.stop]
         window = range(int(pixels[0]), int(pixels[-1]) + 1)
         index = torch.from_numpy(pixels - window.start)
-        return self._pixel_tile(plane, window, inputs, self._angle).index_select(1, index)
+        return self._pixel_tile(plane, window, inputs, self._point).index_select(1, index)
 
-    def _pixel_tile(self, plane: int, pixels: range, inputs: range, angle: float) -> torch.Tensor:
-        """Transposed entries at contiguous pixels, with drift and grain, on the grid of 2^-12."""
+    def _pixel_tile(self, plane: int, pixels: range, inputs: range, point: int) -> torch.Tensor:
+        """Transposed entries at contiguous pixels, at a point of time, with grain, on the grid of 2^-12."""
         grain = self.law.grain_correlation > 0
         wide = range(pixels.start, pixels.stop + 1) if grain else pixels
-        tile = self._medium(plane, 0, wide.stop).tile(wide, inputs)
-        if angle:
-            tile.mul_(math.cos(angle))
-            tile.add_(self._medium(plane, 1, wide.stop).tile(wide, inputs), alpha=math.sin(angle))
+        (first, weight), *others = medium_weights(point)
+        tile = self._medium(plane, first, wide.stop).tile(wide, inputs)
+        if others:
+            tile.mul_(weight)
+        for epoch, weight in others:
+            tile.add_(self._medium(plane, epoch, wide.stop).tile(wide, inputs), alpha=weight)
         if grain:
             own, next_one = self.law.weights()
             tile = own * tile[:, :-1] + next_one * tile[:, 1:]
-        return tile.div_(TABLE_STEP).round_().mul_(TABLE_STEP) if angle or grain else tile
+        return tile.div_(TABLE_STEP).round_().mul_(TABLE_STEP) if others or grain else tile
 
     def _medium(self, plane: int, epoch: int, pixels: int) -> Medium:
         return Medium(self.law.mirrors, pixels, self.law.seed, plane=plane, epoch=epoch)
 
     def _at_outputs(self) -> np.ndarray:
-        """`_sums` at the outputs, at the present angle."""
+        """`_sums` at the outputs, at the present time."""
         parts = []
         for outputs in self._output_blocks():
             pixels = self.pixels[outputs.start : outputs.stop]
             window = range(int(pixels[0]), int(pixels[-1]) + 1)
-            parts.append(self._sums(window, self._angle)[:, pixels - window.start])
+            parts.append(self._sums(window, self._point)[:, pixels - window.start])
         return np.concatenate(parts, axis=1)
 
-    def _sums(self, pixels: range, angle: float) -> np.ndarray:
+    def _sums(self, pixels: range, point: int) -> np.ndarray:
         """Sums over mirrors at contiguous pixels, float64, shape (8, pixels).
 
         Rows: real and imaginary part over all mirrors; the same over data mirrors; over data mirrors the sums of
@@ -235,7 +235,7 @@ class Speckle:
         n = self.law.n_inputs
         for start in range(0, self.law.mirrors, _INPUTS_PER_TILE):
             rows = range(start, min(start + _INPUTS_PER_TILE, self.law.mirrors))
-            p, q = (self._pixel_tile(plane, pixels, rows, angle) for plane in (REAL_PLANE, IMAGINARY_PLANE))
+            p, q = (self._pixel_tile(plane, pixels, rows, point) for plane in (REAL_PLANE, IMAGINARY_PLANE))
             data_p, data_q = p[: max(0, n - start)], q[: max(0, n - start)]
             half = math.sqrt(0.5)
             parts = [p, q, data_p, data_q, data_p.abs(), data_q.abs()]

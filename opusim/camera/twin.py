@@ -99,5 +99,5 @@ def sections_of(description: DeviceDescription) -> tuple[CameraSettings, MediumS
     """
     if description.camera is None or description.medium is None:
         key = "medium" if description.medium is None else "camera"
-        raise ConfigError(description.name, key, "missing; the kind 'camera' needs [medium] and [camera]")
+        raise ConfigError(description.name, key, "missing; a camera needs [medium] and [camera]")
     return description.camera, description.medium

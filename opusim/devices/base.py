@@ -263,6 +263,17 @@ class NoisyDevice(ABC):
         """What the monitor compares with: the device as it was when it was opened; None for one without a monitor."""
         return None if self._monitor is None else self._monitor.baseline
 
+    def smallest_changes(self, checks: int) -> dict[str, float]:
+        """What the monitor finds within so many checks of a change; see `opusim.devices.monitor.Monitor`.
+
+        Raises:
+            DeviceUnavailable: the device is closed, or its description has no section [monitor].
+        """
+        self._require_open()
+        if self._monitor is None:
+            raise DeviceUnavailable(f"device {self.name!r} is not monitored; give it a section [monitor]")
+        return self._monitor.smallest_changes(checks)
+
     def compare_with(self, baseline: Baseline) -> None:
         """Lets the monitor compare with an earlier look than this opening's, such as that of a run that goes on.
 
@@ -277,8 +288,12 @@ class NoisyDevice(ABC):
 
     # What a subclass gives
 
-    def _saturated_share(self) -> float | None:
-        """Share of saturated pixels in a reference frame, for the monitor; None where a device cannot tell."""
+    def _saturated_share(self, vectors: torch.Tensor) -> float | None:
+        """Largest share of saturated outputs in any frame of these vectors' projections, or None without frames.
+
+        Args:
+            vectors: reference vectors of the monitor, ternary, shape (vectors, n_inputs).
+        """
         return None
 
     def _open(self) -> None:  # noqa: B027  # optional hook

@@ -11,13 +11,13 @@ import torch
 from opusim import checks
 from opusim.camera.exposure import Exposure
 from opusim.camera.recovery import FRAMES_PER_TERNARY, Recovery
+from opusim.camera.saturation import MOST_SATURATED, saturated_shares
 from opusim.camera.speckle import IMAGINARY_PLANE, REAL_PLANE, Speckle
 from opusim.camera.twin import exposure_of, sections_of, speckle_law_of
 from opusim.description_schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
-from opusim.devices.baseline import reference_vectors
 from opusim.devices.inputs import binary_batch
-from opusim.errors import ConfigError
+from opusim.errors import ConfigError, NoiseUnknown
 from opusim.noise import PhotonCountNoise
 from opusim.randomness import noise_stream
 
@@ -42,12 +42,17 @@ class CameraDevice(NoisyDevice):
         **window: as for `NoisyDevice`; n_inputs and the reference mirrors together are at least 2.
 
     Raises:
-        ConfigError: a section is missing or contradicts another.
+        ConfigError: a section is missing or contradicts another; at opening, too many outputs would be saturated.
     """
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
         self._settings, _ = sections_of(description)
+        if type(self) is CameraDevice and description.options:
+            key = f"options.{next(iter(description.options))}"
+            raise ConfigError(
+                description.name, key, f"the kind {description.kind!r} takes no options; remove it"
+            )
         self._law = speckle_law_of(description, self.n_inputs)
         self._speckle = Speckle(self._law, self.n_outputs, description.name)
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
@@ -78,8 +83,16 @@ class CameraDevice(NoisyDevice):
         """Counts of the four frames at each output, with boxes of rates that hold for every ternary x.
 
         Rates lie between bias light with dark current and the largest field of any binary frame. The boxes rest on
-        the medium at time 0 and on the exact anchor, not on its measurement, so that every opening tells the same.
+        the exact anchor, not on its measurement, so that every opening tells the same.
+
+        Raises:
+            NoiseUnknown: the medium drifts, and the rates leave every box with it.
         """
+        if self._settings.drift is not None:
+            raise NoiseUnknown(
+                f"device {self.name!r}: its medium drifts, so no box holds its rates for a whole run; switch "
+                "camera.drift off to state a law"
+            )
         exposure, fields = self.exposure, self._speckle.largest_fields()
         dark = np.broadcast_to(exposure.dark_e, (FRAMES_PER_TERNARY, self.n_outputs))
         highest = exposure.dark_e + exposure.gain_e * np.square(fields)  # (2, n_outputs)
@@ -195,7 +208,7 @@ class CameraDevice(NoisyDevice):
         for start in range(0, count, at_once):
             rows = min(at_once, count - start)
             numbers[start : start + rows] = exposure.expose_uniform(photons, rows, self._stream)
-        self._meter.count(count)
+        self._meter.count(count, exposure.light.exposure_us)
         return numbers
 
     def anchor_frames(self, count: int) -> np.ndarray:
@@ -225,24 +238,56 @@ class CameraDevice(NoisyDevice):
     def drift_to(self, time_s: float) -> None:
         """Moves the medium to a time since time 0, seconds; the anchor stays as it was measured.
 
+        Entries of the field's two real media are stationary Ornstein-Uhlenbeck processes with correlation
+        exp(-|t - s| / decorrelation_s) between any two times (`opusim.camera.drift`).
+
         Raises:
             ConfigError: the description has no drift.
+            ValueError: the time is out of range.
         """
         checks.non_negative(time_s=time_s)
         if self._settings.drift is None:
             raise ConfigError(self.name, "camera.drift", "missing; this medium does not drift")
-        self._speckle.drift_to(float(np.arccos(np.exp(-time_s / self._settings.drift.decorrelation_s))))
+        self._speckle.drift_to(time_s / self._settings.drift.decorrelation_s)
 
     # What NoisyDevice asks for
 
     def _open(self) -> None:
+        self._refuse_saturation()
         self._measure_anchor()
 
-    def _saturated_share(self) -> float | None:
+    def _refuse_saturation(self) -> None:
+        """Refuses a configuration whose frames are full at too many outputs."""
+        allowed = self._settings.anchor.most_saturated or MOST_SATURATED
+        shares = saturated_shares(self.exposure, self._speckle.anchor)
+        worst = max(shares, key=lambda f: shares[f])
+        if shares[worst] <= allowed:
+            return
+        frame = "the anchor" if worst == 1 else f"a frame with {worst:.0%} of the mirrors on"
+        sensor, light = self.exposure.sensor, self.exposure.light
+        raise ConfigError(
+            self.name,
+            "camera.sensor",
+            f"{100 * shares[worst]:.1f} % of the outputs are full in {frame}, at most {100 * allowed:g} % may be: a "
+            f"pixel ends at {sensor.saturation_e:.4g} electrons, the anchor has {light.anchor_e:.4g} on average; lower "
+            "sensor.gain_dn_per_e, light.exposure_us or light.anchor_flux_per_s, or raise sensor.adc_bits "
+            "(anchor.most_saturated lets more pass, but entries of B are then not N(0, 1))",
+        )
+
+    def _saturated_share(self, vectors: torch.Tensor) -> float:
+        """See `NoisyDevice`; every frame of the projections is shown, and the anchor."""
         sensor = self.exposure.sensor
-        frame = reference_vectors(1, self.n_inputs).clamp_(min=0)
         end = min(sensor.top_dn, sensor.black_level_dn + sensor.gain_dn_per_e * sensor.saturation_e)
-        return float((self.intensities(frame) >= end - 0.5).float().mean())
+        frames = self.exposure.expose(self._projection_fields(vectors), self._stream)
+        self._meter.count(frames.shape[0])
+        return float((frames >= end - 0.5).float().mean(dim=1).max())
+
+    def _projection_fields(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Fields of all frames of some vectors' projections and of the anchor: (2, 4 vectors + 1, n_outputs)."""
+        shown = vectors.to(self._torch_device)
+        field = self._speckle.fields(torch.cat([shown.clamp(min=0), shown.neg().clamp_(min=0)]))
+        anchor = torch.from_numpy(self._speckle.anchor.astype(np.float32))[:, None, :]
+        return torch.cat([field, anchor - field, anchor], dim=1)
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.empty((x.shape[0], self.n_outputs), dtype=torch.float32)

@@ -1,9 +1,26 @@
-"""Whether a device is still what it was when it was opened, from blank and reference frames alone.
+"""Whether a device is still what it was when it was opened, from blank and reference frames only.
 
 A monitor never looks at frames of data: a stop that they trigger would tell something about them, which no guarantee
-covers. It looks at readings of nothing, whose scatter is the noise, and at readings of a few fixed vectors, whose
-size and pattern are the light and the medium. Each test has a stated probability of a false alarm
-(`MonitorSettings.false_alarm`), and a healthy device passes all of them but for that.
+covers. It looks at readings of nothing, whose scatter is the noise; at readings of a few fixed vectors, whose size and
+pattern are the light and the medium; and, at a camera, at every frame that a linear projection of these vectors shows,
+the anchor included.
+
+| test | statistic of a look | let pass |
+| --- | --- | --- |
+| frozen | successive blank readings that agree at every output | what chance explains |
+| saturation | largest share of full outputs in any frame, or of outputs at one extreme reading | `saturated_outputs` |
+| light | slope of the reference readings on their first ones | `gain_tolerance`; below also 1 - `least_correlation` |
+| medium | mean square difference from the first readings over the signal, 2 (1 - correlation) | `least_correlation` |
+| outputs | slope of each output; how many stopped to respond | `silent_outputs` |
+| law | blank variance over the least that the law states, from below | nothing |
+| noise | blank variance over its first value | `noise_tolerance` |
+
+The last five are sequential (`opusim.devices.change_tests`): small changes add up over checks. All tests together stop
+a device that stays within its tolerances with probability `false_alarm_per_run` at most in its first `checks` checks
+after an opening. The smallest change that a test finds in m checks with probability 0.99 is, with e and f the standard
+errors of a check and of the first look and L = log(checks tests / false_alarm_per_run), the tolerance
++ 6 f + 1.2 e min over t of (L / (m t) + t / 2) + 2.3 hypot(1.2 e / sqrt m, f);
+`Monitor.smallest_changes` computes it, docs/devices.md has measured figures.
 """
 
 from __future__ import annotations
@@ -15,17 +32,27 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from opusim import checks as check_arguments
 from opusim.access_schema import MonitorSettings
-from opusim.devices.baseline import Baseline, measure_baseline, noise_variance, reference_vectors
+from opusim.devices.baseline import (
+    Baseline,
+    blank_readings,
+    measure_baseline,
+    noise_variance,
+    reference_vectors,
+)
+from opusim.devices.change_tests import SURE, ResponseTest, ShiftTest, log_level, relative_error
 from opusim.errors import DeviceFault, NoiseBelowCertificate
 from opusim.noise import NoiseModel
 
 _DARK = 0.05
 """Share of the first light below which a device is dark."""
-_TIED = 0.01
-"""Share of pixels at their end, or of outputs at one extreme value, from which a device is saturated."""
+_LEAST_TIED = 3
+"""Outputs at one extreme value below which nothing is called saturated."""
 _NUMBERS = 4096
-"""Numbers that the blank readings of a check hold at least: a change of 25 % in their variance then stands out."""
+"""Numbers that the blank readings of a check hold at least."""
+_TESTS = 8
+"""Sequential tests that share the probability of a false alarm, and the repeats of blank readings."""
 
 
 class Readings(Protocol):
@@ -43,9 +70,13 @@ class Monitor:
         name: the device's name.
         n_inputs: its width.
         read: takes readings.
-        law: tells the law that the device states now; None where it states none.
-        saturated: tells the share of saturated pixels, where a camera can.
+        law: tells the law that the device states now, or None if it states none.
+        saturated: tells the largest share of saturated outputs in any frame of the projection of some vectors, or None
+            if the device shows no frames.
         baseline: the device as it was when a run began; None measures it now.
+
+    Raises:
+        ValueError: the baseline holds another number of reference vectors.
     """
 
     def __init__(
@@ -56,7 +87,7 @@ class Monitor:
         n_inputs: int,
         read: Readings,
         law: Callable[[], NoiseModel | None],
-        saturated: Callable[[], float | None],
+        saturated: Callable[[torch.Tensor], float | None],
         baseline: Baseline | None = None,
     ) -> None:
         self._settings = settings
@@ -68,9 +99,51 @@ class Monitor:
         self._last: np.ndarray | None = None
         if baseline is None:
             baseline = measure_baseline(read, self._vectors, settings.baseline_readings)
+        if len(baseline.reference) != settings.reference_vectors:
+            raise ValueError(
+                f"baseline holds {len(baseline.reference)} reference vectors where monitor.reference_vectors = "
+                f"{settings.reference_vectors}; restore the setting, or begin a new run"
+            )
         self.baseline = baseline
         enough = -(-_NUMBERS // baseline.weights.size)
         self._blank = torch.zeros(max(settings.blank_readings, enough), n_inputs)
+        self._level = log_level(settings.false_alarm_per_run, settings.checks, _TESTS)
+        self._make_light_tests()
+        self._make_noise_tests()
+
+    def _make_light_tests(self) -> None:
+        """The tests of the reference readings: light from above and below, medium, outputs."""
+        settings, first = self._settings, self.baseline
+        readings, size = settings.baseline_readings, first.reference.size
+        power, noise = first.power, first.reference_variance
+        weight = np.sum(np.square(first.reference), axis=0)  # (n_outputs,)
+        slope = math.sqrt(float(np.sum(weight * noise))) / (size * power)
+        mean_noise, noise_share = float(noise.mean()), float(noise.mean()) / power
+        first_slope = math.hypot(slope / math.sqrt(readings), noise_share / readings * math.sqrt(2 / size))
+        pattern, level = 1 - settings.least_correlation, self._level
+        self._brighter = ShiftTest(settings.gain_tolerance, slope, first_slope, level)
+        self._dimmer = ShiftTest(settings.gain_tolerance + pattern, slope, first_slope, level)
+        squares = float(np.mean(2 * np.square(noise) + 8 * pattern * power * noise)) / (power**2 * size)
+        found = relative_error(math.sqrt(2), (readings - 1, size)) + math.sqrt(2 / size) / readings
+        other = 2 * pattern + noise_share * settings.noise_tolerance
+        self._other = ShiftTest(other, math.sqrt(squares), noise_share * found, level, numbers=size)
+        self._expected_difference = mean_noise * (1 + 1 / readings)
+        with np.errstate(divide="ignore"):
+            each = np.where(weight > 0, np.sqrt(noise / np.where(weight > 0, weight, 1.0)), np.inf)
+        allowed = self._dimmer.tolerance + SURE * each / math.sqrt(readings)
+        self._responses = ResponseTest(each, allowed, int(settings.silent_outputs * weight.size), level)
+        self._weight = np.where(weight > 0, weight, 1.0)
+
+    def _make_noise_tests(self) -> None:
+        """The tests of the blank readings: the law from below, change from above and below."""
+        first, level, outputs = self.baseline, self._level, self.baseline.weights.size
+        error = relative_error(first.spread, (len(self._blank) - 1, outputs))
+        half = blank_readings(self._settings.baseline_readings, outputs) // 2
+        first_error = relative_error(first.spread, (half - 1, outputs))
+        numbers, let_pass = 2 / max(error, 1e-12) ** 2, self._settings.noise_tolerance
+        self._weaker = ShiftTest(0.0, error, 0.0, level, numbers)
+        self._louder = ShiftTest(let_pass, error, first_error, level, numbers)
+        self._quieter = ShiftTest(let_pass, error, first_error, level, numbers)
 
     def due(self, step: int) -> bool:
         """Whether a check belongs before this step."""
@@ -89,101 +162,122 @@ class Monitor:
         self._check_extremes(reference)
         if noisy:
             self._check_frozen(blank)
-        variance = noise_variance(blank)
-        self._check_light(reference, variance)
+        self._check_reference(reference)
         if noisy:
+            variance = noise_variance(blank)
             if law is not None:
                 self._check_law(variance, law)
             self._check_change(variance)
-        self._check_medium(reference, variance)
+
+    def smallest_changes(self, checks: int) -> dict[str, float]:
+        """What each sequential test finds within so many checks after the change, with probability 0.99.
+
+        Args:
+            checks: at least 1.
+
+        Returns:
+            Relative loss and gain of light, correlation of the medium, share of silent outputs (NaN if none is found),
+            and relative loss and gain of the noise's variance.
+
+        Raises:
+            TypeError, ValueError: checks is no number of checks.
+        """
+        check_arguments.integer(minimum=1, checks=checks)
+        return {
+            "light lost": self._dimmer.smallest(checks),
+            "light gained": self._brighter.smallest(checks),
+            "correlation": 1 - self._other.smallest(checks) / 2,
+            "silent outputs": self._responses.smallest(checks),
+            "variance below the law": self._weaker.smallest(checks),
+            "variance lost": self._quieter.smallest(checks),
+            "variance gained": self._louder.smallest(checks),
+        }
 
     def _check_frozen(self, blank: np.ndarray) -> None:
-        """Readings with noise never repeat, not even once."""
+        """Readings with noise repeat no more often than chance lets them; most never do."""
         rows = blank if self._last is None else np.vstack([self._last, blank])
         self._last = blank[-1:]
-        if np.any(np.all(rows[1:] == rows[:-1], axis=1)):
+        pairs, repeats = len(rows) - 1, int(np.sum(np.all(rows[1:] == rows[:-1], axis=1)))
+        if repeats == 0 or self.baseline.repeat == 0:
+            return
+        chance = repeats * (math.log(pairs) + self.baseline.repeat) - math.lgamma(repeats + 1)
+        if repeats == pairs or chance < -self._level:
             raise self._fault("repeats its readings: the camera is frozen", "restart it")
 
     def _check_extremes(self, reference: np.ndarray) -> None:
-        share = self._saturated()
-        if share is not None and share > _TIED:
-            raise self._fault(
-                f"has {100 * share:.0f} % of its pixels saturated",
-                "shorten the exposure or dim the laser",
-            )
+        remedy = "shorten the exposure, dim the laser or lower the gain"
+        share = self._saturated(self._vectors)
+        if share is not None and share > self._settings.saturated_outputs:
+            raise self._fault(f"has {100 * share:.0f} % of its pixels saturated in a frame", remedy)
         for row in reference:
             tied = max(int(np.sum(row == row.max())), int(np.sum(row == row.min())))
-            if tied >= max(3, math.ceil(_TIED * row.size)) and row.max() > row.min():
+            least = max(_LEAST_TIED, math.ceil(self._settings.saturated_outputs * row.size))
+            if tied >= least and row.max() > row.min():
                 raise self._fault(
-                    f"is saturated: {tied} of {row.size} outputs read one extreme value",
-                    "shorten the exposure or dim the laser",
+                    f"is saturated: {tied} of {row.size} outputs read one extreme value", remedy
                 )
 
-    def _check_light(self, reference: np.ndarray, variance: np.ndarray) -> None:
-        """The readings' size: none is darkness, another one is a change of light."""
-        power, error = self._signal_power(reference, variance)
-        ratio = power / self.baseline.power
-        slack = self._sure * error / self.baseline.power
-        if ratio < _DARK + slack:
-            raise self._fault("is dark: reference frames carry no signal", "check the laser and the shutter")
-        size = math.sqrt(ratio)
-        if abs(size - 1) > self._settings.gain_tolerance + slack / (2 * size):
-            raise self._fault(
-                f"reads {size:.2f} times what it read at the beginning: its light changed",
-                "bring laser and exposure back, or calibrate it again",
+    def _check_reference(self, reference: np.ndarray) -> None:
+        """Light, medium and outputs, by the readings of the reference vectors."""
+        first = self.baseline
+        product = reference * first.reference
+        slope = float(product.mean()) / first.power
+        difference = float(np.mean(np.square(reference - first.reference))) - self._expected_difference
+        rings = [
+            self._brighter.observe(slope - 1),
+            self._dimmer.observe(1 - slope),
+            self._other.observe(difference / first.power),
+            self._responses.observe(product.sum(axis=0) / self._weight),
+        ]
+        if any(rings):
+            raise self._light_fault(*rings)
+
+    def _light_fault(self, brighter: bool, dimmer: bool, other: bool, silent: bool) -> DeviceFault:
+        """What the tests that rang say: darkness, another medium, silent outputs, or another light."""
+        size = max(1 + self._brighter.mean if brighter else 1 - self._dimmer.mean, 0.0)
+        power = size**2 + max(self._other.mean - (1 - size) ** 2, 0.0)  # of the signal, relative to the first
+        if dimmer and power < _DARK + self._other.error:
+            return self._fault("is dark: reference frames carry no signal", "check the laser and the shutter")
+        correlation = size / math.sqrt(power) if power > 0 else 0.0
+        share = self._responses.silent_share if silent else 0.0
+        if silent and share < 0.25:
+            return self._fault(
+                f"has about {100 * share:.1f} % of its outputs silent or stuck",
+                "mask them, or have it repaired",
             )
+        if other and correlation < self._settings.least_correlation:
+            return self._fault(
+                f"reads its reference vectors with a correlation of {correlation:.2f} to their first readings: "
+                "its medium decorrelated or was swapped",
+                "begin a new run with it, or bring the medium back",
+            )
+        return self._fault(
+            f"reads {size:.3g} times what it read at the beginning: its light changed, or outputs stopped to respond",
+            "bring laser and exposure back, or calibrate it again",
+        )
 
     def _check_law(self, variance: np.ndarray, law: NoiseModel) -> None:
         """The noise against the smallest variance that the law admits, by the mean over outputs."""
         low = np.broadcast_to(law.variance_bounds()[0], variance.shape)
         ratio = variance[low > 0] / low[low > 0]
-        if not ratio.size:
-            return
-        expected_error = math.sqrt(2 / (self._blank.shape[0] - 1) / ratio.size)  # of Gaussian readings
-        found = float(ratio.mean())
-        if found < 1 - self._sure * expected_error:
+        if ratio.size and self._weaker.observe(1 - float(ratio.mean())):
             raise NoiseBelowCertificate(
-                f"device {self._name!r}: blank frames scatter {math.sqrt(max(found, 0)):.2f} times as much as its law "
-                "states; stop private work and calibrate it again"
+                f"device {self._name!r}: blank frames scatter {math.sqrt(max(1 - self._weaker.mean, 0)):.3g} times as "
+                "much as its law states; stop private work and calibrate it again"
             )
 
     def _check_change(self, variance: np.ndarray) -> None:
-        """The noise against what it was, whatever its law: two means over outputs, with their own scatter."""
-        ratio, error = self.baseline.noise_ratio(variance)
-        if abs(ratio - 1) > self._settings.gain_tolerance + self._sure * error:
+        """The noise against what it was, whatever its law."""
+        if not np.any(self.baseline.weights * self.baseline.variance):
+            return
+        ratio = self.baseline.noise_ratio(variance)
+        louder, quieter = self._louder.observe(ratio - 1), self._quieter.observe(1 - ratio)
+        if louder or quieter:
+            found = 1 + self._louder.mean if louder else 1 - self._quieter.mean
             raise self._fault(
-                f"has {ratio:.2f} times the noise variance that it had at the beginning",
+                f"has {found:.3g} times the noise variance that it had at the beginning",
                 "check the sensor's temperature and the light, or calibrate it again",
             )
-
-    def _check_medium(self, reference: np.ndarray, variance: np.ndarray) -> None:
-        """The reference readings against their first ones; noise lowers a correlation, and is taken out."""
-        power, _ = self._signal_power(reference, variance)
-        correlation = float(np.mean(reference * self.baseline.reference)) / math.sqrt(
-            power * self.baseline.power
-        )
-        noise = float(variance.mean()) / power
-        error = math.sqrt((1 + noise) * (1 + noise + correlation**2) / reference.size)
-        if correlation < self._settings.least_correlation - self._sure * error:
-            raise self._fault(
-                f"reads its reference vectors with a correlation of {max(correlation, 0):.2f} to their first readings: "
-                "its medium decorrelated or was swapped",
-                "begin a new run with it, or bring the medium back",
-            )
-
-    def _signal_power(self, reference: np.ndarray, variance: np.ndarray) -> tuple[float, float]:
-        """Mean square of the reference readings without their noise, and its standard error by the noise."""
-        noise = float(variance.mean())
-        power = float(np.mean(reference**2)) - noise
-        error = math.sqrt((4 * max(power, 0.0) * noise + 2 * noise**2) / reference.size)
-        return max(power, 1e-30), error
-
-    @property
-    def _sure(self) -> float:
-        """Standard errors that chance exceeds with the probability of a false alarm, on both sides together."""
-        from scipy.stats import norm
-
-        return float(norm.isf(self._settings.false_alarm / 2))
 
     def _fault(self, what: str, remedy: str) -> DeviceFault:
         return DeviceFault(f"device {self._name!r} {what}; {remedy}")

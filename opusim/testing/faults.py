@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
 import torch
 
+from opusim.camera.exposure import Exposure
+from opusim.camera.speckle import Speckle
 from opusim.description_schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
+from opusim.devices.camera import CameraDevice
+from opusim.devices.registry import device_factory
 from opusim.errors import ConfigError, DeviceBusy, DeviceUnavailable
+from opusim.medium import TABLE_STEP
 from opusim.noise import NoiseModel
 
 KIND = "faulty"
-"""What descriptions call it, once `register_device(KIND, FaultyDevice)` was called."""
+"""What descriptions call it, once `register_device(KIND, faulty_device)` was called."""
 _HANG_S = 60.0
 
 
@@ -30,27 +38,50 @@ class Fault(StrEnum):
     FROZEN = "frozen frame"
     """The camera repeats its last frame."""
     SATURATED = "saturation"
-    """Readings stop at an end of the scale."""
+    """Readings stop at an end of the scale; at a camera the light rises by the amount."""
     DARK = "laser off"
-    """Readings are noise alone."""
+    """Readings are noise only."""
     NOISE_HALVED = "noise halved"
-    """The noise has half its standard deviation: less private than stated."""
+    """The noise has the amount (0.5) times its standard deviation: less private than stated."""
     HOTTER = "temperature step"
-    """The noise has one and a half times its standard deviation."""
+    """The noise has the amount (1.5) times its standard deviation."""
     SWAPPED = "medium swapped"
     """Another medium stands in the beam."""
+    LIGHT_CHANGED = "light changed"
+    """The light is the amount (0.9) times what it was."""
+    DEAD_OUTPUTS = "dead outputs"
+    """The amount (0.05) is the share of outputs that see no light any more."""
+    HOT_OUTPUTS = "hot outputs"
+    """The amount (0.05) is the share of outputs that are always full."""
+    DECORRELATED = "medium decorrelated"
+    """The medium's correlation with the earlier one is the amount (0.8)."""
     WRONG_SHAPE = "wrong shape"
     """A reading lacks an output."""
     NOT_A_NUMBER = "NaN"
     """An entry of a reading is NaN."""
 
 
-class FaultyDevice(NoisyDevice):
-    """A wrapper around a device of another kind, which fails from a stated step on until it is repaired.
+_AMOUNTS = {
+    Fault.SATURATED: 20.0,
+    Fault.NOISE_HALVED: 0.5,
+    Fault.HOTTER: 1.5,
+    Fault.LIGHT_CHANGED: 0.9,
+    Fault.DEAD_OUTPUTS: 0.05,
+    Fault.HOT_OUTPUTS: 0.05,
+    Fault.DECORRELATED: 0.8,
+}
+_RESCALED = (Fault.NOISE_HALVED, Fault.HOTTER)
 
-    Options: ``kind``, that of the wrapped device; ``fault``, one of `Fault`; ``at_step``, the first step it is there;
-    ``lasts_calls``, how many calls fail (UNPLUGGED, TIMEOUT and BUSY only; without it the fault stays until
-    `FaultyDevice.repaired` is set to True).
+
+def faulty_device(description: DeviceDescription, **window: Any) -> NoisyDevice:
+    """A device of the kind that [options] names, which fails from a stated step on until it is repaired.
+
+    Options: ``kind``, that of the device; ``fault``, one of `Fault`; ``at_step``, the first step it is there;
+    ``amount``, how strong it is, where `Fault` names one; ``lasts_calls``, how many calls fail (UNPLUGGED, TIMEOUT and
+    BUSY only; without it the fault stays until `FaultyDevice.repaired` is set to True). Other options go to the device.
+
+    A camera, or a subclass of it, breaks in its light, its medium and its pixels, stays a `CameraDevice`, and takes
+    frames as broken as its readings. Every other device is wrapped, and its readings are spoiled.
 
     Args:
         description: one whose [options] say what goes wrong.
@@ -59,33 +90,112 @@ class FaultyDevice(NoisyDevice):
     Raises:
         ConfigError: an option is missing or unknown.
     """
+    plan = _Plan(description)
+    factory = device_factory(description.name, plan.kind)
+    if isinstance(factory, type) and issubclass(factory, CameraDevice):
+        broken = type(f"Faulty{factory.__name__}", (_CameraFaults, factory), {})
+        device: NoisyDevice = broken(description, **window)
+        return device
+    return FaultyDevice(description, **window)
 
-    repaired = False
-    """Set on the class: whether somebody mended what was broken."""
 
-    def __init__(self, description: DeviceDescription, **window: Any) -> None:
-        super().__init__(description, **window)
+class _Plan:
+    """What goes wrong, how strongly and when, as a description's options say it."""
+
+    def __init__(self, description: DeviceDescription) -> None:
         options = dict(description.options)
         try:
-            kind, self._fault = str(options.pop("kind")), Fault(options.pop("fault"))
+            self.kind, self.fault = str(options.pop("kind")), Fault(options.pop("fault"))
             self._at_step = int(options.pop("at_step"))
         except (KeyError, ValueError) as error:
             raise ConfigError(
                 description.name, "options", f"{error}: give kind, fault and at_step"
             ) from error
+        self.amount = float(options.pop("amount", _AMOUNTS.get(self.fault, 1.0)))
         self._calls_left = options.pop("lasts_calls", None)
-        if options:
-            raise ConfigError(description.name, f"options.{min(options)}", "unknown; remove it")
-        self._inner = self._wrapped(description, kind, window)
-        self._other = self._wrapped(_with_medium(description), kind, window)
-        self._step = -1
+        self._name = description.name
+        self.step = -1
+        self.rest = options
+
+    def active(self, *faults: Fault) -> bool:
+        """Whether one of these faults is there now."""
+        return self.fault in faults and self.step >= self._at_step and not FaultyDevice.repaired
+
+    def hit(self, n_outputs: int) -> np.ndarray:
+        """Which outputs the fault hits: the amount is their share, and they are spread evenly."""
+        return np.arange(n_outputs) * self.amount % 1.0 < self.amount - 1e-9
+
+    def fail_to_answer(self) -> None:
+        """Raises, or hangs, where the device does not answer."""
+        if not self.active(Fault.UNPLUGGED, Fault.TIMEOUT, Fault.BUSY):
+            return
+        if self._calls_left is not None:
+            if self._calls_left <= 0:
+                return
+            self._calls_left -= 1
+        if self.fault is Fault.TIMEOUT:
+            time.sleep(_HANG_S)
+        if self.fault is Fault.BUSY:
+            raise DeviceBusy(f"device {self._name!r} is used by another program; end it")
+        raise DeviceUnavailable(f"device {self._name!r} is unplugged; check its cables")
+
+
+class _Spoiler:
+    """What happens to a reading behind the camera."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
         self._last: torch.Tensor | None = None
 
-    def _wrapped(self, description: DeviceDescription, kind: str, window: dict[str, Any]) -> NoisyDevice:
-        from opusim.devices.registry import device_factory
+    def spoil(self, y: torch.Tensor) -> torch.Tensor:
+        """The reading that reaches the caller."""
+        if self._plan.active(Fault.FROZEN) and y.numel():
+            frame = y[:1] if self._last is None else self._last
+            self._last = frame.clone()
+            return frame.expand_as(y).clone() if frame.shape[1:] == y.shape[1:] else y
+        if self._plan.active(Fault.WRONG_SHAPE):
+            return y[..., :-1]
+        if self._plan.active(Fault.NOT_A_NUMBER) and y.numel():
+            y = y.clone()
+            y.view(-1)[0] = torch.nan
+        return y
 
-        changes: dict[str, Any] = {"kind": kind, "options": {}, "access": None, "monitor": None}
-        return device_factory(description.name, kind)(description.model_copy(update=changes), **window)
+
+class FaultyDevice(NoisyDevice):
+    """A wrapper around a device of another kind than a camera, whose readings it spoils; see `faulty_device`.
+
+    Args:
+        description: one whose [options] say what goes wrong.
+        **window: as for NoisyDevice.
+
+    Raises:
+        ConfigError: an option is missing or unknown, or the device is a camera or cannot tell its matrix.
+    """
+
+    repaired = False
+    """Set on this class: whether what was broken is mended, at cameras too."""
+
+    def __init__(self, description: DeviceDescription, **window: Any) -> None:
+        super().__init__(description, **window)
+        self._plan = _Plan(description)
+        self._spoiler = _Spoiler(self._plan)
+        self._inner = self._wrapped(description, window)
+        self._other = self._wrapped(_with_medium(description), window)
+        if isinstance(self._inner, CameraDevice):
+            raise ConfigError(description.name, "options.kind", "is a camera; open it by `faulty_device`")
+        if not hasattr(self._inner, "matrix") and self._plan.fault in (
+            *_RESCALED,
+            Fault.LIGHT_CHANGED,
+            Fault.DECORRELATED,
+        ):
+            raise ConfigError(
+                description.name, "options.fault", "needs a device with a method matrix(); choose another"
+            )
+
+    def _wrapped(self, description: DeviceDescription, window: dict[str, Any]) -> NoisyDevice:
+        plan = self._plan
+        changes: dict[str, Any] = {"kind": plan.kind, "options": plan.rest, "access": None, "monitor": None}
+        return device_factory(description.name, plan.kind)(description.model_copy(update=changes), **window)
 
     @property
     def described_noise(self) -> NoiseModel:
@@ -93,7 +203,7 @@ class FaultyDevice(NoisyDevice):
         return self._inner.described_noise
 
     def _open(self) -> None:
-        self._fail_to_answer()
+        self._plan.fail_to_answer()
         self._inner.open()
         self._other.open()
 
@@ -102,65 +212,110 @@ class FaultyDevice(NoisyDevice):
         self._other.close()
 
     def _seek(self, step: int) -> None:
-        self._step = step
+        self._plan.step = step
         self._inner.seek(step)
         self._other.seek(step)
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
-        self._fail_to_answer()
-        device = self._other if self._is(Fault.SWAPPED) else self._inner
+        plan = self._plan
+        plan.fail_to_answer()
+        device = self._other if plan.active(Fault.SWAPPED) else self._inner
         y = device.project(x)
-        if self._is(Fault.NOISE_HALVED) or self._is(Fault.HOTTER):
-            y = self._rescaled(x, y)
-        if self._is(Fault.DARK):
+        if plan.active(*_RESCALED):
+            signal = _signal(self._inner, x)
+            y = signal + (y - signal) * plan.amount
+        if plan.active(Fault.LIGHT_CHANGED):
+            y = y + (plan.amount - 1) * _signal(self._inner, x)
+        if plan.active(Fault.DECORRELATED):
+            other = math.sqrt(1 - plan.amount**2) * _signal(self._other, x)
+            y = y + (plan.amount - 1) * _signal(self._inner, x) + other
+        if plan.active(Fault.DARK):
             y = self._inner.draw(tuple(y.shape))
         return self._spoiled(y)
 
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
-        self._fail_to_answer()
+        self._plan.fail_to_answer()
         noise = self._inner.draw(shape)
-        if self._is(Fault.NOISE_HALVED) or self._is(Fault.HOTTER):
-            noise = noise * self._scale()
-        return self._spoiled(noise)
-
-    def _rescaled(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The reading with other noise around the same signal."""
-        signal = x @ self._inner.matrix().T  # type: ignore[attr-defined]  # simulated devices have it
-        return signal + (y - signal) * self._scale()
-
-    def _scale(self) -> float:
-        return 0.5 if self._fault is Fault.NOISE_HALVED else 1.5
+        return self._spoiled(noise * self._plan.amount if self._plan.active(*_RESCALED) else noise)
 
     def _spoiled(self, y: torch.Tensor) -> torch.Tensor:
-        """The reading after what happens behind the camera."""
-        if self._is(Fault.FROZEN) and y.numel():
-            frame = y[:1] if self._last is None else self._last
-            self._last = frame.clone()
-            return frame.expand_as(y).clone() if frame.shape[1:] == y.shape[1:] else y
-        if self._is(Fault.SATURATED):
-            return y.clamp(max=float(y.std()))
-        if self._is(Fault.WRONG_SHAPE):
-            return y[..., :-1]
-        if self._is(Fault.NOT_A_NUMBER) and y.numel():
-            y = y.clone()
-            y.view(-1)[0] = torch.nan
-        return y
+        if self._plan.active(Fault.SATURATED):
+            y = y.clamp(max=float(y.std()))
+        if self._plan.active(Fault.DEAD_OUTPUTS, Fault.HOT_OUTPUTS) and y.shape[-1] == self.n_outputs:
+            hit = torch.from_numpy(self._plan.hit(self.n_outputs))
+            y = y.masked_fill(hit.to(y.device), 0.0 if self._plan.fault is Fault.DEAD_OUTPUTS else 1e3)
+        return self._spoiler.spoil(y)
 
-    def _fail_to_answer(self) -> None:
-        if not (self._is(Fault.UNPLUGGED) or self._is(Fault.TIMEOUT) or self._is(Fault.BUSY)):
-            return
-        if self._calls_left is not None:
-            if self._calls_left <= 0:
-                return
-            self._calls_left -= 1
-        if self._fault is Fault.TIMEOUT:
-            time.sleep(_HANG_S)
-        if self._fault is Fault.BUSY:
-            raise DeviceBusy(f"device {self.name!r} is used by another program; end it")
-        raise DeviceUnavailable(f"device {self.name!r} is unplugged; check its cables")
 
-    def _is(self, fault: Fault) -> bool:
-        return self._fault is fault and self._step >= self._at_step and not type(self).repaired
+class _CameraFaults(CameraDevice):
+    """Faults in front of a camera's class: light, medium and pixels break in the frames themselves."""
+
+    def __init__(self, description: DeviceDescription, **window: Any) -> None:
+        self._plan = _Plan(description)
+        self._spoiler = _Spoiler(self._plan)
+        changes: dict[str, Any] = {"options": self._plan.rest}
+        super().__init__(description.model_copy(update=changes), **window)
+        self._description = description
+        self._sound = self._speckle
+        self._broken: Speckle | None = None
+
+    @property
+    def exposure(self) -> Exposure:
+        """The camera's stages, with what is broken of them."""
+        sound = super().exposure
+        plan = self._plan
+        if plan.active(Fault.LIGHT_CHANGED, Fault.SATURATED, Fault.DARK):
+            factor = 1e-12 if plan.fault is Fault.DARK else plan.amount
+            light = replace(sound.light, anchor_flux_per_s=sound.light.anchor_flux_per_s * factor)
+            return replace(sound, light=light)
+        if plan.active(Fault.DEAD_OUTPUTS):
+            return replace(sound, response=np.where(plan.hit(self.n_outputs), 0.0, sound.response))
+        if plan.active(Fault.HOT_OUTPUTS):
+            full = 2 * min(sound.sensor.saturation_e, 1e9)
+            return replace(sound, offset_e=np.where(plan.hit(self.n_outputs), full, sound.offset_e))
+        return sound
+
+    def _open(self) -> None:
+        self._plan.fail_to_answer()
+        super()._open()
+
+    def _seek(self, step: int) -> None:
+        self._plan.step = step
+        super()._seek(step)
+        if self._plan.active(Fault.SWAPPED, Fault.DECORRELATED):
+            if self._broken is None:
+                share = 0.0 if self._plan.fault is Fault.SWAPPED else self._plan.amount
+                self._broken = _MixedSpeckle(self._sound, share)
+            self._speckle = self._broken
+        else:
+            self._speckle = self._sound
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        self._plan.fail_to_answer()
+        y = super()._project(x)
+        if self._plan.active(*_RESCALED):
+            signal = _signal(self, x)
+            y = signal + (y - signal) * self._plan.amount
+        return self._spoiler.spoil(y)
+
+
+class _MixedSpeckle(Speckle):
+    """A medium of a stated correlation with another one, at the same pixels: c R + sqrt(1 - c^2) R'."""
+
+    def __init__(self, sound: Speckle, correlation: float) -> None:
+        super().__init__(sound.law, sound.n_outputs, "faults")
+        self.__dict__["pixels"] = sound.pixels
+        self._own, self._others = correlation, math.sqrt(1 - correlation**2)
+        self._other = Speckle(replace(sound.law, seed=sound.law.seed + 1), sound.n_outputs, "faults")
+
+    def _pixel_tile(self, *where: Any) -> torch.Tensor:
+        mixed = self._own * super()._pixel_tile(*where) + self._others * self._other._pixel_tile(*where)
+        return mixed.div_(TABLE_STEP).round_().mul_(TABLE_STEP)
+
+
+def _signal(device: NoisyDevice, x: torch.Tensor) -> torch.Tensor:
+    """B x without noise, of a simulated device."""
+    return x @ device.matrix().T  # type: ignore[attr-defined]  # checked when the wrapper was made
 
 
 def _with_medium(description: DeviceDescription) -> DeviceDescription:

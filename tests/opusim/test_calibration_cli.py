@@ -46,7 +46,7 @@ def test_frames_are_recorded(tmp_path: Path) -> None:
     out = tmp_path / "frames"
     result = RUNNER.invoke(app, ["record", "camera", "--out", str(out), "--outputs", "400", "--steps", "5"])
     assert result.exit_code == 0, result.output
-    assert "52 frames of 20 x 20 pixels, 8 bits" in result.stdout
+    assert ": 52 images of 20 x 20 pixels, 8 bits" in result.stdout.replace("\n", "")
     assert len(list((out / "images").iterdir())) == 52
     refused = RUNNER.invoke(app, ["record", "gaussian", "--out", str(tmp_path / "none")])
     assert isinstance(refused.exception, ConfigError)

@@ -186,7 +186,10 @@ def test_threads_change_no_frame(seed: int) -> None:
 
 def test_frames_hold_whole_numbers_of_the_converter(seed: int) -> None:
     with open_device(
-        "camera", n_inputs=60, n_outputs=500, camera={"light": {"anchor_flux_per_s": 1e8}}
+        "camera",
+        n_inputs=60,
+        n_outputs=500,
+        camera={"light": {"anchor_flux_per_s": 1e8}, "anchor": {"most_saturated": 1.0}},
     ) as device:
         dn = device.intensities(ternary(6, 60, seed).abs())
         assert torch.equal(dn, dn.round())

@@ -13,7 +13,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.registry import open_device, register_device
 from opusim.errors import DeviceFault, NoiseBelowCertificate
-from opusim.testing.faults import KIND, Fault, FaultyDevice
+from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 
 EVERY = 5
 NAMES = {
@@ -117,16 +117,20 @@ def test_a_baseline_is_kept_whole() -> None:
 def test_a_saturated_camera_is_found() -> None:
     with open_device("camera", n_inputs=10, n_outputs=256, monitor={"every_steps": 1}) as device:
         device.seek(0)
-    bright = {"light": {"exposure_us": 490.0}, "sensor": {"gain_dn_per_e": 1.0}}
+    bright = {
+        "light": {"exposure_us": 490.0},
+        "sensor": {"gain_dn_per_e": 1.0},
+        "anchor": {"most_saturated": 1.0},
+    }
     with (
         open_device(
             "camera", n_inputs=10, n_outputs=256, monitor={"every_steps": 1}, camera=bright
         ) as device,
-        pytest.raises(DeviceFault, match=r"% of its pixels saturated; shorten the exposure"),
+        pytest.raises(DeviceFault, match=r"% of its pixels saturated in a frame; shorten the exposure"),
     ):
         device.seek(0)
 
 
 def test_the_wrapper_is_a_kind_that_can_be_registered() -> None:
-    register_device(KIND, FaultyDevice)
-    register_device(KIND, FaultyDevice)
+    register_device(KIND, faulty_device)
+    register_device(KIND, faulty_device)

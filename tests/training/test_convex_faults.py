@@ -15,7 +15,7 @@ import training
 from benchmarks.device_faults import AT_STEP, description_file, weights
 from opusim.devices.registry import open_device, register_device
 from opusim.errors import DeviceError, DeviceUnavailable
-from opusim.testing.faults import KIND, Fault, FaultyDevice
+from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.convex.gated import GatedNetwork, GatedRelu
 from training.convex.objectives import Objective
 from training.convex.trainer import ConvexTrainer, Descent
@@ -28,7 +28,7 @@ LAST_STEP = AT_STEP + 13
 
 @pytest.fixture(autouse=True)
 def _breakable() -> Iterator[None]:
-    register_device(KIND, FaultyDevice)
+    register_device(KIND, faulty_device)
     FaultyDevice.repaired = False
     yield
     FaultyDevice.repaired = False

@@ -13,15 +13,17 @@ import pytest
 from benchmarks.device_faults import EVERY_STEPS, description_file, inject, train, undisturbed
 from opusim.devices.registry import register_device
 from opusim.exclusive import FOLDER_VARIABLE, ExclusiveUse
-from opusim.testing.faults import KIND, Fault, FaultyDevice
+from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.runs.report import write_report
 
 NOTICED_AT_ONCE = (Fault.UNPLUGGED, Fault.TIMEOUT, Fault.BUSY, Fault.WRONG_SHAPE, Fault.NOT_A_NUMBER)
+SMALL = (Fault.LIGHT_CHANGED, Fault.DEAD_OUTPUTS, Fault.HOT_OUTPUTS, Fault.DECORRELATED)
+"""Changes that may take up to four checks in a window of 64 outputs."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
-    register_device(KIND, FaultyDevice)
+    register_device(KIND, faulty_device)
     yield
     FaultyDevice.repaired = False
 
@@ -43,7 +45,8 @@ def test_every_fault_is_found_named_and_survived(
         "DeviceFault",
         "NoiseBelowCertificate",
     )
-    assert 0 <= row["steps_until_stop"] <= (0 if fault in NOTICED_AT_ONCE else EVERY_STEPS)
+    checks = 0 if fault in NOTICED_AT_ONCE else 4 if fault in SMALL else 1
+    assert 0 <= row["steps_until_stop"] <= checks * EVERY_STEPS
     assert row["steps_done"] == 63
     if fault in NOTICED_AT_ONCE:
         assert row["as_undisturbed"]

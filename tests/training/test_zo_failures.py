@@ -15,7 +15,7 @@ import training
 from benchmarks.device_faults import AT_STEP, description_file
 from opusim.devices.registry import register_device
 from opusim.errors import DeviceError, DeviceFault
-from opusim.testing.faults import KIND, Fault, FaultyDevice
+from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.errors import RunInterrupted
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
@@ -27,7 +27,7 @@ FAULTS = (Fault.UNPLUGGED, Fault.BUSY, Fault.WRONG_SHAPE, Fault.NOT_A_NUMBER)
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    register_device(KIND, FaultyDevice)
+    register_device(KIND, faulty_device)
     FaultyDevice.repaired = False
     yield
     FaultyDevice.repaired = False

@@ -1,58 +1,48 @@
-"""The noise of readings of one constant input: its smallest variance, its correlations, and what speaks against a law.
+"""The noise of readings of constant inputs: its smallest variance, its correlations, and what speaks against a law.
 
 The lower limit and its conditions are `opusim.noise.gaussian_readings`'s: of the smallest eigenvalue where there are
-readings enough, so that it holds for correlated outputs too, else of the smallest output's variance. Where successive
-readings correlate by phi, what a reading adds that its predecessor does not tell is the one-step prediction variance,
-(1 - phi^2) times the variance, and that is reported. A variance alone proves nothing: the tests must not speak against
-the law, and it stays an assumption.
+readings enough, so that it holds for correlated outputs too, else of the smallest output's variance, which assumes
+independent outputs. The limit is the lowest of the inputs', at beta / inputs each. Where successive readings correlate
+by phi, what a reading adds that its predecessor does not tell is the one-step prediction variance, (1 - phi^2) times
+the variance, and that is reported. A variance proves nothing by itself: the tests must not speak against the law, and
+it stays an assumption.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from opusim import checks
-from opusim.noise import gaussianity_statistics, smallest_variance, variance_lower_limit
-from opusim.noise.gaussian_readings import standardised
+from opusim.calibration.gaussian_shape import shape_p_values
+from opusim.calibration.independence import independence_p_values, standardised
+from opusim.calibration.property_tests import FAMILY_ALARM, PropertyTest, decide
+from opusim.noise import smallest_variance, variance_lower_limit
 
-LIMIT = 5.0
-"""Standard errors from which a test speaks against a property."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PropertyTest:
-    """A property that a law needs, tested.
-
-    Attributes:
-        text: the property.
-        standard_errors: how far the statistic lies from what the property implies.
-        holds: whether that is below `LIMIT`.
-    """
-
-    text: str
-    standard_errors: float
-    holds: bool
+_CORRELATED = 5.0  # standard errors of the correlation of successive readings
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingNoise:
-    """What readings of one input say of the noise.
+    """What readings of constant inputs say of the noise.
 
     Attributes:
-        readings: how many.
-        n_outputs: outputs of each.
-        mean_std: root mean variance over outputs, units of the reading.
-        smallest_std: smallest standard deviation of an output, estimate.
+        readings: how many of each input.
+        inputs: how many inputs.
+        n_outputs: outputs of each reading.
+        mean_std: root mean variance over outputs and inputs, units of the reading.
+        smallest_std: smallest standard deviation of an output at an input, estimate.
         smallest_std_low: its lower limit at confidence 1 - beta, for Gaussian readings only.
         beta: see there.
         uses_eigenvalue: whether the limit is of the smallest eigenvalue, which correlated outputs may share.
         successive: correlation of successive readings.
-        tests: of the properties that a Gaussian certificate needs.
+        tests: of the properties that a law needs; the needed ones decide.
     """
 
     readings: int
+    inputs: int
     n_outputs: int
     mean_std: float
     smallest_std: float
@@ -63,66 +53,82 @@ class ReadingNoise:
     tests: tuple[PropertyTest, ...]
 
     @property
+    def is_sound(self) -> bool:
+        """Whether no test speaks against a property that the law needs."""
+        return all(test.holds for test in self.tests if test.needed)
+
+    @property
     def is_gaussian(self) -> bool:
-        """Whether no test speaks against independent Gaussian readings."""
+        """Whether no test speaks against independent Gaussian readings, the same at every input."""
         return all(test.holds for test in self.tests)
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What a limit of Gaussian noise rests on, and what the tests cannot see."""
+        outputs = (
+            "the limit holds for correlated outputs too"
+            if self.uses_eigenvalue
+            else f"{self.readings} readings cannot bound the smallest eigenvalue of {self.n_outputs} outputs: that outputs "
+            "are independent is assumed"
+        )
+        return (
+            "assumed law: Gaussian readings, independent between outputs and in time, of one variance at every input, "
+            f"unchanged after calibration; {outputs}",
+            "the tests do not see noise that changes after calibration, repeats after more readings than were taken, is "
+            "computed by a generator, depends on inputs that were not tried, or makes one output a sum of many others",
+        )
 
-def evaluate_readings(samples: np.ndarray, *, beta: float) -> ReadingNoise:
-    """Evaluates readings of one input.
+
+def evaluate_readings(
+    samples: np.ndarray | Sequence[np.ndarray],
+    *,
+    beta: float,
+    alarm: float = FAMILY_ALARM,
+    gaussian: bool = True,
+) -> ReadingNoise:
+    """Evaluates readings of one input, or of several.
 
     Args:
-        samples: shape (readings, n_outputs), finite, at least 30 readings, in order of time.
+        samples: shape (readings, n_outputs) or (inputs, readings, n_outputs), finite, at least 30 readings of an input,
+            in order of time and of the number type in which the device gave them.
         beta: probability that the lower limit is too high, in (0, 1).
+        alarm: probability that sound readings fail a test, in (0, 1).
+        gaussian: whether the law in question is Gaussian; else independence only is needed.
 
     Raises:
         ValueError: too few readings, or a beta out of range.
     """
-    checks.shape((None, None), samples=samples)
-    checks.finite(samples=samples)
-    checks.integer(readings=len(samples), minimum=30, remedy="take more readings")
-    values = np.asarray(samples, dtype=np.float64)
-    variances, found = values.var(axis=0, ddof=1), gaussianity_statistics(values)
-    use_eigenvalue = values.shape[1] + 2 <= len(values)
-    fresh = max(0.0, 1 - found.successive**2) if abs(found.successive_errors) > LIMIT else 1.0
-    smallest = smallest_variance(values, independent_outputs=not use_eigenvalue)
+    values = np.asarray(samples)
+    values = values[None] if values.ndim == 2 else values
+    checks.shape((None, None, None), samples=values)
+    checks.finite(samples=values)
+    inputs, readings, outputs = values.shape
+    checks.integer(readings=readings, minimum=30, remedy="take more readings")
+    parts = list(values)
+    shape = shape_p_values(parts)
+    variances = np.stack([np.asarray(part, dtype=np.float64).var(axis=0, ddof=1) for part in parts])
+    use_eigenvalue = outputs + 2 <= readings
+    smallest = min(smallest_variance(part, independent_outputs=not use_eigenvalue) for part in parts)
+    successive = _successive(parts)
+    correlated = abs(successive) * (inputs * readings * outputs) ** 0.5 > _CORRELATED
+    fresh = max(0.0, 1 - successive**2) if correlated else 1.0
     return ReadingNoise(
-        readings=len(values),
-        n_outputs=values.shape[1],
+        readings=readings,
+        inputs=inputs,
+        n_outputs=outputs,
         mean_std=float(np.sqrt(variances.mean())),
         smallest_std=float(np.sqrt(variances.min())),
-        smallest_std_low=variance_lower_limit(fresh * smallest, readings=len(values), beta=beta) ** 0.5,
+        smallest_std_low=variance_lower_limit(fresh * smallest, readings=readings, beta=beta / inputs) ** 0.5,
         beta=beta,
         uses_eigenvalue=use_eigenvalue,
-        successive=found.successive,
-        tests=(
-            _test("fourth moment of a Gaussian", found.fourth_moment),
-            _test("successive readings do not correlate", found.successive_errors),
-            _outputs_uncorrelated(standardised(values)),
-            _not_quantised(found.distinct),
+        successive=successive,
+        tests=decide(
+            independence_p_values(parts) | shape, alarm=alarm, not_needed=() if gaussian else tuple(shape)
         ),
     )
 
 
-def _test(text: str, standard_errors: float) -> PropertyTest:
-    return PropertyTest(text=text, standard_errors=standard_errors, holds=bool(abs(standard_errors) < LIMIT))
-
-
-def _outputs_uncorrelated(standard: np.ndarray) -> PropertyTest:
-    """Neighbouring outputs' correlations average 0, and so do those of outputs at distance 2."""
-    if standard.shape[1] < 3:
-        return _test("outputs do not correlate", 0.0)
-    worst = 0.0
-    for distance in (1, 2):
-        pairs = standard[:, distance:] * standard[:, :-distance]
-        worst = max(worst, abs(float(np.mean(pairs))) * pairs.size**0.5)
-    return _test("outputs do not correlate", worst)
-
-
-def _not_quantised(distinct: float) -> PropertyTest:
-    """More than half of the readings of an output are distinct."""
-    return PropertyTest(
-        text="readings are not quantised",
-        standard_errors=float("inf") if distinct <= 0.5 else 0.0,
-        holds=distinct > 0.5,
-    )
+def _successive(parts: Sequence[np.ndarray]) -> float:
+    """Correlation of successive readings, averaged over outputs and inputs; taking off the mean makes it -1/n."""
+    standard = [standardised(part) for part in parts]
+    return float(np.mean([np.mean(z[1:] * z[:-1]) + 1 / len(z) for z in standard]))

@@ -5,22 +5,15 @@ Needs numpy only, and scipy where a limit is computed.
 
 from __future__ import annotations
 
-from opusim.noise.gaussian_readings import (
-    GaussianityStatistics,
-    gaussianity_statistics,
-    smallest_variance,
-    variance_lower_limit,
-)
+from opusim.noise.gaussian_readings import smallest_variance, variance_lower_limit
 from opusim.noise.laws import DiscreteNoise, GaussianNoise, JsonObject, NoiseModel, PhotonCountNoise
 
 __all__ = [
     "DiscreteNoise",
     "GaussianNoise",
-    "GaussianityStatistics",
     "JsonObject",
     "NoiseModel",
     "PhotonCountNoise",
-    "gaussianity_statistics",
     "smallest_variance",
     "variance_lower_limit",
 ]

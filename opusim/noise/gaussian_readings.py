@@ -1,21 +1,17 @@
-"""What readings of one constant input say of Gaussian noise: a lower limit of it, and what speaks against the law.
+"""Lower limit of Gaussian noise from readings of one constant input.
 
 With n = readings - 1, S the sample covariance and v the unit vector that minimises v^T Sigma v for the true Sigma,
 lambda_min(S) <= v^T S v = lambda_min(Sigma) chi2_n / n, so n lambda_min(S) / chi2_(n, 1 - beta) is a lower limit of
 lambda_min(Sigma) at confidence 1 - beta, without a union over outputs. The smallest sample variance takes the place of
 lambda_min(S) where outputs are independent. Both hold for Gaussian readings that are not quantised and do not depend
-on each other, and for no others. Source: docs/privacy.md, section 9.
+on each other, and for no others (`opusim.calibration.reading_noise` tests that). Source: docs/privacy.md, section 9.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from opusim import checks
-
-_COLUMNS_LOOKED_AT = 64
 
 
 def smallest_variance(samples: np.ndarray, *, independent_outputs: bool) -> float:
@@ -59,53 +55,3 @@ def variance_lower_limit(variance: float, *, readings: int, beta: float) -> floa
     checks.in_range(1e-300, 1 - 1e-12, beta=beta)
     n = readings - 1
     return float(variance * n / chi2.isf(beta, n))
-
-
-@dataclass(frozen=True, kw_only=True)
-class GaussianityStatistics:
-    """How readings differ from independent Gaussian ones that are not quantised.
-
-    Attributes:
-        fourth_moment: mean fourth power of the standardised readings less a Gaussian's, in standard errors.
-        successive: correlation of successive readings, averaged over outputs.
-        successive_errors: the same in standard errors.
-        distinct: share of an output's readings that are distinct, averaged over at most 64 outputs.
-        size: readings times outputs.
-    """
-
-    fourth_moment: float
-    successive: float
-    successive_errors: float
-    distinct: float
-    size: int
-
-
-def gaussianity_statistics(samples: np.ndarray) -> GaussianityStatistics:
-    """The statistics that a certificate of Gaussian readings is tested by.
-
-    The mean fourth power of a standardised Gaussian sample is 3 (n - 1) / (n + 1), its error sqrt(24 / size); a
-    correlation's error is 1 / sqrt(size), and taking off the mean makes it -1 / n.
-
-    Args:
-        samples: readings of one input in order of time, shape (n, n_outputs), at least 3.
-    """
-    checks.shape((None, None), samples=samples)
-    checks.integer(readings=len(samples), minimum=3)
-    standard, n = standardised(samples), len(samples)
-    excess = float(np.mean(standard**4)) - 3 * (n - 1) / (n + 1)
-    successive = float(np.mean(standard[1:] * standard[:-1])) + 1 / n
-    columns = np.asarray(samples).T[:_COLUMNS_LOOKED_AT]
-    return GaussianityStatistics(
-        fourth_moment=excess / (24 / standard.size) ** 0.5,
-        successive=successive,
-        successive_errors=successive * standard.size**0.5,
-        distinct=float(np.mean([np.unique(column).size for column in columns]) / n),
-        size=standard.size,
-    )
-
-
-def standardised(samples: np.ndarray) -> np.ndarray:
-    """Each output's readings less their mean over their root mean square, float64; zeros where nothing varies."""
-    centred = np.asarray(samples, dtype=np.float64) - np.mean(samples, axis=0)
-    spread = np.sqrt(np.mean(np.square(centred), axis=0))
-    return np.asarray(centred / np.where(spread > 0, spread, 1.0))

@@ -1,0 +1,289 @@
+"""Tests of independence between outputs and between readings, by statistics whose laws are known.
+
+Each segment holds readings of one setting in order of time. Standardised within a segment (mean 0, mean square 1), the
+readings of an output are a uniform point on a sphere if they are Gaussian and independent, whatever their mean and
+variance, and outputs are independent points. So, for outputs i, j and readings s, t of all N readings, p outputs and
+d = sum over segments of (readings - 1):
+
+- a correlation r_ij has the law r^2 ~ Beta(1/2, (d - 1)/2) (Fisher 1915), up to the weights of segments;
+- squared correlations of different pairs are uncorrelated, of mean 1/d and variance 2 (d - 1)/(d^2 (d + 2)), so that
+  their sum is tested by a gamma law (Schott 2005);
+- the largest singular value of the standardised readings exceeds its mean by t with probability at most
+  exp(-c t^2 / 2) (concentration on spheres), and the mean is at most that of a Gaussian matrix (Davidson, Szarek 2001);
+- the mean over outputs of a reading has chi-squared energy; so has the mean over pairs of outputs at one distance;
+- the cosine of two readings' vectors has the law of a correlation in p dimensions;
+- autocorrelations have the moments of Dufour and Roy (1985), exact for every sample size.
+
+Sizes are tested as signed readings are: the same statistics of h(z) = Phi^-1(2 Phi(|z|) - 1), which is N(0, 1) too.
+Moments that need exchangeable readings only hold for every continuous law; camera frames are tested with them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+PAIRED_OUTPUTS = 4096
+"""Pairs are formed among the first outputs only; all other statistics use all outputs."""
+_LEAST_OUTPUTS = 30  # below, the cosine of two readings is no sum of many numbers
+_BLOCK = 1024
+_LAGS = 10
+_EXCESS = 14.0  # of the variance of sums of squared autocorrelations over chi-squared's, times the readings
+
+
+def independence_p_values(segments: Sequence[np.ndarray]) -> dict[str, dict[str, float]]:
+    """P-values of the statistics of four properties; an output that is constant in a segment is left out.
+
+    Args:
+        segments: readings of one setting each, in order of time, shape (readings, n_outputs), finite, at least 8
+            readings each and the same outputs in all.
+
+    Returns:
+        For each property the p-value of each statistic.
+    """
+    varying = np.all([np.ptp(part, axis=0) > 0 for part in segments], axis=0)
+    if not np.any(varying):
+        return {name: {"constant": 1.0} for name in _PROPERTIES}
+    signed = [standardised(np.asarray(part)[:, varying]) for part in segments]
+    sizes = [standardised(_size_scores(part)) for part in signed]
+    found: dict[str, dict[str, float]] = {}
+    for names, parts in ((_PROPERTIES[:2], signed), (_PROPERTIES[2:], sizes)):
+        readings = _Standardised(parts)
+        found[names[0]] = _between_outputs(readings)
+        found[names[1]] = _between_readings(readings)
+    return found
+
+
+_PROPERTIES = (
+    "outputs do not correlate",
+    "readings do not repeat or follow from earlier ones",
+    "sizes of the outputs' noises do not correlate",
+    "sizes of noise do not follow from earlier ones",
+)
+
+
+def standardised(samples: np.ndarray) -> np.ndarray:
+    """Each output's readings less their mean over their root mean square, float64; zeros where nothing varies."""
+    centred = np.asarray(samples, dtype=np.float64) - np.mean(samples, axis=0, dtype=np.float64)
+    spread = np.sqrt(np.mean(np.square(centred), axis=0))
+    return np.asarray(centred / np.where(spread > 0, spread, 1.0))
+
+
+def _size_scores(z: np.ndarray) -> np.ndarray:
+    """Phi^-1(2 Phi(|z|) - 1): N(0, 1) for z ~ N(0, 1), a function of |z|."""
+    from scipy.special import ndtr, ndtri
+
+    upper = np.clip(2 * ndtr(-np.abs(z)), 1e-15, 1 - 1e-9)
+    return np.asarray(-ndtri(upper))
+
+
+@dataclass(frozen=True, eq=False)
+class _Standardised:
+    """Standardised readings of all segments, and their Gram matrix over time.
+
+    Attributes:
+        parts: of each segment, shape (readings, n_outputs).
+    """
+
+    parts: list[np.ndarray]
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(part) for part in self.parts])
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """All readings, float32, shape (N, p)."""
+        return np.concatenate(self.parts).astype(np.float32)
+
+    @cached_property
+    def freedom(self) -> float:
+        """d: one over the variance of a correlation of two outputs."""
+        share = self.lengths / self.lengths.sum()
+        return float(1 / np.sum(np.square(share) / (self.lengths - 1)))
+
+    @cached_property
+    def gram(self) -> np.ndarray:
+        """Products of readings, summed over outputs, shape (N, N)."""
+        return np.asarray(self.rows @ self.rows.T)
+
+    @cached_property
+    def centring(self) -> np.ndarray:
+        """Mean product of two readings of one output, shape (N, N): -1/(n - 1) within a segment."""
+        segment = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        inside = -1 / (self.lengths[segment] - 1.0)
+        return np.where(segment[:, None] == segment, inside[:, None], 0.0).astype(np.float32)
+
+
+# Between outputs
+
+
+def _between_outputs(z: _Standardised) -> dict[str, float]:
+    if z.rows.shape[1] < 2:
+        return {"one output": 1.0}
+    return {
+        "largest correlation of a pair": _largest_pair(z),
+        "sum of squared correlations": _squared_correlations(z),
+        "largest eigenvalue": _largest_eigenvalue(z),
+        "mean over outputs": _mean_over_outputs(z),
+        "pairs at one distance": _distances(z),
+    }
+
+
+def _largest_pair(z: _Standardised) -> float:
+    rows = z.rows[:, :PAIRED_OUTPUTS]
+    outputs, largest = rows.shape[1], 0.0
+    for i in range(0, outputs, _BLOCK):
+        for j in range(i, outputs, _BLOCK):
+            products = np.abs(rows[:, i : i + _BLOCK].T @ rows[:, j : j + _BLOCK])
+            if i == j:
+                np.fill_diagonal(products, 0.0)
+            largest = max(largest, float(products.max()))
+    return _cosine_p_value(largest / len(rows), z.freedom, outputs * (outputs - 1) // 2)
+
+
+def _squared_correlations(z: _Standardised) -> float:
+    from scipy.stats import gamma
+
+    count, outputs = z.rows.shape
+    pairs, d = outputs * (outputs - 1) / 2, z.freedom
+    total = (float(np.sum(np.square(z.gram, dtype=np.float64))) / count**2 - outputs) / 2
+    mean, variance = pairs / d, pairs * 2 * (d - 1) / (d**2 * (d + 2))
+    law = gamma(mean**2 / variance, scale=variance / mean)
+    return min(1.0, 2 * float(min(law.sf(total), law.cdf(total))))
+
+
+def _largest_eigenvalue(z: _Standardised) -> float:
+    from scipy.sparse.linalg import eigsh
+    from scipy.special import gammaln
+
+    count, outputs = z.rows.shape
+    if min(count, outputs) < 3:
+        return 1.0
+    start = np.random.default_rng(1).standard_normal(count).astype(np.float32)
+    found = eigsh(z.gram, k=1, v0=start, tol=1e-4, return_eigenvectors=False)[0]
+    largest, d = float(np.sqrt(max(found, 0.0) / count)), z.lengths - 1.0
+    mean_chi = np.sqrt(2) * np.exp(gammaln((d + 1) / 2) - gammaln(d / 2))
+    scale = float(np.max(np.sqrt(z.lengths / count) / mean_chi))
+    mean = scale * (np.sqrt(d.sum()) + np.sqrt(outputs))
+    curvature = float(np.min((z.lengths - 2) * count / z.lengths))
+    return float(np.exp(-curvature * max(largest - mean, 0.0) ** 2 / 2))
+
+
+def _mean_over_outputs(z: _Standardised) -> float:
+    from scipy.stats import chi2
+
+    means = z.rows.sum(axis=1, dtype=np.float64) / z.rows.shape[1] ** 0.5
+    weights = np.repeat((z.lengths - 1) / z.lengths, z.lengths)
+    energy, d = float(np.sum(weights * np.square(means))), int(np.sum(z.lengths - 1))
+    return min(1.0, 2 * float(min(chi2.sf(energy, d), chi2.cdf(energy, d))))
+
+
+def _distances(z: _Standardised) -> float:
+    """Correlations of outputs at one distance, summed, each of variance (p - distance)/d."""
+    count, outputs = z.rows.shape
+    spectrum = np.zeros(outputs + 1)
+    for start in range(0, count, _BLOCK):
+        part = np.fft.rfft(z.rows[start : start + _BLOCK], n=2 * outputs, axis=1)
+        spectrum += np.sum(np.square(np.abs(part)), axis=0)
+    sums = np.fft.irfft(spectrum, n=2 * outputs)[1:outputs] / count
+    deviates = np.abs(sums) * np.sqrt(z.freedom / np.arange(outputs - 1, 0, -1))
+    return _largest_deviate_p_value(deviates)
+
+
+# Between readings
+
+
+def _between_readings(z: _Standardised) -> dict[str, float]:
+    every_lag, sums = _autocorrelations(z)
+    return {
+        "largest cosine of two readings": _largest_cosine(z),
+        "a lag, over all outputs": _lags(z),
+        "a lag of an output": every_lag,
+        f"lags 1 to {_LAGS}, over all outputs": sums,
+    }
+
+
+def _largest_cosine(z: _Standardised) -> float:
+    count, outputs = z.rows.shape
+    if outputs < _LEAST_OUTPUTS:
+        return 1.0
+    norms = np.sqrt(np.maximum(np.diag(z.gram), 1e-12))
+    cosines = np.abs((z.gram - outputs * z.centring) / np.outer(norms, norms))
+    np.fill_diagonal(cosines, 0.0)
+    return _cosine_p_value(float(cosines.max()), outputs, count * (count - 1) // 2)
+
+
+def _lags(z: _Standardised) -> float:
+    """Products of readings at one lag, summed over outputs and time, up to three quarters of the readings."""
+    count, outputs = z.rows.shape
+    lags = np.arange(1, 3 * count // 4 + 1)
+    sums = np.array([np.trace(z.gram, lag, dtype=np.float64) for lag in lags])
+    means = outputs * np.array([np.trace(z.centring, lag, dtype=np.float64) for lag in lags])
+    return _largest_deviate_p_value(np.abs(sums - means) / np.sqrt(outputs * (count - lags)))
+
+
+def _autocorrelations(z: _Standardised) -> tuple[float, float]:
+    """Of the largest autocorrelation of an output at a lag up to half a segment, and of the first lags' squares."""
+    from scipy.stats import gamma
+
+    outputs, worst, tests = z.rows.shape[1], 1.0, 0
+    energy, freedom, variance = 0.0, 0, 0.0
+    for part in z.parts:
+        n = len(part)
+        lags = np.arange(1, n // 2 + 1)
+        products, sums = _lagged_products(part, lags.size), np.cumsum(np.square(part), axis=0)
+        norms = np.sqrt(sums[n - 1 - lags] * (n - sums[lags - 1]))
+        cosines = (products + ((n - lags) / (n - 1))[:, None]) / np.maximum(norms, 1e-12)
+        for lag, cosine in zip(lags, np.abs(cosines).max(axis=1), strict=True):
+            worst = min(worst, _cosine_p_value(float(cosine), n - lag, 1))
+        tests += outputs * lags.size
+        few = lags[:_LAGS]
+        mean, spread = -(n - few) / (n * (n - 1)), _autocorrelation_variance(n, few)
+        energy += float(np.sum(np.square(products[: few.size] / n - mean[:, None]) / spread[:, None]))
+        freedom += few.size * outputs
+        variance += 2 * few.size * outputs * (1 + _EXCESS / n)
+    law = gamma(freedom**2 / variance, scale=variance / freedom)
+    return min(1.0, tests * worst), float(law.sf(energy))
+
+
+def _lagged_products(part: np.ndarray, most: int) -> np.ndarray:
+    """Sums over time of z_s z_(s + lag), shape (lags, n_outputs), lags 1 to most."""
+    n, outputs = part.shape
+    products = np.empty((most, outputs))
+    for start in range(0, outputs, _BLOCK):
+        spectrum = np.fft.rfft(part[:, start : start + _BLOCK], n=2 * n, axis=0)
+        products[:, start : start + _BLOCK] = np.fft.irfft(np.square(np.abs(spectrum)), n=2 * n, axis=0)[
+            1 : most + 1
+        ]
+    return products
+
+
+def _autocorrelation_variance(n: int, lag: np.ndarray) -> np.ndarray:
+    """Of sum z_s z_(s + lag) / n, mean taken off: Dufour, Roy, Journal of Econometrics 29 (1985), p. 257."""
+    k = lag.astype(np.float64)
+    return np.asarray(
+        (n**4 - (k + 3) * n**3 + 3 * k * n**2 + 2 * k * (k + 1) * n - 4 * k**2) / ((n + 1) * n**2 * (n - 1) ** 2)
+    )
+
+
+# Laws
+
+
+def _cosine_p_value(cosine: float, dimensions: float, tests: int) -> float:
+    """Of the largest of so many cosines of uniform directions: c^2 ~ Beta(1/2, (dimensions - 1)/2)."""
+    from scipy.stats import beta
+
+    if dimensions <= 1:
+        return 1.0
+    return min(1.0, tests * float(beta.sf(min(cosine**2, 1.0), 0.5, (dimensions - 1) / 2)))
+
+
+def _largest_deviate_p_value(deviates: np.ndarray) -> float:
+    """Of the largest of several absolute standard normal numbers."""
+    from scipy.special import ndtr
+
+    return min(1.0, deviates.size * 2 * float(ndtr(-np.max(deviates, initial=0.0))))

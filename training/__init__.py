@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from training.attacks.mechanism.audit import audit_mechanism as audit_mechanism
     from training.attacks.run_audit import audit_run as audit_run
     from training.config import RunConfig as RunConfig
     from training.config import load_config as load_config
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Run": "training.runs.run",
     "RunConfig": "training.config",
+    "audit_mechanism": "training.attacks.mechanism.audit",
     "audit_run": "training.attacks.run_audit",
     "load_config": "training.config",
     "load_run": "training.runs.run",

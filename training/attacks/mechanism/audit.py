@@ -1,0 +1,320 @@
+"""The self-test of a mechanism: real runs on records of its own choice, and statistics of all that they released."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accounting.errors import NoGuarantee
+from opusim import checks
+from opusim.description import load_description
+from opusim.errors import ConfigError
+from opusim.randomness import MODES, derive_seed
+from training.attacks.mechanism.checks import checked
+from training.attacks.mechanism.labels import noisy_readings, response_checks, responses
+from training.attacks.mechanism.observations import Released
+from training.attacks.mechanism.readings import released_steps
+from training.attacks.mechanism.report import Check, MechanismAudit
+from training.attacks.mechanism.subjects import SUBJECTS, Subject
+from training.config.reading import flat, load_config, merged, parse_setting
+from training.config.run import RunConfig
+from training.convex.plan import largest_gradient
+from training.data import Dataset
+from training.runs.folder import RunFolder
+from training.session import train
+from training.zo.plan import clip_of
+
+RUNS = 2
+FEWEST_STEPS = 40
+FEWEST_FREE = 40
+"""Components of a step that no record touches, at least."""
+_RECORDS = 400
+_BATCH = 40
+_LABELS = {"label-once": 1000, "label-response": 4000}
+"""Records of a run whose labels are looked at once."""
+_LABEL_CLASSES = 10
+_DIRECT = ("label-once", "label-response")
+_LARGEST_SIGMA = 0.01
+"""Noise in a simulated device's readings up to which a record's contribution has a known direction."""
+_OWN = (
+    *("schema_version", "mode", "seed", "epochs", "loss", "torch_device", "data.", "model.", "optimizer."),
+    *("sampler.scheme", "sampler.min_batch_size", "sampler.drop_last", "checkpoint.", "trainer.kind"),
+    *("trainer.sigma:feedback", "trainer.tau_h_max", "trainer.tau_h_min", "trainer.centre"),
+    *("trainer.gates", "trainer.final_noise", "trainer.regularisation", "trainer.language."),
+)
+"""Keys that the self-test sets itself, or whose value would make its statistics wrong."""
+
+
+def audit_mechanism(
+    kind: str = "pdfa",
+    *,
+    mode: str = "experiment",
+    steps: int = 60,
+    settings: Sequence[str] = (),
+    seed: int | None = None,
+    level: float = 1e-4,
+    on_start: Callable[[int], None] = lambda total: None,
+    on_step: Callable[[], None] = lambda: None,
+) -> MechanismAudit:
+    """Test whether a trainer releases what is accounted for it.
+
+    Two runs of `training.train` on identical records, whose gradient is longer than the clip in every layer and leaves
+    most weights alone, are taken apart: the components that no record touches against N(0, (z C)^2), independent
+    between steps, runs and coordinates; the components along a record's contribution against batches of binomial size
+    and contributions of norm C. z, C, q and the divisor are those of the runs' ledgers.
+
+    Args:
+        kind: pdfa, dfa, tdfa, bp, ulr, zo or convex.
+        mode: "experiment" (from seeds), or "release" (from the operating system's entropy).
+        steps: Of each run, at least 40.
+        settings: Lines "key=value" over the configuration, such as "protection.kind=label" (record by default),
+            "protection.noise_multiplier=2" (1 by default), "sampler.batch_size=20", "trainer.clip=module".
+        seed: Of the runs in experiment mode, in [0, 2^63); None draws one, which the result keeps.
+        level: Probability of any alarm where the mechanism is as accounted, in (0, 1).
+        on_start: Told how many steps there will be.
+        on_step: Called after each.
+
+    Raises:
+        ConfigError: A setting belongs to the self-test, or is wrong.
+        NoGuarantee: Nothing is accounted for the steps: no protection, or a last iterate.
+        ValueError: A number out of range, or a clip that the records do not exceed.
+
+    Example:
+        >>> found = audit_mechanism("dfa", steps=40, seed=1, level=1e-6)
+        >>> found.holds, len(found.checks)
+        (True, 13)
+    """
+    checks.choice(tuple(SUBJECTS), kind=kind)
+    checks.choice(MODES, mode=mode)
+    checks.integer(steps=steps, minimum=FEWEST_STEPS)
+    checks.in_range(0, 1, level=level)
+    checks.positive(level=level)
+    if mode == "release" and seed is not None:
+        raise ValueError(f"seed = {seed}: is for mode = 'experiment'; nothing is seeded in release mode")
+    if mode == "experiment":
+        seed = secrets.randbits(63) if seed is None else seed
+        checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
+    started = time.process_time()
+    subject, config = _configured(kind, mode, steps, settings)
+    dataset = _dataset(subject, config)
+    on_start(RUNS * _total_steps(config))
+    folders = []
+    with tempfile.TemporaryDirectory(prefix="opusim-mechanism-") as scratch:
+        for number in range(RUNS):
+            own = derive_seed(seed, "mechanism", number) >> 33 if seed is not None else 0
+            folder = RunFolder(Path(scratch) / str(number))
+            model = None if config.protection.kind in _DIRECT else subject.model(_clip(config, subject))
+            train(
+                config.model_copy(update={"seed": own}),
+                data=dataset,
+                model=model,
+                folder=folder.path,
+                watcher=_Steps(on_step),
+            )
+            folders.append(folder)
+        found, shape, accounted = _compared(folders, subject, dataset, level)
+    return MechanismAudit(
+        kind=kind,
+        protection=config.protection.kind,
+        mode=mode,
+        accounted=accounted,
+        runs=RUNS,
+        steps=shape[0],
+        records=len(dataset.train),
+        coordinates=shape[1],
+        seed=seed,
+        level=level,
+        cpu_s=time.process_time() - started,
+        checks=found,
+    )
+
+
+def _compared(
+    folders: Sequence[RunFolder], subject: Subject, dataset: Dataset, level: float
+) -> tuple[tuple[Check, ...], tuple[int, int], str]:
+    """The checks of finished runs; steps (or records) and noise-only components of each; what was accounted."""
+    config = folders[0].read_config()
+    if config.protection.kind == "label-response":
+        shifts = [responses(folder, dataset)[0] for folder in folders]
+        mechanism = responses(folders[0], dataset)[1]
+        accounted = mechanism.repeated(1).describe()
+        return response_checks(shifts, mechanism, level), (len(dataset.train), 1), accounted
+    released = [_released(folder, subject, dataset) for folder in folders]
+    steps, free = released[0].noise.shape
+    if config.protection.kind != "label-once" and free < FEWEST_FREE:
+        raise ValueError(
+            f"trainer.directions: leaves {free} components of a step to noise only, but the self-test needs "
+            f"{FEWEST_FREE}; take at least {FEWEST_FREE + 1} directions"
+        )
+    return checked(released, level), (steps, free), released[0].accounted
+
+
+def _released(folder: RunFolder, subject: Subject, dataset: Dataset) -> Released:
+    config = folder.read_config()
+    if config.protection.kind == "label-once":
+        return noisy_readings(folder, dataset)
+    return released_steps(folder, config, subject, dataset)
+
+
+def _configured(kind: str, mode: str, steps: int, settings: Sequence[str]) -> tuple[Subject, RunConfig]:
+    """The subject and its runs' configuration."""
+    subject = SUBJECTS[kind]
+    asked: dict[str, Any] = {}
+    for setting in settings:
+        asked = merged(asked, parse_setting(setting))
+    _require_free(kind, asked)
+    options = merged({"protection": {"kind": "record"}}, asked)
+    protection = str(options["protection"]["kind"])
+    _require_steps(kind, protection)
+    defaults = merged(subject.defaults, _strength(protection, options["protection"]))
+    if "device" not in asked and kind == "pdfa":
+        defaults = merged(defaults, {"device": {"noise": {"sigma": 1e-3}}})
+    base = {
+        "mode": mode,
+        "threads": 1,
+        "data": {"validation_fraction": 0.0, "n_classes": subject.n_classes, "standardise": False},
+        "sampler": {"batch_size": _BATCH},
+        "trainer": {"kind": kind},
+    }
+    if protection in ("record", "label-amplified"):
+        base = merged(base, {"sampler": {"scheme": "poisson"}})
+    config = load_config(merged(merged(base, defaults), options))
+    _require_quiet(config)
+    return subject, _timed(config, subject, steps)
+
+
+def _timed(config: RunConfig, subject: Subject, steps: int) -> RunConfig:
+    """The configuration with its descent and epochs, and a checkpoint of every step."""
+    if config.protection.kind in _DIRECT:
+        n = _LABELS[config.protection.kind]
+        data = config.data.model_copy(update={"n_classes": _LABEL_CLASSES})
+        sampler = config.sampler.model_copy(update={"batch_size": n})
+        return config.model_copy(update={"epochs": 1, "data": data, "sampler": sampler})
+    per_epoch = max(1, round(_RECORDS / config.sampler.batch_size))
+    if config.sampler.batch_size > _RECORDS // 4 or _RECORDS % config.sampler.batch_size:
+        raise ConfigError(
+            "--set",
+            "sampler.batch_size",
+            f"{config.sampler.batch_size} must be at most {_RECORDS // 4} and divide the self-test's {_RECORDS} records",
+        )
+    rate = subject.rate / _clip(config, subject)
+    epochs = -(-steps // per_epoch)
+    return load_config(
+        config,
+        changes={
+            "epochs": epochs,
+            "optimizer": {"lr": rate, "momentum": 0.0},
+            "checkpoint": {"every_steps": 1, "keep": epochs * per_epoch + 1},
+        },
+    )
+
+
+def _strength(protection: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The protection's keys that nobody asked for."""
+    once = {"epsilon": 2.0}
+    found: dict[str, dict[str, Any]] = {
+        "label": {"noise_multiplier": 1.0, "epsilon": 50.0},  # a budget that no record exhausts
+        "label-amplified": {"noise_multiplier": 1.0, "clip_norm": 0.005},
+        "label-once": once | {"clip_norm": None},
+        "label-response": once | {"clip_norm": None},
+    }
+    chosen = found.get(protection, {"noise_multiplier": 1.0} if "epsilon" not in asked else {})
+    return {"protection": chosen}
+
+
+def _dataset(subject: Subject, config: RunConfig) -> Dataset:
+    n = _LABELS.get(config.protection.kind, _RECORDS)
+    perturbation = float(getattr(config.trainer, "perturbation", 0.0))
+    dataset = subject.dataset(n, clip=_clip(config, subject), perturbation=perturbation)
+    return replace(dataset, n_classes=config.data.n_classes or subject.n_classes)
+
+
+def _clip(config: RunConfig, subject: Subject) -> float:
+    """C."""
+    if config.trainer.kind == "convex":
+        return largest_gradient(config, subject.n_classes)
+    return clip_of(config) if config.trainer.kind == "zo" else config.protection.clip
+
+
+def _total_steps(config: RunConfig) -> int:
+    records = _LABELS.get(config.protection.kind, _RECORDS)
+    return config.epochs * max(1, round(records / config.sampler.batch_size))
+
+
+def _require_free(kind: str, asked: Mapping[str, Any]) -> None:
+    """Refuse settings of what the self-test chooses itself."""
+    for key in flat(asked):
+        own = [name for name in _OWN if key == name or (name.endswith(".") and key.startswith(name))]
+        if key == "trainer.sigma" and kind != "ulr":
+            own = [key]
+        if own:
+            raise ConfigError(
+                "--set",
+                key,
+                "belongs to the self-test, which chooses data, model and descent itself; leave it out",
+            )
+
+
+def _require_steps(kind: str, protection: str) -> None:
+    """Refuse a protection that releases no protected steps.
+
+    Raises:
+        NoGuarantee: Nothing is protected, or the last model only is released.
+    """
+    if protection == "last-iterate":
+        raise NoGuarantee(
+            "protection.kind = 'last-iterate' releases the last model only, so there is no step to look at; test the "
+            "same noise and clip with protection.kind=record"
+        )
+    if protection == "none":
+        raise NoGuarantee(
+            f"protection.kind = 'none': nothing is accounted for the steps of {kind}, so there is nothing to hold them "
+            "against; use protection.kind=record"
+        )
+
+
+def _require_quiet(config: RunConfig) -> None:
+    """Refuse a device through which the direction of a contribution is not known.
+
+    Raises:
+        ConfigError: It is not simulated, or too noisy.
+    """
+    if not config.uses_device:
+        return
+    description = load_description(config.device.name, config.device.overrides)
+    if description.kind not in ("ideal", "gaussian"):
+        raise ConfigError(
+            "--set",
+            "device.name",
+            f"{config.device.name!r} is of kind {description.kind!r}, whose readings the self-test cannot foretell; "
+            "use 'ideal' or 'gaussian'",
+        )
+    sigma = 0.0 if description.noise is None else description.noise.value()
+    if config.trainer.kind == "pdfa" and sigma > _LARGEST_SIGMA:
+        raise ConfigError(
+            "--set",
+            "device.noise.sigma",
+            f"{sigma:g} turns the contribution of each record; use at most {_LARGEST_SIGMA:g}",
+        )
+
+
+class _Steps:
+    """A watcher that passes every step on."""
+
+    def __init__(self, on_step: Callable[[], None]) -> None:
+        self._on_step = on_step
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        """See Watcher."""
+
+    def on_step(self, *, step: int) -> None:
+        """See Watcher."""
+        self._on_step()
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """See Watcher."""

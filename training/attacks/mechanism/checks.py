@@ -1,0 +1,230 @@
+"""From what runs released to checks: each statistic with its law under the accounted mechanism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from training.attacks.mechanism import statistics
+from training.attacks.mechanism.observations import BatchLaw, Released, Sums
+from training.attacks.mechanism.report import Check
+
+LAGS = (1, 2, 3, 4)
+_PENDING = math.nan
+"""Level of a check before the family is known."""
+
+
+def checked(released: Sequence[Released], level: float) -> tuple[Check, ...]:
+    """All checks that apply, sharing a family level (Bonferroni).
+
+    Args:
+        released: One entry a run, at least two runs of equal length.
+        level: Probability of any alarm under the accounted mechanism, in (0, 1).
+    """
+    noise = np.stack([run.noise for run in released])  # (runs, steps, coordinates)
+    checks = noise_checks(noise)
+    sums, batch = [run.sums for run in released if run.sums is not None], released[0].batch
+    if sums and batch is not None:
+        checks += sum_checks(sums, batch)
+    return shared(checks, level)
+
+
+def shared(checks: Sequence[Check], level: float) -> tuple[Check, ...]:
+    """The checks at an equal share of the family level."""
+    return tuple(replace(check, level=level / len(checks)) for check in checks)
+
+
+def noise_checks(noise: np.ndarray) -> list[Check]:
+    """Checks of what should be independent N(0, 1), shape (runs, steps, coordinates)."""
+    return [
+        _noise_variance(noise),
+        _noise_mean(noise),
+        _noise_law(noise),
+        *(_lag(noise, lag) for lag in LAGS),
+        _any_two(noise),
+        _between_coordinates(noise),
+    ]
+
+
+def sum_checks(sums: Sequence[Sums], batch: BatchLaw) -> list[Check]:
+    """Checks of contributions and batches."""
+    if not batch.variance:
+        return [_mean_sum(sums, batch), _layer_sums(sums, batch)]
+    return [
+        _mean_sum(sums, batch),
+        _largest_norm(sums, batch),
+        _batch_variance(sums, batch),
+        _batches_apart(sums),
+    ]
+
+
+def _noise_variance(noise: np.ndarray) -> Check:
+    total = float(np.sum(np.square(noise)))
+    return Check(
+        name="noise: variance",
+        observed=total / noise.size,
+        expected=1.0,
+        standard_error=math.sqrt(2 / noise.size),
+        p_value=statistics.variance_p(total, noise.size),
+        level=_PENDING,
+        finds="noise weaker or stronger than accounted",
+    )
+
+
+def _noise_mean(noise: np.ndarray) -> Check:
+    error = 1 / math.sqrt(noise.size)
+    return Check(
+        name="noise: mean",
+        observed=float(noise.mean()),
+        expected=0.0,
+        standard_error=error,
+        p_value=statistics.normal_p(float(noise.mean()) / error),
+        level=_PENDING,
+        finds="noise that is not centred, records in coordinates that none should touch",
+    )
+
+
+def _noise_law(noise: np.ndarray) -> Check:
+    distance = statistics.kolmogorov_distance(noise)
+    root = math.sqrt(noise.size)
+    return Check(
+        name="noise: distance from normal",
+        observed=distance,
+        expected=0.8687 / root,  # mean and standard deviation of the limit law
+        standard_error=0.2603 / root,
+        p_value=statistics.kolmogorov_p(distance, noise.size),
+        level=_PENDING,
+        finds="another law with the same variance",
+    )
+
+
+def _lag(noise: np.ndarray, lag: int) -> Check:
+    """Correlation of steps t and t + lag, each phase t mod (lag + 1) by itself: its pairs share no step."""
+    found = []
+    for phase in range(lag + 1):
+        first = np.arange(phase, noise.shape[1] - lag, lag + 1)
+        r = statistics.cosine(noise[:, first], noise[:, first + lag])
+        dimension = noise.shape[0] * len(first) * noise.shape[2]
+        found.append((float(statistics.cosine_p(r, dimension)), r, dimension))
+    p, r, dimension = min(found)
+    return _correlation(f"noise: steps {lag} apart", r, dimension, p * len(found), "noise used again")
+
+
+def _any_two(noise: np.ndarray) -> Check:
+    r, pairs = statistics.largest_pair(noise.reshape(-1, noise.shape[2]))
+    p = float(statistics.cosine_p(r, noise.shape[2])) * pairs
+    text = "noise used again at any distance, or in another run"
+    return _correlation("noise: any two steps", r, noise.shape[2], p, text)
+
+
+def _between_coordinates(noise: np.ndarray) -> Check:
+    """Correlation of neighbouring coordinates, and of the first half with the second."""
+    half = noise.shape[2] // 2
+    dimension = half * noise.shape[0] * noise.shape[1]
+    pairs = [
+        (noise[..., 0 : 2 * half : 2], noise[..., 1 : 2 * half : 2]),
+        (noise[..., :half], noise[..., half : 2 * half]),
+    ]
+    r = max((statistics.cosine(a, b) for a, b in pairs), key=abs)
+    p = float(statistics.cosine_p(r, dimension)) * len(pairs)
+    return _correlation("noise: coordinates of a step", r, dimension, p, "one number for several")
+
+
+def _correlation(name: str, r: float, dimension: int, p_value: float, finds: str) -> Check:
+    return Check(
+        name=name,
+        observed=r,
+        expected=0.0,
+        standard_error=1 / math.sqrt(dimension),
+        p_value=min(1.0, p_value),
+        level=_PENDING,
+        finds=finds,
+    )
+
+
+def _mean_sum(sums: Sequence[Sums], batch: BatchLaw) -> Check:
+    along = np.concatenate([run.along for run in sums])
+    error = math.sqrt((batch.variance + sums[0].along_std ** 2) / len(along))
+    return Check(
+        name="sum: mean, in records",
+        observed=float(along.mean()),
+        expected=batch.mean,
+        standard_error=error,
+        p_value=statistics.normal_p((float(along.mean()) - batch.mean) / error),
+        level=_PENDING,
+        finds="a wider clip, a larger sampling probability, another divisor",
+    )
+
+
+def _largest_norm(sums: Sequence[Sums], batch: BatchLaw) -> Check:
+    """Norm of a contribution over all layers, sqrt(sum_l mean_l^2) / mean batch, against 1."""
+    means = np.concatenate([run.by_layer for run in sums]).mean(axis=0)
+    shares = sums[0].shares
+    wanted = float(np.linalg.norm(shares))
+    count = sum(len(run.along) for run in sums)
+    own = sums[0].along_std / batch.mean
+    error = math.sqrt((batch.variance * (wanted / batch.mean) ** 2 + own**2) / count)
+    observed = float(np.linalg.norm(means)) / batch.mean
+    return Check(
+        name="contribution: norm over layers",
+        observed=observed,
+        expected=wanted,
+        standard_error=error,
+        p_value=statistics.normal_p((observed - wanted) / error),
+        level=_PENDING,
+        finds="each layer clipped to the whole bound",
+    )
+
+
+def _layer_sums(sums: Sequence[Sums], batch: BatchLaw) -> Check:
+    """The layer whose mean is farthest from its share, where batches have a fixed size."""
+    values = np.concatenate([run.by_layer for run in sums])
+    error = sums[0].along_std * math.sqrt(values.shape[1] / len(values))  # all layers have the same noise
+    gaps = values.mean(axis=0) / batch.mean - sums[0].shares
+    worst = int(np.argmax(np.abs(gaps)))
+    error /= batch.mean
+    return Check(
+        name="contribution: norm in a layer",
+        observed=float(gaps[worst] + sums[0].shares[worst]),
+        expected=float(sums[0].shares[worst]),
+        standard_error=error,
+        p_value=min(1.0, statistics.normal_p(float(gaps[worst]) / error) * len(gaps)),
+        level=_PENDING,
+        finds="a layer that is not clipped",
+    )
+
+
+def _batch_variance(sums: Sequence[Sums], batch: BatchLaw) -> Check:
+    """Variance of the sums about their means; a binomial's excess kurtosis is below 0.01 here and left out."""
+    expected = batch.variance + sums[0].along_std ** 2
+    squares = sum(float(np.sum(np.square(run.along - run.along.mean()))) for run in sums)
+    degrees = sum(len(run.along) - 1 for run in sums)
+    return Check(
+        name="batch size: variance",
+        observed=squares / degrees,
+        expected=expected,
+        standard_error=expected * math.sqrt(2 / degrees),
+        p_value=statistics.variance_p(squares / expected, degrees),
+        level=_PENDING,
+        finds="batches of fixed size, division by the realised size",
+    )
+
+
+def _batches_apart(sums: Sequence[Sums]) -> Check:
+    """Correlation of batch sizes: of steps up to four apart, phase by phase, and of the same step of two runs."""
+    sizes = np.stack([run.along for run in sums])  # (runs, steps)
+    pairs = [(sizes[i], sizes[j]) for j in range(len(sizes)) for i in range(j)]
+    for lag in LAGS:
+        for phase in range(lag + 1):
+            first = np.arange(phase, sizes.shape[1] - lag, lag + 1)
+            pairs.append((sizes[:, first].ravel(), sizes[:, first + lag].ravel()))
+    found = []
+    for a, b in pairs:
+        r = statistics.pearson(a, b)
+        found.append((float(statistics.cosine_p(r, len(a) - 1)), r, len(a) - 1))
+    p, r, dimension = min(found)
+    text = "a batch used again, or in another run"
+    return _correlation("batch size: any two steps", r, dimension, p * len(found), text)

@@ -1,0 +1,376 @@
+"""What a finished run of the self-test released, taken apart: noise that no record touches, and the records' sums.
+
+Everything is read from the run's folder, as whoever receives it could: the parameters before and after each step, or
+the step log, or the labels that were read once; and from the ledger, what was accounted for them. A step of plain
+descent is W' = W - (lr / divisor) G with G the noisy sum, so G = (W - W') divisor / lr.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from accounting.ledger import read_ledger
+from accounting.mechanisms import Mechanism
+from opusim.description import parse_description
+from opusim.description_schema import NoiseSettings
+from opusim.directions import Direction
+from training.assembly import opened_device
+from training.attacks.base import Records
+from training.attacks.mechanism.observations import BatchLaw, Released, Sums
+from training.attacks.mechanism.subjects import Subject
+from training.attacks.stage import Shadow
+from training.config.run import RunConfig
+from training.convex.plan import convex_options
+from training.data import Dataset
+from training.family import family_of
+from training.networks.losses import LOSSES
+from training.protections.plan import divisor_of
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from training.runs.folder import RunFolder
+from training.zo.step_log import LOG_FILE, LogContent
+
+_BEYOND = 1.5
+"""By how much a record's gradient must exceed the clip in every layer."""
+
+Weights = Mapping[str, Tensor]
+Gradient = dict[str, np.ndarray]
+"""By parameter, float64."""
+GradientAt = Callable[[Weights], Gradient]
+
+
+def released_steps(folder: RunFolder, config: RunConfig, subject: Subject, dataset: Dataset) -> Released:
+    """What a run released whose steps are clipped sums plus noise.
+
+    Args:
+        folder: Of the finished run.
+        config: Its resolved configuration.
+        subject: What it was trained on.
+        dataset: Its records.
+
+    Raises:
+        ValueError: A record's gradient is not beyond the clip in every layer.
+    """
+    mechanism = read_ledger(folder.ledger_file).mechanisms[0]
+    kind, protection = config.trainer.kind, config.protection.kind
+    if kind == "zo":
+        return _scalars(folder, config, mechanism, dataset)
+    states = _states(folder)
+    sums = _noisy_sums(states, config, mechanism)
+    if kind == "convex":
+        return _record_sums(
+            sums, [_convex_contribution(config, dataset, mechanism)] * len(sums), dataset, mechanism
+        )
+    gradients = _gradients(folder, config, subject, dataset, states[:-1])
+    if protection == "record":
+        norms = [float(np.linalg.norm(_flat(gradients[0], names))) for names in _layers(list(gradients[0]))]
+        _require_beyond(norms, config.protection.clip)
+        by_layer = kind == "ulr" and getattr(config.trainer, "clip", "joint") == "module"
+        expected = [_clipped(g, config.protection.clip, by_layer=by_layer) for g in gradients]
+        return _record_sums(sums, expected, dataset, mechanism)
+    return _label_sums(sums, gradients, states, dataset, config, mechanism)
+
+
+def _states(folder: RunFolder) -> list[dict[str, Tensor]]:
+    """The parameters before the first step and after each."""
+    return [read_checkpoint(path).named("model.") for path in list_checkpoints(folder.checkpoints)]
+
+
+def _noisy_sums(
+    states: Sequence[Weights], config: RunConfig, mechanism: Mechanism
+) -> list[Gradient]:  # by step
+    """G of each step."""
+    divisor = getattr(mechanism, "divisor", None) or divisor_of(config)
+    if config.protection.kind == "label":  # its batches' sizes are public, and divide
+        divisor = config.sampler.batch_size
+    factor = divisor / config.optimizer.lr
+    return [
+        {name: (before[name].double() - after[name].double()).numpy() * factor for name in before}
+        for before, after in pairwise(states)
+    ]
+
+
+def _gradients(
+    folder: RunFolder, config: RunConfig, subject: Subject, dataset: Dataset, states: Sequence[Weights]
+) -> list[Gradient]:
+    """One record's gradient at each of the states, without clip or noise."""
+    model, x, y = subject.model(config.protection.clip), dataset.train.x[:1], dataset.train.y[:1]
+    if config.trainer.kind == "ulr":
+        return [_autograd(model, dict(state), x, y, config) for state in states]
+    plain = {"name": "sgd", "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant"}
+    silent = config.model_copy(
+        update={
+            "protection": type(config.protection)(),
+            "optimizer": config.optimizer.model_copy(update=plain),
+            "mode": "experiment",
+        }
+    )
+    family = family_of(config.trainer.kind)
+    network = family.network(silent, dataset, model)
+    facts = folder.read_facts()["device"]
+    description = None if facts is None else parse_description(str(folder.config_file), facts)
+    if description is not None and description.noise is not None:
+        description = description.model_copy(update={"noise": NoiseSettings(sigma=0.0)})
+    with opened_device(silent, family.device_shape(silent, network), description) as device:
+        shadow = Shadow(network, family.trainer(silent, network, dataset, device))
+        found = [shadow.gradients(state, Records(x=x, y=y), step=0) for state in states]
+    return [{name: tensor.numpy() for name, tensor in gradient.items()} for gradient in found]
+
+
+def _autograd(model: nn.Module, state: dict[str, Tensor], x: Tensor, y: Tensor, config: RunConfig) -> Gradient:
+    """The loss's gradient by torch; names follow the layers' order."""
+    named = dict(zip(state, model.parameters(), strict=True))
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(state[name])
+    loss = LOSSES[config.loss](model(x), y).per_record.sum()
+    found = torch.autograd.grad(loss, list(named.values()))
+    return {name: part.double().numpy() for name, part in zip(named, found, strict=True)}
+
+
+def _layers(names: Sequence[str]) -> list[list[str]]:
+    """The parameters of each layer."""
+    layers = dict.fromkeys(name.partition(".")[0] for name in names)
+    return [[name for name in names if name.partition(".")[0] == layer] for layer in layers]
+
+
+def _flat(gradient: Gradient, names: Sequence[str]) -> np.ndarray:
+    return np.concatenate([gradient[name].ravel() for name in names])
+
+
+def _require_beyond(norms: Sequence[float], clip: float) -> None:
+    """Refuse a clip that the records do not exceed, given what it bounds, layer by layer."""
+    least = min(norms)
+    if least < _BEYOND * clip:
+        raise ValueError(
+            f"protection.clip_norm = {clip:g}: must be at most {least / _BEYOND:.2g}, so that the self-test's records "
+            "exceed it in every layer; lower it"
+        )
+
+
+def _clipped(gradient: Gradient, clip: float, *, by_layer: bool) -> Gradient:
+    """A contribution by the law that docs/privacy.md states: one factor for all layers, or C / sqrt(L) for each."""
+    layers = _layers(list(gradient))
+    if not by_layer:
+        factor = clip / float(np.linalg.norm(_flat(gradient, list(gradient))))
+        return {name: factor * part for name, part in gradient.items()}
+    bound = clip / math.sqrt(len(layers))
+    return {
+        name: gradient[name] * (bound / float(np.linalg.norm(_flat(gradient, names))))
+        for names in layers
+        for name in names
+    }
+
+
+def _convex_contribution(config: RunConfig, dataset: Dataset, mechanism: Mechanism) -> Gradient:
+    """x~ residual^T at weights of 0, for a record with open gates only: x~ = x / (|x| sqrt(P)) on every gate."""
+    options, k = convex_options(config), dataset.n_classes
+    x, label = dataset.train.x[0].double().numpy(), int(dataset.train.y[0])
+    target = np.eye(k)[label]
+    residual = {
+        "squared": -target,
+        "margin": -target,
+        "one-against-rest": 0.5 - target,
+        "softmax": 1 / k - target,
+    }[options.objective]
+    clip, norm = float(getattr(mechanism, "clip_norm")), float(np.linalg.norm(residual))  # noqa: B009 - not typed
+    if options.residual_clip is None or norm < _BEYOND * clip:
+        raise ValueError(
+            f"trainer.clip = {options.clip}: must be given and below {norm / _BEYOND:.2g}, so that the self-test's "
+            f"records exceed it (objective {options.objective!r}); lower it"
+        )
+    if options.objective == "one-against-rest":
+        residual = np.sign(residual)
+        norm = math.sqrt(k)
+    gates = np.ones(options.hyperplanes) / math.sqrt(options.hyperplanes)
+    features = np.einsum("d,p,k->dpk", x / np.linalg.norm(x), gates, residual * clip / norm)
+    return {"weight": features}
+
+
+def _untouched(contribution: Gradient) -> dict[str, np.ndarray]:
+    """Where a contribution is 0 whatever the parameters are: the weights of features that are 0, by parameter."""
+    first = next(iter(contribution))
+    part = contribution[first]
+    axis = 0 if part.ndim == 3 else 1  # convex weights stand by feature first, others by output
+    feature_used = np.any(part != 0, axis=tuple(a for a in range(part.ndim) if a != axis))
+    shape = [1] * part.ndim
+    shape[axis] = -1
+    return {first: np.broadcast_to(~feature_used.reshape(shape), part.shape)}
+
+
+def _record_sums(
+    sums: Sequence[Gradient], expected: Sequence[Gradient], dataset: Dataset, mechanism: Any
+) -> Released:
+    """Of clipped contributions with one noise in every coordinate: z C in every entry of the sum."""
+    clip, z = float(mechanism.clip_norm), float(mechanism.noise_multiplier)
+    masks, names = _untouched(expected[0]), list(expected[0])
+    noise = np.stack(
+        [np.concatenate([total[name][mask] for name, mask in masks.items()]) for total in sums]
+    ) / (z * clip)
+    layers = _layers(names)
+    along, by_layer = [], []
+    for total, part in zip(sums, expected, strict=True):
+        whole = _flat(part, names)
+        along.append(float(_flat(total, names) @ whole) / float(np.linalg.norm(whole)) / clip)
+        by_layer.append([_component(_flat(total, n), _flat(part, n)) / clip for n in layers])
+    shares = [float(np.linalg.norm(_flat(expected[0], n))) / clip for n in layers]
+    return Released(
+        noise=noise,
+        sums=Sums(
+            along=np.array(along), along_std=z, by_layer=np.array(by_layer), shares=np.array(shares)
+        ),
+        batch=BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability)),
+        accounted=_one_step(mechanism),
+    )
+
+
+def _component(total: np.ndarray, along: np.ndarray) -> float:
+    """<total, along> / ||along||; 0 along nothing."""
+    norm = float(np.linalg.norm(along))
+    return float(total @ along) / norm if norm else 0.0
+
+
+def _one_step(mechanism: Mechanism) -> str:
+    return mechanism.repeated(1).describe()
+
+
+def _scalars(folder: RunFolder, config: RunConfig, mechanism: Any, dataset: Dataset) -> Released:
+    """Of zeroth order: along each direction +-C a record, its sign known from the direction, plus z C N(0, 1).
+
+    A reflection takes the signs of a step's n directions to the first axis; its other n - 1 axes hold noise only.
+    """
+    if not hasattr(mechanism, "noise_multiplier"):
+        raise ValueError(
+            "trainer.law = 'laplace': the self-test knows the law of sums of Gaussian scalars only; use 'gaussian'"
+        )
+    clip, z = float(mechanism.clip_norm), float(mechanism.noise_multiplier)
+    factor = 2 * float(getattr(config.trainer, "perturbation")) * float(mechanism.divisor) / clip  # noqa: B009
+    along, noise = [], []
+    for entry in LogContent.read(folder.path / LOG_FILE).entries:
+        scalars = np.array(entry.scalars, dtype=np.float64) * factor
+        signs = np.array([_first_sign(seed, dataset.train.x.shape[1]) for seed in entry.seeds])
+        turned = _reflected(scalars, signs / math.sqrt(len(signs)))
+        along.append(turned[0] / math.sqrt(len(signs)))
+        noise.append(turned[1:] / z)
+    sums = np.array(along)
+    return Released(
+        noise=np.array(noise),
+        sums=Sums(
+            along=sums,
+            along_std=z / math.sqrt(mechanism.directions),
+            by_layer=sums[:, None],
+            shares=np.ones(1),
+        ),
+        batch=BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability)),
+        accounted=_one_step(mechanism),
+    )
+
+
+def _first_sign(seed: int, count: int) -> float:
+    """Sign of the first entry of a direction that is not 0, which is that of the records' loss difference."""
+    entries = Direction(seed).entries(0, 0, count).numpy()
+    return float(np.sign(entries[np.nonzero(entries)[0][0]]))
+
+
+def _reflected(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
+    """Values under the reflection that exchanges a unit vector and the first axis."""
+    axis = unit.copy()
+    axis[0] -= 1.0
+    square = float(axis @ axis)
+    return values if square < 1e-24 else values - 2 * axis * float(axis @ values) / square
+
+
+def _label_sums(
+    sums: Sequence[Gradient],
+    gradients: Sequence[Gradient],
+    states: Sequence[Weights],
+    dataset: Dataset,
+    config: RunConfig,
+    mechanism: Any,
+) -> Released:
+    """Of label protections: noise whose covariance the features determine, whitened row by row.
+
+    A layer's sum has rows of covariance v_h h h^T / |h|^2 + v_0 (I - h h^T / |h|^2) with h the layer's input and the
+    bias's constant. What the records add lies along delta h^T. Noise only: the entries at features of 0 in the first
+    layer, and in each layer the component along h in the directions of outputs other than delta.
+    """
+    protection, amplified = config.protection, config.protection.kind == "label-amplified"
+    batch = (
+        BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability))
+        if amplified
+        else BatchLaw(mean=float(config.sampler.batch_size), variance=0.0)
+    )
+    z = float(protection.noise_multiplier or math.nan)
+    noise, by_layer, shares = [], [], []
+    for total, gradient, state in zip(sums, gradients, states[:-1], strict=True):
+        free, parts, stds = _whitened(total, gradient, state, dataset, config, batch.mean)
+        noise.append(free / (z * protection.clip))
+        by_layer.append(parts / protection.clip)
+        shares.append(stds)
+    norms = np.array(shares)  # of a record's contribution before the clip, (steps, layers)
+    _require_beyond(norms[0].tolist(), protection.clip)
+    stated = np.ones_like(norms)
+    if amplified:
+        stated = norms / np.linalg.norm(norms, axis=1, keepdims=True)
+    layered = np.array(by_layer)
+    weights = stated / np.linalg.norm(stated, axis=1, keepdims=True)
+    scale = 1.0 if amplified else math.sqrt(layered.shape[1])
+    return Released(
+        noise=np.array(noise),
+        sums=Sums(
+            along=np.sum(layered * weights, axis=1) / scale,
+            along_std=z * (1.0 if amplified else math.sqrt(batch.mean)) / scale,
+            by_layer=layered,
+            shares=stated[0],
+        ),
+        batch=batch,
+        accounted=_one_step(mechanism),
+    )
+
+
+def _whitened(
+    total: Gradient, gradient: Gradient, state: Weights, dataset: Dataset, config: RunConfig, batch: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A step's noise-only components over their standard deviation, its layers' sums, the norms of a contribution.
+
+    Returns:
+        Shapes (coordinates,), (layers,), (layers,); in units of z C, C and 1.
+    """
+    amplified, floor = config.protection.kind == "label-amplified", config.protection.floor
+    inputs = _layer_inputs(state, dataset)
+    fan_ins = sum(len(h) for h in inputs)
+    free, sums, norms = [], [], []
+    for number, (names, h) in enumerate(zip(_layers(list(total)), inputs, strict=True)):
+        rows, signal = _matrix(total, names), _matrix(gradient, names) @ h
+        size, length = float(np.linalg.norm(h)), float(h @ h)
+        scale = fan_ins if amplified else batch  # of h h^T in the covariance
+        ridge = floor * scale * length / len(h)
+        along_h = rows @ h / size / math.sqrt(scale * length + ridge)
+        turned = _reflected(along_h, signal / np.linalg.norm(signal))
+        # label: a signal of norm C times |h|, over the noise of sqrt(m) |h| in a batch of m
+        sums.append(turned[0] * (1.0 if amplified else math.sqrt(batch)))
+        free.append(turned[1:])
+        delta = float(np.linalg.norm(signal)) / length
+        norms.append(delta * (size / math.sqrt(scale * length + ridge) if amplified else 1.0))
+        if number == 0:
+            free.append((rows[:, h == 0] / math.sqrt(ridge)).ravel())
+    return np.concatenate(free), np.array(sums), np.array(norms)
+
+
+def _matrix(gradient: Gradient, names: Sequence[str]) -> np.ndarray:
+    """A layer's weight with its bias as the last column, shape (n_l, n_(l-1) + 1)."""
+    parts = [gradient[name] for name in sorted(names, key=lambda name: name.endswith("bias"))]
+    return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+
+
+def _layer_inputs(state: Weights, dataset: Dataset) -> list[np.ndarray]:
+    """What the layers of the tanh network are given, each with the bias's constant 1."""
+    first = np.append(dataset.train.x[0].double().numpy(), 1.0)
+    z = np.column_stack([state["layer1.weight"].double().numpy(), state["layer1.bias"].double().numpy()]) @ first
+    return [first, np.append(np.tanh(z), 1.0)]

@@ -1,0 +1,205 @@
+"""The records and models that the self-test chooses for each trainer.
+
+All records of a run are identical, their gradient is longer than the clip in every layer, and most of their features
+are 0: the weights of those features receive noise only. Learning rates are so small that this stays true to the end,
+and large enough for float32: a step's noise is above 100 units in the last place of the weights that it moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from training.convex.gated import GatedRelu
+from training.data import Dataset, Split
+from training.data.standardisation import Standardisation
+
+_TOUCHED = 8
+_UNIT = 2.0**-12
+"""Entries of a zeroth-order direction are whole multiples of this, below 2^16 of them."""
+_DIGITS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a trainer is tested on.
+
+    Attributes:
+        defaults: Keys of the configuration that the caller may change.
+        rate: lr times the clip: how far a step moves the parameters along a record's contribution.
+        n_classes: Of the data.
+        record: Features of every record, shape (d,), by the clip and the configuration's perturbation.
+        label: Their class number.
+        model: A new model, by the clip.
+    """
+
+    defaults: Mapping[str, Any]
+    rate: float
+    n_classes: int
+    record: Callable[[float, float], Tensor]
+    label: int
+    model: Callable[[float], nn.Module]
+
+    def dataset(self, n_records: int, *, clip: float, perturbation: float) -> Dataset:
+        """So many identical records."""
+        x = self.record(clip, perturbation).repeat(n_records, 1)
+        y = torch.full((n_records,), self.label)
+        empty = Split(x[:0], y[:0])
+        return Dataset(
+            name="arrays",
+            n_classes=self.n_classes,
+            train=Split(x, y),
+            validation=empty,
+            test=None,
+            standardisation=Standardisation.identity(),
+        )
+
+
+class AffineTail(nn.Module):
+    """scale x + offset, without parameters.
+
+    Args:
+        scale: Factor of every entry.
+        offset: Added to every entry.
+    """
+
+    def __init__(self, scale: float, offset: float) -> None:
+        super().__init__()
+        self.scale, self.offset = scale, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape."""
+        return self.scale * x + self.offset
+
+
+class AgainstZero(nn.Module):
+    """The logits (0, v) of one number v, shape (batch, 1): at label 0 and large v the cross-entropy is v."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, 2)."""
+        return torch.cat([torch.zeros_like(x), x], dim=1)
+
+
+class OneLogit(nn.Module):
+    """Logits (0, w . x), w = 0 at first.
+
+    Args:
+        n_inputs: Features.
+    """
+
+    def __init__(self, n_inputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, n_inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, 2)."""
+        score = nn.functional.linear(x, self.weight)
+        return torch.cat([torch.zeros_like(score), score], dim=1)
+
+
+def _padded(values: Tensor, zeros: int) -> Tensor:
+    return torch.cat([values, torch.zeros(zeros)])
+
+
+def _feedback_record(clip: float, perturbation: float) -> Tensor:
+    signs = torch.tensor([1.0, -1.0]).repeat(_TOUCHED // 2)
+    return _padded(0.5 * signs, 32)
+
+
+def _feedback_model(clip: float) -> nn.Module:
+    """40-16-4 with tanh; its largest logits are not those of the label."""
+    model = nn.Sequential(nn.Linear(40, 16), nn.Tanh(), nn.Linear(16, 4))
+    generator = np.random.default_rng(20260101)
+    with torch.no_grad():
+        for linear in (model[0], model[2]):
+            shape = linear.weight.shape
+            linear.weight.copy_(torch.from_numpy(generator.uniform(-0.5, 0.5, size=shape)))
+            linear.bias.zero_()
+        model[0].weight[:, _TOUCHED:] = 0.0
+        output = model(_feedback_record(clip, 0.0)[None])[0]
+        model[2].bias.copy_(torch.tensor([-2.0, 0.0, 0.0, 0.0]) - output)
+    return model
+
+
+def _ulr_record(clip: float, perturbation: float) -> Tensor:
+    return _padded(torch.full((_TOUCHED,), _TOUCHED**-0.5), 64)
+
+
+def _ulr_model(clip: float) -> nn.Module:
+    """v_1 = w_1 . x, v_2 = w_2 (1 + v_1), loss b (20 + v_2): linear, so that estimates never change their sign.
+
+    With w_1 = 0, w_2 = 0.001 and b = 2e6 C a record's gradient has norm 2e6 C in layer 2 and 2e3 C in layer 1.
+    """
+    steepness = 2e6 * clip
+    first, second = nn.Linear(_TOUCHED + 64, 1, bias=False), nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        first.weight.zero_()
+        second.weight.fill_(1e-3)
+    return nn.Sequential(
+        first, AffineTail(1.0, 1.0), second, AffineTail(steepness, 20 * steepness), AgainstZero()
+    )
+
+
+def _zo_record(clip: float, perturbation: float) -> Tensor:
+    """Features X 2^(-16 j): the sum of z_j x_j has the sign of the first z_j that is not 0, and is never small.
+
+    Its least magnitude, X 2^-60, times phi is 1,000 C; all four entries of a direction are 0 with probability 1e-16.
+    """
+    places = 2.0 ** (-16 * torch.arange(_DIGITS, dtype=torch.float64))
+    size = 1e3 * clip / (perturbation * _UNIT * float(places[-1]))
+    return (size * places).float()
+
+
+def _convex_record(clip: float, perturbation: float) -> Tensor:
+    return _padded(torch.ones(_TOUCHED), 16)
+
+
+def _convex_model(clip: float) -> nn.Module:
+    """All four gates are open for records of no negative feature."""
+    return GatedRelu(_TOUCHED + 16, 3, torch.ones(4, _TOUCHED + 16), centre=False)
+
+
+_FEEDBACK = Subject(
+    defaults={"protection": {"clip_norm": 0.05}},
+    rate=1e-4,
+    n_classes=4,
+    record=_feedback_record,
+    label=0,
+    model=_feedback_model,
+)
+_QUIET_DEVICE = {"device": {"noise": {"sigma": 1e-3}}}
+"""Noise that the direction of a record's signal does not feel: 5e-7 of a contribution."""
+
+SUBJECTS: dict[str, Subject] = {
+    **dict.fromkeys(("pdfa", "dfa", "tdfa", "bp"), _FEEDBACK),
+    "ulr": Subject(
+        defaults={"protection": {"clip_norm": 0.05}, "trainer": {"copies": 16}},
+        rate=1e-6,
+        n_classes=2,
+        record=_ulr_record,
+        label=0,
+        model=_ulr_model,
+    ),
+    "zo": Subject(
+        defaults={"protection": {"clip_norm": 0.05}, "trainer": {"directions": 48}},
+        rate=5e-32,
+        n_classes=2,
+        record=_zo_record,
+        label=0,
+        model=lambda clip: OneLogit(_DIGITS),
+    ),
+    "convex": Subject(
+        defaults={"trainer": {"hyperplanes": 4, "centre": False}},
+        rate=1e-4,
+        n_classes=3,
+        record=_convex_record,
+        label=0,
+        model=_convex_model,
+    ),
+}
+"""By trainer.kind."""

@@ -79,7 +79,10 @@ def noise_std(*, clip_norm: float, noise_multiplier: float, divisor: float = 1.0
     checks.in_range(*CLIP_RANGE, clip_norm=clip_norm, divisor=divisor, remedy=remedy)
     std = noise_multiplier * clip_norm
     if noise_multiplier:
-        noises = {"clip_norm * noise_multiplier": std, "clip_norm * noise_multiplier / divisor": std / divisor}
+        noises = {
+            "clip_norm * noise_multiplier": std,
+            "clip_norm * noise_multiplier / divisor": std / divisor,
+        }
         for name, value in noises.items():
             if not NOISE_RANGE[0] <= value <= NOISE_RANGE[1]:
                 low, high = NOISE_RANGE

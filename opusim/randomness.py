@@ -35,6 +35,7 @@ __all__ = [
 MODES = ("experiment", "release")
 MAX_ELEMENTS = 2**33  # a draw's pairs are counted by one 32-bit word
 _MAX_READINGS = 2**32
+_LEAST_STD, _LARGEST_STD = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _CHUNKS_PER_THREAD = 512  # below, a second thread meets a core on which torch still spins, and loses
 _CHUNKS_PER_CIPHER_CALL = 32  # 196 kB of words, small enough for the second-level cache
 
@@ -55,12 +56,15 @@ class NoiseStream(ABC):
 
         Args:
             y: float32 tensor that needs no gradient.
-            std: factor of the reading, finite, at least 0.
+            std: factor of the reading: 0, or a normal float32 number above 0.
 
         Returns:
             y itself.
+
+        Raises:
+            ValueError: float32 would round std to 0, to infinity, or to few digits: the noise would not be as stated.
         """
-        return y.add_(self.normal(y.shape, device=y.device).mul_(std))
+        return y.add_(self.normal(y.shape, device=y.device).mul_(_checked_std(std)))
 
     @abstractmethod
     def seek(self, step: int) -> None:
@@ -113,7 +117,7 @@ class SeededStream(NoiseStream):
         if y.device.type != "cpu" or y.dtype != torch.float32 or not y.is_contiguous():
             return super().add_to(y, std)
         _check_shape(y.shape)
-        self._run(y.view(-1).numpy(), partial(_add_scaled, np.float32(std)))
+        self._run(y.view(-1).numpy(), partial(_add_scaled, np.float32(_checked_std(std))))
         return y
 
     def _run(self, out: np.ndarray, kernel: Callable[..., None]) -> None:
@@ -208,6 +212,16 @@ class SystemUniforms:
         shape = size if isinstance(size, tuple) else (size,)
         words = np.frombuffer(os.urandom(8 * math.prod(shape)), dtype=np.uint64).reshape(shape)
         return (words >> np.uint64(11)) * 2.0**-53
+
+
+def _checked_std(std: float) -> float:
+    """The standard deviation, if float32 holds it as a normal number or it is 0."""
+    if std and not _LEAST_STD <= std <= _LARGEST_STD:
+        raise ValueError(
+            f"std = {std:g}: must be 0 or lie in [{_LEAST_STD:g}, {_LARGEST_STD:g}], the normal float32 numbers; "
+            "rescale what the noise is added to"
+        )
+    return std
 
 
 def _add_scaled(scale: np.float32, out: np.ndarray, *position: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 from accounting import Adjacency, Status, Unit, ZoGaussian, ZoLaplace, calibrate, guarantees
 from accounting.guarantee import Guarantee
 from accounting.mechanisms import Mechanism, PoissonGaussian, PoissonLaplace, mechanism_from_json
-from accounting.zo import composed_pure_epsilon, sampled_pure_epsilon
+from accounting.zo import composed_pure_epsilon, cut_delta, sampled_pure_epsilon
 
 DELTA = 1e-5
 GAUSSIAN = ZoGaussian(
@@ -49,6 +49,21 @@ def test_published_pure_rows(scale: float, records: int, epsilon: int) -> None:
     found = _only(replace(LAPLACE, scale=scale, sampling_probability=q), 0.0)
     assert round(found.epsilon) == epsilon
     assert found.epsilon == pytest.approx(2000 * math.log(1 + q * (math.exp(1 / scale) - 1)), rel=1e-12)
+
+
+@pytest.mark.parametrize(("directions", "steps"), [(1, 2000), (3, 7)])
+def test_a_pure_statement_names_what_cut_tails_cost(directions: int, steps: int) -> None:
+    """Each released number is off with probability 2^-63: N of them in total variation N 2^-63."""
+    mechanism = replace(LAPLACE, directions=directions, steps=steps)
+    found = _only(mechanism, 0.0)
+    expected = (1 + math.exp(found.epsilon)) * directions * steps * 2.0**-63
+    assert cut_delta([mechanism], found.epsilon) == pytest.approx(expected, rel=1e-12)
+    (tails,) = [a for a in found.assumptions if "tail" in a.text]
+    assert tails.holds is None
+    assert f"adds {expected:.1g} to delta = 0" in tails.text
+    assert cut_delta([mechanism, mechanism], found.epsilon) == pytest.approx(2 * expected, rel=1e-12)
+    assert cut_delta([mechanism], math.inf) == 1.0
+    assert not [a for a in _only(GAUSSIAN, DELTA).assumptions if "tail" in a.text]
 
 
 def test_gaussian_noise_has_no_pure_epsilon() -> None:

@@ -225,8 +225,9 @@ def parting(
         gated = model(centre=False, seed=3)
         if not normalised:
             gated.gated = lambda rows, gated=gated: replace(  # type: ignore[method-assign]
-                GatedRelu.gated(gated, rows), scale=torch.ones(len(rows))
+                GatedRelu.gated(gated, rows), x=rows, scale=torch.ones(len(rows))
             )
+            gated.clipped = lambda batch, residual, bound: residual  # type: ignore[method-assign]
         numbers = Descent(regularisation=0.05, divisor=10.0, noise_std=0.0, final_std=0.0, total_steps=10**6)
         optimizer = torch.optim.SGD([gated.weight], lr=rate)
         twins.append(ConvexTrainer(GatedNetwork(gated), optimizer, objective(name, clip), numbers))

@@ -12,7 +12,8 @@ import torch
 from scipy.stats import kstest
 
 from opusim.directions import Direction
-from opusim.randomness import SeededStream, noise_stream
+from opusim.normal_kernels import PAIRS
+from opusim.randomness import SeededStream, SystemStream, noise_stream
 from training.zo.differences import loss_differences
 from training.zo.entry import StepEntry
 from training.zo.paged import PagedTensors
@@ -80,6 +81,21 @@ def test_noise_repeats_in_experiment_mode_and_never_in_release() -> None:
         assert seeded.draw(5, 2) == seeded.draw(5, 2) != seeded.draw(6, 2)
         fresh = law(noise_stream("release", None, "scalar-noise"))
         assert fresh.draw(5, 2) != fresh.draw(5, 2)
+
+
+class _Extremes(SystemStream):
+    """A release stream whose every random word is 0: the largest radius, an angle of 0."""
+
+    def _words(self, chunks: int) -> np.ndarray:
+        return np.zeros((chunks, 3, PAIRS), dtype=np.uint32)
+
+
+def test_a_release_streams_radii_end_where_the_statement_says() -> None:
+    """|a| is the radius here, so a^2 / 2 is the exponential at its cut: P(exponential > log 2^65) = 2^-65, four times."""
+    (a, *_) = _Extremes().normal((4,)).double().tolist()
+    assert a * a / 2 == pytest.approx(65 * math.log(2), rel=1e-5)
+    assert 4 * math.exp(-a * a / 2) == pytest.approx(2.0**-63, rel=1e-3)
+    assert LaplaceScalars(_Extremes()).draw(0, 1) == [0.0]  # all four alike
 
 
 def _entries(count: int, directions: int = 1) -> list[StepEntry]:

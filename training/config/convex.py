@@ -29,7 +29,7 @@ class ConvexConfig(Section):
     objective: Literal["squared", "margin", "one-against-rest", "softmax"] = "margin"
     """squared: distance to the one-hot label; margin: distance to the logits that are at least 1 for the label and at
     most 0 for all others; both with the residual clipped. one-against-rest: k logistic losses; softmax: one."""
-    clip: float | None = Field(None, gt=0.0)
+    clip: float | None = Field(None, ge=1e-12, le=1e12)
     """Largest norm C of a record's residual, and so of its gradient; None: 0.5 for squared and margin, none for the
     other two. Clipped softmax of three classes and more is not convex and costs a larger epsilon."""
     regularisation: float = Field(0.0, ge=0.0)

@@ -37,11 +37,11 @@ class ProtectionConfig(Section):
     noise_multiplier: float | None = Field(None, gt=0.0)
     """z: the noise's standard deviation over the clip (all kinds but label-once and label-response); None takes it from
     epsilon."""
-    clip_norm: float | None = Field(None, gt=0.0)
+    clip_norm: float | None = Field(None, ge=1e-12, le=1e12)
     """Largest norm of a record's contribution: over all layers (record, 1 by default; zo: its loss difference, 0.05 by
     default), of each layer's signal (label, 1 by default), over all layers in the geometry of public features
     (label-amplified, 0.2 by default)."""
-    divisor: float | None = Field(None, gt=0.0)
+    divisor: float | None = Field(None, ge=1e-12, le=1e12)
     """Constant that the noisy sum is divided by; None takes sampler.batch_size, never the realised size."""
     noise: Literal["digital", "device"] = "digital"
     """Where the credited noise comes from: a digital generator, and the device's own noise earns nothing; or the

@@ -35,6 +35,7 @@ from training.data import Dataset
 from training.data.samplers import Sampler
 from training.family import DeviceShape, TrainerFamily
 from training.optimizers import make_optimizer
+from training.protections.base import noise_std
 from training.protections.device_normals import DeviceNormals
 from training.protections.plan import total_steps
 from training.runs.folder import RunFolder
@@ -87,7 +88,7 @@ class ConvexFamily(TrainerFamily[GatedNetwork]):
         descent = Descent(
             regularisation=options.regularisation,
             divisor=b,
-            noise_std=multiplier * bound,
+            noise_std=noise_std(clip_norm=bound, noise_multiplier=multiplier, divisor=b),
             final_std=final_noise(config, sampler) * config.optimizer.lr * multiplier * bound / b,
             total_steps=total_steps(config, sampler),
         )

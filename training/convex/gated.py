@@ -4,8 +4,11 @@ f_c(x) = sum_p 1[u_p . x >= 0] x . v_pc / R(x),   R(x) = |x| sqrt(number of open
 
 with fixed hyperplanes u_p ~ N(0, I) and trained v_pc (eq. 3.8 of the paper, one linear model for each class). Dividing
 by R makes the features x~ = (1[u_p . x >= 0] x)_p / R of every record a vector of norm 1, whatever the record; R
-depends on that record alone. x~ has P d entries and is never formed: the forward pass is one product x V followed by
+depends on that record only. x~ has P d entries and is never formed: the forward pass is one product x V followed by
 a masked sum, the gradient one product x^T (gates * residual).
+
+The theorems about these models need |x~| <= 1 of every record, so x is centred and divided by |x| in float64, which
+holds the squares of all float32 numbers; in float32 squares below 7e-46 vanish and sums above 3e38 overflow.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from training.networks.base import Network
+from training.networks.norms import bounded_factors, finite_rows, row_norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +28,10 @@ class GatedRecords:
     """What the model needs to know of a batch.
 
     Attributes:
-        x: Features, centred where the model centres them, shape (batch, d).
+        x: Features of norm 1, centred before if the model centres them, shape (batch, d); 0 for a record that is
+            constant or not finite.
         gates: 1 where a hyperplane's side is open and 0 where not, shape (batch, P), float32.
-        scale: 1 / R of each record, 0 for a record without open gates or without features, shape (batch,).
+        scale: 1 / sqrt(open gates) of each record, 0 for one without open gates or without features, shape (batch,).
     """
 
     x: Tensor
@@ -62,17 +67,31 @@ class GatedRelu(nn.Module):
 
     def gated(self, x: Tensor) -> GatedRecords:
         """Gates and scales of records of shape (batch, d)."""
-        if self.centre:
-            x = x - x.mean(dim=1, keepdim=True)
+        x, kept = unit_rows(x, centre=self.centre)
         gates = (x @ self.hyperplanes.t() >= 0).to(x.dtype)
-        scale = (x.square().sum(dim=1) * gates.sum(dim=1)).rsqrt()
-        return GatedRecords(x=x, gates=gates, scale=torch.where(torch.isfinite(scale), scale, 0.0))
+        count = gates.sum(dim=1)
+        return GatedRecords(x=x, gates=gates, scale=torch.where(kept & (count > 0), count.rsqrt(), 0.0))
 
     def logits(self, records: GatedRecords) -> Tensor:
         """f(x), shape (batch, k)."""
         products = (records.x @ self.weight.flatten(1)).unflatten(1, self.weight.shape[1:])  # (batch, P, k)
         summed = torch.bmm(records.gates.unsqueeze(1), products).squeeze(1)
         return summed * records.scale.unsqueeze(1)
+
+    def clipped(self, records: GatedRecords, residual: Tensor, bound: float) -> Tensor:
+        """The residual, scaled down if the gradient that `spread` makes of it has a norm above the bound.
+
+        That is |x| sqrt(open gates) |residual scale| of the numbers that are multiplied, so the bound does not rest on
+        the normalisation.
+
+        Args:
+            records: The batch.
+            residual: Shape (batch, k).
+            bound: C > 0.
+        """
+        spread = row_norms(residual * records.scale.unsqueeze(1)) * records.gates.sum(dim=1).double().sqrt()
+        factors = bounded_factors(row_norms(records.x) * spread, bound)
+        return (residual * factors.unsqueeze(1)).to(residual.dtype)
 
     def spread(self, records: GatedRecords, residual: Tensor) -> Tensor:
         """The residual on every open gate, scaled as the features are, shape (batch, P k).
@@ -81,6 +100,28 @@ class GatedRelu(nn.Module):
         """
         scaled = residual * records.scale.unsqueeze(1)
         return (records.gates.unsqueeze(2) * scaled.unsqueeze(1)).flatten(1)
+
+
+def unit_rows(x: Tensor, *, centre: bool) -> tuple[Tensor, Tensor]:
+    """Rows divided by their norms, and which rows have one, shapes (batch, d) and (batch,).
+
+    Guarantees, for every float32 row: the norm is 1 up to 2^-23, or the row is 0 because it was 0, not finite, or, if
+    centred, constant up to 2^-24 of its largest entry, which is what float32 features cannot tell from a constant.
+
+    Args:
+        x: Shape (batch, d).
+        centre: Whether each row's own mean is subtracted first.
+    """
+    exact = x.to(torch.float64, copy=True)
+    least = exact.new_zeros(())
+    if centre:
+        mean = exact.mean(dim=1, keepdim=True)
+        exact -= mean
+        least = mean[:, 0].abs() * (2.0**-24 * x.shape[1] ** 0.5)
+    norms = torch.linalg.vector_norm(exact, dim=1)
+    kept = (norms > least) & torch.isfinite(norms)
+    exact.div_(norms[:, None])
+    return (exact if bool(kept.all()) else finite_rows(exact, kept)).to(x.dtype), kept
 
 
 class GatedNetwork(Network):

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from accounting.convex_constants import residual_bound
 from training.config.convex import ConvexConfig
-from training.protections.base import bounded_factors
+from training.networks.norms import bounded_factors, finite_rows, row_norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +49,15 @@ class Objective:
         ):  # one scalar at a time: that stays convex
             bound = self.clip / math.sqrt(logits.shape[1])
             residual = residual.clamp(-bound, bound)
-        norms = residual.norm(dim=1)
+        norms = row_norms(residual)
+        residual = finite_rows(residual, torch.isfinite(norms))
         if self.clip is None or self.name == "one-against-rest":
-            return torch.where(torch.isfinite(norms).unsqueeze(1), residual, 0.0)
-        factors = bounded_factors(norms, self.clip)
-        return torch.where(torch.isfinite(norms).unsqueeze(1), residual * factors.unsqueeze(1), 0.0)
+            return residual
+        return (residual * bounded_factors(norms, self.clip).unsqueeze(1)).to(residual.dtype)
+
+    def bound(self, n_classes: int) -> float:
+        """C: the largest norm of a residual, and so of a record's gradient."""
+        return residual_bound(self.name, self.clip, n_classes)
 
 
 def _squared(logits: Tensor, target: Tensor) -> Tensor:

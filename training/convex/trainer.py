@@ -16,6 +16,7 @@ from training.convex.gated import GatedNetwork, GatedRelu
 from training.convex.hyperplanes import device_hyperplanes
 from training.convex.objectives import Objective
 from training.networks.losses import LOSSES
+from training.networks.norms import full_precision
 from training.trainer import StepRecord, Trainer
 
 
@@ -41,8 +42,9 @@ class Descent:
 class ConvexTrainer(Trainer):
     """v <- (1 - eta lambda) v - (eta / b) [sum over the batch of x~ residual^T + N(0, (z C)^2 I)].
 
-    Guarantees, for every batch whatever it holds: a record's share of the sum has norm at most C (float32 rounding
-    apart, relative 1e-6); a record whose logits are not finite counts as 0; an empty batch takes the same noisy step.
+    Guarantees, for every batch whatever it holds: x~ of every finite record has norm at most 1, and a record's share of
+    the sum norm at most C, both up to float32 rounding (relative 1e-6); a record whose features or logits are not
+    finite counts as 0; an empty batch takes the same noisy step.
 
     Args:
         network: The model; its weights are updated in place.
@@ -83,10 +85,11 @@ class ConvexTrainer(Trainer):
         for source in (self._device, self._noise):
             if source is not None:
                 source.seek(step)
-        with torch.no_grad():
+        with torch.no_grad(), full_precision():
             batch = self.model.gated(x)
             logits = self.model.logits(batch)
             residual = self._objective.residual(logits, y)
+            residual = self.model.clipped(batch, residual, self._objective.bound(self.model.n_classes))
             self._descend(batch.x, self.model.spread(batch, residual), step)
         return StepRecord(
             loss_sum=self._loss(logits, y).per_record.sum(dtype=torch.float64),

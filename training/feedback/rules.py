@@ -99,7 +99,7 @@ class Backpropagation(Feedback):
         self, network: FullyConnected, forward: ForwardPass, error: Tensor, *, observe: bool
     ) -> Deltas:
         """See Feedback.deltas."""
-        delta = error if self._scale is None else error * self._scale(error)
+        delta = error if self._scale is None else (error * self._scale(error)).to(error.dtype)
         signal_norms = [_mean_norm(delta)] if observe else []
         noise_norms = [0.0] if observe else []
         if self._draw is not None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from training.networks.norms import Clip
+
 
 class Network(ABC):
     """A view on a module, whose parameters are the module's own.
@@ -53,7 +55,9 @@ class LayeredNetwork(Network):
 
     @abstractmethod
     def squared_norms(self, layer: int, delta: Tensor, h: Tensor) -> Tensor:
-        """||J_i^T delta_i||^2 of each record, shape (batch,).
+        """||J_i^T delta_i||^2 of each record as `set_gradient` computes it, or a bound on it; float64, shape (batch,).
+
+        Finite for every finite record whose contribution float32 can hold, NaN or infinite for others.
 
         Args:
             layer: Layer number, 0 .. L-1.
@@ -62,14 +66,17 @@ class LayeredNetwork(Network):
         """
 
     @abstractmethod
-    def set_gradient(self, layer: int, delta: Tensor, h: Tensor, divisor: float) -> None:
-        """Write (1/divisor) sum_i J_i^T delta_i into the gradients of the layer's parameters.
+    def set_gradient(
+        self, layer: int, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None = None
+    ) -> None:
+        """Write (1/divisor) sum_i f_i J_i^T delta_i into the gradients of the layer's parameters.
 
         Args:
             layer: Layer number, 0 .. L-1.
             delta: As for `squared_norms`.
             h: What the update takes for the layer's input, shape (batch, ...).
             divisor: The batch size, or the constant that stands for it.
+            clip: The factors f_i, and norms that no contribution may exceed; None for factors of 1.
         """
 
 

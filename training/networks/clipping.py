@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from training.config.clips import ClippedLayers, WidthRule
+from training.networks.norms import multipliers, row_norms
 
 
 def clip_entries(v: Tensor, bound: float) -> Tensor:
@@ -28,30 +29,33 @@ def offset_entries(v: Tensor, offset: float) -> Tensor:
 def ball_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
     """min(gain, s / ||v||_2) for each row: what brings gain v into the ball, shape (batch, 1).
 
+    float32, or float64 if a factor would be subnormal or infinite in float32; either multiplies float32 rows in place.
+
     Args:
         v: Vectors as rows, shape (batch, n).
         radius: s > 0.
         gain: Public constant, > 0.
     """
-    norms = torch.linalg.vector_norm(v, dim=1, keepdim=True)  # (batch, 1)
-    return norms.clamp_min_(torch.finfo(v.dtype).tiny).reciprocal_().mul_(radius).clamp_max_(gain)
+    norms = row_norms(v).clamp_min_(torch.finfo(torch.float64).tiny)
+    return multipliers((radius / norms).clamp_max_(gain)[:, None])
 
 
 def scale_to_ball(v: Tensor, radius: float) -> Tensor:
     """scale_s(v) = min(s, ||v||_2) v / ||v||_2 for each row; a zero row stays zero.
 
-    Guarantees: every row has norm at most s (1 + 1e-6); rows within the ball are returned unchanged.
+    Guarantees: every finite float32 row has norm at most s (1 + 1e-6); rows within the ball are returned unchanged.
 
     Args:
         v: Vectors as rows, shape (batch, n).
         radius: s > 0.
     """
-    return v * ball_factors(v, radius)
+    return (v * ball_factors(v, radius)).to(v.dtype)
 
 
 def sphere_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
-    """The factor s / ||v||_2 that brings each row to the sphere, finite for a zero row, shape (batch, 1).
+    """The factor s / ||v||_2 that brings each row to the sphere, 0 for a zero row, shape (batch, 1).
 
+    float32, or float64 if a factor would be subnormal or infinite in float32; either multiplies float32 rows in place.
     The PDFA paper's section 4 speaks of a signal whose norm *is* tau_f; eq. 9's scale only bounds it.
 
     Args:
@@ -59,8 +63,8 @@ def sphere_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
         radius: s > 0.
         gain: Of no effect: the sphere is the same for gain v.
     """
-    norms = torch.linalg.vector_norm(v, dim=1, keepdim=True)  # (batch, 1)
-    return norms.clamp_min_(torch.finfo(v.dtype).tiny * max(radius, 1.0)).reciprocal_().mul_(radius)
+    norms = row_norms(v)
+    return multipliers(torch.where(norms > 0, radius / norms, 0.0)[:, None])
 
 
 class ClippedNeurons(nn.Module):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from training.networks.activations import ACTIVATIONS, Activation, activation_of
 from training.networks.base import LayeredNetwork
 from training.networks.clipping import ClippedNeurons
+from training.networks.norms import Clip, row_norms, scaled_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,23 +173,26 @@ class FullyConnected(LayeredNetwork):
         signal = phi.multiply(signal, z, h)
         return signal.mul_(clip.passes(h)) if clip is not None and through_clip else signal
 
-    def set_gradient(self, layer: int, delta: Tensor, h: Tensor, divisor: float) -> None:
-        """Write the layer's gradient (1/divisor) sum_i delta_i h_i^T, and that of its bias.
+    def set_gradient(
+        self, layer: int, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None = None
+    ) -> None:
+        """Write the layer's gradient (1/divisor) sum_i f_i delta_i h_i^T, and that of its bias.
 
         Args:
             layer: Layer number, 0 .. L-1.
             delta: dL_i/dz_l of each record, shape (batch, n_l).
             h: What the update takes for h_(l-1), shape (batch, n_(l-1)).
             divisor: The batch size, or the constant that stands for it.
+            clip: The factors f_i; None for 1.
         """
-        write_linear_gradient(self.layer_parameters(layer), delta, h, divisor)
+        write_linear_gradient(self.layer_parameters(layer), delta, h, divisor, clip)
 
     def layer_parameters(self, layer: int) -> list[nn.Parameter]:
         """W_l, and b_l where there is one."""
         return list(self.linears[layer].parameters())
 
     def squared_norms(self, layer: int, delta: Tensor, h: Tensor) -> Tensor:
-        """||delta_i||^2 (||h_i||^2 + 1), the 1 for a bias, shape (batch,): delta_i h_i^T is never formed."""
+        """||delta_i||^2 (||h_i||^2 + 1), the 1 for a bias, float64, shape (batch,): delta_i h_i^T is never formed."""
         return outer_squared_norms(delta, h, bias=self.linears[layer].bias is not None)
 
     def gradients(self, layer: int) -> Tensor:
@@ -198,27 +202,39 @@ class FullyConnected(LayeredNetwork):
 
 
 def write_linear_gradient(
-    parameters: Sequence[nn.Parameter], delta: Tensor, h: Tensor, divisor: float
+    parameters: Sequence[nn.Parameter], delta: Tensor, h: Tensor, divisor: float, clip: Clip | None = None
 ) -> None:
-    """Write (1/divisor) sum_i delta_i (h_i, 1)^T into the gradients of a weight and, where there is one, its bias."""
+    """Write (1/divisor) sum_i f_i delta_i (h_i, 1)^T into the gradients of a weight and, if there is one, its bias.
+
+    Args:
+        parameters: The weight, then the bias.
+        delta: Shape (batch, n_l).
+        h: Shape (batch, n_(l-1)).
+        divisor: The batch size, or the constant that stands for it.
+        clip: The factors f_i; None for 1.
+    """
     weight = parameters[0]
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)  # kept: fresh memory costs more than the product's end
-    torch.addmm(weight.grad, delta.t(), h, beta=0, alpha=1 / divisor, out=weight.grad)
+    if clip is not None:
+        delta = scaled_rows(delta, clip.factors)
+    if delta.dtype != h.dtype:  # too small for float32
+        weight.grad = (delta.t() @ h.double()).div_(divisor).float()
+    else:
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)  # kept: fresh memory costs more than the product's end
+        torch.addmm(weight.grad, delta.t(), h, beta=0, alpha=1 / divisor, out=weight.grad)
     for bias in parameters[1:]:
-        bias.grad = delta.sum(dim=0).div_(divisor)
+        bias.grad = delta.sum(dim=0).div_(divisor).float()
 
 
 def outer_squared_norms(delta: Tensor, h: Tensor, *, bias: bool) -> Tensor:
-    """||delta_i (h_i, 1)^T||^2 of each record, without the 1 where there is no bias, shape (batch,).
+    """||delta_i (h_i, 1)^T||^2 of each record, without the 1 if there is no bias, float64, shape (batch,).
 
     Args:
         delta: Shape (batch, n_l).
         h: Shape (batch, n_(l-1)).
         bias: Whether the layer has one.
     """
-    signal, value = torch.linalg.vector_norm(delta, dim=1), torch.linalg.vector_norm(h, dim=1)
-    return signal.square_() * value.square_().add_(float(bias))
+    return row_norms(delta).square_() * row_norms(h).square_().add_(float(bias))
 
 
 def build_model(

@@ -7,7 +7,8 @@ that a record of ordinary features has sum_l h_l^T P_l^-1 h_l = 1. A step releas
     [sum over a secret Poisson(q) batch of min(1, C / c_i) delta_li h_li^T + z C Xi_l P_l^(1/2)] / divisor,
     c_i^2 = sum_l ||delta_li||^2 h_li^T P_l^-1 h_li,
 
-Xi_l independent N(0, 1). Whitened by P_l, each record's contribution has norm C at most under every label, whatever a
+Xi_l independent N(0, 1). All of it is computed in float64, since whitening magnifies float32 rounding by the root of
+P_l's condition, up to 900 at a floor of 0.001; float32 only rounds what is released. Whitened by P_l, each record's contribution has norm C at most under every label, whatever a
 device's noise did to delta: the Poisson-subsampled Gaussian mechanism with multiplier z under replace_one.
 Source: docs/privacy.md, section 6 (a secret batch and noise of a public covariance).
 """
@@ -21,13 +22,8 @@ from torch import Tensor
 
 from opusim.randomness import NoiseStream
 from training.networks.network import FullyConnected
-from training.protections.base import (
-    Protection,
-    bounded_factors,
-    finite_rows,
-    with_constant,
-    write_gradient,
-)
+from training.networks.norms import bounded_factors, finite_rows
+from training.protections.base import Protection, noise_std, with_constant, write_gradient
 from training.protections.metric import Metric, equalised_weights
 
 _EQUALISING_ROUNDS = 30
@@ -37,9 +33,9 @@ class AmplifiedLabels(Protection):
     """Writes clipped, noised gradients that protect labels.
 
     Args:
-        clip_norm: C > 0, in the units above.
+        clip_norm: C, in the units above, in [1e-12, 1e12].
         noise_multiplier: z >= 0.
-        divisor: The constant that the noisy sum is divided by, > 0; never the realised batch size.
+        divisor: The constant that the noisy sum is divided by, in [1e-12, 1e12]; never the realised batch size.
         floor: lambda of P_l over the mean of its diagonal, > 0.
         reference: Features of public records, shape (n, n_0): training records, whose features are public here.
         equalise: Whether the first layer weighs them by the D-optimal design (S2).
@@ -59,7 +55,7 @@ class AmplifiedLabels(Protection):
     ) -> None:
         super().__init__(noise)
         self._clip_norm = clip_norm
-        self._noise_std = noise_multiplier * clip_norm
+        self._noise_std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
         self._divisor = divisor
         self._floor = floor
         self.reference = reference
@@ -88,12 +84,12 @@ class AmplifiedLabels(Protection):
         factors = bounded_factors(norms, self._clip_norm)
         finite = torch.isfinite(norms)
         for layer, (delta, row, metric) in enumerate(zip(deltas, rows, metrics, strict=True)):
-            scaled = finite_rows(delta, finite) * factors[:, None].to(delta.dtype)
-            total = scaled.t() @ finite_rows(row, finite)  # (n_l, n_(l-1) + 1)
+            scaled = finite_rows(delta, finite) * factors[:, None]
+            total = scaled.t() @ finite_rows(row, finite).double()  # (n_l, n_(l-1) + 1), float64
             if self._noise_std:
                 white = self._noise.normal(total.shape, device=total.device)
                 total.add_(metric.colour(white), alpha=self._noise_std)
-            write_gradient(network, layer, total.div_(self._divisor))
+            write_gradient(network, layer, total.div_(self._divisor).float())
 
     def _metrics(self, public: Sequence[Tensor]) -> list[Metric]:
         """P_l of every layer, scaled by the sum of fan-ins."""
@@ -102,8 +98,8 @@ class AmplifiedLabels(Protection):
             weights = None
             if self._equalise:
                 weights = equalised_weights(public[0], rounds=_EQUALISING_ROUNDS, floor=self._floor)
-            self._first = Metric.of_rows(public[0] * scale, weights=weights, floor=self._floor)
-        others = [Metric.of_rows(row * scale, floor=self._floor) for row in public[1:]]
+            self._first = Metric.of_rows(public[0].double() * scale, weights=weights, floor=self._floor)
+        others = [Metric.of_rows(row.double() * scale, floor=self._floor) for row in public[1:]]
         return [self._first, *others]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from opusim import checks
 from opusim.randomness import NoiseStream
 from training.networks.network import FullyConnected
 
@@ -56,20 +57,40 @@ class Protection(ABC):
         """
 
 
-def bounded_factors(norms: Tensor, bound: float) -> Tensor:
-    """min(1, bound / norm) for each record, and 0 where the norm is not finite, shape (batch,)."""
-    factors = (bound / norms.clamp_min(torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
-    return torch.where(torch.isfinite(norms), factors, 0.0)
+CLIP_RANGE = (1e-12, 1e12)
+"""What a clip norm and a divisor may be: within it, clipped float32 rows and their sums keep all their digits."""
+NOISE_RANGE = (1e-30, 1e30)
+"""What a standard deviation of noise may be: far from the numbers that float32 rounds to 0 or to infinity."""
 
 
-def finite_rows(rows: Tensor, keep: Tensor) -> Tensor:
-    """The rows (batch, ...) that `keep` marks; zero elsewhere, so that a factor of 0 meets no NaN."""
-    return torch.where(by_record(keep, rows), rows, 0.0)
+def noise_std(*, clip_norm: float, noise_multiplier: float, divisor: float = 1.0) -> float:
+    """z C, the standard deviation of the noise on a sum, once float32 can hold it.
 
+    Args:
+        clip_norm: C.
+        noise_multiplier: z, at least 0; 0 for no noise.
+        divisor: What the noisy sum is divided by.
 
-def by_record(values: Tensor, rows: Tensor) -> Tensor:
-    """One value for each record, shape (batch,), with the axes that broadcast it over rows (batch, ...)."""
-    return values.view(-1, *[1] * (rows.ndim - 1))
+    Raises:
+        ValueError: C or the divisor lies outside `CLIP_RANGE`, or z C or z C / divisor outside `NOISE_RANGE`: the clip
+            would not hold, or the noise would vanish.
+    """
+    remedy = "rescale the loss or the features instead"
+    checks.in_range(*CLIP_RANGE, clip_norm=clip_norm, divisor=divisor, remedy=remedy)
+    std = noise_multiplier * clip_norm
+    if noise_multiplier:
+        noises = {
+            "clip_norm * noise_multiplier": std,
+            "clip_norm * noise_multiplier / divisor": std / divisor,
+        }
+        for name, value in noises.items():
+            if not NOISE_RANGE[0] <= value <= NOISE_RANGE[1]:
+                low, high = NOISE_RANGE
+                raise ValueError(
+                    f"{name} = {value:g}: must lie in [{low:g}, {high:g}], as float32 cannot hold such noise; "
+                    "change noise_multiplier, clip_norm or divisor"
+                )
+    return std
 
 
 def with_constant(h: Tensor, *, bias: bool) -> Tensor:

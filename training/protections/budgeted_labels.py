@@ -25,7 +25,7 @@ from accounting.label_leverage import step_mu_bound
 from opusim.randomness import NoiseStream
 from training.networks.clipping import scale_to_ball
 from training.networks.network import FullyConnected
-from training.protections.base import Protection, with_constant, write_gradient
+from training.protections.base import Protection, noise_std, with_constant, write_gradient
 from training.protections.metric import batch_leverages
 
 _ERROR_DISTANCE = 2**0.5
@@ -38,7 +38,7 @@ class BudgetedLabels(Protection):
     Args:
         budget_mu: B > 0; the whole run is B-GDP for labels.
         n_records: Records of the training set.
-        clip_norm: tau > 0, the ball of each layer's signal.
+        clip_norm: tau, the ball of each layer's signal, in [1e-12, 1e12].
         noise_multiplier: z > 0.
         floor: lambda over the mean of the diagonal of H^T H, > 0.
         noise: Source of independent N(0, 1).
@@ -62,7 +62,7 @@ class BudgetedLabels(Protection):
         self._filter = LabelFilter(budget_mu=budget_mu, n_records=n_records)
         self._spent = torch.zeros(n_records, dtype=torch.float64)
         self._clip_norm = clip_norm
-        self._noise_std = noise_multiplier * clip_norm
+        self._noise_std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier)
         self._floor = floor
 
     @property

@@ -50,8 +50,8 @@ class Metric:
         return whitened.square().sum(dim=0)
 
     def colour(self, white: Tensor) -> Tensor:
-        """Rows with covariance P out of rows of independent N(0, 1), shape (n, d), float32."""
-        return white @ self.factor.to(white.dtype).t()
+        """Rows with covariance P out of rows of independent N(0, 1), float64, shape (n, d)."""
+        return white.double() @ self.factor.t()
 
 
 def equalised_weights(rows: Tensor, *, rounds: int, floor: float) -> Tensor:
@@ -76,6 +76,7 @@ def batch_leverages(rows: Tensor, *, floor: float) -> tuple[Tensor, float]:
     """lev_i = h_i^T (sum_k h_k h_k^T + lambda I)^-1 h_i of a batch in itself, and lambda.
 
     Through the smaller of the two Gram matrices; the other form is lev = 1 - lambda diag((H H^T + lambda I)^-1).
+    That one is rounded up by what cancellation may cost: 2^-50 of the largest condition of the matrix, d / floor + 1.
 
     Args:
         rows: h_i with the bias's constant, shape (batch, d), at least one row.
@@ -94,5 +95,6 @@ def batch_leverages(rows: Tensor, *, floor: float) -> tuple[Tensor, float]:
         gram = h @ h.t()
         gram.diagonal().add_(ridge)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-        scores = 1 - ridge * inverse.diagonal()
+        cancelled = (h.shape[1] / floor + 1) * 2.0**-50 * (h != 0).any(dim=1)
+        scores = 1 - ridge * inverse.diagonal() + cancelled
     return scores.clamp(0.0, 1.0), ridge

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from opusim.randomness import NoiseStream
 from training.networks.base import LayeredNetwork
-from training.protections.base import Protection, bounded_factors, by_record, finite_rows
+from training.networks.norms import Clip, bounded_factors, finite_rows, full_precision
+from training.protections.base import Protection, noise_std
 
 
 def layer_norms(network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
-    """||g_(l,i)|| of each layer and record, shape (layers, batch).
+    """||g_(l,i)|| of each layer and record, float64, shape (layers, batch).
 
     Args:
         network: Whose layers turn signals into contributions.
@@ -41,18 +42,26 @@ class RecordProtection(Protection):
     """Writes clipped, noised gradients into a network.
 
     Guarantees, for every batch whatever it holds:
-        - adding or removing one record changes the sum of contributions by at most C in Euclidean norm, up to float32
-          rounding (relative 1e-6);
+        - a record's contribution, as float32 arithmetic forms it, has norm at most C (1 + 1e-6), whatever finite
+          numbers the record holds (training.networks.norms); so adding or removing a record changes the sum of
+          contributions by at most that, up to the rounding of the sum itself;
         - a record whose contribution is not finite counts as zero, and nothing about it is reported;
         - an empty batch takes the same noisy step.
 
+    Attributes:
+        left_out: Contributions so far that were not finite. It depends on private records, so it stays in memory: no
+            file of a run holds it.
+
     Args:
-        clip_norm: C > 0.
+        clip_norm: C, in [1e-12, 1e12].
         noise_multiplier: z >= 0; the noise has standard deviation z C in every entry of the sum.
-        divisor: The constant that the noisy sum is divided by, > 0; never the realised batch size.
+        divisor: The constant that the noisy sum is divided by, in [1e-12, 1e12]; never the realised batch size.
         noise: Source of independent N(0, 1), apart from every other stream of the run.
         by_layer: Clip each layer's contribution to C / sqrt(layers), so that all together stay within C, instead of
             the whole contribution to C.
+
+    Raises:
+        ValueError: float32 cannot hold such a clip or such noise; see training.protections.base.noise_std.
     """
 
     def __init__(
@@ -67,8 +76,9 @@ class RecordProtection(Protection):
         super().__init__(noise)
         self._by_layer = by_layer
         self._clip_norm = clip_norm
-        self._noise_std = noise_multiplier * clip_norm
+        self._noise_std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
         self._divisor = divisor
+        self.left_out = 0
 
     def set_gradients(
         self,
@@ -80,20 +90,24 @@ class RecordProtection(Protection):
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
         """See Protection.set_gradients; takes any layered network."""
-        norms = layer_norms(network, deltas, inputs)
+        with full_precision():
+            norms = layer_norms(network, deltas, inputs)
         finite = torch.isfinite(norms).all(dim=0)
         factors = self._factors(norms)
         if not bool(finite.all()):
+            self.left_out += int((~finite).sum())
             deltas = [finite_rows(delta, finite) for delta in deltas]
             inputs = [finite_rows(h, finite) for h in inputs]
         for layer, (delta, h) in enumerate(zip(deltas, inputs, strict=True)):
-            network.set_gradient(layer, delta * by_record(factors[layer], delta), h, self._divisor)
+            with full_precision():
+                clip = Clip(factors=factors[layer], norms=norms[layer])
+                network.set_gradient(layer, delta, h, self._divisor, clip)
             for parameter in network.layer_parameters(layer):
                 if self._noise_std and parameter.grad is not None:
                     self._noise.add_to(parameter.grad, self._noise_std / self._divisor)
 
     def _factors(self, norms: Tensor) -> Tensor:
-        """What each layer of each record is multiplied by, shape (layers, batch)."""
+        """What each layer of each record is multiplied by, float64, shape (layers, batch)."""
         whole = norms.square().sum(dim=0).sqrt()  # infinite, so its factor is 0, where any layer's is
         if not self._by_layer:
             return bounded_factors(whole, self._clip_norm).expand(len(norms), -1)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from opusim.randomness import NoiseStream
 from training.config.ulr import Reduction
-from training.protections.base import by_record
+from training.networks.norms import by_record
 from training.ulr.network import ModuleSequence, Outputs
 
 Losses = Callable[[Tensor, slice], Tensor]

@@ -8,15 +8,17 @@ after the module is never differentiated.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from training.networks.network import outer_squared_norms
+from training.networks.norms import Clip, finite_rows, product_slack, row_norms, scaled_rows
 
 _MATERIALISED = 2**24
-"""Numbers of per-record gradients or unfolded inputs that are held at once."""
+"""Numbers of per-record gradients or unfolded inputs that are held at once, counted in float32."""
 
 
 class Jacobian(ABC):
@@ -32,7 +34,7 @@ class Jacobian(ABC):
 
     @abstractmethod
     def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
-        """||J_i^T delta_i||^2 of each record, shape (batch,).
+        """||J_i^T delta_i||^2 of each record as `total` forms it, or a bound on it; float64, shape (batch,).
 
         Args:
             delta: Signal at the module's output, shape (batch, ...).
@@ -40,8 +42,14 @@ class Jacobian(ABC):
         """
 
     @abstractmethod
-    def total(self, delta: Tensor, h: Tensor) -> list[Tensor]:
-        """sum_i J_i^T delta_i, one tensor for each parameter; arguments as for `squared_norms`."""
+    def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
+        """sum_i f_i J_i^T delta_i, one tensor for each parameter, float32 or float64.
+
+        Args:
+            delta: As for `squared_norms`.
+            h: As for `squared_norms`.
+            clip: The factors f_i, and norms that no contribution may exceed; None for factors of 1.
+        """
 
     def factor_rows(self, h: Tensor) -> Tensor | None:
         """Rows u_ip of J_i^T J_i = I (x) sum_p u_ip u_ip^T, shape (batch, positions, inputs).
@@ -57,7 +65,7 @@ class Jacobian(ABC):
 class LinearJacobian(Jacobian):
     """v = W h + b: J_i^T delta_i = delta_i (h_i, 1)^T is an outer product, and is never formed.
 
-    Where a record holds several positions, as a sequence does, the products are summed over them.
+    If a record holds several positions, as a sequence does, the products are summed over them.
     """
 
     def __init__(self, module: nn.Linear) -> None:
@@ -69,12 +77,12 @@ class LinearJacobian(Jacobian):
         if delta.ndim == 2:
             return outer_squared_norms(delta, h, bias=self._bias)
         signals, rows = delta.flatten(1, -2), self.factor_rows(h)
-        return outer_sum_squared_norms(signals.mT, rows.mT)
+        return outer_sum_bounds(signals.mT, rows.mT).square()
 
-    def total(self, delta: Tensor, h: Tensor) -> list[Tensor]:
+    def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
         """One matrix product, and a sum for the bias."""
-        signals = delta.flatten(0, -2)
-        weight = signals.t() @ h.flatten(0, -2)
+        signals = _scaled(delta, clip).flatten(0, -2)
+        weight = signals.t() @ h.flatten(0, -2).to(signals.dtype)
         return [weight, signals.sum(dim=0)] if self._bias else [weight]
 
     def factor_rows(self, h: Tensor) -> Tensor:
@@ -86,7 +94,8 @@ class ConvolutionJacobian(Jacobian):
     """v_op = w_o . u_p + b_o at every position p, u_p being the patch of the input under the kernel.
 
     J_i^T delta_i = sum_p delta_ip (u_ip, 1)^T. Its norm comes from the Gram matrices of patches and signals,
-    sum_pq (u_p . u_q) (delta_p . delta_q), or from the gradient itself, whichever takes fewer products.
+    sum_pq (u_p . u_q) (delta_p . delta_q), or from the gradient itself, whichever takes fewer products; rounded up by
+    what the float32 sum over positions may be off.
     """
 
     def __init__(self, module: nn.Conv2d) -> None:
@@ -95,21 +104,17 @@ class ConvolutionJacobian(Jacobian):
 
     def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
         """By groups of records whose patches fit in memory."""
-        module = self._convolution
-        patch = module.weight[0].numel() * module.groups
+        patch = self._convolution.weight[0].numel() * self._convolution.groups
         positions = delta.shape[2] * delta.shape[3]
-        records = max(1, _MATERIALISED // (patch * positions))
+        records = max(1, _MATERIALISED // (2 * patch * positions))  # patches are held in float64
         parts = [self._part(d, x) for d, x in zip(delta.split(records), h.split(records), strict=True)]
-        weights = torch.cat(parts) if parts else delta.new_zeros(0)
-        if module.bias is None:
-            return weights
-        return weights + delta.sum(dim=(2, 3)).square().sum(dim=1)
+        return torch.cat(parts)
 
-    def total(self, delta: Tensor, h: Tensor) -> list[Tensor]:
+    def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
         """The weight gradient of the convolution with the signals for its output's gradient."""
-        module = self._convolution
+        module, delta = self._convolution, _scaled(delta, clip)
         weight = conv2d_weight(
-            h,
+            h.to(delta.dtype),
             module.weight.shape,
             delta,
             stride=module.stride,
@@ -126,10 +131,13 @@ class ConvolutionJacobian(Jacobian):
         return _with_ones(self._patches(h).transpose(1, 2), self._convolution.bias is not None)
 
     def _part(self, delta: Tensor, h: Tensor) -> Tensor:
+        """Squared norms of some records, each group's bias beside its weights."""
         groups = self._convolution.groups
         patches = self._patches(h).unflatten(1, (groups, -1))  # (batch, groups, patch, positions)
+        if self._convolution.bias is not None:
+            patches = torch.cat([patches, torch.ones_like(patches[:, :, :1])], dim=2)
         signals = delta.flatten(2).unflatten(1, (groups, -1))  # (batch, groups, channels, positions)
-        return outer_sum_squared_norms(signals, patches).sum(dim=1)
+        return outer_sum_bounds(signals, patches).square().sum(dim=1)
 
     def _patches(self, h: Tensor) -> Tensor:
         """Shape (batch, channels x kernel, positions)."""
@@ -148,11 +156,16 @@ class FunctionalJacobian(Jacobian):
 
     def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
         """The per-record gradients, formed a few records at a time."""
-        squares = [rows.square().sum(dim=1) for rows in self._record_gradients(delta, h)]
-        return torch.cat(squares) if squares else delta.new_zeros(0)
+        squares = [row_norms(rows).square() for rows in self._record_gradients(delta, h)]
+        return torch.cat(squares) if squares else delta.new_zeros(0, dtype=torch.float64)
 
-    def total(self, delta: Tensor, h: Tensor) -> list[Tensor]:
-        """One backward pass through the module alone."""
+    def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
+        """One backward pass through the module only; with a clip, the sum of scaled per-record gradients.
+
+        The sums inside the module may cancel, so nothing bounds what a backward pass over scaled signals rounds to.
+        """
+        if clip is not None:
+            return self._clipped_total(delta, h, clip)
         with torch.enable_grad():
             output = self.module(h.detach())
             gradients = torch.autograd.grad(output, self.parameters, delta, allow_unused=True)
@@ -161,7 +174,22 @@ class FunctionalJacobian(Jacobian):
             for parameter, gradient in zip(self.parameters, gradients, strict=True)
         ]
 
-    def _record_gradients(self, delta: Tensor, h: Tensor) -> list[Tensor]:
+    def _clipped_total(self, delta: Tensor, h: Tensor, clip: Clip) -> list[Tensor]:
+        """Each gradient is measured again: another order of roundings must not let it exceed its norm."""
+        sizes = [parameter.numel() for parameter in self.parameters]
+        total, start = torch.zeros(sum(sizes), dtype=torch.float64, device=delta.device), 0
+        for rows in self._record_gradients(delta, h):
+            part = slice(start, start + len(rows))
+            norms, realised = clip.norms[part], row_norms(rows)
+            factors = torch.where(realised > norms, norms / realised, 1.0) * clip.factors[part]
+            used = torch.isfinite(realised) & (factors > 0)
+            scaled = scaled_rows(finite_rows(rows, used), torch.where(used, factors, 0.0))
+            total += scaled.sum(dim=0, dtype=torch.float64)
+            start = part.stop
+        pieces = total.split(sizes)
+        return [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+
+    def _record_gradients(self, delta: Tensor, h: Tensor) -> Iterator[Tensor]:
         """J_i^T delta_i as rows, in parts of some records each, shapes (part, parameters)."""
         named = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
 
@@ -175,7 +203,7 @@ class FunctionalJacobian(Jacobian):
         size = sum(parameter.numel() for parameter in self.parameters)
         records = max(1, _MATERIALISED // (8 * size + delta[:1].numel()))
         parts = zip(delta.split(records), h.split(records), strict=True)
-        return [torch.func.vmap(of_record)(d, x) for d, x in parts if len(d)]
+        return (torch.func.vmap(of_record)(d, x) for d, x in parts if len(d))
 
 
 def jacobian_of(module: nn.Module) -> Jacobian:
@@ -187,17 +215,30 @@ def jacobian_of(module: nn.Module) -> Jacobian:
     return FunctionalJacobian(module)
 
 
-def outer_sum_squared_norms(signals: Tensor, patches: Tensor) -> Tensor:
-    """||sum_p signals_p patches_p^T||^2, shape (...,): the cheaper of Gram matrices and the product itself.
+def outer_sum_bounds(signals: Tensor, patches: Tensor) -> Tensor:
+    """A bound on ||sum_p s_p u_p^T||, however float32 sums it; float64, shape (...,).
+
+    The norm itself in float64, by the cheaper of Gram matrices and the product; and |s| |u| times what a float32 sum
+    over the positions may be off. The second term counts if the sum cancels: signals of mean zero on equal patches.
 
     Args:
-        signals: Shape (..., a, positions).
-        patches: Shape (..., b, positions).
+        signals: s_p as columns, shape (..., a, positions).
+        patches: u_p as columns, shape (..., b, positions).
     """
     (a, positions), b = signals.shape[-2:], patches.shape[-2]
+    s, u = signals.double(), patches.double()
+    slack = product_slack(positions)
     if positions * (a + b) < a * b:
-        return ((signals.mT @ signals) * (patches.mT @ patches)).sum(dim=(-2, -1))
-    return (signals @ patches.mT).square().sum(dim=(-2, -1))
+        square = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-2, -1)).clamp_min(0.0)
+        slack += ((a + b + positions**2) * 2.0**-52) ** 0.5  # of the square, which may cancel too
+    else:
+        square = (s @ u.mT).square().sum(dim=(-2, -1))
+    magnitude = torch.linalg.vector_norm(s, dim=(-2, -1)) * torch.linalg.vector_norm(u, dim=(-2, -1))
+    return square.sqrt() + slack * magnitude
+
+
+def _scaled(delta: Tensor, clip: Clip | None) -> Tensor:
+    return delta if clip is None else scaled_rows(delta, clip.factors)
 
 
 def _with_ones(rows: Tensor, bias: bool) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from training.networks.base import LayeredNetwork
 from training.networks.network import FullyConnected, write_linear_gradient
+from training.networks.norms import Clip
 from training.ulr.jacobians import Jacobian, LinearJacobian, jacobian_of
 
 
@@ -99,14 +100,16 @@ class ModuleSequence(LayeredNetwork):
         """See LayeredNetwork."""
         return self.jacobians[layer].squared_norms(delta, h)
 
-    def set_gradient(self, layer: int, delta: Tensor, h: Tensor, divisor: float) -> None:
+    def set_gradient(
+        self, layer: int, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None = None
+    ) -> None:
         """See LayeredNetwork."""
         jacobian = self.jacobians[layer]
         if isinstance(jacobian, LinearJacobian) and delta.ndim == 2:
-            write_linear_gradient(jacobian.parameters, delta, h, divisor)
+            write_linear_gradient(jacobian.parameters, delta, h, divisor, clip)
             return
-        for parameter, total in zip(jacobian.parameters, jacobian.total(delta, h), strict=True):
-            parameter.grad = total.div_(divisor)
+        for parameter, total in zip(jacobian.parameters, jacobian.total(delta, h, clip), strict=True):
+            parameter.grad = total.div_(divisor).float()
 
     def forward(self, x: Tensor) -> Outputs:
         """Run the model without noise.

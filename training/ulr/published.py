@@ -18,7 +18,15 @@ from torch import Tensor
 from accounting.errors import NoGuarantee
 from opusim.randomness import NoiseStream
 from training.config.ulr import UlrConfig
-from training.protections.base import bounded_factors, by_record, finite_rows
+from training.networks.norms import (
+    Clip,
+    bounded_factors,
+    by_record,
+    finite_rows,
+    full_precision,
+    row_norms,
+    scaled_rows,
+)
 from training.ulr.estimator import Estimator, Losses
 from training.ulr.network import ModuleSequence, Outputs
 from training.ulr.parameter_noise import parameter_estimates
@@ -105,9 +113,10 @@ class PublishedUpdate(Update):
         used = used_records(signals, clean)
         for layer, (delta, h) in enumerate(zip(signals, outputs.inputs, strict=True)):
             rows, inputs = finite_rows(delta, used), finite_rows(h, used)
-            norms = network.squared_norms(layer, rows, inputs).sqrt()
-            factors = bounded_factors(norms, options.clip_norm)
-            network.set_gradient(layer, rows * by_record(factors, rows), inputs, options.divisor)
+            with full_precision():
+                norms = network.squared_norms(layer, rows, inputs).sqrt()
+                clip = Clip(factors=bounded_factors(norms, options.clip_norm), norms=norms)
+                network.set_gradient(layer, rows, inputs, options.divisor, clip)
             if options.remedy == "extra-noise":
                 self._complete(layer, roots[layer] / (sigmas[layer] * options.copies**0.5))
         return used
@@ -174,9 +183,9 @@ class PublishedUpdate(Update):
             ):
                 finite = torch.isfinite(rows).all(dim=1) & used[records]
                 kept = finite_rows(rows, finite)
-                factors = bounded_factors(torch.linalg.vector_norm(kept, dim=1), options.clip_norm)
+                factors = bounded_factors(row_norms(kept), options.clip_norm)
                 used[records] &= finite
-                part = factors @ kept
+                part = scaled_rows(kept, factors).sum(dim=0).float()
                 totals = part if totals is None else totals + part
             self._write(layer, totals)
         return used

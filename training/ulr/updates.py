@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opusim.randomness import NoiseStream
-from training.protections.base import finite_rows
+from training.networks.norms import finite_rows
 from training.protections.record import RecordProtection
 from training.ulr.estimator import Estimator, Losses
 from training.ulr.network import ModuleSequence, Outputs
@@ -87,5 +87,5 @@ def used_records(signals: list[Tensor], clean: Tensor) -> Tensor:
     """Records all of whose losses are finite, bool, shape (batch,)."""
     used = torch.isfinite(clean)
     for delta in signals:
-        used = used & torch.isfinite(delta.flatten(1).sum(dim=1))  # NaN and infinity spoil a sum
+        used = used & torch.isfinite(delta).flatten(1).all(dim=1)
     return used

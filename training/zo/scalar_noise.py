@@ -42,8 +42,11 @@ class GaussianScalars(ScalarNoise):
 class LaplaceScalars(ScalarNoise):
     """Laplace of scale 1: (a^2 + b^2 - c^2 - d^2) / 2 of independent normals, a difference of two exponentials.
 
-    Exact for exact normals. A normal stream in release mode is cut where the exponential exceeds 45, beyond which it
-    has probability 3e-20 (28 and 5e-13 in experiment mode).
+    Exact for exact normals. The stream makes normals in pairs, whose squared radius over 2 is an exponential number cut
+    at log 2^65 = 45.1 in release mode, which the exact law exceeds with probability 2^-65 = 2.7e-20 (log 2^41 = 28.4
+    and 2^-41 = 4.5e-13 in experiment mode). Four pairs make one Laplace number, so it differs from an exact one by more
+    than rounding with probability at most 2^-63 = 1.1e-19, and its magnitude is at most 90.1. What this adds to
+    delta = 0: accounting.zo.cut_delta.
     """
 
     def _numbers(self, count: int) -> list[float]:

@@ -1,0 +1,126 @@
+"""Norms of records and the factors that clip them, right for every finite float32 number.
+
+A clip holds only if it holds in the arithmetic that runs. Three things break it in float32:
+
+- squares below 7e-46 vanish and squares above 3e38 overflow, so a norm of tiny or huge numbers is 0 or infinite;
+- long sums round: the norm of 10^6 nearly equal numbers may be 0.1 % off;
+- sums of many signed products cancel: what is left is rounding, and no norm of the exact sum bounds it.
+
+So norms are accumulated in float64, whose range holds every product of four float32 numbers; a factor times a row is
+formed in float32 only if no result is near the smallest float32; and where a contribution is itself a sum of products,
+its norm is rounded up by what that sum can be off (`product_slack`). tests/training/test_clips_hold.py measures the
+result: whatever a record holds, its contribution has norm at most C (1 + 1e-6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_AT_ONCE = 2**20
+"""Numbers that are held in float64 at once, 8 MiB."""
+_SMALL = 2.0**-60
+"""Numbers below it may become subnormal in a product, and are then rounded by more than 2^-24 of themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """How the contributions of a batch's records to one layer are scaled.
+
+    Attributes:
+        factors: What each contribution is multiplied by, in [0, 1], float64, shape (batch,); 0 leaves a record out,
+            whatever it holds.
+        norms: The norms that the factors rest on, float64, shape (batch,); a layer that computes a contribution anew
+            must not let it exceed factor times norm.
+    """
+
+    factors: Tensor
+    norms: Tensor
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """Euclidean norm of each record's numbers, float64, shape (batch,).
+
+    Finite for all finite float32 numbers, relative error below 1e-12; NaN or infinite only if a number is.
+
+    Args:
+        rows: Shape (batch, ...).
+    """
+    flat = rows.flatten(1) if rows.ndim > 1 else rows[:, None]
+    parts = flat.split(max(1, _AT_ONCE // max(flat.shape[1], 1)))
+    norms = [torch.linalg.vector_norm(part.double(), dim=1) for part in parts]
+    return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+
+def bounded_factors(norms: Tensor, bound: float) -> Tensor:
+    """min(1, bound / norm) for each record, and 0 if the norm is not finite, float64, shape (batch,)."""
+    exact = norms.double()
+    factors = (bound / exact.clamp_min(torch.finfo(exact.dtype).tiny)).clamp(max=1.0)
+    return torch.where(torch.isfinite(exact), factors, 0.0)
+
+
+def scaled_rows(rows: Tensor, factors: Tensor) -> Tensor:
+    """Factors times rows, each row right to 2^-22 of its own norm, shape (batch, ...).
+
+    Args:
+        rows: Finite, float32, shape (batch, ...).
+        factors: In [0, 1], float64, shape (batch,).
+
+    Returns:
+        float32, or float64 if some row would be subnormal in float32; sums of its products must then be in float64.
+    """
+    scaled = rows * by_record(factors.float(), rows)
+    norms = row_norms(scaled)
+    normal = (factors > _SMALL) & ((norms == 0) | (norms > _SMALL))
+    if bool((normal | (factors == 0) | (factors == 1)).all()):
+        return scaled
+    return rows.double() * by_record(factors, rows)
+
+
+def multipliers(factors: Tensor) -> Tensor:
+    """Factors as float32 unless some would be subnormal or infinite there, else as they are.
+
+    Args:
+        factors: At least 0 or NaN, float64.
+    """
+    extreme = ((factors > 0) & (factors < _SMALL)) | (factors > 1 / _SMALL)
+    return factors if bool(extreme.any()) else factors.float()
+
+
+def product_slack(terms: int) -> float:
+    """How far a float32 sum of `terms` products may be off, over the sum of the products' magnitudes.
+
+    (terms + 7) 2^-24 in any order of summation, with one rounding for each product and four for scaling (Higham 2002,
+    section 3.1), doubled. By Cauchy and Schwarz, sum_p |a_p| |b_p| <= |a| |b| over all positions p.
+    """
+    return (terms + 7) * 2.0**-23
+
+
+def finite_rows(rows: Tensor, keep: Tensor) -> Tensor:
+    """The rows (batch, ...) that `keep` marks; zero elsewhere, so that a factor of 0 meets no NaN."""
+    return torch.where(by_record(keep, rows), rows, 0.0)
+
+
+def by_record(values: Tensor, rows: Tensor) -> Tensor:
+    """One value for each record, shape (batch,), with the axes that broadcast it over rows (batch, ...)."""
+    return values.view(-1, *[1] * (rows.ndim - 1))
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute products of float32 numbers in float32, whatever the process allows (TF32 and bfloat16 have 11 and 8 bits).
+
+    cuDNN's convolutions are left out too: their fast algorithms round by more than `product_slack`.
+    """
+    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.enabled
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = cudnn
+        torch.set_float32_matmul_precision(precision)

@@ -133,8 +133,8 @@ def cut_delta(mechanisms: Sequence[ZoLaplace], epsilon: float) -> float:
 
 def _tails(mechanisms: Sequence[ZoLaplace], epsilon: float, delta: float) -> str:
     return (
-        "the noise is Laplace to its last tail; the generator of a release run cuts it beyond 90 scales, and a number "
-        f"is cut with probability 2^-63 = 1.1e-19, which adds {cut_delta(mechanisms, epsilon):.1g} to delta = {delta:g}"
+        "the generator of a release run cuts the tails of Laplace noise, beyond 90 scales, for each number with "
+        f"probability 2^-63 = 1.1e-19; this adds {cut_delta(mechanisms, epsilon):.1g} to delta = {delta:g}"
     )
 
 

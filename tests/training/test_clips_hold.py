@@ -125,8 +125,8 @@ def test_no_record_adds_more_than_the_clip(name: str, by_layer: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(layered()))
-def test_no_record_of_the_whole_grid_adds_more_than_the_clip(name: str) -> None:
-    assert largest_share(name, by_layer=False, count=len(KINDS) ** 2 * len(SIZES) ** 2) <= 1 + ROUNDING
+def test_no_record_of_a_larger_part_of_the_grid_adds_more_than_the_clip(name: str) -> None:
+    assert largest_share(name, by_layer=False, count=2000) <= 1 + ROUNDING
 
 
 def cancelling(shape: tuple[int, ...], size: float, seed: int) -> Tensor:
@@ -141,7 +141,9 @@ def cancelling(shape: tuple[int, ...], size: float, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("size", [1e4, 1e8, 1e15, 1e30])
 @pytest.mark.parametrize("value", ["constant", "nearly constant", "normal"])
-@pytest.mark.parametrize("name", ["many positions", "few positions", "over positions", "circular convolution"])
+@pytest.mark.parametrize(
+    "name", ["many positions", "few positions", "over positions", "circular convolution"]
+)
 def test_signals_that_cancel_over_positions_stay_within_the_clip(name: str, value: str, size: float) -> None:
     """The exact gradient of zero-sum signals on a constant input is 0; what float32 adds is only rounding."""
     network = layered()[name]

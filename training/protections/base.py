@@ -64,7 +64,7 @@ NOISE_RANGE = (1e-30, 1e30)
 
 
 def noise_std(*, clip_norm: float, noise_multiplier: float, divisor: float = 1.0) -> float:
-    """z C, the standard deviation of the noise on a sum, once float32 can hold it.
+    """Return z C, the standard deviation of the noise on a sum, once float32 can hold it.
 
     Args:
         clip_norm: C.

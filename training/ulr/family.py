@@ -24,6 +24,7 @@ from training.family import DeviceShape, TrainerFamily
 from training.networks.base import require_class_scores
 from training.networks.configured import configured_model
 from training.networks.network import FullyConnected
+from training.networks.records_apart import probe_records, require_records_apart
 from training.optimizers import make_optimizer
 from training.protections.choice import make_record_protection
 from training.protections.device_normals import DeviceNormals
@@ -45,12 +46,18 @@ class UlrFamily(TrainerFamily[ModuleSequence]):
     draws_in_public = True
 
     def network(self, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> ModuleSequence:
-        """See TrainerFamily.network; a person's own module is an nn.Sequential of any modules."""
+        """See TrainerFamily.network; a user-supplied module is an nn.Sequential of any modules.
+
+        Raises:
+            ValueError: Records are protected and the module mixes them.
+        """
         if model is None:
             return ModuleSequence(configured_model(config, dataset), n_inputs=dataset.n_features)
         network = ModuleSequence(model, n_inputs=dataset.n_features)
         place = network.parameters[0].device
         require_class_scores(model, torch.zeros(2, network.n_inputs, device=place), dataset.n_classes)
+        if config.protection.kind == "record":
+            require_records_apart(model, probe_records(dataset, place))
         return network
 
     def rebuilt(self, facts: dict[str, Any], model: nn.Module | None) -> ModuleSequence:

@@ -26,6 +26,7 @@ from training.family import Arrays, DeviceShape, TrainerFamily
 from training.networks.base import Network
 from training.networks.configured import fitting_network
 from training.networks.network import FullyConnected
+from training.networks.records_apart import probe_records, require_records_apart
 from training.protections.device_normals import DeviceNormals
 from training.protections.plan import divisor_of
 from training.runs.folder import RunFolder
@@ -62,13 +63,22 @@ class ZoFamily(TrainerFamily[Network]):
         return configured_language(config)
 
     def network(self, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> Network:
-        """See TrainerFamily.network; any module that gives class scores will do."""
+        """See TrainerFamily.network; any module that gives class scores will do.
+
+        Raises:
+            ValueError: Records are protected and the module mixes them.
+        """
         if model is None:
             return fitting_network(config, dataset, None)
+        network: Network
         try:
-            return fitting_network(config, dataset, model)
+            network = fitting_network(config, dataset, model)
         except (TypeError, ValueError):  # not fully connected, or in part frozen
-            return fitting_module(model, dataset)
+            network = fitting_module(model, dataset)
+        if config.protection.kind == "record":
+            place = next(iter(network.tensors.values())).device
+            require_records_apart(network.model.eval(), probe_records(dataset, place))
+        return network
 
     def rebuilt(self, facts: dict[str, Any], model: nn.Module | None) -> Network:
         """See TrainerFamily.rebuilt."""

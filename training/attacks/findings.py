@@ -6,10 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from accounting.audit import AuditPlan, AuditResult, Estimator, Verdict
 from accounting.guarantee import Guarantee
+from training.errors import RunFolderError
+from training.runs.storage import read_json
 
 SCHEMA_VERSION = 1
 
@@ -166,3 +169,18 @@ class RunAudit:
             guarantees=tuple(Guarantee.from_json(part) for part in content["guarantees"]),
             **{key: content[key] for key in ("trials", "control_trials", "seed", "step", "release")},
         )
+
+
+def read_audit(path: Path) -> RunAudit:
+    """What an audit kept.
+
+    Raises:
+        RunFolderError: The file is no audit.
+    """
+    content = read_json(path)
+    try:
+        return RunAudit.from_json(content)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise RunFolderError(
+            f"{path}: is no audit ({error!r}); run opusim audit again, or delete it"
+        ) from error

@@ -104,9 +104,10 @@ def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> dict[str
         values = parse_json(text)
         if not isinstance(values, dict):
             raise ConfigError(str(path), "syntax", f"holds a {type(values).__name__}, not a table of keys")
-        return dict(
-            values.get("config", values)
-        )  # the config.json of a run holds more than the configuration
+        config = values.get("config", values)  # the config.json of a run holds more than the configuration
+        if not isinstance(config, dict):
+            raise ConfigError(str(path), "config", f"holds a {type(config).__name__}, not a table of keys")
+        return dict(config)
     except OSError as error:
         reason = f"cannot be read ({error.strerror}); check the path"
         raise ConfigError(str(path), "path", reason) from error

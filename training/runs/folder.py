@@ -159,11 +159,11 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Metrics of the epochs so far."""
-        return read_lines(self.metrics_file)
+        return read_lines(self.metrics_file, ("step", "epoch"))
 
     def read_timing(self) -> list[dict[str, Any]]:
         """Wall-clock figures so far, those of repeated epochs included."""
-        return read_lines(self.timing_file)
+        return read_lines(self.timing_file, ("wall_s",))
 
     def drop_metrics_after(self, step: int) -> None:
         """Forget metrics of steps that a resumed run will compute again."""

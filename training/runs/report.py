@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from accounting.tables import guarantee_rows
-from training.attacks.findings import RunAudit
+from training.attacks.findings import RunAudit, read_audit
 from training.attacks.words import finding_rows, paragraphs
 from training.config.reading import flat
 from training.config.zo import ZoConfig
@@ -20,7 +20,7 @@ from training.data.records import OWN_ARRAYS
 from training.runs import figures
 from training.runs.folder import RunFolder
 from training.runs.run import Run
-from training.runs.storage import read_json, write_file
+from training.runs.storage import write_file
 
 _NOT_WRITTEN = "–"
 NOT_FOR_RELEASE = "Not for release: this audit holds figures of private records, which no guarantee covers."
@@ -180,7 +180,7 @@ def _guarantee_rows(run: Run) -> list[dict[str, str]]:
 def _kept_audits(runs: Sequence[Run]) -> list[RunAudit | None]:
     """What audits in the run folders found; nothing of a release run, whose folder an audit does not write into."""
     return [
-        RunAudit.from_json(read_json(run.folder.audit_file))
+        read_audit(run.folder.audit_file)
         if run.config.mode == "experiment" and run.folder.audit_file.exists()
         else None
         for run in runs

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,11 +131,15 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, numbers: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Read a file of JSON lines; a missing file has none, a cut last line is left out.
 
+    Args:
+        path: The file.
+        numbers: Keys of every line whose values are numbers.
+
     Raises:
-        ValueError: A complete line is not JSON; the message names file and line.
+        ValueError: A complete line is no JSON object with these numbers; the message names file and line.
     """
     if not path.exists():
         return []
@@ -143,11 +147,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     lines = read_bytes(path, at_most=_LINES_LIMIT).split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):  # what stands behind the last newline was cut
         try:
-            records.append(parse_json(line))
+            record = parse_json(line)
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{path}: line {number} is not JSON ({error}); the file was changed by hand"
             ) from error
+        wrong = [
+            key
+            for key in numbers
+            if not isinstance(record, dict) or type(record.get(key)) not in (int, float)
+        ]
+        if wrong or not isinstance(record, dict):
+            raise ValueError(
+                f"{path}: line {number} is no record with {', '.join(numbers)}; the file was changed by hand"
+            )
+        records.append(record)
     return records
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accounting.guarantee import Guarantee, Status
-from training.attacks.findings import Role, RunAudit
+from training.attacks.findings import Role, read_audit
 from training.config.run import RunConfig
+from training.errors import RunFolderError
 from training.runs.run import Run
 from training.runs.run_evaluation import evaluate_run
 from training.runs.storage import read_json, write_json
@@ -113,8 +114,20 @@ def write_row(path: Path, row: Row) -> None:
 
 
 def read_row(path: Path) -> Row | None:
-    """The row that was kept, or None."""
-    return Row.from_json(read_json(path)) if path.exists() else None
+    """The row that was kept, or None.
+
+    Raises:
+        RunFolderError: The file is no row.
+    """
+    if not path.exists():
+        return None
+    content = read_json(path)
+    try:
+        return Row.from_json(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunFolderError(
+            f"{path}: is no row of a sweep ({error!r}); delete it, and the same command writes it again"
+        ) from error
 
 
 def audited_epsilon(run_folder: Path) -> float | None:
@@ -122,9 +135,7 @@ def audited_epsilon(run_folder: Path) -> float | None:
     file = run_folder / "audit.json"
     if not file.exists():
         return None
-    found = [
-        f.result.epsilon_lower for f in RunAudit.from_json(read_json(file)).findings if f.role is Role.RUN
-    ]
+    found = [f.result.epsilon_lower for f in read_audit(file).findings if f.role is Role.RUN]
     return max(found) if found else None
 
 

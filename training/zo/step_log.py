@@ -261,7 +261,9 @@ def _first_digest(path: Path, start: int) -> bytes:
 
 def _read_mark(path: Path) -> dict[str, Any]:
     mark = read_json(path)
-    if not isinstance(mark, dict) or mark.get("schema_version") != SCHEMA_VERSION:
+    kinds = {"schema_version": int, "steps": int, "digest": str, "parameters": str}
+    whole = isinstance(mark, dict) and all(type(mark.get(key)) is kind for key, kind in kinds.items())
+    if not whole or mark["schema_version"] != SCHEMA_VERSION or mark["steps"] < 0:
         raise StepLogCorrupt(f"{path}: was changed, or is of another schema than {SCHEMA_VERSION}")
     return mark
 

@@ -3,7 +3,7 @@
 | law | readings |
 | --- | --- |
 | Gaussian | mu = Delta sqrt(readings) / sigma_min |
-| photon counts | exact Poisson Renyi divergence over boxes of rates |
+| photon counts | exact Poisson Renyi divergence over boxes of rates; 0 where total variation is at most delta |
 | discrete | refused: masses at one offset are no guarantee |
 
 Source: docs/privacy.md, section 9.
@@ -20,7 +20,13 @@ from accounting import arguments
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
 from accounting.mechanisms import counted
-from accounting.photon_counts import box_rdp, epsilon_of_divergence, pattern_rdp
+from accounting.photon_counts import (
+    box_rdp,
+    box_variation,
+    epsilon_of_divergence,
+    pattern_rdp,
+    pattern_variation,
+)
 from accounting.proven import proven_status
 from accounting.standard import gaussian_bounds
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
@@ -82,10 +88,12 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
             "the device adds no noise at some output, or too little for doubles to follow",
         )
     elif isinstance(noise, PhotonCountNoise):
-        epsilon = epsilon_of_divergence(lambda order: readings.readings * box_rdp(noise, order), left)
+        epsilon = 0.0
+        if box_variation(noise, readings.readings) > left:
+            epsilon = epsilon_of_divergence(lambda order: readings.readings * box_rdp(noise, order), left)
         law = "counts are independent Poisson counts, and every rate lies in its box"
         source, reason = (
-            "docs/privacy.md, section 9: exact Poisson Renyi divergence over boxes of rates",
+            "docs/privacy.md, section 9: exact Poisson Renyi divergence over boxes of rates, or total variation",
             "a rate may be 0 in its box",
         )
     else:
@@ -123,12 +131,15 @@ def known_counts_guarantee(
     arguments.share(beta=beta)
     if delta <= beta:
         raise NoGuarantee(f"delta = {delta}: must exceed beta = {beta}, the certificate's own error")
+    epsilon, left = 0.0, delta - beta
+    if pattern_variation(rates) > left:
+        epsilon = epsilon_of_divergence(lambda order: pattern_rdp(rates, order), left)
     return _guarantee(
-        epsilon_of_divergence(lambda order: pattern_rdp(rates, order), delta - beta),
+        epsilon,
         delta,
         unit,
         mechanism=f"one reading of {len(rates)} possible inputs by {rates.shape[1]:,} photon counts",
-        source="docs/privacy.md, section 9: exact Poisson Renyi divergence between known rates",
+        source="docs/privacy.md, section 9: exact Poisson Renyi divergence between known rates, or total variation",
         law="counts are independent Poisson counts, and every input's rates are known",
         beta=beta,
         reason="a rate may be 0 for one input and not for another",

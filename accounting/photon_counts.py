@@ -1,4 +1,4 @@
-"""Renyi divergences of photon counts: exact between Poisson laws, worst over boxes of rates.
+"""Renyi divergences and total variation of photon counts: between Poisson laws, worst over boxes of rates.
 
 D_alpha(Poisson(a) || Poisson(b)) = (a^alpha b^(1-alpha) - alpha a + (alpha - 1) b) / (alpha - 1), summed over pixels
 and frames. It is jointly convex, so over a box of rates it is largest at a corner; homogeneous, D(c a, c b) =
@@ -18,6 +18,7 @@ from dp_accounting.rdp import compute_epsilon
 from accounting import arguments
 from opusim.noise import PhotonCountNoise
 
+_UP = 1 + 1e-9  # above the rounding of sums of doubles
 ORDERS = tuple(float(order) for order in 1 + np.logspace(-2, 4, 200))
 
 
@@ -91,6 +92,43 @@ def pattern_rdp(rates: np.ndarray, order: float) -> float:
         values = (values + slack) / (order - 1)
     pairs = values[~np.eye(len(lit), dtype=bool)]
     return float(np.max(np.where(np.isfinite(pairs), np.maximum(pairs, 0.0), np.inf)))
+
+
+def total_variation_limit(root_distance: float, distance: float) -> float:
+    """An upper limit of the total variation distance of two products of Poisson laws, rounded up.
+
+    min( sqrt(1 - exp(-root_distance)), 1 - exp(-distance) ), where root_distance = sum (sqrt a - sqrt b)^2 and
+    distance = sum |a - b| over pixels and frames. The first is sqrt(1 - BC^2) with the Bhattacharyya coefficient
+    BC = exp(-root_distance / 2); the second couples the counts, b = a + Poisson(b - a), which differ with that
+    probability. Where it is at most delta, (0, delta) holds: no Renyi curve proves epsilon 0.
+
+    Args:
+        root_distance: At least 0, may be infinite.
+        distance: At least 0, may be infinite.
+    """
+    arguments.non_negative(limits=np.minimum([root_distance, distance], 1e300))
+    limit = min(math.sqrt(-math.expm1(-root_distance)), -math.expm1(-distance))
+    return min(1.0, limit * _UP)
+
+
+def box_variation(noise: PhotonCountNoise, readings: int = 1) -> float:
+    """`total_variation_limit` of any two points of the boxes, over several readings."""
+    low, high = np.asarray(noise.rate_low), np.asarray(noise.rate_high)
+    roots = float(np.sum(np.square(np.sqrt(high) - np.sqrt(low))))
+    return total_variation_limit(readings * roots * _UP, readings * float(np.sum(high - low)) * _UP)
+
+
+def pattern_variation(rates: np.ndarray) -> float:
+    """The largest `total_variation_limit` over pairs of known patterns, shape (patterns, pixels)."""
+    arguments.shape((None, None), rates=rates)
+    arguments.non_negative(rates=rates)
+    roots, worst = np.sqrt(np.asarray(rates, dtype=float)), 0.0
+    for i in range(1, len(rates)):
+        squares = np.sum(np.square(roots[:i] - roots[i]), axis=1) * _UP
+        apart = np.sum(np.abs(rates[:i] - rates[i]), axis=1) * _UP
+        pairs = zip(squares.tolist(), apart.tolist(), strict=True)
+        worst = max(worst, *(total_variation_limit(*pair) for pair in pairs))
+    return worst
 
 
 def epsilon_of_curve(curve: Sequence[float], delta: float) -> float:

@@ -48,6 +48,7 @@ class CountLaw:
         light_e: L, electrons of laser light, shape (4, vectors, n_outputs).
         bias_e: bias light of the description at each output, electrons, shape (n_outputs,).
         response: relative sensitivity of each output's pixel, shape (n_outputs,).
+        offset_e: fixed offset of each output's pixel, electrons, shape (n_outputs,).
         exposure_us: the description's exposure, microseconds.
         temperature_c: the description's; None where dark current is off.
         dark: the `opusim.camera.dark_current.DarkCurrent`; None where it is off.
@@ -58,6 +59,7 @@ class CountLaw:
     light_e: np.ndarray
     bias_e: np.ndarray
     response: np.ndarray
+    offset_e: np.ndarray
     exposure_us: float
     temperature_c: float | None
     dark: Any
@@ -82,7 +84,7 @@ class CountLaw:
 
     def std(self, point: OperatingPoint) -> float:
         """Root mean square over vectors and outputs of a reading's noise, projection units."""
-        variance = self.recovery.variance(self.sensor.variance_dn2(self.rates(point)))
+        variance = self.recovery.variance(self.sensor.moments(self.rates(point), self.offset_e)[1])
         return float(np.sqrt(variance.mean()) / (point.light * point.exposure))
 
 
@@ -107,6 +109,7 @@ def count_law(device: CameraDevice, x: torch.Tensor) -> CountLaw:
         light_e=device.frame_rates(x) - exposure.dark_e,
         bias_e=bias,
         response=exposure.response,
+        offset_e=exposure.offset_e,
         exposure_us=exposure.light.exposure_us,
         temperature_c=None if camera.dark is None else camera.dark.temperature_c,
         dark=camera.dark_law(),

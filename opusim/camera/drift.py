@@ -1,13 +1,14 @@
 """The medium at any time: a stationary Ornstein-Uhlenbeck process of every entry, computed without its past.
 
 Time t is taken in units of tau and rounded to the grid t_m = m / 4096. On the grid every entry is a Gaussian process
-with mean 0, variance 1 and correlation exp(-|t - s|) between any two times: a sum of independent media Z_k, one for each
-grid point k (its epoch), whose weights are fixed numbers. Every eighth tau is a node of a chain,
+with mean 0, variance 1 and correlation exp(-|t - s|) between any two times: a sum of independent media Z_k, one for
+each grid point k (its epoch), whose weights are fixed numbers. Every eighth tau is a node of a chain,
     X_0 = Z_0,   X_n = sqrt(1 - r^2) Z_n + r Z_(n-1),   r = exp(-8),
 and between two nodes the midpoint m of an interval (a, b) of length 2 d is drawn from its law given the ends,
     X_m = (X_a + X_b) / (2 cosh d) + sqrt(tanh d) Z_m,
-down to the point sought: at most 18 media, whatever the time. Deviations from exp(-|t - s| / tau): at most 2.5e-4 by the
-grid, which moves each of the two times by at most tau / 8192, and 1.2e-7 by the chain, which forgets after two nodes.
+down to the point sought: at most 18 media, whatever the time. Deviations from exp(-|t - s| / tau): at most 2.5e-4 by
+the grid, which moves each of the two times by at most tau / 8192, and 1.2e-7 by the chain, which forgets after two
+nodes.
 Entries keep the tail cut and the rounding to 2^-12 of `opusim.medium`. Source for the midpoint: the Gaussian law of an
 Ornstein-Uhlenbeck bridge, Gillespie, Phys. Rev. E 54, 2084 (1996), exact for any step.
 """

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from opusim import checks
+from opusim.camera.number_moments import number_moments, rounding_limit
 from opusim.medium import Medium
 
 _PRNU_PLANE, _DSNU_PLANE = 16, 17  # counter words that no medium uses
@@ -152,12 +153,29 @@ class Sensor:
             top,
         )
 
+    def moments(
+        self, rate_e: np.ndarray | float, offset_e: np.ndarray | float = 0.0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Mean [DN] and variance [DN squared] of a digital number, exact; see `opusim.camera.number_moments`.
+
+        Args:
+            rate_e: expected electrons, at least 0, any shape.
+            offset_e: fixed offset of the pixel, electrons; broadcasts with the rates.
+        """
+        checks.non_negative(rate_e=rate_e)
+        base = self.black_level_dn + self.gain_dn_per_e * np.asarray(offset_e, dtype=np.float64)
+        return number_moments(np.asarray(rate_e, dtype=np.float64), base, self.numbers())
+
     def variance_dn2(self, rate_e: np.ndarray | float) -> np.ndarray:
         """K^2 (rate + read_noise^2) + 1/12, DN squared, elementwise; terms that are off are left out.
 
-        Valid where neither the full well nor the converter's ends are met, and, for the 1/12, where the noise is
-        above 0.4 DN: below, rounding correlates with the signal.
+        An approximation where noise is below 0.4 DN, for rounding then correlates with the signal, and where the full
+        well or an end of the converter is met; `moments` is exact, `rounding_limit_dn2` tells how far off this is.
         """
         electrons = np.asarray(rate_e, dtype=np.float64) * float(self.shot_noise) + self.read_noise_e**2
         rounding = 0.0 if self.adc_bits is None else 1.0 / 12.0
         return np.asarray(self.gain_dn_per_e**2 * electrons + rounding)
+
+    def rounding_limit_dn2(self, rate_e: np.ndarray | float) -> np.ndarray:
+        """How far `variance_dn2` may be off by rounding at this rate and above, whatever the offset, DN squared."""
+        return rounding_limit(np.asarray(rate_e, dtype=np.float64), self.numbers())

@@ -97,13 +97,26 @@ class CameraDevice(NoisyDevice):
         dark = np.broadcast_to(exposure.dark_e, (FRAMES_PER_TERNARY, self.n_outputs))
         highest = exposure.dark_e + exposure.gain_e * np.square(fields)  # (2, n_outputs)
         scale = self.ideal_recovery().decode()[0]
-        rest = exposure.sensor.variance_dn2(0.0) * FRAMES_PER_TERNARY * np.square(scale)
+        least, most = (FRAMES_PER_TERNARY * np.square(scale) * rest for rest in self._rest_of_a_frame())
         return PhotonCountNoise(
             rate_low=dark,
             rate_high=np.concatenate([highest, highest]),
             weight=np.broadcast_to(exposure.sensor.gain_dn_per_e * scale, dark.shape) * _SIGNS[:, None],
-            added_variance=rest,
+            added_variance=least,
+            added_variance_high=most,
         )
+
+    def _rest_of_a_frame(self) -> tuple[np.ndarray, np.ndarray]:
+        """Least and largest variance of a number beyond K^2 rate, DN squared, whatever is shown; see `rounding_limit`.
+
+        Where dark frames reach the converter's lower end, their exact variance is the least.
+        """
+        exposure, sensor = self.exposure, self.exposure.sensor
+        middle, limit = sensor.variance_dn2(0.0), sensor.rounding_limit_dn2(exposure.dark_e)
+        exact = sensor.moments(exposure.dark_e, exposure.offset_e)[1]
+        counts = sensor.gain_dn_per_e**2 * exposure.dark_e * float(sensor.shot_noise)
+        least = np.minimum(middle - limit, exact - counts)
+        return np.maximum(least, 0.0), middle + limit
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
         """The B that readings are noisy readings of: float32, shape (n_outputs, n_inputs).
@@ -123,12 +136,27 @@ class CameraDevice(NoisyDevice):
         return (re * p + im * q - centre).float().to(self._torch_device)
 
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
-        """Var[y] of readings of x, squared projection units, float64: EMVA 1288, eq. 9, through the recovery.
+        """Var[y] of readings of x, squared projection units, float64; exact, rounding and clipping included.
 
-        Valid where neither the full well nor the converter's ends are met.
+        Far from the ends, and with noise above 0.4 DN, it is scale^2 times the sum over the four frames of EMVA 1288's
+        eq. 9 (`opusim.camera.stages.Sensor.variance_dn2`).
         """
-        variances = self.exposure.sensor.variance_dn2(self.frame_rates(x))
-        return torch.from_numpy(self.recovery.variance(variances))
+        return torch.from_numpy(self.recovery.variance(self._frame_moments(x)[1]))
+
+    def reading_mean(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
+        """E[y] of readings of x, projection units, float64; exact, rounding and clipping included.
+
+        It differs from B x by the biases of rounding and saturation: at most scale times half a step for each frame.
+        """
+        scale, offset = self.recovery.decode()
+        shown = binary_batch(x, self.n_inputs, self._torch_device, ternary=True)
+        shift = self.recovery.shift(shown.sum(1, dtype=torch.float64).cpu().numpy())
+        total = np.tensordot(_SIGNS, self._frame_moments(x)[0], axes=1)
+        return torch.from_numpy(scale * total - shift[:, None] * offset)
+
+    def _frame_moments(self, x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and variance of the numbers of the four frames, each of shape (4, batch, n_outputs)."""
+        return self.exposure.sensor.moments(self.frame_rates(x), self.exposure.offset_e)
 
     def frame_rates(self, x: torch.Tensor) -> np.ndarray:  # (batch, n_inputs)
         """Expected electrons of the four frames of each vector, float64, shape (4, batch, n_outputs)."""

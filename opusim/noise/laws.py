@@ -178,8 +178,9 @@ class PhotonCountNoise(NoiseModel):
         rate_high: highest expected count, of the same shape, at least rate_low.
         weight: where a reading is a sum over frames of weight times count: units of the reading per electron, of the
             rates' shape, frames first. None: the reading is the counts themselves.
-        added_variance: variance of the reading that is not the counts' (read noise, rounding), squared units of the
-            reading, at least 0, one number or the shape of a reading; protects nobody.
+        added_variance: least variance of the reading that is not the counts' (read noise, rounding), squared units of
+            the reading, at least 0, one number or the shape of a reading; protects nobody.
+        added_variance_high: largest such variance, where rounding lets it depend on what is read; None: it does not.
         beta: as for `GaussianNoise`.
     """
 
@@ -189,6 +190,7 @@ class PhotonCountNoise(NoiseModel):
     weight: np.ndarray | None = None
     added_variance: np.ndarray | float = 0.0
     beta: float = 0.0
+    added_variance_high: np.ndarray | float | None = None
 
     def __post_init__(self) -> None:
         _check_beta(self.beta)
@@ -201,6 +203,11 @@ class PhotonCountNoise(NoiseModel):
         object.__setattr__(self, "rate_high", high)
         checks.non_negative(added_variance=self.added_variance)
         object.__setattr__(self, "added_variance", _frozen(self.added_variance))
+        if self.added_variance_high is not None:
+            high_added = _frozen(self.added_variance_high)
+            if not np.all(high_added >= self.added_variance):  # NaN included
+                raise ValueError("added_variance_high: must be at least added_variance everywhere")
+            object.__setattr__(self, "added_variance_high", high_added)
         if self.weight is not None:
             checks.finite(weight=self.weight)
             weight = _frozen(self.weight)
@@ -218,11 +225,12 @@ class PhotonCountNoise(NoiseModel):
 
         Without weights the rates and the added variance: a Poisson count's variance is its mean.
         """
-        return self._variance(np.asarray(self.rate_low)), self._variance(np.asarray(self.rate_high))
+        most = self.added_variance if self.added_variance_high is None else self.added_variance_high
+        low, high = self._counts(np.asarray(self.rate_low)), self._counts(np.asarray(self.rate_high))
+        return np.asarray(low + self.added_variance), np.asarray(high + most)
 
-    def _variance(self, rates: np.ndarray) -> np.ndarray:
-        counts = rates if self.weight is None else np.sum(np.square(self.weight) * rates, axis=0)
-        return np.asarray(counts + self.added_variance)
+    def _counts(self, rates: np.ndarray) -> np.ndarray:
+        return rates if self.weight is None else np.sum(np.square(self.weight) * rates, axis=0)
 
     def describe(self) -> str:
         """One line for people."""

@@ -22,9 +22,11 @@ from accounting.guarantee import Status
 from accounting.photon_counts import (
     ORDERS,
     box_rdp,
+    box_variation,
     epsilon_of_curve,
     epsilon_of_divergence,
     pattern_rdp,
+    pattern_variation,
     poisson_divergence,
 )
 from opusim.noise import DiscreteNoise, GaussianNoise, PhotonCountNoise
@@ -120,6 +122,39 @@ def test_photon_epsilon_is_above_the_exact_hockey_stick_divergence() -> None:
         assert np.sum(np.maximum(np.exp(p) - np.exp(guarantee.epsilon + q), 0)) <= DELTA
     assert guarantee.status is Status.PROVEN_UNDER_DEVICE_MODEL
     assert 2 < guarantee.epsilon < 5
+
+
+def exact_variation(a: float, b: float) -> float:
+    """Total variation of two Poisson laws, summed over counts."""
+    counts = np.arange(int(max(a, b) + 20 * math.sqrt(max(a, b)) + 60))
+    logs = [-r + counts * math.log(r) - np.array([math.lgamma(k + 1) for k in counts]) for r in (a, b)]
+    return float(0.5 * np.sum(np.abs(np.exp(logs[0]) - np.exp(logs[1]))))
+
+
+@pytest.mark.parametrize("a", [1e-7, 0.03, 2.7, 300.0])
+@pytest.mark.parametrize("step", [1e-7, 1e-3, 0.5])
+def test_the_limit_of_total_variation_holds_and_is_near(a: float, step: float) -> None:
+    found, exact = pattern_variation(np.array([[a], [a + step]])), exact_variation(a, a + step)
+    assert exact * (1 - 1e-6) <= found <= 1.6 * exact
+    box = PhotonCountNoise(rate_low=np.array([a]), rate_high=np.array([a + step]))
+    assert box_variation(box) == pytest.approx(found, rel=1e-6)
+    assert box_variation(box, 3) >= found
+
+
+def test_epsilon_is_zero_where_total_variation_proves_it() -> None:
+    rates = np.array([[300.0, 40.0], [300.0001, 40.0]])
+    assert exact_variation(300.0, 300.0001) < DELTA
+    known = known_counts_guarantee(rates, delta=DELTA)
+    assert known.epsilon == 0
+    assert known.status is Status.PROVEN_UNDER_DEVICE_MODEL
+    box = PhotonCountNoise(rate_low=rates.min(0), rate_high=rates.max(0))
+    assert device_readings_guarantee(DeviceReadings(noise=box, readings=1), DELTA).epsilon == 0
+    assert device_readings_guarantee(DeviceReadings(noise=box, readings=100), DELTA).epsilon > 0
+    beta = DELTA - 1e-7  # what is left of delta is less than the distance
+    assert known_counts_guarantee(rates, delta=DELTA, beta=beta).epsilon > 0
+    dark = np.array([[0.0, 5.0], [1e-6, 5.0]])  # no Renyi divergence is finite
+    assert known_counts_guarantee(dark, delta=DELTA).epsilon == 0
+    assert math.isinf(known_counts_guarantee(dark * [[1], [100]], delta=DELTA).epsilon)
 
 
 def test_a_rate_of_zero_is_infinite_with_its_reason() -> None:

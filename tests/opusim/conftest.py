@@ -26,8 +26,6 @@ def open_any(request: pytest.FixtureRequest) -> Callable[..., NoisyDevice]:
     """Opens a small window of each packaged device: what the contract tests run on."""
 
     def open_window(**options: object) -> NoisyDevice:
-        if request.param == "camera":  # eight bits are too coarse for the closed form of the variance
-            options = {"camera": {"sensor": {"adc_bits": 12, "gain_dn_per_e": 0.3}}, **options}
         return open_device(request.param, **{"n_inputs": 12, "n_outputs": 40, **options})
 
     return open_window

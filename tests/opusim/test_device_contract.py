@@ -31,11 +31,8 @@ class TestGaussianTemperature(DeviceContract):
 
 
 class TestCamera(DeviceContract):
-    """Eight bits are too coarse for a law of counts: rounding is no noise, but it scatters."""
-
     def open_window(self, **options: Any) -> NoisyDevice:
-        camera = {"sensor": {"adc_bits": 12, "gain_dn_per_e": 0.3}}
-        return open_device("camera", n_inputs=12, n_outputs=40, camera=camera, **options)
+        return open_device("camera", n_inputs=12, n_outputs=40, **options)
 
 
 class TestCameraLowLight(DeviceContract):

@@ -34,7 +34,7 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
     """
     run = load_run(path)
     if arrays is not None:
-        x, y = read_npz(arrays)
+        x, y = read_npz(arrays)[:2]
         figures = run.evaluate(x, y)  # it checks the arrays, whose length is asked for next
         return {"data": arrays.name, "records": len(x), **figures}
     if data is None and run.config.data.name == OWN_ARRAYS:
@@ -59,8 +59,10 @@ def _test_records(run: Run, name: str) -> Split:
     return dataset.test
 
 
-def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays x and y of a person's .npz file.
+def read_npz(
+    path: Path,
+) -> tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The arrays x and y of a user-supplied .npz file, and ids if it holds them.
 
     Raises:
         DataError: It cannot be read, or holds other arrays.
@@ -78,6 +80,8 @@ def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
                 f"{path} has no array {' and '.join(sorted(missing))}; write numpy.savez(FILE, x=x, y=y)"
             )
         try:
+            if "ids" in file.files:
+                return file["x"], file["y"], file["ids"]
             return file["x"], file["y"]  # read from the disk here, not above
         except _UNREADABLE as error:
             raise _unreadable(path, error) from error

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
-from accounting.guarantee import Guarantee
+from accounting.guarantee import Adjacency, Guarantee
 
 
 def guarantee_rows(guarantees: Iterable[Guarantee], *, seed_stored: bool = False) -> list[dict[str, str]]:
@@ -62,6 +62,8 @@ def print_rows(rows: Sequence[dict[str, str]], *, without: Sequence[str] = ()) -
 
 def _notes(guarantee: Guarantee, seed_stored: bool) -> list[str]:
     notes = [guarantee.reason] if guarantee.reason else []
+    if guarantee.adjacency is Adjacency.ZERO_OUT:
+        notes.append("at a public number of records")
     if seed_stored and math.isfinite(guarantee.epsilon):
         notes.append("holds for the same run in release mode: here the seed of the noise is stored")
     notes += [f"does not hold: {assumption.text}" for assumption in guarantee.failed_assumptions]

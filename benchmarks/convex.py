@@ -48,7 +48,7 @@ def configuration(row: str, data: str, epsilon: float, point: Point, seed: int) 
 
 
 def _strength(config: dict[str, Any], epsilon: float, n: int) -> dict[str, Any]:
-    """Epsilon for replacing a record; bp takes the multiplier, since its own epsilon is for adding or removing one."""
+    """Epsilon for replacing a record; bp takes the multiplier, since its own epsilon is for zero_out."""
     if config["trainer"]["kind"] == "convex":
         return {"epsilon": epsilon}
     return {"noise_multiplier": sampled_noise(config["sampler"]["batch_size"] / n, config["epochs"], epsilon)}

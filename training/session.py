@@ -83,7 +83,7 @@ def train(
     if data is None and model is None:
         resolved, data, model = family_of(resolved.trainer.kind).own_parts(resolved)
     if data is not None:
-        resolved = _with_own_data(resolved)
+        resolved = _with_own_data(resolved, data)
     run_folder = RunFolder(own_folder(Path(folder) if folder is not None else _new_folder(resolved)))
     records = load_data(resolved, data)
     return train_on(resolved, records, run_folder, model=model, resume=resume, watcher=watcher)
@@ -170,9 +170,11 @@ def _ready(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"seed": 0}) if config.mode == "release" else config
 
 
-def _with_own_data(config: RunConfig) -> RunConfig:
+def _with_own_data(config: RunConfig, data: Arrays | Dataset) -> RunConfig:
     """The configuration as it is for a person's own data: their name, and no constants of a known data set."""
-    changes = {"name": OWN_ARRAYS, "standardise": config.data.mean is not None}
+    changes: dict[str, Any] = {"name": OWN_ARRAYS, "standardise": config.data.mean is not None}
+    if isinstance(data, tuple) and len(data) == 3 and config.data.split is None:
+        changes["split"] = "id"
     return config.model_copy(update={"data": config.data.model_copy(update=changes)})
 
 

@@ -21,6 +21,7 @@ from accounting.ledger import Ledger, read_ledger
 from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, mechanism_from_json
 from accounting.proven import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
 from accounting.record_mechanisms import RecordCentral
+from accounting.tables import guarantee_rows
 from accounting.zo_mechanisms import ZoGaussian, ZoLaplace
 
 ADDED, NULL, REPLACED = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
@@ -71,6 +72,9 @@ def test_the_printed_statement_names_the_public_number(make: Maker) -> None:
     trusted = text.partition("Taken on trust, not checked:")[2].partition("Checked:")[0]
     assert NUMBER_IS_PUBLIC in trusted
     assert "or its place was empty" not in explain(only(make(ADDED)))
+    (row,) = guarantee_rows([only(make(NULL))])
+    assert row["protects"] == "record, zero_out"
+    assert row["notes"] == "at a public number of records"
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)

@@ -14,6 +14,7 @@ from torch import nn
 import training
 from accounting.errors import NoGuarantee
 from opusim.randomness import noise_stream
+from training.assembly import load_data
 from training.config.feedback import FeedbackConfig
 from training.config.optimizer import OptimizerConfig
 from training.config.reading import merged
@@ -166,6 +167,7 @@ RECORD = {
 
 
 def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    """The first n of the same records."""
     return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
 
 
@@ -179,6 +181,17 @@ def test_a_protected_run_says_what_is_proven(tmp_path: Path, kind: str) -> None:
     event = dp_accounting.PoissonSampledDpEvent(16 / 54, dp_accounting.GaussianDpEvent(1.3))
     epsilon = exact.compose(event, 2 * run.metrics[0]["step"]).get_epsilon(1e-5)
     assert guarantee.epsilon == pytest.approx(epsilon, rel=1e-3)
+
+
+def test_no_run_states_add_or_remove_where_a_record_expels_another(tmp_path: Path) -> None:
+    """At 1,005 records the split by index lets an appended record into the training set and another one out of it."""
+    config = {**RECORD, "epochs": 1, "trainer": {"kind": "bp"}}
+    run = training.train(config, data=data(1005), folder=tmp_path)
+    old, new = ({tuple(row) for row in load_data(run.config, data(n)).train.x.tolist()} for n in (1005, 1006))
+    moved = (len(old - new), len(new - old))
+    stated = run.guarantees[0].adjacency
+    assert stated != "add_or_remove_one" or moved in ((0, 0), (0, 1))
+    assert (stated, moved) == ("zero_out", (1, 1))
 
 
 def test_an_unprotected_photonic_run_has_no_finite_guarantee(tmp_path: Path) -> None:

@@ -27,9 +27,10 @@ from training.config.reading import load_config, merged
 from training.data import Dataset, Split, from_arrays
 from training.data.samplers import PoissonSampler
 from training.data.standardisation import Standardisation
-from training.errors import RunInterrupted
+from training.errors import RunFolderError, RunInterrupted
 from training.protections.plan import with_sampled_noise
 from training.runs.report import write_report
+from training.runs.run_evaluation import read_npz
 from training.zo.step_log import read_header
 
 ADDED = {
@@ -238,6 +239,8 @@ def test_a_data_set_that_was_split_before_must_fit_too(tmp_path: Path) -> None:
     )
     for number, data in enumerate((split_before("content"), split_before("id"))):
         training.train(known, data=data, folder=tmp_path / f"right{number}")
+    with pytest.raises(RunFolderError, match="held records out by id, and these are held out by content"):
+        audit_run(tmp_path / "right1", data=arrays(60), trials=40)
     x, y = (torch.from_numpy(part) for part in arrays(60))
     train, none = Split(x.float(), y), Split(x[:0].float(), y[:0])
     plain = {"name": "own", "n_classes": 3, "test": None, "standardisation": Standardisation.identity()}
@@ -267,8 +270,14 @@ def test_ids_that_come_with_the_arrays_decide(tmp_path: Path) -> None:
     data = load_data(run.config, (x, y, ids))
     assert (data.split, run.facts["data"]["split"]) == ("id", "id")
     assert (len(data.train) % 2, len(data.train)) == (0, run.facts["data"]["n_train"])
-    found = audit_run(tmp_path / "run", data=(x, y, ids), trials=40)
+    assert run.config.data.split == "id"
+    np.savez(tmp_path / "records.npz", x=x, y=y, ids=ids)
+    found = audit_run(tmp_path / "run", data=read_npz(tmp_path / "records.npz"), trials=40)
     assert found.guarantees[0].adjacency is Adjacency.ADD_OR_REMOVE_ONE
+    with pytest.raises(ConfigError, match="'id' needs IDs, and none were given"):
+        audit_run(tmp_path / "run", data=(x, y), trials=40)
+    with pytest.raises(ConfigError, match=r"'id' is not how the given Dataset was split \(content\)"):
+        audit_run(tmp_path / "run", data=split_before("content"), trials=40)
     with pytest.raises(ConfigError, match="'content' does not look at IDs, and some were given; use 'id'"):
         load_data(load_config(merged(ADDED, {"data": {"split": "content"}})), (x, y, ids))
     with pytest.raises(ConfigError, match="'id' needs IDs, and none were given"):

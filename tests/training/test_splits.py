@@ -42,7 +42,7 @@ def sides(x: np.ndarray, fraction: float = 0.4, seed: int = 0) -> list[bool]:
 
 @pytest.mark.parametrize("split", ["content", "id"])
 def test_an_appended_record_moves_no_other(split: str) -> None:
-    """Every n from 1000 to 1100. Split by index, one appended record expels another at nine of these sizes."""
+    """Every n from 1000 to 1100. Split by index, one appended record expels another at eight of these sizes."""
     x = np.random.default_rng(0).random((1101, 5)).astype(np.float32)
     ids = [f"person {number}" for number in range(len(x))]
     before: Dataset | None = None

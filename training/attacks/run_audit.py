@@ -173,6 +173,12 @@ def read_parts(folder: RunFolder, data: Arrays | Dataset | None, model: nn.Modul
     if not checkpoints:
         raise RunFolderError(f"run folder {folder.path} has no checkpoint left; train it anew")
     dataset = in_components(config, load_data(config, data), folder)
+    split = facts["data"].get("split", dataset.split)
+    if split != dataset.split:
+        raise RunFolderError(
+            f"run folder {folder.path} held records out by {split}, and these are held out by {dataset.split}; give "
+            "the same data in the same form"
+        )
     kept = facts["data"].get("fingerprint")
     if kept is not None and kept != fingerprint(dataset.train):
         raise RunFolderError(f"run folder {folder.path} was trained on other data; give the same again")

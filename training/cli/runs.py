@@ -74,7 +74,7 @@ def audit(
     arrays: Annotated[
         Path | None,
         typer.Option(
-            help="An .npz file with the arrays x and y that the run was trained on, if it was on arrays."
+            help="An .npz file with the arrays x and y (and ids) that the run was trained on, if it was on arrays."
         ),
     ] = None,
     out: Annotated[

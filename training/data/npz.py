@@ -26,17 +26,18 @@ _HEADERS = {
 }
 
 
-def read_arrays(path: Path, names: Sequence[str]) -> list[np.ndarray]:
+def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = ()) -> list[np.ndarray]:
     """Read arrays of an .npz file by name.
 
     Nothing is unpickled, and nothing is decompressed before its header was compared with its length.
 
     Args:
         path: The file, as `numpy.savez` or `numpy.savez_compressed` writes it.
-        names: Of the arrays.
+        names: Of arrays that must be there.
+        optional: Of arrays that may be there.
 
     Returns:
-        The arrays in the order of the names.
+        The arrays in the order of the names, then the optional ones that are there.
 
     Raises:
         DataError: It is no such file, lacks an array, holds objects, is damaged, or holds more than 1 GiB and more
@@ -50,7 +51,7 @@ def read_arrays(path: Path, names: Sequence[str]) -> list[np.ndarray]:
                     f"{path} holds one array; write both with numpy.savez({str(path)!r}, x=x, y=y)"
                 )
             with zipfile.ZipFile(file) as archive:
-                members = _members(path, archive, names, most)
+                members = _members(path, archive, names, optional, most)
                 return [_read(archive, member) for member in members]
     except DataError:
         raise
@@ -60,12 +61,14 @@ def read_arrays(path: Path, names: Sequence[str]) -> list[np.ndarray]:
         raise DataError(f"{path} is not an .npz file with arrays {wanted} ({reason})") from error
 
 
-def _members(path: Path, archive: zipfile.ZipFile, names: Sequence[str], most: int) -> list[zipfile.ZipInfo]:
+def _members(
+    path: Path, archive: zipfile.ZipFile, names: Sequence[str], optional: Sequence[str], most: int
+) -> list[zipfile.ZipInfo]:
     held = {info.filename: info for info in archive.infolist()}
     missing = sorted(name for name in names if f"{name}.npy" not in held)
     if missing:
         raise DataError(f"{path} has no array {' and '.join(missing)}; write numpy.savez(FILE, x=x, y=y)")
-    found = [held[f"{name}.npy"] for name in names]
+    found = [held[f"{name}.npy"] for name in (*names, *optional) if f"{name}.npy" in held]
     total = sum(info.file_size for info in found)
     if total > most:
         raise DataError(

@@ -271,8 +271,8 @@ class DisjointCyclicSampler(_SizedSampler):
     Nothing is random, so that a record is used at the steps i, i + k, i + 2 k, ... and in no other, which is
     what the analysis of NoisyCGD (Theorem 2.8) asks for, with n = k b. The ``n_records % batch_size`` records
     that are left over are never used: a short batch would break the constant denominator of the theorem.
-    Records must stand in an order that does not depend on their values; those of `training.data` are in
-    random order.
+    Records must stand in an order that does not depend on their values; those that `training.data` split by index
+    are in random order.
     """
 
     scheme: ClassVar[str] = "disjoint-cyclic"

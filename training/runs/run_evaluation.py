@@ -31,7 +31,7 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
     """
     run = load_run(path)
     if arrays is not None:
-        x, y = read_npz(arrays)
+        x, y = read_npz(arrays)[:2]
         figures = run.evaluate(x, y)  # it checks the arrays, whose length is asked for next
         return {"data": arrays.name, "records": len(x), **figures}
     if data is None and run.config.data.name == OWN_ARRAYS:
@@ -56,11 +56,13 @@ def _test_records(run: Run, name: str) -> Split:
     return dataset.test
 
 
-def read_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays x and y of a person's .npz file.
+def read_npz(
+    path: Path,
+) -> tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The arrays x and y of a user-supplied .npz file, and ids if it holds them.
 
     Raises:
         DataError: It cannot be read, or holds other arrays.
     """
-    x, y = read_arrays(path, ("x", "y"))
-    return x, y
+    x, y, *ids = read_arrays(path, ("x", "y"), optional=("ids",))
+    return (x, y, ids[0]) if ids else (x, y)

@@ -21,6 +21,7 @@ _UNITS = {
     "gain_dn_per_e": "DN/e⁻",
     "adc_bits": "bits",
     "prnu": "of the response",
+    "light_noise": "of the light",
     "s": "s",
     "temperatures_c": "°C",
     "quantum_efficiency": "e⁻/photon",

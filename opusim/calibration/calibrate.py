@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,17 +18,19 @@ from opusim.calibration.certificate import (
     digest_of,
 )
 from opusim.calibration.code_noise import dark_noise_dn
+from opusim.calibration.count_certificate import certify_counts
 from opusim.calibration.drift import decorrelation_time, sparse_patterns
 from opusim.calibration.jackknife import Estimate
 from opusim.calibration.photon_transfer import PhotonTransfer
 from opusim.calibration.plan import Plan, take_photon_transfer
+from opusim.calibration.property_tests import FAMILY_ALARM
 from opusim.calibration.reading_noise import ReadingNoise, evaluate_readings
 from opusim.devices.base import NoisyDevice
+from opusim.devices.baseline import reference_vectors
 from opusim.devices.camera import CameraDevice
 from opusim.noise import GaussianNoise
 
-_ANCHOR_FRAMES = 100
-_PARTS_OF_BETA = 6  # two limits of the gain, the mean anchor and the dark charge
+_BLANK_FRAMES = 100
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,8 +39,8 @@ class Calibration:
 
     Attributes:
         certificate: the summary that is kept.
-        readings: readings of one constant input, shape (readings, n_outputs).
-        reading_noise: their evaluation.
+        readings: readings of the first constant input, shape (readings, n_outputs).
+        reading_noise: evaluation of the readings of all inputs.
         transfer: the flat series of a camera; None for other devices.
     """
 
@@ -60,12 +61,13 @@ def calibrate(
     """Calibrates an open device.
 
     A camera's constants come from frames under uniform light (`photon_transfer`), its law is that of counts; a device
-    whose noise is described as Gaussian is certified by its readings, if no test speaks against it.
+    whose noise is described as Gaussian is certified by its readings of several inputs. No law is certified if a test
+    speaks against a property that it needs.
 
     Args:
         device: open; a window of a few thousand outputs is enough.
         plan: how many flat frames; None for the default.
-        readings: of one constant input, at least 30.
+        readings: of each of the constant inputs (`constant_inputs`), at least 30.
         confidence: of each interval by itself, in (0, 1).
         beta: probability that the certified law's numbers are wrong, in (0, 1).
 
@@ -74,20 +76,29 @@ def calibrate(
         DeviceError: the device fails.
     """
     checks.in_range(1e-12, 0.5, beta=beta)
+    checks.integer(readings=readings, minimum=30)
     opened = device.usage.frames
-    samples = _constant_readings(device, readings)
-    noise = evaluate_readings(samples, beta=beta)
+    inputs = constant_inputs(device.n_inputs)
+    samples = np.stack([_readings_of(x, device, readings) for x in inputs])
+    transfer: PhotonTransfer | None = None
+    estimates: dict[str, Estimate] = {}
+    law: GaussianLaw | PhotonCountLaw | None = None
     if isinstance(device, CameraDevice):
+        noise = evaluate_readings(samples, beta=beta, alarm=FAMILY_ALARM / 2, gaussian=False)
         transfer = _transfer(device, plan or Plan())
+        found = certify_counts(device, transfer, beta)
         dark, doubt = _dark_noise(device, transfer, confidence)
-        estimates = transfer.estimates(confidence) | dark | _drift(device, confidence)
-        law: Any = _photon_count_law(device, transfer, beta)
-        remarks = [*doubt, _BIAS, _STUDENT, _SIMULATED]
+        light = {"light_noise": found.light_noise}
+        estimates = transfer.estimates(confidence) | dark | _drift(device, confidence) | light
+        tests = (*found.tests, *noise.tests)
+        law = found.law if noise.is_sound else None
+        remarks = [*found.remarks, *doubt, _BIAS, _STUDENT, _SIMULATED]
     else:
-        transfer, estimates, remarks = None, {}, [_SIMULATED]
+        noise = evaluate_readings(samples, beta=beta)
         described = isinstance(device.described_noise, GaussianNoise)
-        sound = described and noise.is_gaussian and noise.smallest_std_low > 0
-        law = GaussianLaw(std=noise.smallest_std_low) if sound else None
+        if described and noise.is_gaussian and noise.smallest_std_low > 0:
+            law = GaussianLaw(std=noise.smallest_std_low)
+        tests, remarks = noise.tests, [*noise.assumptions, _SIMULATED]
     certificate = Certificate(
         device=device.name,
         description_digest=digest_of(device.description),
@@ -101,13 +112,16 @@ def calibrate(
         estimates={key: Limits(**vars(value)) for key, value in estimates.items()},
         tests=[
             TestedProperty(
-                text=t.text, standard_errors=float(np.clip(t.standard_errors, -999, 999)), holds=t.holds
+                text=t.text,
+                standard_errors=min(t.standard_errors, 999.0),
+                holds=t.holds,
+                needed=t.needed,
             )
-            for t in noise.tests
+            for t in tests
         ],
         remarks=remarks,
     )
-    return Calibration(certificate=certificate, readings=samples, reading_noise=noise, transfer=transfer)
+    return Calibration(certificate=certificate, readings=samples[0], reading_noise=noise, transfer=transfer)
 
 
 _BIAS = "bias light, where there is any, counts as dark current: both are counts that no data change"
@@ -115,12 +129,21 @@ _STUDENT = "limits rest on Student's law of the grouped jackknife, tested at 90 
 _SIMULATED = "a certificate of a simulation says that the simulation does what its description says"
 
 
-def _constant_readings(device: NoisyDevice, readings: int) -> np.ndarray:
-    """Readings of one ternary vector that no data touched: plus and minus one in turn."""
-    checks.integer(readings=readings, minimum=30)
-    x = torch.ones((1, device.n_inputs))
-    x[:, 1::2] = -1
-    return device.project(x.expand(readings, -1).contiguous()).double().cpu().numpy()
+def constant_inputs(n_inputs: int) -> torch.Tensor:
+    """Inputs at which noise is looked at, ternary, shape (4, n_inputs); no data touched them.
+
+    Plus and minus one in turn; nothing; a random vector without a zero; a random vector with one entry in ten.
+    """
+    turns = torch.ones(n_inputs)
+    turns[1::2] = -1
+    dense, sparse = reference_vectors(2, n_inputs)
+    sparse[torch.arange(n_inputs) % 10 != 0] = 0
+    return torch.stack([turns, torch.zeros(n_inputs), dense, sparse])
+
+
+def _readings_of(x: torch.Tensor, device: NoisyDevice, readings: int) -> np.ndarray:
+    """Successive readings of one vector, of the number type that the device gives, shape (readings, n_outputs)."""
+    return device.project(x.expand(readings, -1).contiguous()).cpu().numpy()
 
 
 def _transfer(device: CameraDevice, plan: Plan) -> PhotonTransfer:
@@ -135,34 +158,11 @@ def _transfer(device: CameraDevice, plan: Plan) -> PhotonTransfer:
     )
 
 
-def _photon_count_law(device: CameraDevice, transfer: PhotonTransfer, beta: float) -> PhotonCountLaw:
-    """Limits that hold together with probability 1 - beta (Bonferroni over one-sided limits)."""
-    from scipy.stats import t
-
-    share = beta / _PARTS_OF_BETA
-    found = transfer.estimates(1 - 2 * share)
-    seconds = transfer.exposure_us * 1e-6
-    frames = device.anchor_frames(_ANCHOR_FRAMES).astype(np.float64).mean(axis=1)
-    blank = device.flat_frames(_ANCHOR_FRAMES).astype(np.float64).mean(axis=1)
-    lit = frames - blank
-    margin = t.isf(share, lit.size - 1) * lit.std(ddof=1) / lit.size**0.5
-    described = float(np.mean(device.exposure.gain_e * np.sum(np.square(device.speckle.anchor), axis=0)))
-    dark, gain = found["dark_current_e_per_s"], found["gain_dn_per_e"]
-    if gain.low <= 0:
-        raise ValueError(f"beta = {beta:g}: is too small for these frames; take more frames or pixels")
-    return PhotonCountLaw(
-        dark_e_low=max(0.0, dark.low * seconds),
-        dark_e_high=max(0.0, dark.high * seconds),
-        light_ratio_low=float(max(0.0, lit.mean() - margin) / gain.high / described),
-        light_ratio_high=float((lit.mean() + margin) / gain.low / described),
-    )
-
-
 def _dark_noise(
     device: CameraDevice, transfer: PhotonTransfer, confidence: float
 ) -> tuple[dict[str, Estimate], list[str]]:
     """The noise of blank frames, or a remark on why they do not tell it."""
-    frames = device.flat_frames(_ANCHOR_FRAMES)
+    frames = device.flat_frames(_BLANK_FRAMES)
     try:
         found = dark_noise_dn(frames, confidence=confidence, is_rounded=transfer.is_rounded)
     except ValueError as error:

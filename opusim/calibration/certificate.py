@@ -27,11 +27,19 @@ class Limits(Section):
 
 
 class TestedProperty(Section):
-    """A property the law needs; standard_errors is capped at 999."""
+    """A property that a law may need.
+
+    Attributes:
+        text: the property.
+        standard_errors: the two-sided Gaussian deviate of its p-value, at least 0, at most 999.
+        holds: whether no test speaks against it.
+        needed: whether the certified law needs it.
+    """
 
     text: str
     standard_errors: float
     holds: bool
+    needed: bool = True
 
 
 class GaussianLaw(Section):
@@ -53,7 +61,7 @@ class PhotonCountLaw(Section):
             included.
         dark_e_high: upper limit of it.
         light_ratio_low: lower limit of the light over the description's.
-        light_ratio_high: upper limit of the light over the description's; more light is less private.
+        light_ratio_high: upper limit of any frame's light over the description's; more light is less private.
     """
 
     law: Literal["photon_count"] = "photon_count"
@@ -78,11 +86,11 @@ class Certificate(Section):
         beta: probability that any number of `noise` is wrong; a guarantee adds it to its delta.
         noise: the certified law, None where the frames speak against every law that this device could have.
         estimates: constants of the device.
-        tests: what speaks for or against Gaussian readings.
+        tests: what speaks for or against the law.
         remarks: what the certificate does not cover, for people.
     """
 
-    schema_version: Literal[1] = Field(default=1, alias="schema")
+    schema_version: Literal[2] = Field(default=2, alias="schema")
     device: str
     description_digest: str
     date: str
@@ -145,10 +153,16 @@ def load_certificate(path: str | Path) -> Certificate:
     """Reads what `Certificate.write` wrote.
 
     Raises:
-        ConfigError: the file cannot be read, or is no certificate.
+        ConfigError: the file cannot be read, is no certificate, or one of an earlier version's weaker tests.
     """
     try:
         content = parse_toml(read_text(path))
+        if content.get("schema") == 1:
+            raise ConfigError(
+                str(path),
+                "schema",
+                "1 rests on tests that miss light that varies and noise that repeats; calibrate the device again",
+            )
         return Certificate.model_validate(content)
     except OSError as error:
         raise ConfigError(str(path), "path", f"cannot be read: {error.strerror or error}") from None

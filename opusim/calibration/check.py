@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from opusim.calibration.calibrate import Calibration
 from opusim.calibration.certificate import Certificate, GaussianLaw, PhotonCountLaw
 from opusim.calibration.reading_noise import ReadingNoise
-from opusim.errors import NoiseBelowCertificate
+from opusim.errors import ConfigError, NoiseBelowCertificate
 
 _STANDARD_ERRORS = 5.0
 
@@ -62,13 +62,16 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
 
     Raises:
         NoiseBelowCertificate: the certificate's noise law cannot be relied on any more.
+        ConfigError: the certificate has no law, or that of another kind of device.
     """
     law, noise, fresh = certificate.noise, measured.reading_noise, measured.certificate.noise
+    if law is None:
+        raise ConfigError(certificate.device, "certificate", "certifies no law, so there is nothing to check")
+    if failed := [test.text for test in measured.certificate.tests if test.needed and not test.holds]:
+        raise NoiseBelowCertificate(
+            f"{certificate.device}: tests now speak against the certified law: {'; '.join(failed)}; calibrate again"
+        )
     if isinstance(law, GaussianLaw):
-        if not noise.is_gaussian:
-            raise NoiseBelowCertificate(
-                f"{certificate.device}: readings are no longer Gaussian; calibrate again"
-            )
         high = upper_std(noise)
         if high < law.std:
             raise NoiseBelowCertificate(
@@ -86,6 +89,10 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
                 f"{certificate.device}: the light is at least {fresh.light_ratio_low:.6g} of the described, certified "
                 f"is at most {law.light_ratio_high:.6g}; dim the laser, or calibrate again"
             )
+    else:
+        raise ConfigError(
+            certificate.device, "certificate", f"certifies the law {law.law!r}, which this device cannot show"
+        )
 
 
 def upper_std(noise: ReadingNoise) -> float:
@@ -93,4 +100,4 @@ def upper_std(noise: ReadingNoise) -> float:
     from scipy.stats import chi2
 
     n = noise.readings - 1
-    return float(noise.smallest_std * (n / chi2.ppf(noise.beta / noise.n_outputs, n)) ** 0.5)
+    return float(noise.smallest_std * (n / chi2.ppf(noise.beta / (noise.inputs * noise.n_outputs), n)) ** 0.5)

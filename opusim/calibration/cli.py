@@ -63,7 +63,7 @@ def calibrate_command(
     outputs: Annotated[int, typer.Option("--outputs", help="Outputs of the window.")] = 4000,
     inputs: _INPUTS = 64,
     frames: Annotated[int, typer.Option("--frames", help="Frames of a level of light.")] = 64,
-    readings: Annotated[int, typer.Option("--readings", help="Readings of one input.")] = 500,
+    readings: Annotated[int, typer.Option("--readings", help="Readings of each of four inputs.")] = 500,
     confidence: Annotated[float, typer.Option(help="Of each interval by itself.")] = 0.95,
     warm_c: Annotated[
         float | None,
@@ -99,7 +99,7 @@ def check_command(
     name: _NAME,
     certificate: Annotated[Path, typer.Argument(help="The device's certificate.")],
     frames: Annotated[int, typer.Option("--frames", help="Frames of a level of light.")] = 32,
-    readings: Annotated[int, typer.Option("--readings", help="Readings of one input.")] = 500,
+    readings: Annotated[int, typer.Option("--readings", help="Readings of each of four inputs.")] = 500,
     seed: _SEED = 1,
 ) -> None:
     """Compare a device with its certificate; exits with 3 where its noise is below the certified."""
@@ -225,15 +225,21 @@ def _print(found: Calibration) -> None:
         f"readings: standard deviation {noise.mean_std:.5g} (root mean square), {noise.smallest_std:.5g} at the "
         "quietest output, projection units"
     )
-    typer.echo(
-        "what Gaussian readings need:"
-        if law is None or law.law == "gaussian"
-        else "what Gaussian readings would need (the certified counts need none of it):"
-    )
-    for test in noise.tests:
-        typer.echo(f"  {test.text}: {'holds' if test.holds else 'does not hold'}")
+    needed = [test for test in found.certificate.tests if test.needed]
+    others = [test for test in found.certificate.tests if not test.needed]
+    for heading, tests in (
+        ("what the law needs:", needed),
+        ("what Gaussian readings would need besides (the certified counts need none of it):", others),
+    ):
+        if tests:
+            typer.echo(heading)
+        for test in tests:
+            typer.echo(f"  {test.text}: {'holds' if test.holds else 'does not hold'}")
+    for remark in found.certificate.remarks:
+        if "law" in remark:
+            typer.echo(remark)
     if law is None:
-        typer.echo("certified noise: none, the readings speak against the described law")
+        typer.echo("certified noise: none, a test speaks against the described law")
         return
     numbers = ", ".join(f"{key} {value:.6g}" for key, value in law.model_dump().items() if key != "law")
     typer.echo(

@@ -12,6 +12,8 @@ from opusim import checks
 TakeFrames = Callable[..., np.ndarray]
 """Called as take(count, photons=, exposure_us=, temperature_c=); gives DN, shape (count, pixels)."""
 COUNT, MEAN, VARIANCE, MEAN_SQUARE = range(4)
+PIXELS_LOOKED_AT = 4096
+"""Pixels whose single frames are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +39,18 @@ class FlatSeries:
         levels: the settings.
         frames: frames of each level, F, at least 2.
         sums: shape (groups, levels, 4): over the pixels of a group, their number and the sums of the temporal mean
-            [DN], of the unbiased temporal variance [DN^2] and of the squared temporal mean. Groups are interleaved.
+            [DN], of the unbiased temporal variance [DN^2], what all pixels of a frame share taken off, and of the
+            squared temporal mean. Groups are interleaved.
+        frame_means: mean over pixels of each frame, DN, shape (levels, frames).
+        looked_at: frames of each level at the first pixels, shape (levels, frames, pixels): what independence is tested
+            on.
     """
 
     levels: tuple[Level, ...]
     frames: int
     sums: np.ndarray
+    frame_means: np.ndarray
+    looked_at: np.ndarray
 
     def means(self) -> np.ndarray:
         """Mean of each level over all pixels, DN."""
@@ -54,9 +62,17 @@ class FlatSeries:
         total = self.sums.sum(0)
         return np.asarray(total[:, VARIANCE] / total[:, COUNT])
 
+    @property
+    def pixels(self) -> float:
+        """Number of pixels."""
+        return float(self.sums[:, 0, COUNT].sum())
+
 
 def take_series(take: TakeFrames, levels: Sequence[Level], *, frames: int, groups: int = 40) -> FlatSeries:
     """Takes frames at every level and keeps their sums.
+
+    Half of each level's frames are taken in the order of the levels, half in the opposite order, so that a drift that
+    is linear in time moves all levels alike.
 
     Args:
         take: see `TakeFrames`; `opusim.devices.camera.CameraDevice.flat_frames` is one.
@@ -68,17 +84,54 @@ def take_series(take: TakeFrames, levels: Sequence[Level], *, frames: int, group
         ValueError: fewer pixels than two a group.
     """
     checks.integer(frames=frames, minimum=2)
+    there = [_Half.of(take(frames - frames // 2, **vars(level)), groups) for level in levels]
+    back = [_Half.of(take(frames // 2, **vars(level)), groups) for level in reversed(levels)]
+    halves = list(zip(there, reversed(back), strict=True))
     return FlatSeries(
         levels=tuple(levels),
         frames=frames,
-        sums=np.stack([_sums(take, level, frames, groups) for level in levels], axis=1),
+        sums=np.stack([_sums(first, second, groups) for first, second in halves], axis=1),
+        frame_means=np.stack([np.concatenate([a.frame_means, b.frame_means]) for a, b in halves]),
+        looked_at=np.stack([np.concatenate([a.looked_at, b.looked_at]) for a, b in halves]),
     )
 
 
-def _sums(take: TakeFrames, level: Level, frames: int, groups: int) -> np.ndarray:
-    """Shape (groups, 4)."""
-    dn = take(frames, **vars(level)).astype(np.float64)
-    checks.integer(pixels=dn.shape[1], minimum=2 * groups, remedy="open a device with more outputs")
-    mean = dn.mean(axis=0)
-    columns = [np.ones_like(mean), mean, dn.var(axis=0, ddof=1), np.square(mean)]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Half:
+    """Frames of one level, reduced.
+
+    Attributes:
+        frame_means: shape (frames,).
+        mean: temporal mean of each pixel, shape (pixels,).
+        squares: of each pixel, sum over frames of the squared deviation from its mean, frame means taken off.
+        looked_at: shape (frames, at most `PIXELS_LOOKED_AT`).
+    """
+
+    frame_means: np.ndarray
+    mean: np.ndarray
+    squares: np.ndarray
+    looked_at: np.ndarray
+
+    @classmethod
+    def of(cls, frames: np.ndarray, groups: int) -> _Half:
+        checks.integer(pixels=frames.shape[1], minimum=2 * groups, remedy="open a device with more outputs")
+        dn = frames.astype(np.float64)
+        frame_means, mean = dn.mean(axis=1), dn.mean(axis=0)
+        rest = dn - frame_means[:, None] - mean + frame_means.mean()
+        return cls(
+            frame_means=frame_means,
+            mean=mean,
+            squares=np.sum(np.square(rest), axis=0),
+            looked_at=np.array(frames[:, :PIXELS_LOOKED_AT]),
+        )
+
+
+def _sums(first: _Half, second: _Half, groups: int) -> np.ndarray:
+    """Both halves of a level, shape (groups, 4)."""
+    a, b, pixels = len(first.frame_means), len(second.frame_means), first.mean.size
+    mean = (a * first.mean + b * second.mean) / (a + b)
+    step = first.mean - second.mean
+    squares = first.squares + second.squares + np.square(step - step.mean()) * a * b / (a + b)
+    variance = squares / (a + b - 1) * pixels / (pixels - 1)  # a degree of freedom for each frame's mean
+    columns = [np.ones_like(mean), mean, variance, np.square(mean)]
     return np.stack([[column[g::groups].sum() for column in columns] for g in range(groups)])

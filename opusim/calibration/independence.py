@@ -12,10 +12,11 @@ d = sum over segments of (readings - 1):
   exp(-c t^2 / 2) (concentration on spheres), and the mean is at most that of a Gaussian matrix (Davidson, Szarek 2001);
 - the mean over outputs of a reading has chi-squared energy; so has the mean over pairs of outputs at one distance;
 - the cosine of two readings' vectors has the law of a correlation in p dimensions;
-- autocorrelations have the moments of Dufour and Roy (1985), exact for every sample size.
+- autocorrelations have the first two moments that they have over all orders of the readings, exactly.
 
 Sizes are tested as signed readings are: the same statistics of h(z) = Phi^-1(2 Phi(|z|) - 1), which is N(0, 1) too.
-Moments that need exchangeable readings only hold for every continuous law; camera frames are tested with them too.
+Readings that are not Gaussian are tested by the normal scores of their ranks: permutations of one vector, of the same
+first two moments.
 """
 
 from __future__ import annotations
@@ -30,16 +31,22 @@ PAIRED_OUTPUTS = 4096
 """Pairs are formed among the first outputs only; all other statistics use all outputs."""
 _LEAST_OUTPUTS = 30  # below, the cosine of two readings is no sum of many numbers
 _BLOCK = 1024
+_TIES_SEED = 20261123
+_TIE = 1e-6  # standard deviations below which ranks are drawn
 _LAGS = 10
 _EXCESS = 14.0  # of the variance of sums of squared autocorrelations over chi-squared's, times the readings
 
 
-def independence_p_values(segments: Sequence[np.ndarray]) -> dict[str, dict[str, float]]:
+def independence_p_values(
+    segments: Sequence[np.ndarray], *, ranked: bool = False
+) -> dict[str, dict[str, float]]:
     """P-values of the statistics of four properties; an output that is constant in a segment is left out.
 
     Args:
         segments: readings of one setting each, in order of time, shape (readings, n_outputs), finite, at least 8
             readings each and the same outputs in all.
+        ranked: replaces readings by normal scores of their ranks within output and segment, ties broken at random from
+            a fixed seed. Readings are then exchangeable whatever their law, also if they are whole numbers.
 
     Returns:
         For each property the p-value of each statistic.
@@ -47,7 +54,9 @@ def independence_p_values(segments: Sequence[np.ndarray]) -> dict[str, dict[str,
     varying = np.all([np.ptp(part, axis=0) > 0 for part in segments], axis=0)
     if not np.any(varying):
         return {name: {"constant": 1.0} for name in _PROPERTIES}
-    signed = [standardised(np.asarray(part)[:, varying]) for part in segments]
+    kept = [np.asarray(part)[:, varying] for part in segments]
+    random = np.random.default_rng(_TIES_SEED)
+    signed = [standardised(_rank_scores(part, random) if ranked else part) for part in kept]
     sizes = [standardised(_size_scores(part)) for part in signed]
     found: dict[str, dict[str, float]] = {}
     for names, parts in ((_PROPERTIES[:2], signed), (_PROPERTIES[2:], sizes)):
@@ -70,6 +79,19 @@ def standardised(samples: np.ndarray) -> np.ndarray:
     centred = np.asarray(samples, dtype=np.float64) - np.mean(samples, axis=0, dtype=np.float64)
     spread = np.sqrt(np.mean(np.square(centred), axis=0))
     return np.asarray(centred / np.where(spread > 0, spread, 1.0))
+
+
+def _rank_scores(part: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Phi^-1((rank - 1/2) / n) of each output's readings."""
+    from scipy.special import ndtri
+
+    n, scores = len(part), np.empty(part.shape)
+    levels = ndtri((np.arange(n) + 0.5) / n)[:, None]
+    for start in range(0, part.shape[1], _BLOCK):
+        values = np.asarray(part[:, start : start + _BLOCK], dtype=np.float64)
+        values = values + _TIE * values.std(axis=0) * random.random(values.shape)
+        np.put_along_axis(scores[:, start : start + _BLOCK], np.argsort(values, axis=0), levels, axis=0)
+    return scores
 
 
 def _size_scores(z: np.ndarray) -> np.ndarray:
@@ -241,11 +263,12 @@ def _autocorrelations(z: _Standardised) -> tuple[float, float]:
         for lag, cosine in zip(lags, np.abs(cosines).max(axis=1), strict=True):
             worst = min(worst, _cosine_p_value(float(cosine), n - lag, 1))
         tests += outputs * lags.size
-        few = lags[:_LAGS]
-        mean, spread = -(n - few) / (n * (n - 1)), _autocorrelation_variance(n, few)
-        energy += float(np.sum(np.square(products[: few.size] / n - mean[:, None]) / spread[:, None]))
-        freedom += few.size * outputs
-        variance += 2 * few.size * outputs * (1 + _EXCESS / n)
+        fourth = np.mean(np.square(np.square(part)), axis=0)
+        for lag in lags[:_LAGS]:
+            deviation = products[lag - 1] + (n - lag) / (n - 1)
+            energy += float(np.sum(np.square(deviation) / _product_variance(n, lag, fourth)))
+            freedom += outputs
+            variance += 2 * outputs * (1 + _EXCESS / n)
     law = gamma(freedom**2 / variance, scale=variance / freedom)
     return min(1.0, tests * worst), float(law.sf(energy))
 
@@ -262,12 +285,19 @@ def _lagged_products(part: np.ndarray, most: int) -> np.ndarray:
     return products
 
 
-def _autocorrelation_variance(n: int, lag: np.ndarray) -> np.ndarray:
-    """Of sum z_s z_(s + lag) / n, mean taken off: Dufour, Roy, Journal of Econometrics 29 (1985), p. 257."""
-    k = lag.astype(np.float64)
-    return np.asarray(
-        (n**4 - (k + 3) * n**3 + 3 * k * n**2 + 2 * k * (k + 1) * n - 4 * k**2) / ((n + 1) * n**2 * (n - 1) ** 2)
+def _product_variance(n: int, lag: int, fourth: np.ndarray) -> np.ndarray:
+    """Variance over all orders in time of sum z_s z_(s + lag), for outputs with the given mean fourth power.
+
+    The sum's square has n - lag terms z_a^2 z_b^2, 2 (n - 2 lag) terms z_a^2 z_b z_c and else products of four readings.
+    """
+    same, linked = n - lag, 2 * max(n - 2 * lag, 0)
+    apart = same**2 - same - linked
+    second = (
+        same * (n - fourth) / (n - 1)
+        + linked * (2 * fourth - n) / ((n - 1) * (n - 2))
+        + apart * (3 * n - 6 * fourth) / ((n - 1) * (n - 2) * (n - 3))
     )
+    return np.asarray(second - (same / (n - 1)) ** 2)
 
 
 # Laws

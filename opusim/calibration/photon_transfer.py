@@ -2,13 +2,20 @@
 
 With p photons on a pixel, below saturation (EMVA 1288 release 3.1, sections 2 to 4 and 6 to 8):
     mean      m(p) = m_0 + R p,         R = K eta            [DN]
-    variance  v(p) = v_0 + S p,         S = K^2 eta          [DN^2], v_0 = K^2 (N_dark + read_noise^2) + 1/12
-    so gain K = S / R, quantum efficiency eta = R^2 / S;
+    variance  v(m) = v_0 + K (m - m_0)                       [DN^2], v_0 = K^2 (N_dark + read_noise^2) + 1/12
+    so the gain K is the slope of the variance on the measured mean, quantum efficiency eta = R / K;
     dark current from dark means against exposure: slope / K;
     of each pixel's mean, variance over pixels: K^2 dsnu^2 + prnu^2 (R p)^2 (the frames' noise taken off).
 Where the noise of a level is below 0.6 DN, rounding bends both lines (by up to exp(-2 pi^2 0.36) / pi DN at 0.6); such
 levels are left out, and dark quantities come from the lines' values at p = 0 and from dark frames under a little
-constant light. So an 8-bit camera gives up a read noise of a quarter of a DN, which the variance of no single level
+constant light.
+
+Light whose power varies from frame to frame by r (standard deviation over mean) adds r^2 (m - m_0)^2 to the variance,
+and a straight line through that overstates K and understates photons. What all pixels of a frame share is therefore
+taken off before variances are formed (`flat_series`), which leaves the straight line, and the means of frames tell r.
+Fluctuations that pixels do not share, and a response that is not linear, bend the line: v = v_0 + K (m - m_0) +
+c (m - m_0)^2 is fitted too. c is tested, and the limits of a certified law come from the parabola's K, which c does
+not bias. So an 8-bit camera gives up a read noise of a quarter of a DN, which the variance of no single level
 shows; the codes' probabilities do (`opusim.calibration.code_noise`).
 """
 
@@ -21,11 +28,13 @@ import numpy as np
 
 from opusim.calibration.flat_series import COUNT, MEAN, MEAN_SQUARE, VARIANCE, FlatSeries
 from opusim.calibration.jackknife import Estimate, jackknife
+from opusim.calibration.light_noise import LightNoise
 
 LEAST_VARIANCE_DN2 = 0.36
 """A level below is bent by rounding."""
 _ROUNDING = 1.0 / 12.0
 _SQUARES = {"read_noise_e": "read_noise_e2", "prnu": "prnu2", "dsnu_e": "dsnu_e2"}
+_UNBENT = ("unbent_gain", "unbent_dark", "bend")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,11 +79,62 @@ class PhotonTransfer:
         Keys: quantum_efficiency [e-/photon], gain_dn_per_e, black_level_dn, read_noise_e, dark_current_e_per_s,
         prnu, dsnu_e, saturation_e, and doubling_k where a warm series is there.
         """
+        found = self._jackknife(confidence)
+        roots = {name: found[square].root() for name, square in _SQUARES.items()}
+        left_out = {*_SQUARES.values(), *_UNBENT}
+        return {name: value for name, value in found.items() if name not in left_out} | roots
+
+    def _jackknife(self, confidence: float) -> dict[str, Estimate]:
         series = [self.light, self.dark, *([] if self.warm is None else [self.warm])]
         sums = np.concatenate([part.sums for part in series], axis=1)
-        found = jackknife(sums, partial(self._statistic, used=self.used()), confidence=confidence)
-        roots = {name: found[square].root() for name, square in _SQUARES.items()}
-        return {name: value for name, value in found.items() if name not in _SQUARES.values()} | roots
+        return jackknife(sums, partial(self._statistic, used=self.used()), confidence=confidence)
+
+    def unbent(self, confidence: float) -> dict[str, Estimate]:
+        """Limits that a curved photon transfer does not bias: those of a certified law.
+
+        Keys: gain_dn_per_e, dark_current_e_per_s.
+        """
+        found = self._jackknife(confidence)
+        return {"gain_dn_per_e": found["unbent_gain"], "dark_current_e_per_s": found["unbent_dark"]}
+
+    def light_noise(self) -> LightNoise:
+        """What the means of frames say of light that varies from frame to frame."""
+        used = self.used()
+        means, variances = self.light.means()[used], self.light.variances()[used]
+        return LightNoise(
+            frame_variances=self.light.frame_means[used].var(axis=1, ddof=1),
+            freedom=np.full(used.size, self.light.frames - 1),
+            own=variances / self.light.pixels,
+            light=means - self._zero(used),
+        )
+
+    def property_p_values(self) -> dict[str, dict[str, float]]:
+        """P-values of what the constants rest on: a straight photon transfer and a straight dark series."""
+        from scipy.stats import chi2, t
+
+        bend = self._jackknife(0.5)["bend"]
+        error = (bend.high - bend.low) / 2 / t.isf(0.25, len(self.light.sums) - 1)
+        residuals, freedom = 0.0, 0
+        for series in (self.dark, *([] if self.warm is None else [self.warm])):
+            errors2 = series.variances() / (series.pixels * series.frames)
+            seconds, means = _seconds(series), series.means()
+            start, slope = _line(seconds, means, 1 / errors2)
+            residuals += float(np.sum(np.square(means - start - slope * seconds) / errors2))
+            freedom += len(means) - 2
+        deviate = abs(bend.value) / max(error, 1e-300)
+        return {
+            "the variance is a straight line in the mean": {
+                "curvature": 2 * float(t.sf(deviate, len(self.light.sums) - 1))
+            },
+            "the dark mean is a straight line in the exposure": {
+                "residuals": float(chi2.sf(residuals, freedom))
+            },
+        }
+
+    def _zero(self, used: np.ndarray) -> float:
+        """Mean without light, DN: where the line of means starts."""
+        means = self.light.means()[used]
+        return _line(self.photons()[used], means, 1.0 / self.light.variances()[used])[0]
 
     def linearity_error(self) -> float:
         """Largest deviation of a used level's mean from the line, relative to the line's rise from dark."""
@@ -95,16 +155,18 @@ class PhotonTransfer:
         spatial = (square - np.square(mean)) * count / (count - 1)
         n, photons, guide = len(self.light.levels), self.photons()[used], self.light.variances()[used]
         zero, response = _line(photons, mean[used], 1.0 / guide)
-        floor, slope = _line(photons, variance[used], 1.0 / np.square(guide))
-        gain = slope / response
-        dark = _dark_slope(self.dark, mean[n : n + len(self.dark.levels)]) / gain
+        lit = mean[used] - zero
+        floor, gain = _line(lit, variance[used], 1.0 / np.square(guide))
+        _, unbent_gain, bend = _parabola(lit, variance[used], 1.0 / np.square(guide))
+        dark_dn = _dark_slope(self.dark, mean[n : n + len(self.dark.levels)])
+        dark = dark_dn / gain
         dark_e = dark * self.exposure_us * 1e-6
         rise, spread = np.square(response * photons), spatial[used] - variance[used] / self.light.frames
         guess = np.square(guide / self.light.frames + 1e-4 * rise)
         offset2, prnu2 = _line(rise, spread, 1.0 / guess)
         black = zero - gain * dark_e
         found = {
-            "quantum_efficiency": response**2 / slope,
+            "quantum_efficiency": response / gain,
             "gain_dn_per_e": gain,
             "black_level_dn": black,
             "read_noise_e2": (floor - _ROUNDING * self.is_rounded) / gain**2 - dark_e,
@@ -112,6 +174,9 @@ class PhotonTransfer:
             "prnu2": prnu2,
             "dsnu_e2": offset2 / gain**2,
             "saturation_e": (mean[n - 1] - black) / gain,
+            "unbent_gain": unbent_gain,
+            "unbent_dark": dark_dn / unbent_gain,
+            "bend": bend,
         }
         if self.warm is not None:
             warm = _dark_slope(self.warm, mean[n + len(self.dark.levels) :]) / gain
@@ -125,8 +190,12 @@ class PhotonTransfer:
 
 def _dark_slope(series: FlatSeries, means: np.ndarray) -> float:
     """DN per second of exposure."""
-    seconds = np.array([float(level.exposure_us or 0) * 1e-6 for level in series.levels])
-    return _line(seconds, means, 1.0 / series.variances())[1]
+    return _line(_seconds(series), means, 1.0 / series.variances())[1]
+
+
+def _seconds(series: FlatSeries) -> np.ndarray:
+    """Exposures of the levels, seconds."""
+    return np.array([float(level.exposure_us or 0) * 1e-6 for level in series.levels])
 
 
 def _line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
@@ -135,3 +204,12 @@ def _line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, flo
     x_mean, y_mean = weights @ x / total, weights @ y / total
     slope = float((weights * (x - x_mean)) @ y / ((weights * (x - x_mean)) @ x))
     return float(y_mean - slope * x_mean), slope
+
+
+def _parabola(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
+    """Start, slope at 0 and coefficient of the square, by weighted least squares."""
+    unit = float(np.max(np.abs(x)))
+    columns = np.stack([np.ones_like(x), x / unit, np.square(x / unit)], axis=1)
+    roots = np.sqrt(weights)
+    found = np.linalg.lstsq(columns * roots[:, None], y * roots, rcond=None)[0]
+    return float(found[0]), float(found[1] / unit), float(found[2] / unit**2)

@@ -123,7 +123,7 @@ def evaluate_readings(
         uses_eigenvalue=use_eigenvalue,
         successive=successive,
         tests=decide(
-            independence_p_values(parts) | shape, alarm=alarm, not_needed=() if gaussian else tuple(shape)
+            independence_p_values(parts, ranked=not gaussian) | shape, alarm=alarm, not_needed=() if gaussian else tuple(shape)
         ),
     )
 

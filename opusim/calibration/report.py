@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from opusim.calibration.calibrate import Calibration
 from opusim.calibration.certificate import Certificate
 from opusim.calibration.figures import readings_figure, transfer_figure
+from opusim.calibration.property_tests import FAMILY_ALARM
 from opusim.units import unit_of
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ _STYLE = (
 )
 
 
+_CAP = 37.0  # of a p-value that double precision can hold
 _LAWS = {"gaussian": "Gaussian readings", "photon_count": "Poisson counts"}
 _WORDS = {
     "std": "smallest standard deviation of a reading, lower limit",
@@ -41,6 +42,7 @@ _WORDS = {
     "prnu": "response, standard deviation over pixels",
     "dsnu_e": "offset, standard deviation over pixels",
     "dark_noise_dn": "noise of a blank frame",
+    "light_noise": "light, standard deviation from frame to frame",
     "decorrelation_s": "decorrelation time of the medium",
 }
 """What the keys of certificates mean, for people."""
@@ -71,7 +73,7 @@ def write_report(calibration: Calibration, path: Path) -> None:
 def _law(certificate: Certificate) -> str:
     """What is certified."""
     if certificate.noise is None:
-        return "<h2>Certified noise</h2><p class='against'>None: the readings speak against the described law.</p>"
+        return "<h2>Certified noise</h2><p class='against'>None: a test speaks against the described law.</p>"
     numbers = certificate.noise.model_dump()
     rows = "".join(
         f"<tr><td>{escape(_WORDS[key])}</td><td>{value:.6g}</td><td>{escape(unit_of(key))}</td><td><code>{key}</code></td></tr>"
@@ -107,27 +109,24 @@ def _estimates(calibration: Calibration) -> str:
 
 def _readings(calibration: Calibration) -> str:
     """The noise of readings and the tests."""
-    noise, law = calibration.reading_noise, calibration.certificate.noise
-    needed = law is None or law.law == "gaussian"
+    noise, tests = calibration.reading_noise, calibration.certificate.tests
     rows = "".join(
-        f"<tr class='{'against' if needed and not t.holds else ''}'><td>{escape(t.text)}</td>"
-        f"<td>{_errors(t.standard_errors)}</td><td>{'holds' if t.holds else 'does not hold'}</td></tr>"
-        for t in noise.tests
-    )
-    why = (
-        "What Gaussian readings need:"
-        if needed
-        else "The certified law is that of the counts and needs none of the following, which a Gaussian law would need:"
+        f"<tr class='{'against' if t.needed and not t.holds else ''}'><td>{escape(t.text)}</td>"
+        f"<td>{_errors(t.standard_errors)}</td><td>{'holds' if t.holds else 'does not hold'}</td>"
+        f"<td>{'needed' if t.needed else 'not needed'}</td></tr>"
+        for t in tests
     )
     return (
-        f"<h2>Readings of one input</h2><p>{noise.readings:,} readings of {noise.n_outputs:,} outputs: standard "
-        f"deviation {noise.mean_std:.5g} (root mean square) and {noise.smallest_std:.5g} at the quietest output, "
-        f"projection units; correlation of successive readings {noise.successive:.5f}. {why}</p><table>{rows}</table>"
+        f"<h2>Readings of constant inputs</h2><p>{noise.readings:,} readings of {noise.n_outputs:,} outputs at each of "
+        f"{noise.inputs} inputs: standard deviation {noise.mean_std:.5g} (root mean square) and "
+        f"{noise.smallest_std:.5g} at the quietest output, projection units; correlation of successive readings "
+        f"{noise.successive:.5f}.</p><h2>Tests</h2><p>What the law needs, and what Gaussian readings would need "
+        f"besides. A sound device fails any of them with probability {FAMILY_ALARM:g}.</p><table>{rows}</table>"
     )
 
 
 def _errors(value: float) -> str:
-    return f"{value:.2f} standard errors" if math.isfinite(value) else "–"
+    return f"{value:.2f} standard errors" if value < _CAP else f"above {_CAP:g} standard errors"
 
 
 def _image(figure: Figure | None, text: str) -> str:

@@ -1,0 +1,93 @@
+"""The certified law of a camera's counts: limits of dark charge and light, and the tests that they rest on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from opusim.calibration.certificate import PhotonCountLaw
+from opusim.calibration.independence import independence_p_values
+from opusim.calibration.jackknife import Estimate
+from opusim.calibration.light_noise import LightNoise
+from opusim.calibration.photon_transfer import PhotonTransfer
+from opusim.calibration.property_tests import FAMILY_ALARM, PropertyTest, decide
+from opusim.devices.camera import CameraDevice
+
+_ANCHOR_FRAMES = 100
+_PARTS_OF_BETA = 7  # two limits each of the gain, the mean anchor and the dark charge, one of the light's noise
+_BRIGHTEST = 8.0  # standard deviations above its mean that no frame of a Gaussian light reaches (1e-15 a frame)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountCertificate:
+    """What frames say of a camera's counts.
+
+    Attributes:
+        law: the certified limits; None if a test speaks against them.
+        tests: of what the limits rest on.
+        light_noise: relative standard deviation of the light from frame to frame, its upper limit at the share of beta.
+        remarks: the assumed law, and why none is certified.
+    """
+
+    law: PhotonCountLaw | None
+    tests: tuple[PropertyTest, ...]
+    light_noise: Estimate
+    remarks: tuple[str, ...]
+
+
+def certify_counts(device: CameraDevice, transfer: PhotonTransfer, beta: float) -> CountCertificate:
+    """Limits that hold together with probability 1 - beta (Bonferroni over one-sided limits).
+
+    Raises:
+        ValueError: too few frames for this beta.
+    """
+    share = beta / _PARTS_OF_BETA
+    anchor, blank = device.anchor_frames(_ANCHOR_FRAMES), device.flat_frames(_ANCHOR_FRAMES)
+    light = transfer.light_noise().and_frames(anchor, float(blank.mean(dtype=np.float64)))
+    tests = _tests(transfer, light, anchor)
+    limit = light.upper(share)
+    remarks = [
+        "assumed law: independent Poisson counts, one light for all frames, that no data, pattern or automatic exposure "
+        f"changes; the brightest frame is taken to lie {_BRIGHTEST:g} times light_noise above the mean, its upper limit"
+    ]
+    if failed := [test.text for test in tests if not test.holds]:
+        remarks.append(
+            f"no law is certified, because frames speak against: {'; '.join(failed)}. Limits of constants do not allow "
+            "for that; steady the light and calibrate again"
+        )
+    lit = anchor.mean(axis=1, dtype=np.float64) - blank.mean(axis=1, dtype=np.float64)
+    return CountCertificate(
+        law=None if failed else _law(device, transfer, lit, brightest=1 + _BRIGHTEST * limit, share=share),
+        tests=tests,
+        light_noise=Estimate(value=light.estimate, low=0.0, high=limit),
+        remarks=tuple(remarks),
+    )
+
+
+def _tests(transfer: PhotonTransfer, light: LightNoise, anchor: np.ndarray) -> tuple[PropertyTest, ...]:
+    looked_at = transfer.light.looked_at[transfer.used()]
+    frames = [*looked_at, anchor[:, : looked_at.shape[2]]]
+    independence = {f"frames: {name}": values for name, values in independence_p_values(frames, ranked=True).items()}
+    steady = {"light does not vary from frame to frame": {"means of frames": light.p_value}}
+    return decide(steady | transfer.property_p_values() | independence, alarm=FAMILY_ALARM / 2)
+
+
+def _law(
+    device: CameraDevice, transfer: PhotonTransfer, lit: np.ndarray, *, brightest: float, share: float
+) -> PhotonCountLaw:
+    from scipy.stats import t
+
+    found = transfer.unbent(1 - 2 * share)
+    seconds = transfer.exposure_us * 1e-6
+    margin = t.isf(share, lit.size - 1) * lit.std(ddof=1) / lit.size**0.5
+    described = float(np.mean(device.exposure.gain_e * np.sum(np.square(device.speckle.anchor), axis=0)))
+    dark, gain = found["dark_current_e_per_s"], found["gain_dn_per_e"]
+    if gain.low <= 0:
+        raise ValueError("beta: is too small for these frames; take more frames or pixels")
+    return PhotonCountLaw(
+        dark_e_low=max(0.0, dark.low * seconds),
+        dark_e_high=max(0.0, dark.high * seconds),
+        light_ratio_low=float(max(0.0, lit.mean() - margin) / gain.high / described),
+        light_ratio_high=float((lit.mean() + margin) / gain.low / described) * brightest,
+    )

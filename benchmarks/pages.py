@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.convex_pages import convex_readme_rows, convex_section, convex_speed_rows
 from benchmarks.curve_pages import curve_sections
 from benchmarks.markdown import markdown
+from benchmarks.mechanism_pages import mechanism_section
 from benchmarks.results_file import load_results
 from benchmarks.ulr_pages import ulr_readme_rows, ulr_sections, ulr_speed_rows
 from benchmarks.zo_pages import zo_readme_rows, zo_sections, zo_speed_rows
@@ -320,6 +321,7 @@ def benchmarks_page() -> str:
         *ulr_sections(),
         convex_section(markdown),
         *zo_sections(),
+        mechanism_section(),
         *curve_sections(),
         speed_section(),
     )

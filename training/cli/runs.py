@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -65,10 +66,19 @@ def report(
 
 
 def audit(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder.")] = None,
+    mechanism: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="Instead of a run: test the sampler, clip and noise of a trainer (pdfa, dfa, tdfa, bp, ulr, zo, "
+            "convex) on records of the audit's choice. Exit code 1 means an alarm.",
+        ),
+    ] = None,
     trials: Annotated[
-        int, typer.Option(help="Coin tosses on the run; the controls take up to 200 each.")
-    ] = 400,
+        int | None,
+        typer.Option(help="Coin tosses on the run, 400 by default; the controls take up to 200 each."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Repeats an audit; drawn and kept by default.")] = None,
     delta: Annotated[float | None, typer.Option(help="Of the bounds; the run's by default.")] = None,
     arrays: Annotated[
@@ -83,9 +93,67 @@ def audit(
             help="Folder for audit.json and report.html, by default the run folder; a release run needs one outside it."
         ),
     ] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="With --mechanism: experiment (default) or release.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="With --mechanism: steps of each of its two runs, 60 by default.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="With --mechanism: a key of the configuration; repeatable."
+        ),
+    ] = None,
+    level: Annotated[
+        float | None,
+        typer.Option(help="With --mechanism: probability of any false alarm, 1e-4 by default."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="With --mechanism: a JSON file to write.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Attack a run: can whoever sees its updates tell which records were used? Beside a null and a broken control."""
+    """Attack a run: can whoever sees its updates tell which records were used? Or test a mechanism (--mechanism)."""
+    of_runs = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
+    of_mechanisms = {"--mode": mode, "--steps": steps, "--set": settings, "--level": level, "--out": out}
+    if mechanism is None:
+        _require_absent(of_mechanisms, "goes with --mechanism KIND only")
+        if run is None:
+            raise ValueError(
+                "RUN is missing: give a run folder to attack, or --mechanism KIND to test a trainer"
+            )
+        _audit_run(run, 400 if trials is None else trials, seed, delta, arrays, as_json)
+        return
+    _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
+    from training.cli.mechanism import audit_mechanism_command
+
+    audit_mechanism_command(
+        mechanism,
+        mode=mode or "experiment",
+        steps=60 if steps is None else steps,
+        settings=settings or (),
+        seed=seed,
+        level=1e-4 if level is None else level,
+        out=out,
+        as_json=as_json,
+    )
+
+
+def _require_absent(options: Mapping[str, object], rule: str) -> None:
+    """Refuse options of the other kind of audit."""
+    for name, value in options.items():
+        if value is not None and value != []:
+            raise ValueError(f"{name} {rule}; leave it out")
+
+
+def _audit_run(
+    run: Path,
+    trials: int,
+    seed: int | None,
+    delta: float | None,
+    arrays: Path | None,
+    as_json: bool,
+) -> None:
+    """Attack a run, print what was found and write its report."""
     import json
 
     from training.attacks.run_audit import audit_run

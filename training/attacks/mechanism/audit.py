@@ -23,6 +23,7 @@ from training.attacks.mechanism.report import Check, MechanismAudit
 from training.attacks.mechanism.subjects import SUBJECTS, Subject
 from training.config.reading import flat, load_config, merged, parse_setting
 from training.config.run import RunConfig
+from training.config.zo import ZoConfig
 from training.convex.plan import largest_gradient
 from training.data import Dataset
 from training.runs.folder import RunFolder
@@ -146,11 +147,6 @@ def _compared(
         return response_checks(shifts, mechanism, level), (len(dataset.train), 1), accounted
     released = [_released(folder, subject, dataset) for folder in folders]
     steps, free = released[0].noise.shape
-    if config.protection.kind != "label-once" and free < FEWEST_FREE:
-        raise ValueError(
-            f"trainer.directions: leaves {free} components of a step to noise only, but the self-test needs "
-            f"{FEWEST_FREE}; take at least {FEWEST_FREE + 1} directions"
-        )
     return checked(released, level), (steps, free), released[0].accounted
 
 
@@ -185,6 +181,7 @@ def _configured(kind: str, mode: str, steps: int, settings: Sequence[str]) -> tu
         base = merged(base, {"sampler": {"scheme": "poisson"}})
     config = load_config(merged(merged(base, defaults), options))
     _require_quiet(config)
+    _require_contrasts(config)
     return subject, _timed(config, subject, steps)
 
 
@@ -200,7 +197,7 @@ def _timed(config: RunConfig, subject: Subject, steps: int) -> RunConfig:
         raise ConfigError(
             "--set",
             "sampler.batch_size",
-            f"{config.sampler.batch_size} must be at most {_RECORDS // 4} and divide the self-test's {_RECORDS} records",
+            f"{config.sampler.batch_size} must divide the self-test's {_RECORDS} records, a quarter of them at most",
         )
     rate = subject.rate / _clip(config, subject)
     epochs = -(-steps // per_epoch)
@@ -300,6 +297,28 @@ def _require_quiet(config: RunConfig) -> None:
             "--set",
             "device.noise.sigma",
             f"{sigma:g} turns the contribution of each record; use at most {_LARGEST_SIGMA:g}",
+        )
+
+
+def _require_contrasts(config: RunConfig) -> None:
+    """Refuse zeroth order without enough directions, or with scalars whose sums have no Gaussian noise.
+
+    Raises:
+        ConfigError: One of these.
+    """
+    options = config.trainer
+    if not isinstance(options, ZoConfig):
+        return
+    if options.directions <= FEWEST_FREE:
+        raise ConfigError(
+            "--set",
+            "trainer.directions",
+            f"{options.directions} leaves {options.directions - 1} components of a step to noise only, and the "
+            f"self-test needs {FEWEST_FREE}; take at least {FEWEST_FREE + 1}",
+        )
+    if options.law != "gaussian":
+        raise ConfigError(
+            "--set", "trainer.law", f"{options.law!r} has no exact tests of its sums here; use 'gaussian'"
         )
 
 

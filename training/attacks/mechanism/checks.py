@@ -26,6 +26,9 @@ def checked(released: Sequence[Released], level: float) -> tuple[Check, ...]:
     """
     noise = np.stack([run.noise for run in released])  # (runs, steps, coordinates)
     checks = noise_checks(noise)
+    signals = [run.signal_noise for run in released if run.signal_noise is not None]
+    if signals:
+        checks += signal_noise_checks(np.stack(signals))
     sums, batch = [run.sums for run in released if run.sums is not None], released[0].batch
     if sums and batch is not None:
         checks += sum_checks(sums, batch)
@@ -49,6 +52,15 @@ def noise_checks(noise: np.ndarray) -> list[Check]:
     ]
 
 
+def signal_noise_checks(noise: np.ndarray) -> list[Check]:
+    """Checks of noise along the layers' inputs, shape (runs, steps, coordinates)."""
+    return [
+        _noise_variance(noise, "noise on signals: variance"),
+        _any_two(noise, "noise on signals: any two steps"),
+        *(_lag(noise, lag, "noise on signals") for lag in LAGS[:1]),
+    ]
+
+
 def sum_checks(sums: Sequence[Sums], batch: BatchLaw) -> list[Check]:
     """Checks of contributions and batches."""
     if not batch.variance:
@@ -61,10 +73,10 @@ def sum_checks(sums: Sequence[Sums], batch: BatchLaw) -> list[Check]:
     ]
 
 
-def _noise_variance(noise: np.ndarray) -> Check:
+def _noise_variance(noise: np.ndarray, name: str = "noise: variance") -> Check:
     total = float(np.sum(np.square(noise)))
     return Check(
-        name="noise: variance",
+        name=name,
         observed=total / noise.size,
         expected=1.0,
         standard_error=math.sqrt(2 / noise.size),
@@ -101,36 +113,36 @@ def _noise_law(noise: np.ndarray) -> Check:
     )
 
 
-def _lag(noise: np.ndarray, lag: int) -> Check:
+def _lag(noise: np.ndarray, lag: int, name: str = "noise") -> Check:
     """Correlation of steps t and t + lag, each phase t mod (lag + 1) by itself: its pairs share no step."""
-    found = []
-    for phase in range(lag + 1):
-        first = np.arange(phase, noise.shape[1] - lag, lag + 1)
-        r = statistics.cosine(noise[:, first], noise[:, first + lag])
-        dimension = noise.shape[0] * len(first) * noise.shape[2]
-        found.append((float(statistics.cosine_p(r, dimension)), r, dimension))
-    p, r, dimension = min(found)
-    return _correlation(f"noise: steps {lag} apart", r, dimension, p * len(found), "noise used again")
+    firsts = [np.arange(phase, noise.shape[1] - lag, lag + 1) for phase in range(lag + 1)]
+    pairs = [(noise[:, first], noise[:, first + lag]) for first in firsts]
+    return _least_likely(f"{name}: steps {lag} apart", pairs, "noise used again")
 
 
-def _any_two(noise: np.ndarray) -> Check:
+def _any_two(noise: np.ndarray, name: str = "noise: any two steps") -> Check:
     r, pairs = statistics.largest_pair(noise.reshape(-1, noise.shape[2]))
     p = float(statistics.cosine_p(r, noise.shape[2])) * pairs
     text = "noise used again at any distance, or in another run"
-    return _correlation("noise: any two steps", r, noise.shape[2], p, text)
+    return _correlation(name, r, noise.shape[2], p, text)
 
 
 def _between_coordinates(noise: np.ndarray) -> Check:
-    """Correlation of neighbouring coordinates, and of the first half with the second."""
-    half = noise.shape[2] // 2
-    dimension = half * noise.shape[0] * noise.shape[1]
-    pairs = [
-        (noise[..., 0 : 2 * half : 2], noise[..., 1 : 2 * half : 2]),
-        (noise[..., :half], noise[..., half : 2 * half]),
-    ]
-    r = max((statistics.cosine(a, b) for a, b in pairs), key=abs)
-    p = float(statistics.cosine_p(r, dimension)) * len(pairs)
-    return _correlation("noise: coordinates of a step", r, dimension, p, "one number for several")
+    """Correlation of neighbouring coordinates, from the first and from the second on, and of the two halves."""
+    size = noise.shape[2]
+    pairs = [(noise[..., start : size - 1 : 2], noise[..., start + 1 : size : 2]) for start in (0, 1)]
+    pairs.append((noise[..., : size // 2], noise[..., size // 2 : size // 2 * 2]))
+    return _least_likely("noise: coordinates of a step", pairs, "one number for several")
+
+
+def _least_likely(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]], finds: str) -> Check:
+    """The least likely of several correlations whose means are known to be 0."""
+    found = []
+    for a, b in pairs:
+        r = statistics.cosine(a, b)
+        found.append((float(statistics.cosine_p(r, a.size)), r, a.size))
+    p, r, dimension = min(found)
+    return _correlation(name, r, dimension, p * len(found), finds)
 
 
 def _correlation(name: str, r: float, dimension: int, p_value: float, finds: str) -> Check:

@@ -93,7 +93,7 @@ def _others(runs: np.ndarray, k: int) -> Check:
 def _repeats(kept: np.ndarray, runs: np.ndarray, stays: float, k: int) -> list[Check]:
     """Records up to four apart that are kept together, and equal answers in two runs: normal approximations."""
     n = kept.shape[1]
-    values = (kept - stays) / math.sqrt(stays * (1 - stays))
+    values = (kept - kept.mean()) / math.sqrt(stays * (1 - stays))
     lagged = [(float(np.sum(values[:, :-lag] * values[:, lag:])), len(kept) * (n - lag)) for lag in LAGS]
     total, pairs = max(lagged, key=lambda found: abs(found[0]) / math.sqrt(found[1]))
     same = stays**2 + (1 - stays) ** 2 / (k - 1)

@@ -52,9 +52,12 @@ class Released:
         sums: The other components; None if each record is read once.
         batch: Law of the batches' sizes; None likewise.
         accounted: The mechanism in words.
+        signal_noise: For noise whose covariance the features determine, its components along the layers' inputs and
+            across the records' signals, whitened, shape (steps, others); None otherwise.
     """
 
     noise: np.ndarray
     sums: Sums | None
     batch: BatchLaw | None
     accounted: str
+    signal_noise: np.ndarray | None = None

@@ -123,7 +123,9 @@ def _gradients(
     return [{name: tensor.numpy() for name, tensor in gradient.items()} for gradient in found]
 
 
-def _autograd(model: nn.Module, state: dict[str, Tensor], x: Tensor, y: Tensor, config: RunConfig) -> Gradient:
+def _autograd(
+    model: nn.Module, state: dict[str, Tensor], x: Tensor, y: Tensor, config: RunConfig
+) -> Gradient:
     """The loss's gradient by torch; names follow the layers' order."""
     named = dict(zip(state, model.parameters(), strict=True))
     with torch.no_grad():
@@ -222,9 +224,7 @@ def _record_sums(
     shares = [float(np.linalg.norm(_flat(expected[0], n))) / clip for n in layers]
     return Released(
         noise=noise,
-        sums=Sums(
-            along=np.array(along), along_std=z, by_layer=np.array(by_layer), shares=np.array(shares)
-        ),
+        sums=Sums(along=np.array(along), along_std=z, by_layer=np.array(by_layer), shares=np.array(shares)),
         batch=BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability)),
         accounted=_one_step(mechanism),
     )
@@ -245,10 +245,6 @@ def _scalars(folder: RunFolder, config: RunConfig, mechanism: Any, dataset: Data
 
     A reflection takes the signs of a step's n directions to the first axis; its other n - 1 axes hold noise only.
     """
-    if not hasattr(mechanism, "noise_multiplier"):
-        raise ValueError(
-            "trainer.law = 'laplace': the self-test knows the law of sums of Gaussian scalars only; use 'gaussian'"
-        )
     clip, z = float(mechanism.clip_norm), float(mechanism.noise_multiplier)
     factor = 2 * float(getattr(config.trainer, "perturbation")) * float(mechanism.divisor) / clip  # noqa: B009
     along, noise = [], []
@@ -274,8 +270,9 @@ def _scalars(folder: RunFolder, config: RunConfig, mechanism: Any, dataset: Data
 
 def _first_sign(seed: int, count: int) -> float:
     """Sign of the first entry of a direction that is not 0, which is that of the records' loss difference."""
-    entries = Direction(seed).entries(0, 0, count).numpy()
-    return float(np.sign(entries[np.nonzero(entries)[0][0]]))
+    entries = torch.zeros(count)
+    Direction(seed).add_to(entries, 0, 1.0)
+    return float(torch.sign(entries[torch.nonzero(entries)[0, 0]]))
 
 
 def _reflected(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
@@ -307,22 +304,21 @@ def _label_sums(
         else BatchLaw(mean=float(config.sampler.batch_size), variance=0.0)
     )
     z = float(protection.noise_multiplier or math.nan)
-    noise, by_layer, shares = [], [], []
-    for total, gradient, state in zip(sums, gradients, states[:-1], strict=True):
-        free, parts, stds = _whitened(total, gradient, state, dataset, config, batch.mean)
-        noise.append(free / (z * protection.clip))
-        by_layer.append(parts / protection.clip)
-        shares.append(stds)
-    norms = np.array(shares)  # of a record's contribution before the clip, (steps, layers)
+    parts = [
+        _whitened(total, gradient, state, dataset, config, batch.mean)
+        for total, gradient, state in zip(sums, gradients, states[:-1], strict=True)
+    ]
+    free, signals, totals, lengths = (np.array(values) for values in zip(*parts, strict=True))
+    layered, norms = totals / protection.clip, lengths  # norms before the clip, (steps, layers)
     _require_beyond(norms[0].tolist(), protection.clip)
     stated = np.ones_like(norms)
     if amplified:
         stated = norms / np.linalg.norm(norms, axis=1, keepdims=True)
-    layered = np.array(by_layer)
     weights = stated / np.linalg.norm(stated, axis=1, keepdims=True)
     scale = 1.0 if amplified else math.sqrt(layered.shape[1])
     return Released(
-        noise=np.array(noise),
+        noise=free / (z * protection.clip),
+        signal_noise=signals / (z * protection.clip),
         sums=Sums(
             along=np.sum(layered * weights, axis=1) / scale,
             along_std=z * (1.0 if amplified else math.sqrt(batch.mean)) / scale,
@@ -336,16 +332,17 @@ def _label_sums(
 
 def _whitened(
     total: Gradient, gradient: Gradient, state: Weights, dataset: Dataset, config: RunConfig, batch: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A step's noise-only components over their standard deviation, its layers' sums, the norms of a contribution.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """A step's components over the standard deviation that its noise has at z C = 1.
 
     Returns:
-        Shapes (coordinates,), (layers,), (layers,); in units of z C, C and 1.
+        At features of 0, shape (coordinates,); along the layers' inputs, across delta, shape (outputs - layers,); along
+        contributions, shape (layers,); and the norm of a record's contribution before the clip, shape (layers,).
     """
     amplified, floor = config.protection.kind == "label-amplified", config.protection.floor
     inputs = _layer_inputs(state, dataset)
     fan_ins = sum(len(h) for h in inputs)
-    free, sums, norms = [], [], []
+    free, across, sums, norms = [], [], [], []
     for number, (names, h) in enumerate(zip(_layers(list(total)), inputs, strict=True)):
         rows, signal = _matrix(total, names), _matrix(gradient, names) @ h
         size, length = float(np.linalg.norm(h)), float(h @ h)
@@ -355,12 +352,12 @@ def _whitened(
         turned = _reflected(along_h, signal / np.linalg.norm(signal))
         # label: a signal of norm C times |h|, over the noise of sqrt(m) |h| in a batch of m
         sums.append(turned[0] * (1.0 if amplified else math.sqrt(batch)))
-        free.append(turned[1:])
+        across.append(turned[1:])
         delta = float(np.linalg.norm(signal)) / length
         norms.append(delta * (size / math.sqrt(scale * length + ridge) if amplified else 1.0))
         if number == 0:
             free.append((rows[:, h == 0] / math.sqrt(ridge)).ravel())
-    return np.concatenate(free), np.array(sums), np.array(norms)
+    return np.concatenate(free), np.concatenate(across), np.array(sums), np.array(norms)
 
 
 def _matrix(gradient: Gradient, names: Sequence[str]) -> np.ndarray:
@@ -372,5 +369,8 @@ def _matrix(gradient: Gradient, names: Sequence[str]) -> np.ndarray:
 def _layer_inputs(state: Weights, dataset: Dataset) -> list[np.ndarray]:
     """What the layers of the tanh network are given, each with the bias's constant 1."""
     first = np.append(dataset.train.x[0].double().numpy(), 1.0)
-    z = np.column_stack([state["layer1.weight"].double().numpy(), state["layer1.bias"].double().numpy()]) @ first
+    z = (
+        np.column_stack([state["layer1.weight"].double().numpy(), state["layer1.bias"].double().numpy()])
+        @ first
+    )
     return [first, np.append(np.tanh(z), 1.0)]

@@ -43,7 +43,7 @@ def kolmogorov_distance(values: np.ndarray) -> float:
 
 
 def kolmogorov_p(distance: float, n: int) -> float:
-    """P(distance at least so large) for n independent values, from the limit law, which errs by less than 0.1/sqrt(n)."""
+    """P(distance at least so large) for n independent values, by the limit law of large n."""
     return float(kolmogorov(distance * math.sqrt(n)))
 
 

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from tests.faults.base import FEEDBACKS, Fault, replaced
+from training.protections.base import bounded_factors
+
+
+def _each_layer_to_c(before: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def factors(self: Any, norms: torch.Tensor) -> torch.Tensor:
+        return bounded_factors(norms, self._clip_norm)
+
+    return factors
+
+
+def plant() -> AbstractContextManager[None]:
+    return replaced("training.protections.record:RecordProtection._factors", _each_layer_to_c)
+
+
+FAULT = Fault(
+    name="clipped_by_layer",
+    breaks="Each of L layers is clipped to C by itself, so that a record contributes up to sqrt(L) C.",
+    trainers=(*FEEDBACKS, "ulr"),
+    checks=("contribution: norm over layers",),
+    plant=plant,
+)

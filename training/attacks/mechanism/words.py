@@ -1,0 +1,75 @@
+"""A self-test of the mechanism in words, at most 80 columns wide."""
+
+from __future__ import annotations
+
+from textwrap import fill
+
+from training.attacks.mechanism.report import Check, MechanismAudit
+
+WIDTH = 80
+_ROW = "{:<32}{:>10}{:>10}{:>11}  {}"
+
+
+def report_text(found: MechanismAudit) -> str:
+    """What ran, a table of the checks, the result, and what no check can see."""
+    header = _ROW.format("check", "observed", "expected", "std. error", "verdict")
+    rows = [_row(check) for check in found.checks]
+    return "\n".join(
+        [
+            _wrapped(_what_ran(found)),
+            "",
+            header,
+            "-" * len(header),
+            *rows,
+            "",
+            *(_wrapped(text) + "\n" for text in (_result(found), _blind_spots(found))),
+        ]
+    ).rstrip("\n")
+
+
+def _wrapped(text: str) -> str:
+    return fill(text, width=WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _row(check: Check) -> str:
+    numbers = (f"{value:.4g}" for value in (check.observed, check.expected))
+    return _ROW.format(
+        check.name, *numbers, f"{check.standard_error:.2g}", "ALARM" if check.alarm else "agrees"
+    )
+
+
+def _what_ran(found: MechanismAudit) -> str:
+    seeds = "nothing seeded" if found.seed is None else f"seed {found.seed}"
+    once = found.protection in ("label-once", "label-response")
+    length = "the labels read once" if once else f"{found.steps} steps"
+    return (
+        f"Self-test of {found.kind}, protection.kind = {found.protection}, {found.mode} mode: {found.runs} runs, "
+        f"{length}, {found.records:,} identical records, {seeds}, {found.cpu_s:.1f} CPU s. Accounted a step: "
+        f"{found.accounted}. Noise is in units of its accounted standard deviation, contributions in units of the clip."
+    )
+
+
+def _result(found: MechanismAudit) -> str:
+    if found.holds:
+        return (
+            "No alarm: the released numbers agree with what was accounted. If the mechanism is right, one self-test "
+            f"in {1 / found.level:,.0f} raises an alarm by chance."
+        )
+    worst = min(found.alarms, key=lambda check: check.p_value)
+    named = "; ".join(f"{check.name} (may be: {check.finds})" for check in found.alarms)
+    return (
+        f"ALARM: the runs did not release what was accounted, so their guarantee does not hold. {named}. A correct "
+        f"mechanism shows a value as unlikely as that of {worst.name!r} with probability {worst.p_value:.1g} at most."
+    )
+
+
+def _blind_spots(found: MechanismAudit) -> str:
+    """What an agreeing self-test leaves open."""
+    text = (
+        "Not seen: faults that only other data, settings or lengths of run bring out (batches are drawn from identical "
+        "records: which records enter is seen by number only); noise whose seed an attacker could guess; attacks on "
+        "the rounding of floating-point numbers; a last iterate, which shows no steps"
+    )
+    if found.protection == "record" and found.kind == "pdfa":
+        text += "; a device's noise inside readings, which is kept small here"
+    return f"{text}. Agreement is no proof of privacy."

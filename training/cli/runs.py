@@ -90,7 +90,8 @@ def audit(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for audit.json and report.html, by default the run folder; a release run needs one outside it."
+            help="A folder for audit.json and report.html, by default the run folder; a release run needs one outside "
+            "it. With --mechanism: a JSON file."
         ),
     ] = None,
     mode: Annotated[
@@ -109,19 +110,18 @@ def audit(
         float | None,
         typer.Option(help="With --mechanism: probability of any false alarm, 1e-4 by default."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="With --mechanism: a JSON file to write.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Attack a run: can whoever sees its updates tell which records were used? Or test a mechanism (--mechanism)."""
     of_runs = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
-    of_mechanisms = {"--mode": mode, "--steps": steps, "--set": settings, "--level": level, "--out": out}
+    of_mechanisms = {"--mode": mode, "--steps": steps, "--set": settings, "--level": level}
     if mechanism is None:
         _require_absent(of_mechanisms, "goes with --mechanism KIND only")
         if run is None:
             raise ValueError(
                 "RUN is missing: give a run folder to attack, or --mechanism KIND to test a trainer"
             )
-        _audit_run(run, 400 if trials is None else trials, seed, delta, arrays, as_json)
+        _audit_run(run, 400 if trials is None else trials, seed, delta, arrays, out, as_json)
         return
     _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
     from training.cli.mechanism import audit_mechanism_command
@@ -151,6 +151,7 @@ def _audit_run(
     seed: int | None,
     delta: float | None,
     arrays: Path | None,
+    out: Path | None,
     as_json: bool,
 ) -> None:
     """Attack a run, print what was found and write its report."""

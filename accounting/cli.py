@@ -171,7 +171,13 @@ def _mechanism(kind: type[Mechanism], values: dict[str, Any], target: float | No
     noise, start = kind.noise_field, 1.0
     if noise == "keep_probability" and values["n_classes"]:  # 0 is refused by the description
         start = (1 + 1 / values["n_classes"]) / 2
-    if noise is not None and target is not None and values[noise] is None:
+    if noise is not None and target is not None:
+        if values[noise] is not None:
+            name = noise.replace("_", "-")
+            raise ValueError(
+                f"--{name} = {values[noise]:g} and --target-epsilon = {target:g} contradict each other: the target computes "
+                f"the {name.replace('-', ' ')}; leave one of them out"
+            )
         values[noise] = start
     for field in fields(kind):
         if values[field.name] is None and field.default is MISSING:

@@ -23,6 +23,9 @@ Number = int | float | list[float]
 EXEMPT_FROM_PROVENANCE = ("schema", "medium", "access", "monitor")
 """Numbers that describe the file, the simulation or its use, not a physical device."""
 
+LARGEST_SIGMA = 1e12
+"""Squares and sums of such noise stay far below the largest float32, 3e38."""
+
 
 class MediumSettings(Section):
     """The scattering medium (see `opusim.medium`).
@@ -97,6 +100,10 @@ class NoiseSettings(Section):
     def _one_of_two(self) -> Self:
         if (self.sigma is None) == (self.temperature_law is None):
             raise ValueError("give exactly one of sigma and temperature_law")
+        if self.sigma is not None and self.sigma > LARGEST_SIGMA:
+            raise ValueError(
+                f"sigma = {self.sigma:g} exceeds {LARGEST_SIGMA:g}, beyond which float32 overflows; lower it"
+            )
         return self
 
     def value(self) -> float:

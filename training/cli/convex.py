@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -28,7 +28,6 @@ Method = Annotated[
     ),
 ]
 _SCHEMES = {"cyclic": "disjoint-cyclic", "full": "full-batch", "poisson": "poisson"}
-_BATCH = 250
 
 
 def mount(train_app: typer.Typer) -> None:
@@ -53,13 +52,11 @@ def train_convex(
 ) -> None:
     """A ReLU network as a convex problem: noisy gradient descent on a gated linear model, private at the last iterate.
 
-    With --device its hyperplanes and its noise are the device's, whose noise must be Gaussian.
+    With --device its hyperplanes and its noise are the device's, whose noise must be Gaussian (trainer.gates and
+    protection.noise = "device").
     """
     changes = flag_changes("convex", data, epochs, seed)
-    if config is None:
-        method = method or "cyclic"
-        changes |= defaults(method)
-    elif method is not None:
+    if method is not None:
         changes["sampler"] = {"scheme": _scheme(method)}
     if device is not None:
         changes["device"] = {"name": device}
@@ -71,18 +68,6 @@ def train_convex(
         if device is not None:
             changes["protection"]["noise"] = "device"
     train_configured(config, settings, changes, out, quiet)
-
-
-def defaults(method: str) -> dict[str, Any]:
-    """What the descent needs that is not the default of other trainers; a file or --set may say otherwise.
-
-    Raises:
-        ValueError: The method is not known.
-    """
-    sampler: dict[str, Any] = {"scheme": _scheme(method)}
-    if method != "full":
-        sampler["batch_size"] = _BATCH
-    return {"sampler": sampler}
 
 
 def _scheme(method: str) -> str:

@@ -17,7 +17,8 @@ _EPILOG = """[bold]A spec[/bold] is a TOML file: a title, \\[config] with keys o
 of values, and any number of \\[\\[series]], each with a name, config and axes of its own. Runs take all combinations.
 Ready ones stand in benchmarks/curves.
 
-A sweep that was stopped or killed goes on with the same command; no finished run is made twice."""
+A sweep that was stopped or killed goes on with the same command; no finished run is made twice. The exit code is 1 if
+a run failed; the others are in the report."""
 
 
 def curve(
@@ -81,3 +82,5 @@ def curve(
         if row.status == "failed":
             typer.echo(f"failed: {row.identity}: {row.reason}")
     typer.echo(f"sweep folder: {folder.path}\nreport:       {report_file}")
+    if any(row.status == "failed" for row in rows.values()):
+        raise typer.Exit(code=1)

@@ -48,12 +48,10 @@ def private_changes(
     noise_multiplier: float | None,
     release: bool,
 ) -> dict[str, Any]:
-    """The privacy flags as a nested mapping; protections by secret batches take Poisson batches."""
+    """The privacy flags as a nested mapping."""
     flags = {"kind": protect, "epsilon": epsilon, "delta": delta, "noise_multiplier": noise_multiplier}
     changes: dict[str, Any] = {"mode": "release"} if release else {}
     changes["protection"] = {key: value for key, value in flags.items() if value is not None}
-    if protect in ("record", "label-amplified"):
-        changes["sampler"] = {"scheme": "poisson"}
     return changes
 
 
@@ -76,10 +74,16 @@ def train_configured(
     Raises:
         ConfigError: They name another, or are wrong.
     """
-    from training.config.reading import load_config
+    from training.config.reading import load_config, named_trainer
 
+    kind, named = changes["trainer"]["kind"], None if config is None else named_trainer(config)
+    if named not in (None, kind):
+        raise ConfigError(
+            str(config),
+            "trainer.kind",
+            f"{named!r} contradicts the command; use: opusim train {named} --config {config}",
+        )
     resolved = load_config(config, settings or (), changes)
-    kind = changes["trainer"]["kind"]
     if resolved.trainer.kind != kind:
         reason = (
             f"{resolved.trainer.kind!r} contradicts the command; use: opusim train {resolved.trainer.kind}"

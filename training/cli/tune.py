@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from training.cli import options
-from training.cli.convex import defaults
 from training.cli.training_runs import flag_changes, private_changes
 
 Choose = Annotated[
@@ -50,7 +49,7 @@ def tune(
     from training.tuning.choices import parse_choices
     from training.tuning.search import Search
 
-    changes = flag_changes("convex", data, epochs, seed) | (defaults("cyclic") if config is None else {})
+    changes = flag_changes("convex", data, epochs, seed)
     changes |= private_changes(None, epsilon, delta, None, release)
     changes["protection"]["kind"] = "last-iterate"
     search = Search(

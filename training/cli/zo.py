@@ -88,8 +88,8 @@ def train_zo(
     changes["trainer"] |= {key: value for key, value in given.items() if value is not None}
     changes |= private_changes(protect, epsilon, delta, noise_multiplier, release)
     language = {
-        "model": None if language_model is None else _found_again(language_model),
-        "text": None if text is None else str(text.resolve()),
+        "model": language_model,
+        "text": None if text is None else str(text),
         "prompt": prompt,
         "classes": None if classes is None else classes.split(","),
         "max_tokens": max_tokens,
@@ -98,11 +98,6 @@ def train_zo(
     }
     changes["trainer"]["language"] = {key: value for key, value in language.items() if value is not None}
     train_configured(config, settings, changes, out, quiet)
-
-
-def _found_again(name: str) -> str:
-    """A folder by its whole path, so that a run can go on from anywhere; a hub's name as it is."""
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 @zo_app.command("replay")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from training.config.section import Section
 
-PLAIN_DESCENTS = {"zo": {"lr": 0.002, "momentum": 0.0}, "convex": {"lr": 1.9, "momentum": 0.0}}
-"""Defaults of trainers that have no momentum: a random direction's slope is larger than the gradient's share along it,
-so zo diverges at other trainers' rate; 1.9 is below the 2 / beta that the convex trainer's guarantee asks for."""
+_LARGEST_RATE = 1e4
+"""Above every rate in use; parameters of order 1 leave float32 within ten steps from there."""
 
 
 class OptimizerConfig(Section):
@@ -39,3 +38,11 @@ class OptimizerConfig(Section):
     averaged_tail: float = Field(0.0, ge=0.0, lt=1.0)
     """The final model is the mean of the parameters over this share of the steps, the last ones; 0 for the last. A run
     that its budget ends early keeps its last parameters."""
+
+    @model_validator(mode="after")
+    def _check_rate(self) -> Self:
+        if self.lr > _LARGEST_RATE:
+            raise ValueError(
+                f"lr = {self.lr:g} exceeds {_LARGEST_RATE:g}, with which no training is stable; lower it"
+            )
+        return self

@@ -175,8 +175,8 @@ def _mechanism(kind: type[Mechanism], values: dict[str, Any], target: float | No
         if values[noise] is not None:
             name = noise.replace("_", "-")
             raise ValueError(
-                f"--{name} = {values[noise]:g} and --target-epsilon = {target:g} contradict each other: the target computes "
-                f"the {name.replace('-', ' ')}; leave one of them out"
+                f"--{name} = {values[noise]:g} and --target-epsilon = {target:g} contradict each other: the target "
+                f"computes the {name.replace('-', ' ')}; leave one of them out"
             )
         values[noise] = start
     for field in fields(kind):

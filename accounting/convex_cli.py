@@ -41,7 +41,8 @@ def convex_plan(
     arguments.count(batches=batches)
     if epochs is not None and noise_multiplier is None:
         raise ValueError(
-            f"--epochs = {epochs} does nothing without --noise-multiplier: the table shows several lengths; leave it out"
+            f"--epochs = {epochs} does nothing without --noise-multiplier: the table shows several lengths; "
+            "leave it out"
         )
     start = ConvexLastIterate(
         objective=objective,

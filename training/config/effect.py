@@ -265,16 +265,21 @@ def require_used(config: RunConfig, given: Collection[str] = ()) -> None:
         UnusedKey: There is such a key.
     """
     for key, needs in unused(config).items():
-        named = next((name for name in given if f"{name}.".startswith(f"{key}.")), None)
-        if named is None and _at(config, key) == _default(config, key):
-            continue
-        found = key if named is None else named
-        reason = f"{_shown(_at(config, found))} does nothing here: it needs {needs}; leave it out"
-        raise UnusedKey(found, reason)
+        named = [name for name in given if f"{name}.".startswith(f"{key}.")]
+        found = named or _changed(key, _at(config, key), _default(config, key))
+        if found:
+            value = _at(config, found[0])
+            raise UnusedKey(found[0], f"{value!r} does nothing here: it needs {needs}; leave it out")
 
 
-def _shown(value: Any) -> str:
-    return "..." if isinstance(value, BaseModel) else repr(value)
+def _changed(key: str, value: Any, default: Any) -> list[str]:
+    """The dotted keys at and below one that differ from their defaults."""
+    if not isinstance(value, BaseModel | dict):
+        return [] if value == default else [key]
+    parts, standard = (dict(part) if part else {} for part in (value, default))
+    return [
+        name for part, own in parts.items() for name in _changed(f"{key}.{part}", own, standard.get(part))
+    ]
 
 
 def _at(config: BaseModel, key: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -15,12 +15,15 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
+    largest: ClassVar[dict[str, float]] = {}
+    """Limits of single keys below that of all numbers."""
+
     @model_validator(mode="after")
     def _check_magnitudes(self) -> Self:
         for name in type(self).model_fields:
-            value = getattr(self, name)
-            if isinstance(value, float) and abs(value) > _LARGEST:
+            value, limit = getattr(self, name), self.largest.get(name, _LARGEST)
+            if isinstance(value, float) and abs(value) > limit:
                 raise ValueError(
-                    f"{name} = {value:g} exceeds {_LARGEST:g}, beyond which float32 overflows; lower it"
+                    f"{name} = {value:g} exceeds {limit:g}, beyond which float32 overflows; lower it"
                 )
         return self

@@ -148,8 +148,8 @@ def _require_mask(transformers: Any, config: Any, prompt: Prompt) -> None:
     )
     if is_masked and not prompt.masked:
         raise ValueError(
-            f"prompt = {prompt.template!r}: a model of type {config.model_type!r} fills in a masked word; put {{mask}} where "
-            "the class word stands"
+            f"prompt = {prompt.template!r}: a model of type {config.model_type!r} fills in a masked word; put "
+            "{mask} where the class word stands"
         )
 
 

@@ -23,16 +23,35 @@ from training.sweeps.spec import read_spec
 
 ALWAYS = {
     *("schema_version", "mode", "epochs", "loss", "threads", "torch_device"),
-    *("data.validation_fraction", "data.split_seed", "data.n_classes", "data.standardise", "data.mean", "data.std"),
+    *(
+        "data.validation_fraction",
+        "data.split_seed",
+        "data.n_classes",
+        "data.standardise",
+        "data.mean",
+        "data.std",
+    ),
     *("data.components", "model.hidden", "model.activation", "model.output_activation", "model.bias"),
     *("model.initial_gain", "model.tau_h_max", "optimizer.name", "optimizer.lr", "optimizer.weight_decay"),
-    *("optimizer.schedule", "optimizer.averaged_tail", "sampler.scheme", "protection.kind", "protection.delta"),
+    *(
+        "optimizer.schedule",
+        "optimizer.averaged_tail",
+        "sampler.scheme",
+        "protection.kind",
+        "protection.delta",
+    ),
     *("checkpoint.every_steps", "checkpoint.keep", "trainer.kind", "trainer.order", "trainer.signal_gain"),
     *("trainer.tau_b", "trainer.tau_h_max", "trainer.through_clip", "trainer.form", "trainer.copies"),
-    *("trainer.reduction", "trainer.noise", "trainer.rows_per_pass", "trainer.perturbation", "trainer.directions"),
+    *(
+        "trainer.reduction",
+        "trainer.noise",
+        "trainer.rows_per_pass",
+        "trainer.perturbation",
+        "trainer.directions",
+    ),
     *("trainer.settle_every", "trainer.keep_base", "trainer.hyperplanes", "trainer.gates", "trainer.centre"),
     *("trainer.objective", "trainer.regularisation"),
-}  # fmt: skip
+}
 """Keys with an effect in every configuration, or which a trainer refuses by name."""
 
 RECORD = {"kind": "record", "noise_multiplier": 1.0}
@@ -75,7 +94,7 @@ USELESS: list[tuple[str, dict[str, Any], Any]] = [
     ("device.noise.sigma", {"trainer": {"kind": "bp"}}, 0.5),
     ("device.name", {"trainer": {"kind": "ulr"}, "protection": RECORD}, "ideal"),
     ("seed", {"mode": "release"}, 3),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("key", "base", "value"), USELESS)
@@ -127,8 +146,8 @@ def test_every_key_says_when_it_has_an_effect() -> None:
     assert not ALWAYS - keys
 
 
-class _Resolved(Exception):  # noqa: N818  # no error: it carries what a command resolved
-    pass
+class _Resolved(Exception):
+    """No error: it carries what a command resolved."""
 
 
 def resolved_by_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> RunConfig:
@@ -169,7 +188,10 @@ SAME: list[tuple[list[str], str]] = [
     (["dfa", "--sigma", "0.2"], "trainer.sigma = 0.2"),
     (["bp", "--sigma", "0"], "trainer.sigma = 0.0"),
     (["pdfa", "--sigma", "0.2"], "device.noise.sigma = 0.2"),
-    (["ulr", "--sigma", "0.2", "--device", "ideal"], 'trainer = {sigma = 0.2, noise = "device"}\ndevice.name = "ideal"'),
+    (
+        ["ulr", "--sigma", "0.2", "--device", "ideal"],
+        'trainer = {sigma = 0.2, noise = "device"}\ndevice.name = "ideal"',
+    ),
     (
         ["convex", "--epsilon", "3", "--device", "ideal"],
         'trainer.gates = "device"\nprotection = {epsilon = 3.0, noise = "device"}\ndevice.name = "ideal"',
@@ -178,7 +200,7 @@ SAME: list[tuple[list[str], str]] = [
         ["zo", "--text", "t.tsv", "--language-model", "hub/name"],
         'trainer.language = {text = "t.tsv", model = "hub/name"}',
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("arguments", "toml"), SAME)
@@ -211,21 +233,45 @@ def test_another_scheme_than_the_protection_needs_is_refused_not_overridden(tmp_
 
 
 REFUSED: list[tuple[list[str], str]] = [
-    (["train", "zo", "--text", "t.tsv"], r"trainer.language.text: '.*t.tsv' does nothing here: it needs .*--language-model"),
-    (["train", "pdfa", "--config", "zo.toml"], r"zo.toml: trainer.kind: 'zo' contradicts .*use: opusim train zo --config zo.toml"),
+    (
+        ["train", "zo", "--text", "t.tsv"],
+        r"trainer.language.text: '.*t.tsv' does nothing here: it needs .*--language-model",
+    ),
+    (
+        ["train", "pdfa", "--config", "zo.toml"],
+        r"zo.toml: trainer.kind: 'zo' contradicts .*use: opusim train zo --config zo.toml",
+    ),
     (["train", "zo", "--config", "pdfa.json"], r"trainer.kind: 'pdfa' contradicts the command"),
-    (["train", "pdfa", "--seed", "3", "--release"], r"seed: 3 does nothing here: it needs mode = 'experiment'"),
+    (
+        ["train", "pdfa", "--seed", "3", "--release"],
+        r"seed: 3 does nothing here: it needs mode = 'experiment'",
+    ),
     (["train", "dfa", "--set", "trainer.planes=4"], r"trainer.planes: 4 does nothing here"),
     (["train", "pdfa", "--set", "optimizer.lr=1e30"], r"lr = 1e\+30 exceeds 10000.*lower it"),
     (["train", "bp", "--sigma", "1e300"], r"sigma = 1e\+300 exceeds 1e\+12.*lower it"),
     (["train", "pdfa", "--sigma", "1e300"], r"sigma = 1e\+300 exceeds 1e\+12.*lower it"),
-    (["train", "zo", "--language-model", "m", "--prompt", "It was"], r"prompt = 'It was' must hold \{text\} once"),
     (
-        ["account", "poisson-gaussian", "--target-epsilon", "1", "--noise-multiplier", "2", "--sampling-probability", "0.1"],
+        ["train", "zo", "--language-model", "m", "--prompt", "It was"],
+        r"prompt = 'It was' must hold \{text\} once",
+    ),
+    (
+        [
+            "account",
+            "poisson-gaussian",
+            "--target-epsilon",
+            "1",
+            "--noise-multiplier",
+            "2",
+            "--sampling-probability",
+            "0.1",
+        ],
         r"--noise-multiplier = 2 and --target-epsilon = 1 contradict each other.*leave one of them out",
     ),
-    (["account", "convex-plan", "--target-epsilon", "1", "--batches", "9", "--epochs", "3"], r"--epochs = 3 does nothing"),
-]  # fmt: skip
+    (
+        ["account", "convex-plan", "--target-epsilon", "1", "--batches", "9", "--epochs", "3"],
+        r"--epochs = 3 does nothing",
+    ),
+]
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)

@@ -59,8 +59,8 @@ def _version(
 def main() -> None:
     """Run the command.
 
-    Exit codes: 1 for a sweep in which a run failed, 2 for bad input, 3 for a device fault, 4 for a spent budget, 130 for
-    Ctrl-C.
+    Exit codes: 1 for a sweep in which a run failed, 2 for bad input, 3 for a device fault, 4 for a spent budget, 130
+    for Ctrl-C.
     """
     debug = "--debug" in sys.argv
     if debug:

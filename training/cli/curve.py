@@ -58,22 +58,22 @@ def curve(
     from training.sweeps.curves import SweepResult
     from training.sweeps.execution import run_sweep
     from training.sweeps.folder import SweepFolder
-    from training.sweeps.progress import SweepBar
+    from training.sweeps.progress import SweepProgress
     from training.sweeps.report import setting_rows, write_sweep
 
     folder = SweepFolder(out or Path("runs") / spec.stem)
     if draw_only:
         rows = folder.rows(points)
     else:
-        with SweepBar(read.title) as bar:
+        with SweepProgress() as progress:
             rows = run_sweep(
                 points,
                 folder,
                 jobs=1 if one_at_a_time(points) else jobs or os.cpu_count() or 1,
                 cluster=cluster,
                 retry_failed=retry_failed,
-                on_start=bar.start,
-                on_row=bar.advance,
+                on_start=progress.start,
+                on_row=progress.advance,
             )
     result = SweepResult(spec=read, points=points, rows=rows, folder=folder)
     report_file = write_sweep(result, spec.read_text(encoding="utf-8"))

@@ -82,16 +82,22 @@ def audit(
     """Attack a run: can whoever sees its updates tell which records were used? Beside a null and a broken control."""
     import json
 
+    from opusim.progress import Progress
     from training.attacks.run_audit import audit_run
-    from training.runs.progress import CountingBar
     from training.runs.report import write_report
     from training.runs.run import load_run
     from training.runs.run_evaluation import read_npz
 
     data = None if arrays is None else read_npz(arrays)
-    with CountingBar("audit") as bar:
+    with Progress("audit", "trials") as progress:
         found = audit_run(
-            run, data=data, trials=trials, seed=seed, delta=delta, on_start=bar.start, on_trial=bar.advance
+            run,
+            data=data,
+            trials=trials,
+            seed=seed,
+            delta=delta,
+            on_start=progress.start,
+            on_trial=progress.advance,
         )
     loaded = load_run(run)
     report_file = write_report(loaded)

@@ -104,10 +104,10 @@ def watched(kind: str, quiet: bool, work: Callable[[Watcher | None], Run]) -> No
     if quiet:
         run = work(None)
     else:
-        from training.runs.progress import ProgressBar
+        from training.runs.progress import RunProgress
 
-        with ProgressBar(kind) as bar:
-            run = work(bar)
+        with RunProgress(f"train {kind}") as progress:
+            run = work(progress)
     report_file = write_report(run)
     if quiet:
         typer.echo(run.folder.path)

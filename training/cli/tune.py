@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from training.cli import options
 from training.cli.training_runs import flag_changes, private_changes
+
+if TYPE_CHECKING:
+    from training.tuning.search import Found, Search
 
 Choose = Annotated[
     list[str] | None,
@@ -59,10 +62,7 @@ def tune(
         folder=out,
     )
 
-    def tell(done: int, of: int) -> None:
-        typer.echo(f"trial {done} of {of} is done", err=True)
-
-    found = search.run(None if quiet else tell)
+    found = _run(search, quiet=quiet)
     if quiet:
         typer.echo(out)
         return
@@ -74,3 +74,14 @@ def tune(
         return
     typer.echo(f"best: {', '.join(found.settings)}; score {100 * (found.score or 0):.2f} % (noised)")
     typer.echo(f"run folder: {found.run.folder.path}")
+
+
+def _run(search: Search, *, quiet: bool) -> Found:
+    """Run the search behind a progress line."""
+    from opusim.progress import Progress
+
+    if quiet:
+        return search.run()
+    with Progress("tune", "trials") as progress:
+        progress.start(search.trials)
+        return search.run(lambda done, _: progress.advance(done=done))

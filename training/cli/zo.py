@@ -112,16 +112,16 @@ def zo_replay(
     out: Annotated[Path | None, typer.Option(help="Write the final parameters here, as safetensors.")] = None,
 ) -> None:
     """Rebuild the final parameters of a zeroth-order run, bit for bit, from its first ones and its step log."""
-    from training.runs.progress import CountingBar
+    from opusim.progress import Progress
     from training.runs.storage import write_tensors
     from training.zo.replay import replay
 
-    with CountingBar("replay") as bar:
+    with Progress("zo replay", "steps") as progress:
 
         def follow(done: int, total: int) -> None:
             if done == 1:
-                bar.start(total)
-            bar.advance()
+                progress.start(total)
+            progress.advance()
 
         found = replay(log, base=base, on_step=follow)
     if out is not None:

@@ -10,7 +10,6 @@ import json
 import re
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from textwrap import fill
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -225,13 +224,14 @@ def _show(
         return
     from accounting.explanation import explain
     from accounting.tables import guarantee_rows, print_rows
+    from opusim.tables import wrapped
 
     if found is not None:
         typer.echo(f"least noise that reaches the target: {found} = {getattr(mechanisms[0], found):.6g}")
     print_rows(guarantee_rows(guarantees, seed_stored=seed_stored), without=["notes"])
     for guarantee in guarantees:
         lines = explain(guarantee, seed_stored=seed_stored).splitlines()
-        typer.echo("\n" + "\n".join(fill(line, width=120, subsequent_indent="  ") for line in lines))
+        typer.echo("\n" + "\n".join(wrapped(line, indent="  ") for line in lines))
 
 
 _SHOWN: tuple[type[Mechanism], ...] = (

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
+from opusim.units import duration
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
@@ -144,16 +146,6 @@ class Progress:
     def _write(self, text: str) -> None:
         print(f"{self._label}: {text}", file=self._stream, flush=True)
         self._last_line = self._clock()
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the unit that a reader would take: 7.4 s, 42 s, 3.5 min, 12.6 h, 3.2 days."""
-    if seconds < 100:
-        return f"{seconds:.1f} s" if 0 < seconds < 9.95 else f"{seconds:.0f} s"
-    for limit, unit, size in ((6000, "min", 60.0), (172_800, "h", 3600.0)):
-        if seconds < limit:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds / 86_400:,.1f} days"
 
 
 def _bar(stream: TextIO) -> Bar:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opusim.progress import Progress
+from opusim.tables import print_table
 
 if TYPE_CHECKING:
     from opusim.calibration.calibrate import Calibration
@@ -117,7 +118,6 @@ def check_command(
     from opusim.calibration.certificate import load_certificate
     from opusim.calibration.check import compare, require_noise
     from opusim.calibration.plan import Plan
-    from opusim.cli import print_table
     from opusim.errors import ConfigError
 
     old = load_certificate(certificate)
@@ -161,7 +161,6 @@ def temperature_command(
     import torch
 
     from opusim.camera.temperature_noise import temperature_noise
-    from opusim.cli import print_table
     from opusim.devices.camera import CameraDevice
     from opusim.errors import ConfigError
 
@@ -238,7 +237,6 @@ def _open(name: str, inputs: int, outputs: int, seed: int) -> NoisyDevice:
 
 def _print(found: Calibration) -> None:
     """Constants, tests and the certified law as tables."""
-    from opusim.cli import print_table
     from opusim.units import unit_of
 
     rows = [

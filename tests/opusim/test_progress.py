@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from opusim.progress import BETWEEN_LINES_S, Progress, duration
+from opusim.progress import BETWEEN_LINES_S, Progress
+from opusim.units import duration, energy
 
 LINE = re.compile(r"^audit: ([\d,]+) of ([\d,]+) trials, about ([\d.]+) (s|min|h|days) left$")
 
@@ -122,3 +123,11 @@ def test_a_terminal_gets_a_bar() -> None:
 )
 def test_durations_are_in_the_unit_that_a_reader_takes(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("joules", "text"),
+    [(0.0, "0 J"), (0.387, "0.387 J"), (1_362.0, "1,362 J"), (45_300.0, "45.3 kJ"), (1_362_060.0, "1.36 MJ")],
+)
+def test_energies_are_in_the_unit_that_a_reader_takes(joules: float, text: str) -> None:
+    assert energy(joules) == text

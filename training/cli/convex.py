@@ -17,8 +17,8 @@ opusim train convex --data mnist --epsilon 3 --method poisson
 
 opusim train convex --data digits --epsilon 8 --device gaussian --release
 
-[bold]--set[/bold] changes any key of the configuration; `opusim train options` lists them all, and docs/convex.md says
-what to choose at which epsilon."""
+[bold]--set[/bold] changes any key of the configuration; `opusim train options` lists them all, and \
+docs/convex.md says what to choose at which epsilon."""
 
 Method = Annotated[
     str | None,
@@ -52,8 +52,7 @@ def train_convex(
 ) -> None:
     """A ReLU network as a convex problem: noisy gradient descent on a gated linear model, private at the last iterate.
 
-    With --device its hyperplanes and its noise are the device's, whose noise must be Gaussian (trainer.gates and
-    protection.noise = "device").
+    With --device its hyperplanes and its noise are the device's, whose noise must be Gaussian.
     """
     changes = flag_changes("convex", data, epochs, seed)
     if method is not None:

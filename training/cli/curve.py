@@ -13,11 +13,11 @@ def mount(app: typer.Typer) -> None:
     app.command(epilog=_EPILOG)(curve)
 
 
-_EPILOG = """[bold]A spec[/bold] is a TOML file: a title, \\[config] with keys of every run, \\[axes] with lists
-of values, and any number of \\[\\[series]], each with a name, config and axes of its own. Runs take all combinations.
+_EPILOG = """[bold]A spec[/bold] is a TOML file: a title, \\[config] with keys of every run, \\[axes] with lists \
+of values, and any number of \\[\\[series]], each with a name, config and axes of its own. Runs take all combinations. \
 Ready ones stand in benchmarks/curves.
 
-A sweep that was stopped or killed goes on with the same command; no finished run is made twice. The exit code is 1 if
+A sweep that was stopped or killed goes on with the same command; no finished run is made twice. The exit code is 1 if \
 a run failed; the others are in the report."""
 
 
@@ -77,7 +77,7 @@ def curve(
             )
     result = SweepResult(spec=read, points=points, rows=rows, folder=folder)
     report_file = write_sweep(result, spec.read_text(encoding="utf-8"))
-    print_rows(setting_rows(result), without=("device energy [J]", "device time [s]"))
+    print_rows(setting_rows(result), without=("device energy", "device time"))
     for row in rows.values():
         if row.status == "failed":
             typer.echo(f"failed: {row.identity}: {row.reason}")

@@ -104,14 +104,13 @@ def audit(
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
-    from textwrap import fill
-
     from accounting.tables import print_rows
+    from opusim.tables import wrapped
     from training.attacks.words import finding_rows, paragraphs
 
     print_rows(finding_rows(found))
     for text in paragraphs(found):
-        typer.echo("\n" + fill(text, width=120))
+        typer.echo("\n" + wrapped(text))
     typer.echo(f"\nkept in {run / 'audit.json'} and shown in {report_file}")
     if loaded.config.mode == "release":
         typer.echo("not for release: these two hold figures of private records, which no guarantee covers")

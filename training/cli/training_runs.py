@@ -24,8 +24,8 @@ opusim train {kind} --data fashion-mnist --set optimizer.lr=0.01 --set model.hid
 
 opusim train {kind} --config run.toml --seed 3 --out runs/third
 
-[bold]--set[/bold] changes any key of the configuration; `opusim train options` lists them all with their meaning
-and default. A run is a folder; `opusim report RUN` draws it, `opusim evaluate RUN` measures it,
+[bold]--set[/bold] changes any key of the configuration; `opusim train options` lists them all with their meaning \
+and default. A run is a folder; `opusim report RUN` draws it, `opusim evaluate RUN` measures it, \
 `opusim train resume RUN` goes on with one that was stopped or killed."""
 
 
@@ -117,9 +117,12 @@ def watched(kind: str, quiet: bool, work: Callable[[Watcher | None], Run]) -> No
 
 def _print_run(run: Run, report_file: Path) -> None:
     from accounting.tables import guarantee_rows, print_rows
-    from training.runs.report import run_name, summary_row
+    from opusim.tables import wrapped
+    from training.runs.report import RELEASE_DASHES, run_name, summary_row
 
     print_rows([summary_row(run, run_name(run))])
+    if run.config.mode == "release":
+        typer.echo(wrapped(RELEASE_DASHES))
     print_rows(guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment"))
     typer.echo(f"run folder: {run.folder.path}\nreport:     {report_file}")
     if run.config.mode == "experiment":

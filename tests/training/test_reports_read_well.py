@@ -1,4 +1,4 @@
-"""What reports and tables look like: whole words, whole tables, units that a reader takes, reasons for what is missing."""
+"""What reports and tables look like: whole words and tables, fitting units, reasons for what is missing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RELEASED = {
 SPEC = {
     "title": "t",
     "config": {**SMALL, "trainer": {"kind": "bp"}, "protection": {"kind": "record"}},
-    "axes": {"protection.epsilon": [0.5, 8.0, 2.0]},
+    "axes": {"protection.epsilon": [0.5, 8.0]},
 }
 
 
@@ -59,6 +59,11 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> SweepResult:
             row, figures={**row.figures, "joules": 1_362_060.0, "seconds": 45_402.0}
         )
     return SweepResult(spec=spec, points=points, rows=rows, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def page(sweep: SweepResult) -> str:
+    return write_sweep(sweep, "").read_text()
 
 
 def test_one_epoch_stands_on_an_axis_of_whole_epochs(one_epoch: Run) -> None:
@@ -93,10 +98,9 @@ def test_a_release_run_says_why_it_has_dashes(
     assert RELEASE_DASHES in " ".join(capsys.readouterr().out.split())
 
 
-def test_long_times_and_large_energies_are_short(sweep: SweepResult) -> None:
+def test_long_times_and_large_energies_are_short(sweep: SweepResult, page: str) -> None:
     (row, *_) = setting_rows(sweep)
     assert (row["device energy"], row["device time"], row["wall time"]) == ("1.36 MJ", "12.6 h", "12.6 h")
-    page = write_sweep(sweep, "").read_text()
     assert "1,362,060" not in page
     drawn = sweep_figures.cost(sweep)
     assert drawn is not None
@@ -106,23 +110,24 @@ def test_long_times_and_large_energies_are_short(sweep: SweepResult) -> None:
 
 
 def test_a_run_report_takes_the_same_units(one_epoch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = replace(
-        one_epoch, summary={**(one_epoch.summary or {}), "seconds": 45_402.0, "joules": 1_362_060.0}
-    )
-    row = summary_row(long, "a")
+    spent = {**(one_epoch.summary or {}), "seconds": 45_402.0, "joules": 1_362_060.0}
+    monkeypatch.setattr(Run, "summary", property(lambda _: spent))
+    row = summary_row(one_epoch, "a")
     assert (row["device time"], row["device energy"]) == ("12.6 h", "1.36 MJ")
 
 
-def test_the_statement_of_a_series_is_that_with_the_least_noise(sweep: SweepResult) -> None:
-    page = write_sweep(sweep, "").read_text()
+def test_the_statement_of_a_series_is_that_with_the_least_noise(page: str) -> None:
     privacy = page.split("<h2>Privacy</h2>")[1].split("<h2>")[0]
     assert "protection.epsilon = 8.0" in privacy
-    assert re.findall(r"<td>(\d\.\d{3})</td>", privacy) == ["8.000"]
+    (epsilon,) = re.findall(r"<td>(\d\.\d{3})</td>", privacy)
+    assert 7.9 < float(epsilon) <= 8.0
 
 
-def test_columns_without_a_figure_are_left_out_and_long_names_can_break(sweep: SweepResult) -> None:
+def test_columns_without_a_figure_are_left_out_and_long_names_can_break(
+    sweep: SweepResult, page: str
+) -> None:
     assert not {"ε claimed", "ε audited"} & set(setting_rows(sweep)[0])
-    results = write_sweep(sweep, "").read_text().split("<h2>Results</h2>")[1].split("<h2>")[0]
+    results = page.split("<h2>Results</h2>")[1].split("<h2>")[0]
     assert "protection.<wbr>epsilon" in results
 
 

@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 from dataclasses import MISSING, Field, fields
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -131,17 +132,21 @@ def _option(kind: type[Mechanism], field: Field[Any]) -> tuple[Any, Any]:
             list[str] | None,
             typer.Option(
                 "--layer",
-                metavar="FAN_IN,WIDTH,GMIN,GMAX[,positive][,silent]",
-                help="One for each layer, the output layer last. GMIN and GMAX bound the slope |phi'|; positive: every "
-                "input entry is bounded away from 0; silent: no noise on its signal. Such as 785,512,0,1",
+                metavar="LAYER",
+                help="FAN_IN,WIDTH,GMIN,GMAX and maybe ,positive and ,silent: one for each layer, the output layer "
+                "last. GMIN and GMAX bound the slope |phi'|; positive: every input entry is bounded away from 0; silent: no "
+                "noise on its signal. Such as 785,512,0,1",
             ),
         ], None
     hint = get_type_hints(kind)[field.name]
     default = None if field.default is MISSING else field.default
     name = "--" + field.name.replace("_", "-")
-    return Annotated[
-        hint if default is not None else hint | None, typer.Option(name, help=_escaped(meaning))
-    ], default
+    metavar = None
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        metavar = field.name.upper()  # the choices side by side are wider than a column
+        meaning = f"{' or '.join(choice.value for choice in hint)}: {meaning}"
+    option = typer.Option(name, help=_escaped(meaning), metavar=metavar)
+    return Annotated[hint if default is not None else hint | None, option], default
 
 
 def _escaped(text: str) -> str:

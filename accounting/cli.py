@@ -9,8 +9,8 @@ import inspect
 import json
 import re
 from dataclasses import MISSING, Field, fields
+from enum import Enum
 from pathlib import Path
-from textwrap import fill
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -132,17 +132,21 @@ def _option(kind: type[Mechanism], field: Field[Any]) -> tuple[Any, Any]:
             list[str] | None,
             typer.Option(
                 "--layer",
-                metavar="FAN_IN,WIDTH,GMIN,GMAX[,positive][,silent]",
-                help="One for each layer, the output layer last. GMIN and GMAX bound the slope |phi'|; positive: every "
-                "input entry is bounded away from 0; silent: no noise on its signal. Such as 785,512,0,1",
+                metavar="LAYER",
+                help="FAN_IN,WIDTH,GMIN,GMAX and maybe ,positive and ,silent: one for each layer, the output layer "
+                "last. GMIN and GMAX bound the slope |phi'|; positive: every input entry is bounded away from 0; silent: no "
+                "noise on its signal. Such as 785,512,0,1",
             ),
         ], None
     hint = get_type_hints(kind)[field.name]
     default = None if field.default is MISSING else field.default
     name = "--" + field.name.replace("_", "-")
-    return Annotated[
-        hint if default is not None else hint | None, typer.Option(name, help=_escaped(meaning))
-    ], default
+    metavar = None
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        metavar = field.name.upper()  # the choices side by side are wider than a column
+        meaning = f"{' or '.join(choice.value for choice in hint)}: {meaning}"
+    option = typer.Option(name, help=_escaped(meaning), metavar=metavar)
+    return Annotated[hint if default is not None else hint | None, option], default
 
 
 def _escaped(text: str) -> str:
@@ -171,7 +175,13 @@ def _mechanism(kind: type[Mechanism], values: dict[str, Any], target: float | No
     noise, start = kind.noise_field, 1.0
     if noise == "keep_probability" and values["n_classes"]:  # 0 is refused by the description
         start = (1 + 1 / values["n_classes"]) / 2
-    if noise is not None and target is not None and values[noise] is None:
+    if noise is not None and target is not None:
+        if values[noise] is not None:
+            name = noise.replace("_", "-")
+            raise ValueError(
+                f"--{name} = {values[noise]:g} and --target-epsilon = {target:g} contradict each other: the target "
+                f"computes the {name.replace('-', ' ')}; leave one of them out"
+            )
         values[noise] = start
     for field in fields(kind):
         if values[field.name] is None and field.default is MISSING:
@@ -219,13 +229,14 @@ def _show(
         return
     from accounting.explanation import explain
     from accounting.tables import guarantee_rows, print_rows
+    from opusim.tables import wrapped
 
     if found is not None:
         typer.echo(f"least noise that reaches the target: {found} = {getattr(mechanisms[0], found):.6g}")
     print_rows(guarantee_rows(guarantees, seed_stored=seed_stored), without=["notes"])
     for guarantee in guarantees:
         lines = explain(guarantee, seed_stored=seed_stored).splitlines()
-        typer.echo("\n" + "\n".join(fill(line, width=120, subsequent_indent="  ") for line in lines))
+        typer.echo("\n" + "\n".join(wrapped(line, indent="  ") for line in lines))
 
 
 _SHOWN: tuple[type[Mechanism], ...] = (

@@ -23,7 +23,12 @@ def convex_plan(
     noise_multiplier: Annotated[
         float | None, typer.Option(help="Keep this noise, and find the regularisation or the epochs instead.")
     ] = None,
-    epochs: Annotated[int, typer.Option(help="Epochs of the run whose regularisation is found.")] = 40,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            help="Epochs of the run whose regularisation is found, 40 by default; with --noise-multiplier."
+        ),
+    ] = None,
     delta: Annotated[float, typer.Option(help="At which epsilon is stated, in (0, 1).")] = 1e-5,
 ) -> None:
     """Ways to reach an epsilon: the least noise at several lengths; or, for a given noise, lambda or epochs."""
@@ -34,13 +39,18 @@ def convex_plan(
     from accounting.tables import number, print_rows
 
     arguments.count(batches=batches)
+    if epochs is not None and noise_multiplier is None:
+        raise ValueError(
+            f"--epochs = {epochs} does nothing without --noise-multiplier: the table shows several lengths; "
+            "leave it out"
+        )
     start = ConvexLastIterate(
         objective=objective,
         clip=clip,
         learning_rate=learning_rate,
         schedule=schedule,
         batches=batches,
-        epochs=epochs,
+        epochs=40 if epochs is None else epochs,
         noise_multiplier=1.0 if noise_multiplier is None else noise_multiplier,
         final_noise=math.sqrt(batches - 1),
     )

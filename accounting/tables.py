@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Iterable, Sequence
 
 from accounting.guarantee import Adjacency, Guarantee
+from opusim.tables import print_table
 
 
 def guarantee_rows(guarantees: Iterable[Guarantee], *, seed_stored: bool = False) -> list[dict[str, str]]:
@@ -41,23 +40,14 @@ def number(epsilon: float) -> str:
 
 
 def print_rows(rows: Sequence[dict[str, str]], *, without: Sequence[str] = ()) -> None:
-    """Print rows of equal keys as a table; 140 columns wide where the output is no terminal.
+    """Print rows of equal keys as a table that breaks no word.
 
     Args:
         rows: At least one.
         without: Keys to leave out.
     """
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table()
-    for column in (key for key in rows[0] if key not in without):
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(text) for key, text in row.items() if key not in without))
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "140"))
-    Console(width=width).print(table)
+    columns = [key for key in rows[0] if key not in without]
+    print_table("", columns, [[row[key] for key in columns] for row in rows])
 
 
 def _notes(guarantee: Guarantee, seed_stored: bool) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from opusim.calibration.cli import add_to as add_calibration_commands
+from opusim.tables import print_table
 from opusim.units import unit_of
 
 if TYPE_CHECKING:
@@ -90,17 +90,3 @@ def _noise_line(description: DeviceDescription) -> str:
         share = noise.temperature_law.law().dark_share(temperature_c)
         line += f"; at {temperature_c:g} °C the dark current makes {share:.3%} of its variance"
     return line
-
-
-def print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """Prints a table of text; brackets in it are no markup."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=title or None)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    Console().print(table)

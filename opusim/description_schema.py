@@ -25,6 +25,9 @@ EXEMPT_FROM_PROVENANCE = ("schema", "medium", "access", "monitor")
 _OWN_SECTION = {"camera": "camera", "gaussian": None, "ideal": None, "lighton": "lighton"}
 """The section that describes each of opusim's own kinds beyond the shared ones; a registered kind may take either."""
 
+LARGEST_SIGMA = 1e12
+"""Squares and sums of such noise stay far below the largest float32, 3e38."""
+
 
 class MediumSettings(Section):
     """The scattering medium (see `opusim.medium`).
@@ -99,6 +102,10 @@ class NoiseSettings(Section):
     def _one_of_two(self) -> Self:
         if (self.sigma is None) == (self.temperature_law is None):
             raise ValueError("give exactly one of sigma and temperature_law")
+        if self.sigma is not None and self.sigma > LARGEST_SIGMA:
+            raise ValueError(
+                f"sigma = {self.sigma:g} exceeds {LARGEST_SIGMA:g}, beyond which float32 overflows; lower it"
+            )
         return self
 
     def value(self) -> float:

@@ -35,6 +35,11 @@ LIGHTS = (1.0, 0.1, 0.01, 0.001)
 LEAST_SHARE = 1e-12
 """Of the light or the exposure: where the search ends."""
 _MOST_BIAS_E = 1e12
+_TABLE_STEPS = 10
+_A_TARGET = 55
+"""Evaluations of epsilon that a target takes on average, in four searches."""
+_FIGURE = 100
+"""Evaluations of epsilon that the curves of the figure take."""
 _LABEL_FRAMES = (
     2  # a one-hot vector and its complement; the frames of its empty negative part are the same for all
 )
@@ -49,11 +54,13 @@ class LabelCounts:
         name: Of the device.
         law: Of the readings of all labels.
         delta: At which epsilon is stated, in (0, 1).
+        on_evaluation: Called before each evaluation of epsilon, which takes some 10 to 50 ms.
     """
 
     name: str
     law: CountLaw
     delta: float
+    on_evaluation: Callable[[], None] = lambda: None
 
     @cached_property
     def temperatures_c(self) -> tuple[float, float] | None:
@@ -63,6 +70,7 @@ class LabelCounts:
 
     def guarantee(self, point: OperatingPoint) -> Guarantee:
         """Of one reading of every label."""
+        self.on_evaluation()
         counts = self.law.rates(point)[:_LABEL_FRAMES].transpose(1, 0, 2)
         return known_counts_guarantee(counts.reshape(len(counts), -1), delta=self.delta)
 
@@ -113,7 +121,12 @@ class LabelCounts:
 
 
 def label_counts(
-    description: DeviceDescription, *, n_classes: int, n_outputs: int, delta: float
+    description: DeviceDescription,
+    *,
+    n_classes: int,
+    n_outputs: int,
+    delta: float,
+    on_evaluation: Callable[[], None] = lambda: None,
 ) -> LabelCounts:
     """The readings of a camera device's labels.
 
@@ -122,6 +135,7 @@ def label_counts(
         n_classes: Labels, at least 2: inputs of the device.
         n_outputs: Outputs of a reading.
         delta: In (0, 1).
+        on_evaluation: See LabelCounts.
 
     Raises:
         ConfigError: The device has no camera, or no shot noise.
@@ -131,7 +145,14 @@ def label_counts(
             raise ConfigError(
                 description.name, "kind", f"{description.kind!r} counts no photons; use 'camera'"
             )
-        return LabelCounts(name=description.name, law=count_law(device, torch.eye(n_classes)), delta=delta)
+        law = count_law(device, torch.eye(n_classes))
+        return LabelCounts(name=description.name, law=law, delta=delta, on_evaluation=on_evaluation)
+
+
+def evaluations(n_targets: int, *, figure: bool) -> int:
+    """About how many evaluations of epsilon `print_account` takes."""
+    drawn = _FIGURE + _A_TARGET // 2 * n_targets if figure else 0
+    return _TABLE_STEPS * len(LIGHTS) + _A_TARGET * n_targets + drawn
 
 
 def print_account(counts: LabelCounts, targets: Sequence[float], figure: Path | None) -> None:
@@ -153,7 +174,7 @@ def print_account(counts: LabelCounts, targets: Sequence[float], figure: Path | 
         print(f"figure: {figure}")
 
 
-def temperature_rows(counts: LabelCounts, steps: int = 10) -> list[dict[str, str]]:
+def temperature_rows(counts: LabelCounts, steps: int = _TABLE_STEPS) -> list[dict[str, str]]:
     """From temperature to sigma to epsilon, at the described light and at less of it, as words for a table."""
     ends = counts.temperatures_c
     temperatures: Sequence[float | None] = [None] if ends is None else np.linspace(*ends, steps).tolist()

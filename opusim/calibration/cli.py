@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from opusim.progress import Progress
+from opusim.tables import print_table
+
 if TYPE_CHECKING:
     from opusim.calibration.calibrate import Calibration
+    from opusim.calibration.plan import Plan
     from opusim.devices.base import NoisyDevice
 
 _NAME = Annotated[str, typer.Argument(help="A device's name, or a path ending in .toml.")]
 _SEED = Annotated[int, typer.Option(help="Seed of a simulated device's noise.")]
+_PILOT_FRAMES = 500
+"""Frames of a calibration beside its series: pilots, the anchor and blanks."""
 _INPUTS = Annotated[int, typer.Option("--inputs", help="Inputs of the window.")]
 
 
@@ -53,7 +61,8 @@ def record_command(
             longest_exposure_us=longest_exposure_us or 10 * exposure_us,
             saturating_photons=1.1 * device.exposure.sensor.saturation_e / camera.light.quantum_efficiency,
         )
-        path = record(device.flat_frames, wanted, out, exposure_us=exposure_us)
+        with _watched("device record", device, wanted.images):
+            path = record(device.flat_frames, wanted, out, exposure_us=exposure_us)
         typer.echo(f"{path}: {wanted.images:,} images of {width} x {height} pixels, {bits} bits")
 
 
@@ -86,7 +95,8 @@ def calibrate_command(
             raise ConfigError(name, "camera.dark", "is off, so warm_c has nothing to measure; leave it out")
         temperatures = (dark.temperature_c, warm_c) if dark is not None and warm_c is not None else None
         plan = Plan(frames=frames, temperatures_c=temperatures)
-        found = calibrate(device, plan=plan, readings=readings, confidence=confidence, beta=beta)
+        with _watched("device calibrate", device, _frames_of(plan, device, readings)):
+            found = calibrate(device, plan=plan, readings=readings, confidence=confidence, beta=beta)
     out.mkdir(parents=True, exist_ok=True)
     certificate, report = out / f"{found.certificate.device}.certificate.toml", out / "report.html"
     found.certificate.write(certificate)
@@ -107,16 +117,15 @@ def check_command(
     from opusim.calibration.certificate import load_certificate
     from opusim.calibration.check import compare, require_noise
     from opusim.calibration.plan import Plan
-    from opusim.cli import print_table
     from opusim.errors import ConfigError
 
     old = load_certificate(certificate)
     with _open(name, old.n_inputs, old.n_outputs, seed) as device:
         if device.name != old.device:
             raise ConfigError(name, "certificate", f"is that of {old.device!r}; calibrate this device")
-        new = calibrate(
-            device, plan=Plan(frames=frames), readings=readings, confidence=old.confidence, beta=old.beta
-        )
+        plan = Plan(frames=frames)
+        with _watched("device check", device, _frames_of(plan, device, readings)):
+            new = calibrate(device, plan=plan, readings=readings, confidence=old.confidence, beta=old.beta)
     rows = [
         (
             row.name,
@@ -151,7 +160,6 @@ def temperature_command(
     import torch
 
     from opusim.camera.temperature_noise import temperature_noise
-    from opusim.cli import print_table
     from opusim.devices.camera import CameraDevice
     from opusim.errors import ConfigError
 
@@ -194,6 +202,24 @@ def _word(agrees: bool) -> str:
     return "agrees" if agrees else "differs"
 
 
+@contextmanager
+def _watched(label: str, device: NoisyDevice, frames: int) -> Iterator[None]:
+    """Tell of the frames that a device takes, while it does."""
+    opened = device.usage.frames
+    with Progress(label, "frames") as progress:
+        progress.follow(frames, lambda: device.usage.frames - opened)
+        yield
+
+
+def _frames_of(plan: Plan, device: NoisyDevice, readings: int) -> int:
+    """About how many frames a calibration takes: readings, and for a camera its flat series and pilots."""
+    taken = readings * device.description.frames.frames_per_projection
+    if device.description.camera is None:
+        return taken
+    dark_series = 1 if plan.temperatures_c is None else 2
+    return taken + plan.frames * (plan.light_levels + 1 + dark_series * plan.dark_levels) + _PILOT_FRAMES
+
+
 def _open(name: str, inputs: int, outputs: int, seed: int) -> NoisyDevice:
     """A window of the device, no larger than it is."""
     from opusim.description import load_description
@@ -210,7 +236,6 @@ def _open(name: str, inputs: int, outputs: int, seed: int) -> NoisyDevice:
 
 def _print(found: Calibration) -> None:
     """Constants, tests and the certified law as tables."""
-    from opusim.cli import print_table
     from opusim.units import unit_of
 
     rows = [

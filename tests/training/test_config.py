@@ -22,7 +22,12 @@ def test_a_file_then_changes_then_settings(tmp_path: Path) -> None:
 
 def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
     config = load_config(
-        settings=["device.noise.sigma=0.7", "model.hidden=[3,4]", "sampler.min_batch_size=2"]
+        settings=[
+            "device.noise.sigma=0.7",
+            "model.hidden=[3,4]",
+            "sampler.scheme=poisson-min-batch",
+            "sampler.min_batch_size=2",
+        ]
     )
     assert config.device.overrides == {"noise": {"sigma": 0.7}}
     path = tmp_path / "config.json"

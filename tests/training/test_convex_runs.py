@@ -37,8 +37,8 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"lr": 1.5, "momentum": 0.0},
     "sampler": {"scheme": "disjoint-cyclic", "batch_size": 10},
     "protection": {"kind": "last-iterate", "epsilon": 3.0},
-    "device": {"name": "gaussian", "noise": {"sigma": 0.5}},
 }
+DEVICE = {"device": {"name": "gaussian", "noise": {"sigma": 0.5}}}
 
 
 def data(n: int = 66) -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +93,7 @@ def test_poisson_batches_release_every_update_for_replacing_a_record(tmp_path: P
 
 
 def test_full_batches_are_batches_too(tmp_path: Path) -> None:
-    config = merged(CONFIG, {"sampler": {"scheme": "full-batch"}})
+    config = {**CONFIG, "sampler": {"scheme": "full-batch"}}
     run = training.train(config, data=data(), folder=tmp_path)
     (mechanism,) = read_ledger(tmp_path).mechanisms
     assert isinstance(mechanism, ConvexLastIterate)
@@ -157,6 +157,7 @@ def test_another_trainer_has_no_last_iterate(tmp_path: Path) -> None:
 def test_a_stopped_run_goes_on_bit_for_bit_and_pays_once(tmp_path: Path, source: str, stop_at: type) -> None:
     config = merged(CONFIG, {"trainer": {"gates": source}, "checkpoint": {"every_steps": 4}})
     config["protection"]["noise"] = "device" if source == "device" else "digital"
+    config |= DEVICE if source == "device" else {}
     training.train(config, data=data(), folder=tmp_path / "unbroken")
     with pytest.raises(KeyboardInterrupt):
         training.train(config, data=data(), folder=tmp_path / "broken", watcher=stop_at(10))
@@ -181,7 +182,9 @@ def test_planted_fault_unkeyed_noise_is_caught(
 
 def test_a_release_run_keeps_no_intermediate_model(tmp_path: Path, stop_at: type) -> None:
     """Killed and gone on with, it pays once: one last model leaves, whatever was computed on the way."""
-    config = merged(CONFIG, {"mode": "release", "checkpoint": {"keep": 5, "every_steps": 2}})
+    config = merged(CONFIG, {"mode": "release", "checkpoint": {"every_steps": 2}})
+    with pytest.raises(ConfigError, match="keep = 5 keeps iterates before the last one"):
+        training.train(merged(config, {"checkpoint": {"keep": 5}}), data=data(), folder=tmp_path)
     with pytest.raises(KeyboardInterrupt):
         training.train(config, data=data(), folder=tmp_path, watcher=stop_at(9))
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
@@ -250,9 +253,9 @@ def test_gates_and_noise_of_a_device_learn_like_those_of_a_seed(tmp_path: Path) 
                     "epsilon": 8.0,
                     "noise": "device" if source == "device" else "digital",
                 },
-                # the packaged medium is one matrix: each seed takes another device
-                "device": {"name": "gaussian", "medium": {"seed": 1000 + seed}},
             }
+            if source == "device":  # the packaged medium is one matrix: each seed takes another device
+                config["device"] = {"name": "gaussian", "medium": {"seed": 1000 + seed}}
             run = training.train(config, folder=tmp_path / f"{source}-{seed}")
             found.append((run.summary or {})["test_accuracy"])
             status = Status.PROVEN_UNDER_DEVICE_MODEL if source == "device" else Status.PROVEN
@@ -268,7 +271,7 @@ def test_the_planted_fault_of_blind_gates_would_be_seen(
 ) -> None:
     """Were the device's hyperplanes never read, all would be 0 and every gate open."""
     monkeypatch.setattr(ConvexTrainer, "recover_hyperplanes", lambda self, readings: None)
-    config = merged(CONFIG, {"trainer": {"gates": "device"}})
+    config = merged(CONFIG, {"trainer": {"gates": "device"}, **DEVICE})
     training.train(config, data=data(), folder=tmp_path / "blind")
     monkeypatch.undo()
     training.train(config, data=data(), folder=tmp_path / "seeing")

@@ -39,6 +39,7 @@ BASE: dict[str, Any] = {
     "device": {"name": "gaussian", "noise": {"sigma": 0.3}},
     "checkpoint": {"every_steps": 2},
 }
+DIGITAL = {key: value for key, value in BASE.items() if key != "device"}
 POISSON = {"sampler": {"scheme": "poisson", "batch_size": 16}}
 RECORD = {**BASE, **POISSON, "protection": {"kind": "record", "noise_multiplier": 1.3}}
 
@@ -60,9 +61,9 @@ def paid_steps(folder: Path) -> int:
 
 
 KINDS = {
-    "bp": ({**BASE, "trainer": {"kind": "bp"}}, ["none"], STEPS),
-    "dfa": ({**BASE, "trainer": {"kind": "dfa"}}, ["none"], STEPS),
-    "tdfa": ({**BASE, "trainer": {"kind": "tdfa"}}, ["none"], STEPS),
+    "bp": ({**DIGITAL, "trainer": {"kind": "bp"}}, ["none"], STEPS),
+    "dfa": ({**DIGITAL, "trainer": {"kind": "dfa"}}, ["none"], STEPS),
+    "tdfa": ({**DIGITAL, "trainer": {"kind": "tdfa"}}, ["none"], STEPS),
     "pdfa": (BASE, ["none"], STEPS),
     "published": (
         {**BASE, "trainer": {"order": "published", "tau_b": 1.0, "tau_h_max": 1.0}},

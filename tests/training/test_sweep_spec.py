@@ -124,7 +124,12 @@ def test_lines_of_keys(path: tuple[str, ...], line: int | None) -> None:
 def test_runs_on_one_physical_device_go_one_by_one(tmp_path: Path) -> None:
     assert not one_at_a_time(points(tmp_path, SPEC))
     assert one_at_a_time(
-        points(tmp_path, SPEC.replace("epochs = 2", "epochs = 2\ndevice.access.exclusive = true"))
+        points(
+            tmp_path,
+            SPEC.replace(
+                "[series.axes]", "[series.config]\ndevice.access.exclusive = true\n[series.axes]", 1
+            ),
+        )
     )
 
 

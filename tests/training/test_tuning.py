@@ -42,7 +42,10 @@ CHOICES = {"trainer.clip": ["0.3", "0.6"], "optimizer.schedule": ["constant", "l
 
 
 def config(**changes: Any) -> RunConfig:
-    return load_config(merged(CONFIG, changes))
+    values = merged(CONFIG, changes)
+    if values.get("mode") == "release":
+        del values["seed"]
+    return load_config(values)
 
 
 def test_draws_are_poisson_and_uniform() -> None:

@@ -228,3 +228,10 @@ def test_a_language_model_without_texts_is_named(tmp_path: Path) -> None:
             {"data": {"n_classes": 3}, "trainer": {"kind": "zo", "language": options}},
             folder=tmp_path / "run",
         )
+
+
+def test_a_masked_model_needs_a_mask_in_the_prompt(tmp_path: Path) -> None:
+    folder = make(tmp_path, "bert")
+    with pytest.raises(ValueError, match=r"type 'bert' fills in a masked word; put \{mask\}"):
+        load_classifier(folder, Prompt(template="{text} it was"), local_only=True)
+    load_classifier(folder, Prompt(template="{text} it was {mask}"), local_only=True)

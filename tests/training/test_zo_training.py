@@ -39,6 +39,7 @@ BASE = {
     "optimizer": {"lr": 0.05, "weight_decay": 0.01},
 }
 PROTECTED = {**BASE, "protection": {"kind": "record", "noise_multiplier": 2.0}}
+RELEASED = {**{key: value for key, value in PROTECTED.items() if key != "seed"}, "mode": "release"}
 
 
 def data(n: int = 100) -> tuple[np.ndarray, np.ndarray]:
@@ -137,7 +138,7 @@ def test_a_model_that_breaks_on_some_records_is_counted_and_stops_nothing(tmp_pa
             return self.linear(x) + torch.where(x[:, :1] > 2, torch.nan, 0.0)
 
     trained = training.train(
-        {**PROTECTED, "data": {"n_classes": 3, "validation_fraction": 0.0}, "epochs": 1, "mode": "release"},
+        {**RELEASED, "data": {"n_classes": 3, "validation_fraction": 0.0}, "epochs": 1},
         data=data(), model=Fragile(), folder=tmp_path / "run",
     )  # fmt: skip
     assert all(bool(torch.isfinite(t).all()) for t in final(trained.folder.path).values())
@@ -226,7 +227,7 @@ def test_noise_and_directions_do_not_share_a_seed(tmp_path: Path) -> None:
 
 
 def test_release_mode_keeps_no_secret(tmp_path: Path) -> None:
-    first, second = (run(tmp_path, {**PROTECTED, "mode": "release"}, name) for name in ("a", "b"))
+    first, second = (run(tmp_path, RELEASED, name) for name in ("a", "b"))
     logs = [LogContent.read(r.folder.path / LOG_FILE) for r in (first, second)]
     assert logs[0].header.root != logs[1].header.root
     assert "seed" not in first.facts["config"]

@@ -16,7 +16,8 @@ app = typer.Typer(
     name="opusim",
     help="Train neural networks on a simulated or real optical processing unit (OPU), and see what its noise does.",
     epilog="Start with:  opusim train pdfa --data digits\n\nAny command takes --debug, which shows the traceback of an "
-    "error. Exit codes: 2 for bad input, 3 for a device fault, 4 for a spent privacy budget, 130 for Ctrl-C.",
+    "error. Exit codes: 1 for a sweep in which a run failed, 2 for bad input, 3 for a device fault, 4 for a spent "
+    "privacy budget, 130 for Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -56,7 +57,11 @@ def _version(
 
 
 def main() -> None:
-    """Run the command; exit codes: 2 for bad input, 3 for a device fault, 4 for a spent budget, 130 for Ctrl-C."""
+    """Run the command.
+
+    Exit codes: 1 for a sweep in which a run failed, 2 for bad input, 3 for a device fault, 4 for a spent budget, 130
+    for Ctrl-C.
+    """
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")

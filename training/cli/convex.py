@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,8 +17,8 @@ opusim train convex --data mnist --epsilon 3 --method poisson
 
 opusim train convex --data digits --epsilon 8 --device gaussian --release
 
-[bold]--set[/bold] changes any key of the configuration; `opusim train options` lists them all, and docs/convex.md says
-what to choose at which epsilon."""
+[bold]--set[/bold] changes any key of the configuration; `opusim train options` lists them all, and \
+docs/convex.md says what to choose at which epsilon."""
 
 Method = Annotated[
     str | None,
@@ -28,7 +28,6 @@ Method = Annotated[
     ),
 ]
 _SCHEMES = {"cyclic": "disjoint-cyclic", "full": "full-batch", "poisson": "poisson"}
-_BATCH = 250
 
 
 def mount(train_app: typer.Typer) -> None:
@@ -56,10 +55,7 @@ def train_convex(
     With --device its hyperplanes and its noise are the device's, whose noise must be Gaussian.
     """
     changes = flag_changes("convex", data, epochs, seed)
-    if config is None:
-        method = method or "cyclic"
-        changes |= defaults(method)
-    elif method is not None:
+    if method is not None:
         changes["sampler"] = {"scheme": _scheme(method)}
     if device is not None:
         changes["device"] = {"name": device}
@@ -71,18 +67,6 @@ def train_convex(
         if device is not None:
             changes["protection"]["noise"] = "device"
     train_configured(config, settings, changes, out, quiet)
-
-
-def defaults(method: str) -> dict[str, Any]:
-    """What the descent needs that is not the default of other trainers; a file or --set may say otherwise.
-
-    Raises:
-        ValueError: The method is not known.
-    """
-    sampler: dict[str, Any] = {"scheme": _scheme(method)}
-    if method != "full":
-        sampler["batch_size"] = _BATCH
-    return {"sampler": sampler}
 
 
 def _scheme(method: str) -> str:

@@ -13,11 +13,12 @@ def mount(app: typer.Typer) -> None:
     app.command(epilog=_EPILOG)(curve)
 
 
-_EPILOG = """[bold]A spec[/bold] is a TOML file: a title, \\[config] with keys of every run, \\[axes] with lists
-of values, and any number of \\[\\[series]], each with a name, config and axes of its own. Runs take all combinations.
+_EPILOG = """[bold]A spec[/bold] is a TOML file: a title, \\[config] with keys of every run, \\[axes] with lists \
+of values, and any number of \\[\\[series]], each with a name, config and axes of its own. Runs take all combinations. \
 Ready ones stand in benchmarks/curves.
 
-A sweep that was stopped or killed goes on with the same command; no finished run is made twice."""
+A sweep that was stopped or killed goes on with the same command; no finished run is made twice. The exit code is 1 if \
+a run failed; the others are in the report."""
 
 
 def curve(
@@ -57,27 +58,29 @@ def curve(
     from training.sweeps.curves import SweepResult
     from training.sweeps.execution import run_sweep
     from training.sweeps.folder import SweepFolder
-    from training.sweeps.progress import SweepBar
+    from training.sweeps.progress import SweepProgress
     from training.sweeps.report import setting_rows, write_sweep
 
     folder = SweepFolder(out or Path("runs") / spec.stem)
     if draw_only:
         rows = folder.rows(points)
     else:
-        with SweepBar(read.title) as bar:
+        with SweepProgress() as progress:
             rows = run_sweep(
                 points,
                 folder,
                 jobs=1 if one_at_a_time(points) else jobs or os.cpu_count() or 1,
                 cluster=cluster,
                 retry_failed=retry_failed,
-                on_start=bar.start,
-                on_row=bar.advance,
+                on_start=progress.start,
+                on_row=progress.advance,
             )
     result = SweepResult(spec=read, points=points, rows=rows, folder=folder)
     report_file = write_sweep(result, text.text)
-    print_rows(setting_rows(result), without=("device energy [J]", "device time [s]"))
+    print_rows(setting_rows(result), without=("device energy", "device time"))
     for row in rows.values():
         if row.status == "failed":
             typer.echo(f"failed: {row.identity}: {row.reason}")
     typer.echo(f"sweep folder: {folder.path}\nreport:       {report_file}")
+    if any(row.status == "failed" for row in rows.values()):
+        raise typer.Exit(code=1)

@@ -32,10 +32,19 @@ def account_device(
 
     targets, description = target_epsilon or [8.0, 3.0, 1.0], load_description(name)
     if description.camera is not None:
-        from training.camera_privacy import label_counts, print_account
+        from opusim.progress import Progress
+        from training.camera_privacy import evaluations, label_counts, print_account
 
-        counts = label_counts(description, n_classes=classes, n_outputs=outputs, delta=delta)
-        print_account(counts, targets, figure)
+        with Progress("account device", "evaluations") as progress:
+            counts = label_counts(
+                description,
+                n_classes=classes,
+                n_outputs=outputs,
+                delta=delta,
+                on_evaluation=progress.advance,
+            )
+            progress.start(evaluations(len(targets), figure=figure is not None))
+            print_account(counts, targets, figure)
         return
     if figure is not None:
         raise ValueError(

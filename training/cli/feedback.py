@@ -68,7 +68,7 @@ def _mount_digital(train_app: typer.Typer, kind: str, description: str) -> None:
     ) -> None:
         changes = flag_changes(kind, data, epochs, seed)
         if sigma is not None:
-            changes["trainer"] |= {"sigma": sigma, "order": "published"}
+            changes["trainer"]["sigma"] = sigma
         changes |= private_changes(protect, epsilon, delta, noise_multiplier, release)
         train_configured(config, settings, changes, out, quiet)
 

@@ -19,19 +19,19 @@ def audit_mechanism_command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Run the self-test behind a progress bar, print it and keep it.
+    """Run the self-test behind a progress line, print it and keep it.
 
     Raises:
         typer.Exit: With code 1, if a check raised an alarm.
     """
     import json
 
+    from opusim.progress import Progress
     from training.attacks.mechanism.audit import audit_mechanism
     from training.attacks.mechanism.words import report_text
-    from training.runs.progress import CountingBar
     from training.runs.storage import write_json
 
-    with CountingBar(f"self-test of {kind}") as bar:
+    with Progress(f"self-test of {kind}", "steps") as progress:
         found = audit_mechanism(
             kind,
             mode=mode,
@@ -39,8 +39,8 @@ def audit_mechanism_command(
             settings=settings,
             seed=seed,
             level=level,
-            on_start=bar.start,
-            on_step=bar.advance,
+            on_start=progress.start,
+            on_step=progress.advance,
         )
     if out is not None:
         write_json(out, found.to_json())

@@ -36,13 +36,7 @@ def train_resume(
 
 def train_options() -> None:
     """List every key of the configuration, with its default and its meaning."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
+    from opusim.tables import print_table
     from training.config.reading import option_rows
 
-    table = Table("key", "default", "meaning", title="Keys for --set and for TOML files")
-    for key, default, meaning in option_rows():
-        table.add_row(*map(escape, (key, default, meaning)))
-    Console().print(table)
+    print_table("Keys for --set and for TOML files", ("key", "default", "meaning"), option_rows())

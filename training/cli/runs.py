@@ -157,14 +157,14 @@ def _audit_run(
     """Attack a run, print what was found and write its report."""
     import json
 
+    from opusim.progress import Progress
     from training.attacks.run_audit import audit_run
-    from training.runs.progress import CountingBar
     from training.runs.report import NOT_FOR_RELEASE, write_report
     from training.runs.run import load_run
     from training.runs.run_evaluation import read_npz
 
     data = None if arrays is None else read_npz(arrays)
-    with CountingBar("audit") as bar:
+    with Progress("audit", "trials") as progress:
         found = audit_run(
             run,
             data=data,
@@ -172,8 +172,8 @@ def _audit_run(
             trials=trials,
             seed=seed,
             delta=delta,
-            on_start=bar.start,
-            on_trial=bar.advance,
+            on_start=progress.start,
+            on_trial=progress.advance,
         )
     loaded = load_run(run)
     report_file = write_report(loaded, audit=found, folder=out)
@@ -182,12 +182,11 @@ def _audit_run(
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
-    from textwrap import fill
-
     from accounting.tables import print_rows
+    from opusim.tables import wrapped
     from training.attacks.words import finding_rows, paragraphs
 
     print_rows(finding_rows(found))
     for text in paragraphs(found):
-        typer.echo("\n" + fill(text, width=120))
+        typer.echo("\n" + wrapped(text))
     typer.echo(f"\nkept in {(out or run) / 'audit.json'} and shown in {report_file}")

@@ -24,8 +24,8 @@ opusim train {kind} --data fashion-mnist --set optimizer.lr=0.01 --set model.hid
 
 opusim train {kind} --config run.toml --seed 3 --out runs/third
 
-[bold]--set[/bold] changes any key of the configuration; `opusim train options` lists them all with their meaning
-and default. A run is a folder; `opusim report RUN` draws it, `opusim evaluate RUN` measures it,
+[bold]--set[/bold] changes any key of the configuration; `opusim train options` lists them all with their meaning \
+and default. A run is a folder; `opusim report RUN` draws it, `opusim evaluate RUN` measures it, \
 `opusim train resume RUN` goes on with one that was stopped or killed."""
 
 
@@ -48,12 +48,10 @@ def private_changes(
     noise_multiplier: float | None,
     release: bool,
 ) -> dict[str, Any]:
-    """The privacy flags as a nested mapping; protections by secret batches take Poisson batches."""
+    """The privacy flags as a nested mapping."""
     flags = {"kind": protect, "epsilon": epsilon, "delta": delta, "noise_multiplier": noise_multiplier}
     changes: dict[str, Any] = {"mode": "release"} if release else {}
     changes["protection"] = {key: value for key, value in flags.items() if value is not None}
-    if protect in ("record", "label-amplified"):
-        changes["sampler"] = {"scheme": "poisson"}
     return changes
 
 
@@ -76,10 +74,16 @@ def train_configured(
     Raises:
         ConfigError: They name another, or are wrong.
     """
-    from training.config.reading import load_config
+    from training.config.reading import load_config, named_trainer
 
+    kind, named = changes["trainer"]["kind"], None if config is None else named_trainer(config)
+    if named not in (None, kind):
+        raise ConfigError(
+            str(config),
+            "trainer.kind",
+            f"{named!r} contradicts the command; use: opusim train {named} --config {config}",
+        )
     resolved = load_config(config, settings or (), changes)
-    kind = changes["trainer"]["kind"]
     if resolved.trainer.kind != kind:
         reason = (
             f"{resolved.trainer.kind!r} contradicts the command; use: opusim train {resolved.trainer.kind}"
@@ -100,10 +104,10 @@ def watched(kind: str, quiet: bool, work: Callable[[Watcher | None], Run]) -> No
     if quiet:
         run = work(None)
     else:
-        from training.runs.progress import ProgressBar
+        from training.runs.progress import RunProgress
 
-        with ProgressBar(kind) as bar:
-            run = work(bar)
+        with RunProgress(f"train {kind}") as progress:
+            run = work(progress)
     report_file = write_report(run)
     if quiet:
         typer.echo(run.folder.path)
@@ -113,9 +117,12 @@ def watched(kind: str, quiet: bool, work: Callable[[Watcher | None], Run]) -> No
 
 def _print_run(run: Run, report_file: Path) -> None:
     from accounting.tables import guarantee_rows, print_rows
-    from training.runs.report import run_name, summary_row
+    from opusim.tables import wrapped
+    from training.runs.report import RELEASE_DASHES, run_name, summary_row
 
     print_rows([summary_row(run, run_name(run))])
+    if run.config.mode == "release":
+        typer.echo(wrapped(RELEASE_DASHES))
     print_rows(guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment"))
     typer.echo(f"run folder: {run.folder.path}\nreport:     {report_file}")
     if run.config.mode == "experiment":

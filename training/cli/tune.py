@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from training.cli import options
-from training.cli.convex import defaults
 from training.cli.training_runs import flag_changes, private_changes
+
+if TYPE_CHECKING:
+    from training.tuning.search import Found, Search
 
 Choose = Annotated[
     list[str] | None,
@@ -50,7 +52,7 @@ def tune(
     from training.tuning.choices import parse_choices
     from training.tuning.search import Search
 
-    changes = flag_changes("convex", data, epochs, seed) | (defaults("cyclic") if config is None else {})
+    changes = flag_changes("convex", data, epochs, seed)
     changes |= private_changes(None, epsilon, delta, None, release)
     changes["protection"]["kind"] = "last-iterate"
     search = Search(
@@ -60,11 +62,7 @@ def tune(
         folder=out,
     )
 
-    def tell(done: int, of: int) -> None:
-        warning = " (their number is not for release)" if release else ""
-        typer.echo(f"trial {done} of {of} is done{warning}", err=True)
-
-    found = search.run(None if quiet else tell)
+    found = _run(search, quiet=quiet, release=release)
     if quiet:
         typer.echo(out)
         return
@@ -80,3 +78,15 @@ def tune(
         return
     typer.echo(f"best: {', '.join(found.settings)}; score {100 * (found.score or 0):.2f} % (noised)")
     typer.echo(f"run folder: {found.run.folder.path}")
+
+
+def _run(search: Search, *, quiet: bool, release: bool) -> Found:
+    """Run the search behind a progress line."""
+    from opusim.progress import Progress
+
+    if quiet:
+        return search.run()
+    if release:
+        typer.echo("the number of trials below is private: do not publish it", err=True)
+    with Progress("tune", "trials") as progress:
+        return search.run(lambda done, of: progress.advance(done=done) if done else progress.start(of))

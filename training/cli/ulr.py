@@ -42,7 +42,7 @@ def train_ulr(
 ) -> None:
     """Unified likelihood ratio: forward passes alone, with noise on one module's output at a time.
 
-    With --device the noise comes from that device, whose law must be Gaussian.
+    With --device the noise comes from that device, whose law must be Gaussian (trainer.noise = "device").
     """
     changes = flag_changes("ulr", data, epochs, seed)
     given: dict[str, Any] = {"sigma": sigma, "copies": copies}

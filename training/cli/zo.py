@@ -88,8 +88,8 @@ def train_zo(
     changes["trainer"] |= {key: value for key, value in given.items() if value is not None}
     changes |= private_changes(protect, epsilon, delta, noise_multiplier, release)
     language = {
-        "model": None if language_model is None else _found_again(language_model),
-        "text": None if text is None else str(text.resolve()),
+        "model": language_model,
+        "text": None if text is None else str(text),
         "prompt": prompt,
         "classes": None if classes is None else classes.split(","),
         "max_tokens": max_tokens,
@@ -98,11 +98,6 @@ def train_zo(
     }
     changes["trainer"]["language"] = {key: value for key, value in language.items() if value is not None}
     train_configured(config, settings, changes, out, quiet)
-
-
-def _found_again(name: str) -> str:
-    """A folder by its whole path, so that a run can go on from anywhere; a hub's name as it is."""
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 @zo_app.command("replay")
@@ -117,16 +112,16 @@ def zo_replay(
     out: Annotated[Path | None, typer.Option(help="Write the final parameters here, as safetensors.")] = None,
 ) -> None:
     """Rebuild the final parameters of a zeroth-order run, bit for bit, from its first ones and its step log."""
-    from training.runs.progress import CountingBar
+    from opusim.progress import Progress
     from training.runs.storage import write_tensors
     from training.zo.replay import replay
 
-    with CountingBar("replay") as bar:
+    with Progress("zo replay", "steps") as progress:
 
         def follow(done: int, total: int) -> None:
             if done == 1:
-                bar.start(total)
-            bar.advance()
+                progress.start(total)
+            progress.advance()
 
         found = replay(log, base=base, on_step=follow)
     if out is not None:

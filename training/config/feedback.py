@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -23,7 +24,8 @@ class FeedbackConfig(Section):
     order: Literal["hardware", "published"] = "hardware"
     """hardware: the noise of the device's reading is the noise, only a constant gain follows.
     published: eq. 8, the reading is scaled into the ball tau_b, then noise is added (for pdfa from the
-    device's draw, for the digital feedbacks from a generator with standard deviation sigma)."""
+    device's draw, for the digital feedbacks from a generator with standard deviation sigma), and the default of a
+    digital feedback that is given a sigma."""
     threshold: float = Field(0.15, ge=0.0)
     """Ternarization threshold of tdfa and pdfa (0.15 in the paper)."""
     encoding: Literal["ternary", "planes"] = "ternary"
@@ -59,6 +61,14 @@ class FeedbackConfig(Section):
     def uses_device(self, protection: ProtectionConfig) -> bool:
         """Whether the run opens its device."""
         return self.kind == "pdfa"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _order_of_digital_noise(cls, values: Any) -> Any:
+        """A digital feedback that is given a sigma takes the order that has one, unless it is given another."""
+        if isinstance(values, Mapping) and "sigma" in values and values.get("kind") in ("bp", "dfa", "tdfa"):
+            return {"order": "published", **values}
+        return values
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from training.config.section import Section
 
@@ -30,3 +31,22 @@ class LanguageConfig(Section):
     """Modules that get them, such as q_proj; none takes those that peft knows for the architecture."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the model's parameters; LoRA's factors are float32."""
+
+    @field_validator("text")
+    @classmethod
+    def _whole_path(cls, text: str | None) -> str | None:
+        """A file by its whole path, so that the run can be resumed from any folder."""
+        return None if text is None else str(Path(text).resolve())
+
+    @field_validator("model")
+    @classmethod
+    def _whole_folder(cls, model: str | None) -> str | None:
+        """A folder by its whole path; a hub's name as it is."""
+        return str(Path(model).resolve()) if model is not None and Path(model).is_dir() else model
+
+    @field_validator("prompt")
+    @classmethod
+    def _check_prompt(cls, prompt: str) -> str:
+        if prompt.count("{text}") != 1 or prompt.count("{mask}") > 1:
+            raise ValueError(f"prompt = {prompt!r} must hold {{text}} once, and {{mask}} at most once")
+        return prompt

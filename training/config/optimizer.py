@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from training.config.section import Section
 
-PLAIN_DESCENTS = {"zo": {"lr": 0.002, "momentum": 0.0}, "convex": {"lr": 1.9, "momentum": 0.0}}
-"""Defaults of trainers that have no momentum: a random direction's slope is larger than the gradient's share along it,
-so zo diverges at other trainers' rate; 1.9 is below the 2 / beta that the convex trainer's guarantee asks for."""
-
 
 class OptimizerConfig(Section):
     """A torch optimizer of the SGD or Adam family."""
 
+    largest: ClassVar[dict[str, float]] = {"lr": 1e4}  # parameters of order 1 overflow within ten such steps
     name: Literal["sgd", "adam", "adamw", "nadam", "radam", "adamax"] = "sgd"
     """Class in torch.optim."""
     lr: float = Field(0.01, gt=0.0)

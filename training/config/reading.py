@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from opusim.errors import ConfigError
 from opusim.files import DEPTH_LIMIT, parse_json, parse_toml, read_text
+from training.config.effect import UnusedKey, require_used
 from training.config.run import RunConfig
 
 
@@ -30,17 +31,47 @@ def load_config(
         changes: A nested mapping merged over the source.
 
     Raises:
-        ConfigError: Missing file, malformed TOML, an unknown key or a value out of range; one line that
-            names file, key and reason.
+        ConfigError: Missing file, malformed TOML, an unknown key, a value out of range, or a key that does nothing in
+            this configuration; one line that names file, key and reason.
     """
-    origin = str(source) if isinstance(source, str | Path) else "configuration"
-    values = merged(_read(source), changes or {})
+    base, is_resolved = _read(source)
+    given = merged({} if is_resolved else base, changes or {})
+    values = merged(base, changes or {})
     for setting in settings:
-        values = merged(values, parse_setting(setting))
+        given, values = (merged(known, parse_setting(setting)) for known in (given, values))
+    origin = str(source) if isinstance(source, str | Path) else "configuration"
+    return _validated(values, origin, given=[key for key, value in flat(given).items() if value is not None])
+
+
+def stored_config(values: Mapping[str, Any]) -> RunConfig:
+    """The resolved configuration that `config.json` holds: it names every key, also those that do nothing.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    return _validated(values, "configuration", given=())
+
+
+def named_trainer(source: str | Path) -> str | None:
+    """The trainer.kind that a file gives, or None.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    trainer = _read(source)[0].get("trainer")
+    kind = trainer.get("kind") if isinstance(trainer, Mapping) else None
+    return None if kind is None else str(kind)
+
+
+def _validated(values: Mapping[str, Any], origin: str, *, given: Sequence[str]) -> RunConfig:
     try:
-        return RunConfig.model_validate(values)
+        config = RunConfig.model_validate(values)
+        require_used(config, given)
     except ValidationError as error:
         raise _first_problem(error, origin) from error
+    except UnusedKey as error:
+        raise ConfigError(origin, error.key, error.reason) from error
+    return config
 
 
 def parse_setting(setting: str) -> dict[str, Any]:
@@ -89,25 +120,27 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
-def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> dict[str, Any]:
+def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[dict[str, Any], bool]:
+    """The keys, and whether they are those of a resolved configuration, which names all of them."""
     if source is None:
-        return {}
+        return {}, False
     if isinstance(source, RunConfig):
-        return source.model_dump()
+        return source.model_dump(), True
     if isinstance(source, Mapping):
-        return dict(source)
+        return dict(source), False
     path = Path(source)
     try:
         text = read_text(path)
         if path.suffix != ".json":
-            return parse_toml(text)
+            return parse_toml(text), False
         values = parse_json(text)
         if not isinstance(values, dict):
             raise ConfigError(str(path), "syntax", f"holds a {type(values).__name__}, not a table of keys")
-        config = values.get("config", values)  # the config.json of a run holds more than the configuration
+        is_stored = "config" in values  # the config.json of a run holds more than the configuration
+        config = values["config"] if is_stored else values
         if not isinstance(config, dict):
             raise ConfigError(str(path), "config", f"holds a {type(config).__name__}, not a table of keys")
-        return dict(config)
+        return dict(config), is_stored
     except OSError as error:
         reason = f"cannot be read ({error.strerror}); check the path"
         raise ConfigError(str(path), "path", reason) from error
@@ -128,6 +161,9 @@ def _first_problem(error: ValidationError, origin: str) -> ConfigError:
         return ConfigError(
             origin, f"{key}.kind", f"{context['tag']!r} is no trainer; take one of {context['expected_tags']}"
         )
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, UnusedKey):
+        return ConfigError(origin, cause.key, cause.reason)
     reason = problem["msg"].removeprefix("Value error, ")
     if problem["type"] != "value_error":
         reason = f"{reason}, got {problem['input']!r}"

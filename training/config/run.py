@@ -11,12 +11,14 @@ from pydantic import Discriminator, Field, model_validator
 
 from accounting.guarantee import Adjacency
 from training.config.checkpoint import CheckpointConfig
+from training.config.completion import completed
 from training.config.convex import ConvexConfig
 from training.config.data import DataConfig, SplitRule
 from training.config.device import DeviceChoice
+from training.config.effect import require_used
 from training.config.feedback import FeedbackConfig
 from training.config.network import ModelConfig
-from training.config.optimizer import PLAIN_DESCENTS, OptimizerConfig
+from training.config.optimizer import OptimizerConfig
 from training.config.protection import ProtectionConfig
 from training.config.sampler import SamplerConfig
 from training.config.section import Section
@@ -110,23 +112,9 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_trainer(cls, values: Any) -> Any:
-        """A section `trainer` without a kind is that of the default."""
-        trainer = values.get("trainer") if isinstance(values, Mapping) else None
-        if isinstance(trainer, Mapping) and "kind" not in trainer:
-            return {**values, "trainer": {"kind": FeedbackConfig().kind, **trainer}}
-        return values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_own_rate(cls, values: Any) -> Any:
-        """Keys of the section `optimizer` that are not given are the trainer's own."""
-        trainer = values.get("trainer") if isinstance(values, Mapping) else None
-        kind = trainer.get("kind") if isinstance(trainer, Mapping) else getattr(trainer, "kind", None)
-        own, given = PLAIN_DESCENTS.get(str(kind)), values.get("optimizer", {})
-        if own is None or not isinstance(given, Mapping):
-            return values
-        return {**values, "optimizer": {**own, **given}}
+    def _complete(cls, values: Any) -> Any:
+        """Fill in the defaults that follow from other keys."""
+        return completed(values, FeedbackConfig().kind) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
     def _check_relation(self) -> Self:
@@ -175,4 +163,10 @@ class RunConfig(Section):
                 f"loss = 'cross-entropy' takes logits, but model.output_activation = "
                 f"'{self.model.output_activation}'; set it to 'identity' or take loss = 'squared-error'"
             )
+        if self.protection.kind == "last-iterate" and self.mode == "release" and self.checkpoint.keep > 1:
+            raise ValueError(
+                f"checkpoint.keep = {self.checkpoint.keep} keeps iterates before the last one, which "
+                "protection.kind = 'last-iterate' does not cover; leave it out"
+            )
+        require_used(self)
         return self

@@ -199,6 +199,12 @@ def check_lengths(features: torch.Tensor, labels: torch.Tensor, x_name: str, y_n
 
 def _number_of_classes(labels: torch.Tensor, n_classes: int | None) -> int:
     """Return the stated number of classes, or one more than the largest label."""
+    least = int(labels.min())
+    if n_classes is None and least > 0:
+        raise ValueError(
+            f"y must hold labels from 0, got {least} to {int(labels.max())}: subtract {least} from y, or "
+            "state n_classes if the classes below have no record"
+        )
     classes = int(labels.max()) + 1 if n_classes is None else n_classes
     checks.integer(n_classes=classes, minimum=2, remedy="it counts all classes, also those without a record")
     check_range(labels, classes, "y")

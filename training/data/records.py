@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from opusim.errors import ConfigError
 from training.config.data import DataConfig, SplitRule
+from training.config.effect import OWN_ARRAYS as OWN_ARRAYS
 from training.data import Dataset, load_dataset
 from training.data.standardisation import Standardisation
-
-OWN_ARRAYS = "arrays"
-"""What data.name says where a person gave arrays or a Dataset of their own."""
 
 
 def chosen_constants(options: DataConfig) -> Standardisation | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -20,6 +21,8 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":")
 _DPI = 130
+_LEAST_RANGE = 2.0
+"""Percentage points that an axis of accuracies shows at least."""
 
 
 def style(number: int) -> dict[str, Any]:
@@ -72,8 +75,12 @@ def learning_curves(runs: Sequence[Run], names: Sequence[str]) -> Figure | None:
         epochs = [record["epoch"] for record in run.metrics]
         values = [100 * record[key] for record in run.metrics if key in record]
         axes.plot(epochs[: len(values)], values, label=name, markevery=_sparse(len(values)), **style(number))
-    axes.set(xlabel="epoch", ylabel=f"{'validation' if held_out else 'training'} accuracy [%]")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(ylabel=f"{'validation' if held_out else 'training'} accuracy [%]")
+    _epoch_axis(axes)
+    low, high = axes.get_ylim()
+    if high - low < _LEAST_RANGE:
+        middle = min(max((low + high) / 2, _LEAST_RANGE / 2), 100 - _LEAST_RANGE / 2)
+        axes.set_ylim(middle - _LEAST_RANGE / 2, middle + _LEAST_RANGE / 2)
     axes.legend(frameon=False)
     return figure
 
@@ -93,8 +100,8 @@ def alignment_curves(run: Run) -> Figure | None:
         values = [record["alignment"][layer] for record in observed]
         axes.plot(epochs, values, label=f"layer {layer + 1}", markevery=_sparse(len(values)), **style(layer))
     lowest = min(min(record["alignment"]) for record in observed)
-    axes.set(xlabel="epoch", ylabel="cosine with the gradient", ylim=(min(-0.05, 1.1 * lowest), 1.05))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(ylabel="cosine with the gradient", ylim=(min(-0.05, 1.1 * lowest), 1.05))
+    _epoch_axis(axes)
     axes.legend(frameon=False)
     return figure
 
@@ -119,10 +126,20 @@ def noise_curves(run: Run) -> Figure | None:
         axes.plot(epochs, signal, label=f"signal, {place}", markevery=every, **look)
         hollow = {**look, "linestyle": ":", "markerfacecolor": "white"}
         axes.plot(epochs, noise, label=f"noise, {place}", markevery=every, **hollow)
-    axes.set(xlabel="epoch", ylabel="mean norm per record", yscale="log")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(ylabel="mean norm per record", yscale="log")
+    _epoch_axis(axes)
     axes.legend(frameon=False)
     return figure
+
+
+def _epoch_axis(axes: Axes) -> None:
+    """Whole epochs, with half an epoch on both sides where there is one epoch only."""
+    axes.set(xlabel="epoch")
+    epochs = [float(x) for line in axes.lines for x in np.asarray(line.get_xdata())]
+    if epochs and min(epochs) == max(epochs):
+        axes.set(xlim=(epochs[0] - 0.5, epochs[0] + 0.5), xticks=[epochs[0]])
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _sparse(length: int) -> int:

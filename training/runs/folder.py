@@ -11,7 +11,7 @@ from typing import Any
 
 from accounting.ledger import LEDGER_FILE
 from opusim.errors import ConfigError
-from training.config.reading import load_config
+from training.config.reading import stored_config
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.kinds import require_kind
@@ -145,7 +145,7 @@ class RunFolder:
     def read_config(self) -> RunConfig:
         """Read the resolved configuration."""
         try:
-            return load_config(self.read_facts()["config"])
+            return stored_config(self.read_facts()["config"])
         except ConfigError as error:
             raise RunFolderError(f"{self.config_file}: {error}") from error
 

@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from accounting.tables import guarantee_rows
+from opusim.units import duration, energy
 from training.attacks.findings import RunAudit, read_audit
 from training.attacks.words import finding_rows, paragraphs
 from training.config.reading import flat
@@ -25,6 +26,11 @@ from training.runs.storage import write_file
 _NOT_WRITTEN = "–"
 NOT_FOR_RELEASE = "Not for release: this audit holds figures of private records, which no guarantee covers."
 """What stands beside an audit of a release run, on the page and on screen."""
+RELEASE_DASHES = (
+    "A release run keeps no accuracy, time or use of its device (–): they depend on the private records, and no "
+    "guarantee covers them. Measure its model on public records with: opusim evaluate RUN --data NAME (or --arrays)."
+)
+"""Why the table of a release run has dashes."""
 
 
 def write_report(run: Run, *, audit: RunAudit | None = None, folder: Path | None = None) -> Path:
@@ -121,10 +127,10 @@ def summary_row(run: Run, label: str) -> dict[str, str]:
     wall = sum(record["wall_s"] for record in run.folder.read_timing())
     spent = {
         "epochs": str(last.get("epoch", 0)),
-        "training time": f"{wall:.1f} s",
+        "training time": duration(wall),
         "device frames": f"{figures_of_run.get('frames', 0):,}",
-        "device time": f"{figures_of_run.get('seconds', 0.0):,.1f} s",
-        "device energy": f"{figures_of_run.get('joules', 0.0):,.0f} J",
+        "device time": duration(figures_of_run.get("seconds", 0.0)),
+        "device energy": energy(figures_of_run.get("joules", 0.0)),
     }
     if run.config.mode == "release":  # which writes none of them
         spent = dict.fromkeys(spent, _NOT_WRITTEN)
@@ -151,6 +157,7 @@ def _render(
     return environment.get_template("report.html").render(
         title=title,
         rows=[summary_row(run, name) for run, name in zip(runs, names, strict=True)],
+        dashes=RELEASE_DASHES,
         pictures=pictures,
         devices=distinct(
             [

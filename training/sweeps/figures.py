@@ -120,13 +120,14 @@ def cost(result: SweepResult) -> Figure | None:
     for axes, kind in zip(panels, kinds, strict=True):
         found = [curve for curve in drawn if curve.kind == kind]
         places = [names.index(curve.name) for curve in found]
-        means = [curve.levels[0].mean for curve in found]
+        label, unit = _scaled(kind, max(curve.levels[0].mean for curve in found))
+        means = [curve.levels[0].mean / unit for curve in found]
         axes.barh(places, means, color=[COLOURS[place % len(COLOURS)] for place in places], height=0.6)
         for place, mean in zip(places, means, strict=True):
             axes.annotate(
                 _amount(mean), (mean, place), (3, 0), textcoords="offset points", va="center", fontsize=8
             )
-        axes.set(xlabel=kind, xlim=(0, max(max(means), 1e-12) * 1.3))
+        axes.set(xlabel=label, xlim=(0, max(max(means), 1e-12) * 1.3))
         axes.spines[["top", "right"]].set_visible(False)
         axes.xaxis.label.set_size(9)
         axes.tick_params(axis="x", labelsize=8)
@@ -198,6 +199,16 @@ def _mark_infinity(axes: Axes, infinity: float, high: float) -> None:
     ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= high]
     axes.set_yticks([*ticks, infinity], [*(_power(tick) for tick in ticks), "∞"])
     axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _scaled(kind: str, largest: float) -> tuple[str, float]:
+    """The label of an axis in the unit that suits its largest value, and that unit in joules or seconds."""
+    name, _, base = kind.rstrip("]").partition(" [")
+    units = {"J": ((1e6, 1e6, "MJ"), (1e4, 1e3, "kJ")), "s": ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"))}
+    for limit, size, unit in units.get(base, ()):
+        if largest >= limit:
+            return f"{name} [{unit}]", size
+    return kind, 1.0
 
 
 def _amount(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,13 @@ class Point:
 
     @property
     def identity(self) -> str:
-        """Name of its run folder: points of one configuration share one run."""
-        return f"{self.config.trainer.kind}-{self.config.digest()[:16]}"
+        """Name of its run folder: points of one configuration share one run.
+
+        Release runs have no seed: an axis `seed` counts their repetitions, which share a configuration.
+        """
+        name = f"{self.config.trainer.kind}-{self.config.digest()[:16]}"
+        is_repetition = self.config.mode == "release" and "seed" in self.values
+        return f"{name}-{self.values['seed']}" if is_repetition else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +58,22 @@ def points_of(spec: SweepSpec, text: SpecText) -> list[Point]:
     points: list[Point] = []
     for number, one in enumerate(series):
         points += _series_points(spec, one, text, number)
+    _check_noise(spec.noise, points, text)
     return points
+
+
+def _check_noise(noise: str | None, points: Sequence[Point], text: SpecText) -> None:
+    """Refuse a noise key that no series has as an axis: figures would lack their axis."""
+    axes = dict.fromkeys(key for point in points for key in point.values)
+    if noise is None or noise in axes:
+        return
+    close = difflib.get_close_matches(noise, axes, n=1)
+    hint = (
+        f"did you mean {close[0]!r}?"
+        if close
+        else f"take one of {', '.join(axes) or 'none'}, or leave it out"
+    )
+    raise text.error(f"{noise!r} is no axis of this sweep; {hint}", ("noise",))
 
 
 def _series_points(spec: SweepSpec, series: SeriesSpec, text: SpecText, number: int) -> list[Point]:
@@ -105,6 +126,8 @@ def _resolved(
     values = merged({"threads": 1}, fixed)
     for key, value in changes.items():
         values = merged(values, nested(key, value))
+    if values.get("mode") == "release" and "seed" in changes:
+        del values["seed"]
     try:
         config = load_config(values)
         load_description(config.device.name, config.device.overrides)

@@ -15,6 +15,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from accounting.tables import guarantee_rows, number
+from opusim.units import duration, energy
 from training.runs.figures import save_figure
 from training.runs.folder import RunFolder
 from training.runs.report import data_url, distinct
@@ -24,6 +25,7 @@ from training.sweeps.curves import Curve, SweepResult, curve_rows
 from training.sweeps.points import Point
 from training.sweeps.rows import SCHEMA_VERSION, Row, audited_epsilon
 
+_NOTHING = "–"
 _FIGURES: dict[
     str, tuple[str, Callable[[SweepResult], Figure | None], Callable[[SweepResult], list[Curve]]]
 ] = {
@@ -70,16 +72,18 @@ def write_sweep(result: SweepResult, spec_text: str) -> Path:
 
 
 def setting_rows(result: SweepResult) -> list[dict[str, str]]:
-    """One row a setting, seeds together: accuracy, the three kinds of epsilon, cost."""
+    """One row a setting, seeds together: accuracy, the three kinds of epsilon, cost; no column without a figure."""
     keys = [key for key in dict.fromkeys(k for p in result.points for k in p.values) if key != "seed"]
     groups: dict[tuple[str, ...], list[tuple[Point, Row | None]]] = {}
     for point in result.points:
         setting = (point.series, *(str(point.values.get(key, "")) for key in keys))
         groups.setdefault(setting, []).append((point, result.rows.get(point.identity)))
-    return [
+    rows = [
         {"series": setting[0], **dict(zip(keys, setting[1:], strict=True)), **_figures_of(result, found)}
         for setting, found in groups.items()
     ]
+    told = [key for key in rows[0] if any(row[key] not in ("", _NOTHING) for row in rows)]
+    return [{key: row[key] for key in told} for row in rows]
 
 
 def _figures_of(result: SweepResult, found: Sequence[tuple[Point, Row | None]]) -> dict[str, str]:
@@ -91,9 +95,9 @@ def _figures_of(result: SweepResult, found: Sequence[tuple[Point, Row | None]]) 
         "ε proven": _epsilons([row.proven_epsilon for row in rows]),
         "ε claimed": _epsilons([row.claimed_epsilon for row in rows]),
         "ε audited": _epsilons([audited_epsilon(result.folder.path / "runs" / row.identity) for row in rows]),
-        "device energy [J]": _mean([row.figures.get("joules") for row in rows]),
-        "device time [s]": _mean([row.figures.get("seconds") for row in rows]),
-        "wall time [s]": _mean([row.wall_s for row in rows]),
+        "device energy": _mean([row.figures.get("joules") for row in rows], energy),
+        "device time": _mean([row.figures.get("seconds") for row in rows], duration),
+        "wall time": _mean([row.wall_s for row in rows], duration),
     }
 
 
@@ -176,13 +180,29 @@ def _render(
 
 
 def _guarantees(result: SweepResult) -> list[tuple[str, dict[str, str]]]:
-    """The distinct statements about each series, of its first run."""
+    """The statements about each series at its setting with the least noise, which promises least."""
     found = []
     for name in [*result.series, *result.references]:
-        for point, row in result.finished(name)[:1]:
+        runs = result.finished(name)
+        if runs:
+            point, row = max(runs, key=_promises_least)
             stored = point.config.mode == "experiment"
-            found += [(name, statement) for statement in guarantee_rows(row.guarantees, seed_stored=stored)]
+            setting = ", ".join(f"{key} = {value}" for key, value in point.values.items() if key != "seed")
+            found += [
+                (name, {"setting": setting, **statement})
+                for statement in guarantee_rows(row.guarantees, seed_stored=stored)
+            ]
     return found
+
+
+def _promises_least(run: tuple[Point, Row]) -> tuple[float, float]:
+    """Larger for a larger proven epsilon, then for less noise by the run's own setting."""
+    point, row = run
+    values = {key.split(".")[-1]: value for key, value in point.values.items()}
+    noise = next(
+        (float(values[key]) for key in ("sigma", "noise_multiplier", "temperature_c") if key in values), 0.0
+    )
+    return row.proven_epsilon or 0.0, -(noise if row.noise_std is None else row.noise_std)
 
 
 def _versions(result: SweepResult) -> list[tuple[str, dict[str, str]]]:
@@ -196,24 +216,21 @@ def _versions(result: SweepResult) -> list[tuple[str, dict[str, str]]]:
 
 def _mean_and_spread(values: Sequence[float]) -> str:
     if not values:
-        return "–"
+        return _NOTHING
     spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.2f}{spread}"
 
 
-def _mean(values: Sequence[float | None]) -> str:
+def _mean(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
     known = [value for value in values if value is not None]
-    if not known:
-        return "–"
-    mean = statistics.fmean(known)
-    return f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}"
+    return shown(statistics.fmean(known)) if known else _NOTHING
 
 
 def _epsilons(values: Sequence[float | None]) -> str:
     """One epsilon, or the range over the runs of a setting."""
     known = sorted(value for value in values if value is not None)
     if not known:
-        return "–"
+        return _NOTHING
     if math.isclose(known[0], known[-1], rel_tol=1e-3) or known[0] == known[-1]:
         return number(known[0])
     return f"{number(known[0])} to {number(known[-1])}"

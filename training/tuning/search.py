@@ -107,7 +107,7 @@ class Search:
         """Pay for the search and draw it, or resume it; train what is left, then keep the best.
 
         Args:
-            on_trial: Told how many trials are done, of how many: not for release.
+            on_trial: Told how many trials are done, of how many, at first 0: not for release.
 
         Raises:
             FolderBusy: Another process searches here.
@@ -118,6 +118,8 @@ class Search:
             require_kind(self._folder, "search")
             state, guarantee, searches = self._paid()
             trials = len(state.draw.trials)
+            if on_trial is not None:
+                on_trial(0, trials)
             for number in range(trials):
                 if number not in state.scores:
                     state.scores[number] = self._score(state, number)

@@ -102,12 +102,6 @@ class UlrFamily(TrainerFamily[ModuleSequence]):
 
     def require_covered(self, config: RunConfig, dataset: Dataset, sampler: Sampler) -> None:
         """See TrainerFamily.require_covered."""
-        if config.model.initial_output != "random":
-            raise ConfigError(
-                "configuration",
-                "model.initial_output",
-                "'feedback' needs a feedback; ulr has none, use 'random'",
-            )
         if ulr_options(config).form == "published" and config.protection.kind != "none":
             raise ConfigError(
                 "configuration",

@@ -106,6 +106,11 @@ def load_classifier(
     transformers = _library("transformers")
     auto = transformers.AutoModelForMaskedLM if prompt.masked else transformers.AutoModelForCausalLM
     try:
+        _require_mask(
+            transformers,
+            transformers.AutoConfig.from_pretrained(str(name), local_files_only=local_only),
+            prompt,
+        )
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(name), local_files_only=local_only)
         model = auto.from_pretrained(str(name), local_files_only=local_only, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:
@@ -134,6 +139,18 @@ def described_classifier(description: dict[str, Any]) -> PromptClassifier:
         lora = Lora(**{**lora, "targets": tuple(lora["targets"])})
     prompt = Prompt(**description["prompt"])
     return load_classifier(description["name"], prompt, lora=lora, dtype=description["dtype"])[0]
+
+
+def _require_mask(transformers: Any, config: Any, prompt: Prompt) -> None:
+    """Refuse to ask a masked model for the word behind a prompt, which it was not trained to give."""
+    is_masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(
+        config, "is_decoder", False
+    )
+    if is_masked and not prompt.masked:
+        raise ValueError(
+            f"prompt = {prompt.template!r}: a model of type {config.model_type!r} fills in a masked word; put "
+            "{mask} where the class word stands"
+        )
 
 
 def with_lora(model: nn.Module, lora: Lora) -> nn.Module:

@@ -1,0 +1,163 @@
+"""How far a long command is, on standard error: a bar on a terminal, a plain line now and then anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TextIO
+
+from opusim.units import duration
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+BETWEEN_LINES_S = 10.0
+"""Least time between two lines."""
+_WORTH_A_LINE_S = 5.0
+"""Work that is expected to take less gets no line."""
+_POLL_S = 0.5
+
+
+class Progress:
+    """Tells what is done, of how much, and the time left; standard output stays clean.
+
+    Off a terminal, the first line comes with the first unit of work, or before it if an estimate is given, and only if
+    the work takes more than 5 s. Later ones are at least 10 s apart.
+
+        >>> with Progress("audit", "trials") as progress:
+        ...     progress.start(2)
+        ...     progress.advance()
+        ...     progress.advance()
+
+    Args:
+        label: Name of the command.
+        unit: What is counted, in the plural.
+        stream: Where to write; None takes standard error.
+        clock: Seconds since some moment.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        unit: str,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._label, self._unit, self._clock = label, unit, clock
+        self._stream = sys.stderr if stream is None else stream
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._total = self._first = self._done = 0
+        self._left_s: float | None = None
+        self._started = clock()
+        self._last_line: float | None = None
+        self._stop = threading.Event()
+        self._poller: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if self._stream.isatty():
+            self._bar = _bar(self._stream)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._poller is not None:
+            self._poller.join()
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._last_line is not None and error is None:
+            self._write(f"done after {duration(self._clock() - self._started)}")
+
+    def start(self, total: int, *, done: int = 0, estimate_s: float | None = None, news: str = "") -> None:
+        """Begin to count.
+
+        Args:
+            total: Units of the whole work.
+            done: Units that were done before.
+            estimate_s: What the rest will take, if that is known.
+            news: A few words more.
+        """
+        self._total, self._first, self._done = total, done, done
+        self._left_s, self._started = estimate_s, self._clock()
+        if self._bar is not None:
+            self._task = self._bar.add_task(self._label, total=total, completed=done, news=news)
+        elif estimate_s is not None and estimate_s >= _WORTH_A_LINE_S and done < total:
+            self._line(estimate_s, news)
+
+    def advance(self, *, done: int | None = None, left_s: float | None = None, news: str = "") -> None:
+        """One more unit is done, or so many in all.
+
+        Args:
+            done: Units done in all; None counts one more.
+            left_s: What the rest will take; None takes the pace so far.
+            news: A few words more.
+        """
+        self._done = self._done + 1 if done is None else done
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self._done, news=news)
+            return
+        spent = self._clock() - self._started
+        counted = self._done - self._first
+        pace = spent / counted * (self._total - self._done) if counted > 0 else None
+        self._left_s = pace if left_s is None else left_s
+        if self._due(spent) and self._done < self._total:
+            self._line(self._left_s, news)
+
+    def follow(self, total: int, count: Callable[[], int]) -> None:
+        """Count by looking twice a second, where the work itself reports nothing.
+
+        Args:
+            total: Units of the whole work, about.
+            count: Units done so far; called from a thread.
+        """
+        self.start(total)
+
+        def poll() -> None:
+            while not self._stop.wait(_POLL_S):
+                self.advance(done=min(count(), total))
+
+        self._poller = threading.Thread(target=poll, daemon=True)
+        self._poller.start()
+
+    def say(self, text: str) -> None:
+        """Write a line at once, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            self._write(text)
+
+    def _due(self, spent: float) -> bool:
+        if self._last_line is not None:
+            return self._clock() - self._last_line >= BETWEEN_LINES_S
+        return spent + (self._left_s or 0.0) >= _WORTH_A_LINE_S
+
+    def _line(self, left_s: float | None, news: str) -> None:
+        left = "" if left_s is None else f", about {duration(left_s)} left"
+        self._write(f"{self._done:,} of {self._total:,} {self._unit}{left}{f' ({news})' if news else ''}")
+
+    def _write(self, text: str) -> None:
+        print(f"{self._label}: {text}", file=self._stream, flush=True)
+        self._last_line = self._clock()
+
+
+def _bar(stream: TextIO) -> Bar:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    return Bar(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=28),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[news]}"),
+        console=Console(file=stream),
+    )

@@ -1,0 +1,95 @@
+"""Tables of text on standard output that never break a word; rows below each other where the page is too narrow."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from textwrap import fill
+
+_NO_TERMINAL = 140
+"""Columns where the output is no terminal and COLUMNS is not set."""
+_WIDEST_TEXT = 120
+
+
+def output_width() -> int:
+    """Columns of standard output: the terminal's, or COLUMNS, or 140."""
+    if sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdigit() and int(columns) > 0 else _NO_TERMINAL
+
+
+def wrapped(text: str, *, indent: str = "") -> str:
+    """A paragraph as wide as the output, at most 120 columns.
+
+    Args:
+        text: One paragraph.
+        indent: What stands before each line but the first.
+    """
+    return fill(
+        text,
+        width=min(output_width(), _WIDEST_TEXT),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table of text; brackets in it are no markup.
+
+    Args:
+        title: Above the table; empty for none.
+        columns: Names of the columns.
+        rows: Cells, as many as columns in each row.
+    """
+    width = output_width()
+    widths = column_widths([columns, *rows], width)
+    if widths is None:
+        print(as_records(title, columns, rows))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title) or None)
+    for column, size in zip(columns, widths, strict=True):
+        table.add_column(escape(column), width=size, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    Console(width=width).print(table)
+
+
+def column_widths(cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
+    """Widths that hold the longest word of each column, the rest shared by need; None if the page is too narrow.
+
+    Args:
+        cells: The header and all rows.
+        width: Of the page; each column takes 3 more for its frame, the table 1.
+    """
+    columns = list(zip(*cells, strict=True))
+    widths = [max((len(word) for cell in column for word in cell.split()), default=1) for column in columns]
+    wanted = [max(len(cell) for cell in column) for column in columns]
+    left = width - 1 - sum(size + 3 for size in widths)
+    if left < 0:
+        return None
+    while left and (short := [n for n, size in enumerate(widths) if size < wanted[n]]):
+        for number in short[:left]:
+            widths[number] += 1
+        left -= min(left, len(short))
+    return widths
+
+
+def as_records(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The rows below each other, a line for each cell that holds something."""
+    blocks = [
+        "\n".join(
+            wrapped(f"{column}: {cell}" if column else cell, indent="  ")
+            for column, cell in zip(columns, row, strict=True)
+            if cell
+        )
+        for row in rows
+    ]
+    return "\n\n".join([title, *blocks] if title else blocks) + "\n"

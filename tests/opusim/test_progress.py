@@ -1,0 +1,133 @@
+"""What a long command says on the way: a line with an estimate first, then one every ten seconds at most."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+import time
+
+import pytest
+
+from opusim.progress import BETWEEN_LINES_S, Progress
+from opusim.units import duration, energy
+
+LINE = re.compile(r"^audit: ([\d,]+) of ([\d,]+) trials, about ([\d.]+) (s|min|h|days) left$")
+
+
+class Clock:
+    """Seconds that pass only when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def lines_of(total: int, seconds: float, *, done: int = 0) -> list[tuple[float, str]]:
+    """When each line came, in work whose units take so many seconds each."""
+    clock, stream = Clock(), io.StringIO()
+    found: list[tuple[float, str]] = []
+    with Progress("audit", "trials", stream=stream, clock=clock) as progress:
+        progress.start(total, done=done)
+        for _ in range(total - done):
+            clock.now += seconds
+            progress.advance()
+            new = stream.getvalue().splitlines()[len(found) :]
+            found += [(clock.now, line) for line in new]
+    found += [(clock.now, line) for line in stream.getvalue().splitlines()[len(found) :]]
+    return found
+
+
+@pytest.mark.parametrize(("total", "seconds"), [(800, 0.5), (60, 7.0), (10_000, 0.03), (3, 400.0)])
+def test_lines_come_at_once_and_then_ten_seconds_apart_at_least(total: int, seconds: float) -> None:
+    found = lines_of(total, seconds)
+    assert found[0][0] == pytest.approx(seconds)  # the first unit of work gives the first estimate
+    *during, (_, last) = found
+    assert last == f"audit: done after {duration(total * seconds)}"
+    gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(during)]
+    assert all(gap >= BETWEEN_LINES_S for gap in gaps)
+    assert all(gap <= BETWEEN_LINES_S + 2 * seconds for gap in gaps)
+    for moment, line in during:
+        match = LINE.match(line)
+        assert match, line
+        unit = {"s": 1.0, "min": 60.0, "h": 3600.0, "days": 86_400.0}[match[4]]
+        assert float(match[3]) * unit == pytest.approx(total * seconds - moment, rel=0.1, abs=0.06 * unit)
+        assert int(match[1].replace(",", "")) == round(moment / seconds)
+
+
+def test_short_work_says_nothing() -> None:
+    assert not lines_of(100, 0.03)
+
+
+def test_resumed_work_is_estimated_by_what_was_done_since() -> None:
+    (_, first), *_ = lines_of(100, 10.0, done=90)
+    assert first == "audit: 91 of 100 trials, about 90 s left"
+
+
+def test_an_estimate_comes_before_the_work() -> None:
+    stream = io.StringIO()
+    with Progress("curve", "runs", stream=stream) as progress:
+        progress.start(12, estimate_s=7200.0)
+        assert stream.getvalue() == "curve: 0 of 12 runs, about 2.0 h left\n"
+
+
+def test_work_that_broke_off_is_not_called_done() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress("tune", "trials", stream=stream, clock=clock).__enter__()
+    progress.start(4)
+    clock.now = 20.0
+    progress.advance()
+    progress.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert stream.getvalue() == "tune: 1 of 4 trials, about 60 s left\n"
+
+
+def test_work_that_reports_nothing_is_followed_from_outside() -> None:
+    frames, stream, clock = [0], io.StringIO(), Clock()
+    with Progress("device record", "frames", stream=stream, clock=clock) as progress:
+        progress.follow(100, lambda: frames[0])
+        frames[0], clock.now = 25, 30.0
+        deadline = time.monotonic() + 10
+        while not stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert stream.getvalue().splitlines()[0] == "device record: 25 of 100 frames, about 90 s left"
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    stream = Terminal()
+    with Progress("audit", "trials", stream=stream) as progress:
+        progress.start(4)
+        progress.advance()
+        progress.say("failed: one")
+    assert "1/4" in stream.getvalue()
+    assert "failed: one" in stream.getvalue()
+    assert "about" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 s"),
+        (7.44, "7.4 s"),
+        (42.4, "42 s"),
+        (210.0, "3.5 min"),
+        (45_402.0, "12.6 h"),
+        (273_000.0, "3.2 days"),
+    ],
+)
+def test_durations_are_in_the_unit_that_a_reader_takes(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("joules", "text"),
+    [(0.0, "0 J"), (0.387, "0.387 J"), (1_362.0, "1,362 J"), (45_300.0, "45.3 kJ"), (1_362_060.0, "1.36 MJ")],
+)
+def test_energies_are_in_the_unit_that_a_reader_takes(joules: float, text: str) -> None:
+    assert energy(joules) == text

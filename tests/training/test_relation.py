@@ -198,7 +198,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"protection": {"divisor": None, "relation": None}},
         r"sampler.sampling_probability = 0.25 needs protection.divisor",
     ),
-    ({"sampler": {"scheme": "full-batch"}}, "sampling_probability = 0.25 is for scheme = 'poisson'"),
+    ({"sampler": {"scheme": "full-batch"}}, "sampling_probability: 0.25 does nothing here"),
     (
         {"data": {"split": "index"}},
         "data.split = 'index' does not fit the relation 'add_or_remove_one': an added record would push another one "
@@ -209,7 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"trainer": {"kind": "zo"}, "protection": {"relation": "replace_one"}}, "not for trainer.kind = 'zo'; take one"),
     ({"protection": {"kind": "label-once"}}, "not for kind = 'label-once', whose theorem is about replacing a label"),
     ({"protection": {"kind": "last-iterate"}, "trainer": {"kind": "convex"}}, "about replacing a record; leave it"),
-    ({"protection": {"kind": "none", "epsilon": None}}, "does nothing under kind = 'none'"),
+    ({"protection": {"kind": "none", "epsilon": None}}, "does nothing here: it needs protection.kind"),
 ]  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def test_a_data_set_that_was_split_before_must_fit_too(tmp_path: Path) -> None:
     for number, data in enumerate((split_before("content"), split_before("id"))):
         training.train(known, data=data, folder=tmp_path / f"right{number}")
     with pytest.raises(RunFolderError, match="held records out by id, and these are held out by content"):
-        audit_run(tmp_path / "right1", data=arrays(60), trials=40)
+        audit_run(tmp_path / "right1", data=arrays(60), out=tmp_path / "audit", trials=40)
     x, y = (torch.from_numpy(part) for part in arrays(60))
     train, none = Split(x.float(), y), Split(x[:0].float(), y[:0])
     plain = {"name": "own", "n_classes": 3, "test": None, "standardisation": Standardisation.identity()}

@@ -172,6 +172,11 @@ EFFECTS = (
         holds=lambda c: c.optimizer.schedule == "step",
     ),
     Effect(
+        keys=("sampler.sampling_probability",),
+        needs="sampler.scheme = 'poisson'",
+        holds=lambda c: c.sampler.scheme == "poisson",
+    ),
+    Effect(
         keys=("sampler.min_batch_size",),
         needs="sampler.scheme = 'poisson-min-batch'",
         holds=lambda c: c.sampler.scheme == "poisson-min-batch",
@@ -185,7 +190,7 @@ EFFECTS = (
         keys=("sampler.batch_size",), needs="a sampler.scheme other than 'full-batch'", holds=_sizes_divide
     ),
     Effect(
-        keys=("protection.epsilon",),
+        keys=("protection.epsilon", "protection.relation"),
         needs="protection.kind",
         holds=lambda c: c.protection.kind != "none",
     ),

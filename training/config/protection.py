@@ -65,12 +65,8 @@ class ProtectionConfig(Section):
 
     @model_validator(mode="after")
     def _check_relation(self) -> Self:
-        if self.relation is None or self.kind == "record":
+        if self.relation is None or self.kind in ("none", "record"):
             return self
-        if self.kind == "none":
-            raise ValueError(
-                f"relation = {self.relation!r} does nothing under kind = 'none'; set protection.kind"
-            )
         if self.relation != "replace_one":
             what = "a record" if self.kind == "last-iterate" else "a label"
             raise ValueError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from training.config.section import Section
 
@@ -26,12 +26,3 @@ class SamplerConfig(Section):
     """Smallest batch that poisson-min-batch accepts."""
     drop_last: bool = False
     """Leave out the last, shorter batch of an epoch (shuffled-epochs only)."""
-
-    @model_validator(mode="after")
-    def _check_probability(self) -> Self:
-        if self.sampling_probability is not None and self.scheme != "poisson":
-            raise ValueError(
-                f"sampling_probability = {self.sampling_probability:g} is for scheme = 'poisson', but scheme = "
-                f"{self.scheme!r}; leave it out, or set sampler.scheme = 'poisson'"
-            )
-        return self

@@ -173,6 +173,24 @@ def test_a_record_among_others_moves_the_sum_by_no_more_than_the_clip(name: str)
         assert float(moved.norm()) <= 1 + rounding
 
 
+@pytest.mark.parametrize("name", list(layered()))
+def test_one_record_does_not_decide_how_others_are_bounded(name: str) -> None:
+    """A way of measuring that one record chose for the batch would move the factors of all others, by 1e-4 here."""
+    network = layered()[name]
+    generator = torch.Generator().manual_seed(2)
+    sides = [
+        (torch.randn(5, *delta, generator=generator), torch.randn(5, *h, generator=generator))
+        for delta, h in shapes(network)
+    ]
+    for deltas, inputs in records(network, 30):
+        for layer, (delta, h) in enumerate(sides):
+            alone = network.squared_norms(layer, delta, h)
+            joined = network.squared_norms(
+                layer, torch.cat([delta, deltas[layer]]), torch.cat([h, inputs[layer]])
+            )
+            torch.testing.assert_close(joined[:5], alone, rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", list(layered()))
 def test_a_record_that_is_not_finite_adds_exactly_nothing_and_is_counted(name: str, value: float) -> None:

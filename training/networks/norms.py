@@ -64,7 +64,8 @@ def norm_bounds(rows: Tensor) -> Tensor:
     """A bound on the norm of each record's numbers, at most 1e-4 above it, float64, shape (batch,).
 
     Rows of up to 1,600 numbers whose norms are neither tiny nor huge take half the time of `row_norms`: the norm in
-    float32, rounded up by (n + 8) 2^-24, what a float32 sum of n squares may be off in any order of summation.
+    float32, rounded up by (n + 8) 2^-24, what a float32 sum of n squares may be off in any order of summation. Each
+    row's bound depends on that row only: if one record decided how others are bounded, it would move their factors.
 
     Args:
         rows: Shape (batch, ...).
@@ -72,9 +73,15 @@ def norm_bounds(rows: Tensor) -> Tensor:
     flat = rows.flatten(1)
     if flat.shape[1] <= _SHORT:
         norms = torch.linalg.vector_norm(flat, dim=1)
-        if bool(((norms > _SAFE[0]) & (norms < _SAFE[1])).all()):
-            return norms.double() * (1 + (flat.shape[1] + 8) * 2.0**-24)
-    return row_norms(rows)
+        safe = safe_in_float32(norms)
+        bounds = norms.double() * (1 + (flat.shape[1] + 8) * 2.0**-24)
+        return bounds if bool(safe.all()) else torch.where(safe, bounds, row_norms(flat))
+    return row_norms(flat)
+
+
+def safe_in_float32(norms: Tensor) -> Tensor:
+    """Whether float32 holds products of numbers of rows with these norms, up to 1e-15 of the largest; (batch,)."""
+    return (norms > _SAFE[0]) & (norms < _SAFE[1])
 
 
 def bounded_factors(norms: Tensor, bound: float) -> Tensor:

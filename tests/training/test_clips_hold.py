@@ -1,4 +1,4 @@
-"""No record contributes more than the clip, whatever finite float32 numbers it holds: measured on what the code adds."""
+"""No record contributes more than the clip, whatever finite numbers it holds: measured on what the code adds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from training.convex.trainer import ConvexTrainer, Descent
 from training.networks.base import LayeredNetwork
 from training.networks.clipping import scale_to_ball, sphere_factors
 from training.networks.network import FullyConnected
-from training.networks.norms import full_precision, row_norms, scaled_rows
+from training.networks.norms import full_precision, norm_bounds, row_norms, scaled_rows
 from training.protections.amplified_labels import AmplifiedLabels
 from training.protections.base import with_constant
 from training.protections.record import RecordProtection
@@ -171,6 +171,24 @@ def test_a_record_among_others_moves_the_sum_by_no_more_than_the_clip(name: str)
         ]
         moved = added(network, shield(1.0), *batch) - without
         assert float(moved.norm()) <= 1 + rounding
+
+
+@pytest.mark.parametrize("name", list(layered()))
+def test_one_record_does_not_decide_how_others_are_bounded(name: str) -> None:
+    """A way of measuring that one record chose for the batch would move the factors of all others, by 1e-4 here."""
+    network = layered()[name]
+    generator = torch.Generator().manual_seed(2)
+    sides = [
+        (torch.randn(5, *delta, generator=generator), torch.randn(5, *h, generator=generator))
+        for delta, h in shapes(network)
+    ]
+    for deltas, inputs in records(network, 30):
+        for layer, (delta, h) in enumerate(sides):
+            alone = network.squared_norms(layer, delta, h)
+            joined = network.squared_norms(
+                layer, torch.cat([delta, deltas[layer]]), torch.cat([h, inputs[layer]])
+            )
+            torch.testing.assert_close(joined[:5], alone, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -365,6 +383,14 @@ def test_norms_are_exact_where_float32_is_not() -> None:
         row = torch.full((1, 64), size)
         assert float(row_norms(row)) == pytest.approx(8 * float(row[0, 0]), rel=1e-12)
     assert row_norms(torch.zeros(0, 5)).shape == (0,)
+
+
+@pytest.mark.parametrize("n", [1, 10, 784, 1600, 1601, 100_000])
+def test_bounds_on_norms_are_bounds_and_close(n: int) -> None:
+    for kind, (seed, size) in itertools.product(KINDS, enumerate(SIZES)):
+        rows = extreme((n,), kind, size, seed)
+        share = float(norm_bounds(rows)) / max(float(rows.double().norm()), 1e-300)
+        assert 1 - 1e-12 <= share <= 1 + 1e-4 or not rows.any()
 
 
 def test_products_are_taken_in_float64_only_if_float32_would_round_them_away() -> None:

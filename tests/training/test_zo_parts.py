@@ -91,7 +91,7 @@ class _Extremes(SystemStream):
 
 
 def test_a_release_streams_radii_end_where_the_statement_says() -> None:
-    """|a| is the radius here, so a^2 / 2 is the exponential at its cut: P(exponential > log 2^65) = 2^-65, four times."""
+    """|a| is the radius here, so a^2 / 2 is the exponential at its cut, beyond which lies 2^-65; four times."""
     (a, *_) = _Extremes().normal((4,)).double().tolist()
     assert a * a / 2 == pytest.approx(65 * math.log(2), rel=1e-5)
     assert 4 * math.exp(-a * a / 2) == pytest.approx(2.0**-63, rel=1e-3)

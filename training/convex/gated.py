@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from training.networks.base import Network
-from training.networks.norms import bounded_factors, finite_rows, row_norms
+from training.networks.norms import bounded_factors, finite_rows, norm_bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ class GatedRelu(nn.Module):
             residual: Shape (batch, k).
             bound: C > 0.
         """
-        spread = row_norms(residual * records.scale.unsqueeze(1)) * records.gates.sum(dim=1).double().sqrt()
-        factors = bounded_factors(row_norms(records.x) * spread, bound)
+        spread = norm_bounds(residual * records.scale.unsqueeze(1)) * records.gates.sum(dim=1).double().sqrt()
+        factors = bounded_factors(norm_bounds(records.x) * spread, bound)
         return (residual * factors.unsqueeze(1)).to(residual.dtype)
 
     def spread(self, records: GatedRecords, residual: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def unit_rows(x: Tensor, *, centre: bool) -> tuple[Tensor, Tensor]:
         least = mean[:, 0].abs() * (2.0**-24 * x.shape[1] ** 0.5)
     norms = torch.linalg.vector_norm(exact, dim=1)
     kept = (norms > least) & torch.isfinite(norms)
-    exact.div_(norms[:, None])
+    exact.mul_(norms.reciprocal()[:, None])
     return (exact if bool(kept.all()) else finite_rows(exact, kept)).to(x.dtype), kept
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from training.networks.activations import ACTIVATIONS, Activation, activation_of
 from training.networks.base import LayeredNetwork
 from training.networks.clipping import ClippedNeurons
-from training.networks.norms import Clip, row_norms, scaled_rows
+from training.networks.norms import Clip, norm_bounds, scaled_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,14 +227,14 @@ def write_linear_gradient(
 
 
 def outer_squared_norms(delta: Tensor, h: Tensor, *, bias: bool) -> Tensor:
-    """||delta_i (h_i, 1)^T||^2 of each record, without the 1 if there is no bias, float64, shape (batch,).
+    """A bound on ||delta_i (h_i, 1)^T||^2, at most 4e-4 above it; without the 1 if there is no bias; float64, (batch,).
 
     Args:
         delta: Shape (batch, n_l).
         h: Shape (batch, n_(l-1)).
         bias: Whether the layer has one.
     """
-    return row_norms(delta).square_() * row_norms(h).square_().add_(float(bias))
+    return norm_bounds(delta).square_() * norm_bounds(h).square_().add_(float(bias))
 
 
 def build_model(

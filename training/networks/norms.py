@@ -23,6 +23,10 @@ from torch import Tensor
 
 _AT_ONCE = 2**20
 """Numbers that are held in float64 at once, 8 MiB."""
+_SHORT = 1600
+"""Numbers up to which the rounding of a float32 sum of squares costs less than 1e-4 of the norm, whatever its order."""
+_SAFE = (1e-15, 1e15)
+"""Float32 norms whose squares neither overflowed nor lost terms: vanished squares are below 1e-45 each."""
 _SMALL = 2.0**-60
 """Numbers below it may become subnormal in a product, and are then rounded by more than 2^-24 of themselves."""
 
@@ -56,6 +60,30 @@ def row_norms(rows: Tensor) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 
+def norm_bounds(rows: Tensor) -> Tensor:
+    """A bound on the norm of each record's numbers, at most 1e-4 above it, float64, shape (batch,).
+
+    Rows of up to 1,600 numbers whose norms are neither tiny nor huge take half the time of `row_norms`: the norm in
+    float32, rounded up by (n + 8) 2^-24, what a float32 sum of n squares may be off in any order of summation. Each
+    row's bound depends on that row only: if one record decided how others are bounded, it would move their factors.
+
+    Args:
+        rows: Shape (batch, ...).
+    """
+    flat = rows.flatten(1)
+    if flat.shape[1] <= _SHORT:
+        norms = torch.linalg.vector_norm(flat, dim=1)
+        safe = safe_in_float32(norms)
+        bounds = norms.double() * (1 + (flat.shape[1] + 8) * 2.0**-24)
+        return bounds if bool(safe.all()) else torch.where(safe, bounds, row_norms(flat))
+    return row_norms(flat)
+
+
+def safe_in_float32(norms: Tensor) -> Tensor:
+    """Whether float32 holds products of numbers of rows with these norms, up to 1e-15 of the largest; (batch,)."""
+    return (norms > _SAFE[0]) & (norms < _SAFE[1])
+
+
 def bounded_factors(norms: Tensor, bound: float) -> Tensor:
     """min(1, bound / norm) for each record, and 0 if the norm is not finite, float64, shape (batch,)."""
     exact = norms.double()
@@ -74,7 +102,7 @@ def scaled_rows(rows: Tensor, factors: Tensor) -> Tensor:
         float32, or float64 if some row would be subnormal in float32; sums of its products must then be in float64.
     """
     scaled = rows * by_record(factors.float(), rows)
-    norms = row_norms(scaled)
+    norms = norm_bounds(scaled)
     normal = (factors > _SMALL) & ((norms == 0) | (norms > _SMALL))
     if bool((normal | (factors == 0) | (factors == 1)).all()):
         return scaled
@@ -112,7 +140,7 @@ def by_record(values: Tensor, rows: Tensor) -> Tensor:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute products of float32 numbers in float32, whatever the process allows (TF32 and bfloat16 have 11 and 8 bits).
+    """Compute products of float32 numbers in float32, though the process may allow TF32 (11 bits) or bfloat16 (8).
 
     cuDNN's convolutions are left out too: their fast algorithms round by more than `product_slack`.
     """

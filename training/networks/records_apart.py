@@ -35,8 +35,8 @@ _SMALL = 2**24
 and time, with those that are constant (fresh scales, zeroed branches, LoRA's second factors), at the first size."""
 _SETTINGS = 3
 _REMEDY = (
-    "no guarantee for records covers it; use modules that treat records apart, such as nn.GroupNorm or nn.LayerNorm for "
-    "batch statistics, or protection.kind = 'none'"
+    "no guarantee for records covers it; use modules that treat records apart, such as nn.GroupNorm or nn.LayerNorm "
+    "for batch statistics, or protection.kind = 'none'"
 )
 
 

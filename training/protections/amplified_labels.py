@@ -8,8 +8,9 @@ that a record of ordinary features has sum_l h_l^T P_l^-1 h_l = 1. A step releas
     c_i^2 = sum_l ||delta_li||^2 h_li^T P_l^-1 h_li,
 
 Xi_l independent N(0, 1). All of it is computed in float64, since whitening magnifies float32 rounding by the root of
-P_l's condition, up to 900 at a floor of 0.001; float32 only rounds what is released. Whitened by P_l, each record's contribution has norm C at most under every label, whatever a
-device's noise did to delta: the Poisson-subsampled Gaussian mechanism with multiplier z under replace_one.
+P_l's condition, up to 900 at a floor of 0.001; float32 only rounds what is released. Whitened by P_l, each record's
+contribution has norm C at most under every label, whatever a device's noise did to delta: the Poisson-subsampled
+Gaussian mechanism with multiplier z under replace_one.
 Source: docs/privacy.md, section 6 (a secret batch and noise of a public covariance).
 """
 

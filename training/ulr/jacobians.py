@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from training.networks.network import outer_squared_norms
-from training.networks.norms import Clip, finite_rows, product_slack, row_norms, scaled_rows
+from training.networks.norms import (
+    Clip,
+    finite_rows,
+    norm_bounds,
+    product_slack,
+    row_norms,
+    safe_in_float32,
+    scaled_rows,
+)
 
 _MATERIALISED = 2**24
 """Numbers of per-record gradients or unfolded inputs that are held at once, counted in float32."""
@@ -218,23 +226,29 @@ def jacobian_of(module: nn.Module) -> Jacobian:
 def outer_sum_bounds(signals: Tensor, patches: Tensor) -> Tensor:
     """A bound on ||sum_p s_p u_p^T||, however float32 sums it; float64, shape (...,).
 
-    The norm itself in float64, by the cheaper of Gram matrices and the product; and |s| |u| times what a float32 sum
-    over the positions may be off. The second term counts if the sum cancels: signals of mean zero on equal patches.
+    The norm by the cheaper of Gram matrices and the product itself, and |s| |u| times what a float32 sum over the
+    positions may be off. The second term counts if the sum cancels: signals of mean zero on equal patches. Gram
+    matrices are taken in float64, since they lose half of the digits; so is each product that float32 might not hold.
 
     Args:
         signals: s_p as columns, shape (..., a, positions).
         patches: u_p as columns, shape (..., b, positions).
     """
     (a, positions), b = signals.shape[-2:], patches.shape[-2]
-    s, u = signals.double(), patches.double()
-    slack = product_slack(positions)
+    lead, slack = signals.shape[:-2], product_slack(positions)
+    s, u = signals.reshape(-1, a, positions), patches.reshape(-1, b, positions)
+    sizes = norm_bounds(s), norm_bounds(u)
     if positions * (a + b) < a * b:
-        square = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-2, -1)).clamp_min(0.0)
+        s, u = s.double(), u.double()
+        norms = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-2, -1)).clamp_min(0.0).sqrt()
         slack += ((a + b + positions**2) * 2.0**-52) ** 0.5  # of the square, which may cancel too
     else:
-        square = (s @ u.mT).square().sum(dim=(-2, -1))
-    magnitude = torch.linalg.vector_norm(s, dim=(-2, -1)) * torch.linalg.vector_norm(u, dim=(-2, -1))
-    return square.sqrt() + slack * magnitude
+        norms = norm_bounds(s @ u.mT)
+        slack *= 2  # this sum may be off as well
+        unsafe = ~(safe_in_float32(sizes[0]) & safe_in_float32(sizes[1]))
+        if bool(unsafe.any()):
+            norms[unsafe] = row_norms(s[unsafe].double() @ u[unsafe].double().mT)
+    return (norms + slack * sizes[0] * sizes[1]).view(lead)
 
 
 def _scaled(delta: Tensor, clip: Clip | None) -> Tensor:

@@ -160,6 +160,13 @@ def test_an_archive_that_unpacks_to_too_much_is_left(
         cifar10.read_cifar10(tmp_path)
 
 
+def test_an_archive_of_too_many_members_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar10, "_MEMBER_LIMIT", 3)
+    archive_of(tmp_path, {f"notes-{number}": b"" for number in range(4)})
+    with pytest.raises(DataError, match="has more than 3 members"):
+        cifar10.read_cifar10(tmp_path)
+
+
 def test_a_cache_of_another_shape_is_decoded_anew(tmp_path: Path) -> None:
     members = {
         f"{part}/{name}/0.jpg": picture("JPEG", 32) for part in ("train", "test") for name in cifar10.CLASSES

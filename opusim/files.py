@@ -16,7 +16,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-TEXT_LIMIT = 64 * 2**20
+TEXT_LIMIT = 16 * 2**20
 """Bytes of a configuration, description, certificate or JSON file, at most."""
 DEPTH_LIMIT = 64
 """Tables and lists within each other in such a file, at most."""

@@ -137,11 +137,12 @@ def test_only_jpeg_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not started
 
 
-def test_a_large_image_is_refused_before_it_is_decoded(tmp_path: Path, little_memory: None) -> None:
-    content = picture("JPEG", 1500)
-    assert len(content) < 64 * 2**10
-    archive_of(tmp_path, {"train/airplane/0.jpg": content})
-    with pytest.raises(DataError, match="1500 x 1500 pixels, not 32 x 32"):
+def test_a_large_image_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little_memory: None
+) -> None:
+    monkeypatch.setattr(cifar10, "_IMAGE_LIMIT", MIB, raising=False)
+    archive_of(tmp_path, {"train/airplane/0.jpg": picture("JPEG", 4000)})
+    with pytest.raises(DataError, match="4000 x 4000 pixels, not 32 x 32"):
         cifar10.read_cifar10(tmp_path)
 
 
@@ -157,6 +158,13 @@ def test_an_archive_that_unpacks_to_too_much_is_left(
     monkeypatch.setattr(cifar10, "_ARCHIVE_LIMIT", MIB)
     archive_of(tmp_path, {"padding": bytes(2 * MIB)})
     with pytest.raises(DataError, match="unpacks to more than 1,048,576 bytes"):
+        cifar10.read_cifar10(tmp_path)
+
+
+def test_an_archive_of_too_many_members_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar10, "_MEMBER_LIMIT", 3)
+    archive_of(tmp_path, {f"notes-{number}": b"" for number in range(4)})
+    with pytest.raises(DataError, match="has more than 3 members"):
         cifar10.read_cifar10(tmp_path)
 
 

@@ -97,7 +97,10 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "folder": directory,
     "link to itself": loop,
 }
-COMMON = ("empty", "not UTF-8", "deep JSON", "object", "flipped", "named pipe", "folder")
+COMMON = ("empty", "not UTF-8", "deep JSON", "deep TOML", "object", "named pipe", "folder")
+EVERY = pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=[] if name in COMMON else pytest.mark.slow) for name in DAMAGES]
+)
 
 
 @pytest.fixture
@@ -127,7 +130,7 @@ def assert_refused(result: tuple[int, str], *, may_pass: bool = False) -> None:
     assert lines[0].startswith("opusim: "), printed
 
 
-@pytest.mark.parametrize("damage", list(DAMAGES))
+@EVERY
 def test_configurations(tmp_path: Path, opusim: Callable[..., tuple[int, str]], damage: str) -> None:
     for name in ("run.toml", "run.json"):
         DAMAGES[damage](tmp_path / name)
@@ -139,7 +142,7 @@ def test_configurations(tmp_path: Path, opusim: Callable[..., tuple[int, str]], 
         )
 
 
-@pytest.mark.parametrize("damage", list(DAMAGES))
+@EVERY
 def test_device_descriptions(tmp_path: Path, opusim: Callable[..., tuple[int, str]], damage: str) -> None:
     path = tmp_path / "opu.toml"
     DAMAGES[damage](path)
@@ -148,7 +151,7 @@ def test_device_descriptions(tmp_path: Path, opusim: Callable[..., tuple[int, st
     assert_refused(opusim("train", "pdfa", "--device", path))
 
 
-@pytest.mark.parametrize("damage", list(DAMAGES))
+@EVERY
 def test_certificates(tmp_path: Path, opusim: Callable[..., tuple[int, str]], damage: str) -> None:
     description = load_description("gaussian")
     path = tmp_path / "certificate.toml"
@@ -169,7 +172,7 @@ def test_certificates(tmp_path: Path, opusim: Callable[..., tuple[int, str]], da
         open_device("gaussian", n_inputs=2, n_outputs=2, certificate=path)
 
 
-@pytest.mark.parametrize("damage", list(DAMAGES))
+@EVERY
 def test_sweeps(tmp_path: Path, opusim: Callable[..., tuple[int, str]], damage: str) -> None:
     path = tmp_path / "spec.toml"
     DAMAGES[damage](path)
@@ -179,7 +182,7 @@ def test_sweeps(tmp_path: Path, opusim: Callable[..., tuple[int, str]], damage: 
 SPEC = 'title = "t"\nconfig = { trainer = { kind = "bp" }, model = { hidden = [4] }, epochs = 1 }\n[axes]\nseed = [0]\n'
 
 
-@pytest.mark.parametrize("damage", list(DAMAGES))
+@EVERY
 def test_rows_of_sweeps(tmp_path: Path, opusim: Callable[..., tuple[int, str]], damage: str) -> None:
     (tmp_path / "spec.toml").write_text(SPEC)
     arguments = ("curve", tmp_path / "spec.toml", "--draw-only", "--out", tmp_path / "sweep")
@@ -193,7 +196,7 @@ def test_rows_of_sweeps(tmp_path: Path, opusim: Callable[..., tuple[int, str]], 
     assert_refused(opusim(*arguments), may_pass=damage == "link to itself")  # no row is there
 
 
-@pytest.mark.parametrize("damage", list(DAMAGES))
+@EVERY
 def test_data_files(
     tmp_path: Path,
     opusim: Callable[..., tuple[int, str]],
@@ -304,7 +307,7 @@ def test_run_folders_by_every_command(
             assert_refused(opusim(*command, folder), may_pass=True)
 
 
-@pytest.mark.parametrize("damage", list(DAMAGES))
+@EVERY
 def test_searches(tmp_path: Path, opusim: Callable[..., tuple[int, str]], damage: str) -> None:
     DAMAGES[damage](tmp_path / "tuning.json")
     (tmp_path / "result.json").write_text(json.dumps({}))

@@ -13,6 +13,7 @@ import pytest
 
 import training
 from accounting.ledger import read_ledger
+from accounting.selection_mechanism import PrivateSelection
 from training.cli import main
 from training.config import load_config
 from training.config.run import RunConfig
@@ -46,10 +47,17 @@ def search(folder: Path) -> Search:
     return Search(release(), CHOICES, mean=3.0, folder=folder)
 
 
+@pytest.fixture(scope="module")
+def selection() -> PrivateSelection:
+    """The calibration of every search here, computed once."""
+    return searching.selection_within(release(), 3.0)
+
+
 @pytest.fixture(autouse=True)
-def two_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_trials(monkeypatch: pytest.MonkeyPatch, selection: PrivateSelection) -> None:
     """Every draw gives two trials, so that no test depends on the system's entropy."""
     monkeypatch.setattr(searching, "draw_trials", lambda *_, **__: Draw(trials=TRIALS, seed=None))
+    monkeypatch.setattr(searching, "selection_within", lambda *_: selection)
 
 
 def stop_in_trial(monkeypatch: pytest.MonkeyPatch, which: int) -> None:

@@ -9,6 +9,7 @@ import os
 import tarfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,8 @@ _CACHED = ("train_x", "train_y", "test_x", "test_y")
 _SIDE = 32
 _IMAGE_LIMIT = 64 * 2**10
 """Bytes of one JPEG file; those of CIFAR-10 take 1 to 3 thousand."""
+_MEMBER_LIMIT = 100_000
+"""Files and folders of the archive; CIFAR-10 has 60,000 images."""
 _ARCHIVE_LIMIT = 2**30
 """Bytes of the unpacked archive; 60,000 images of 4 KiB take a quarter."""
 
@@ -67,7 +70,11 @@ def _decode(archive: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             lzma.LZMAFile(file) as stream,
             tarfile.open(fileobj=_Limited(stream, archive), mode="r|") as files,
         ):
-            for member in files:
+            for count, member in enumerate(files):
+                if count == _MEMBER_LIMIT:
+                    raise DataError(
+                        f"{archive} has more than {_MEMBER_LIMIT:,} members; this is not CIFAR-10"
+                    )
                 part, _, name = member.name.removeprefix("./").partition("/")
                 if member.isreg() and name.endswith(".jpg") and part in images:
                     images[part][name] = _image(files, member, f"{archive}: {member.name}")
@@ -78,21 +85,25 @@ def _decode(archive: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return {part: _stacked(found, f"{archive}: {part}") for part, found in images.items()}
 
 
-class _Limited:
+class _Limited(io.RawIOBase):
     """A stream that ends in an error once it has given more than an archive of CIFAR-10 holds."""
 
     def __init__(self, stream: lzma.LZMAFile, archive: Path) -> None:
         self._stream, self._archive = stream, archive
         self._left = _ARCHIVE_LIMIT
 
-    def read(self, size: int) -> bytes:
-        content = self._stream.read(size)
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._stream.read(len(buffer))
         self._left -= len(content)
         if self._left < 0:
             raise DataError(
                 f"{self._archive} unpacks to more than {_ARCHIVE_LIMIT:,} bytes; this is not CIFAR-10"
             )
-        return content
+        buffer[: len(content)] = content
+        return len(content)
 
 
 def _image(files: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> np.ndarray:

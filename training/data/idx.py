@@ -53,7 +53,7 @@ def read_idx(path: Path, *, n_dimensions: int) -> np.ndarray:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _elements(stream: IO[bytes], path: Path, n_dimensions: int) -> np.ndarray:
+def _elements(stream: IO[bytes] | gzip.GzipFile, path: Path, n_dimensions: int) -> np.ndarray:
     """Header and elements; of the rest, no more is decompressed than shows that there is one."""
     header_size = 4 + 4 * n_dimensions
     header = stream.read(header_size)

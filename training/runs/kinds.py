@@ -32,10 +32,8 @@ def require_kind(folder: Path, kind: Kind) -> None:
         RunFolderError: It does.
     """
     found = kind_of(folder)
-    if found not in (None, kind):
-        raise RunFolderError(
-            f"{kind} folder {folder} holds {_WITH_ARTICLE[found]}; choose an empty folder"  # type: ignore[index]
-        )
+    if found is not None and found != kind:
+        raise RunFolderError(f"{kind} folder {folder} holds {_WITH_ARTICLE[found]}; choose an empty folder")
 
 
 _WITH_ARTICLE: dict[Kind, str] = {

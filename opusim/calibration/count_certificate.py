@@ -15,8 +15,12 @@ from opusim.calibration.property_tests import FAMILY_ALARM, PropertyTest, decide
 from opusim.devices.camera import CameraDevice
 
 _ANCHOR_FRAMES = 100
-_PARTS_OF_BETA = 7  # two limits each of the gain, the mean anchor and the dark charge, one of the light's noise
-_BRIGHTEST = 8.0  # standard deviations above its mean that no frame of a Gaussian light reaches (1e-15 a frame)
+_PARTS_OF_BETA = (
+    7  # two limits each of the gain, the mean anchor and the dark charge, one of the light's noise
+)
+_BRIGHTEST = (
+    8.0  # standard deviations above its mean that no frame of a Gaussian light reaches (1e-15 a frame)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +52,9 @@ def certify_counts(device: CameraDevice, transfer: PhotonTransfer, beta: float) 
     tests = _tests(transfer, light, anchor)
     limit = light.upper(share)
     remarks = [
-        "assumed law: independent Poisson counts, one light for all frames, that no data, pattern or automatic exposure "
-        f"changes; the brightest frame is taken to lie {_BRIGHTEST:g} times light_noise above the mean, its upper limit"
+        "assumed law: independent Poisson counts, one light for all frames, that no data, no pattern and no automatic "
+        f"exposure changes; no frame exceeds the mean by more than {_BRIGHTEST:g} times light_noise's upper limit. "
+        "The tests do not see a light that changes after calibration, or depends on patterns that were not tried"
     ]
     if failed := [test.text for test in tests if not test.holds]:
         remarks.append(
@@ -68,7 +73,9 @@ def certify_counts(device: CameraDevice, transfer: PhotonTransfer, beta: float) 
 def _tests(transfer: PhotonTransfer, light: LightNoise, anchor: np.ndarray) -> tuple[PropertyTest, ...]:
     looked_at = transfer.light.looked_at[transfer.used()]
     frames = [*looked_at, anchor[:, : looked_at.shape[2]]]
-    independence = {f"frames: {name}": values for name, values in independence_p_values(frames, ranked=True).items()}
+    independence = {
+        f"frames: {name}": values for name, values in independence_p_values(frames, ranked=True).items()
+    }
     steady = {"light does not vary from frame to frame": {"means of frames": light.p_value}}
     return decide(steady | transfer.property_p_values() | independence, alarm=FAMILY_ALARM / 2)
 

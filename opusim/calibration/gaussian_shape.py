@@ -7,7 +7,7 @@ Of n readings of an output, standardised (mean 0, mean square 1), Gaussian readi
   squares see outputs that differ from the Gaussian in opposite ways;
 - the logarithm of the Anderson-Darling statistic A^2, mean and variance fitted, is compared in the same way; the
   largest over outputs has the tail of Stephens (1986);
-- two readings lie within w of each other with probability at most w / (sqrt(pi) sigma); a grid shows as more such pairs;
+- two readings lie within w of each other with probability at most w / (sqrt(pi) sigma); a grid makes more such pairs;
 - (n - 1) s^2 / sigma^2 is chi-squared, so log s^2 at different inputs differ with variance psi'((n - 1)/2) each.
 """
 
@@ -18,9 +18,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from opusim.calibration.independence import standardised
+from opusim.calibration.independence import gamma_p_value, standardised
 
-_REFERENCE_OUTPUTS = 4000
+_REFERENCE_NUMBERS, _MOST_REFERENCE, _LEAST_REFERENCE = 2_000_000, 4000, 500
 _REFERENCE_SEED = 20261122
 _WIDTHS = (1e-6, 1e-5, 1e-4, 3e-4)  # of close pairs, in standard deviations
 _ROUNDINGS = 4.0  # roundings of the number type within which two readings count as equal
@@ -54,19 +54,18 @@ def shape_p_values(segments: Sequence[np.ndarray]) -> dict[str, dict[str, float]
 
 
 def _law(part: np.ndarray) -> dict[str, float]:
-    from scipy.stats import gamma, norm
+    from scipy.special import ndtr
 
     statistics, reference = _statistics(part), _reference(len(part))
-    inverse = 1 / part.shape[1] + 1 / _REFERENCE_OUTPUTS
+    inverse = 1 / part.shape[1] + 1 / _reference_outputs(len(part))
     found = {}
     for name, values in statistics.items():
         mean, std = reference[name]
-        found[name] = 2 * float(norm.sf(abs(values.mean() - mean) / (std * inverse**0.5)))
+        found[name] = 2 * float(ndtr(-abs(values.mean() - mean) / (std * inverse**0.5)))
         if name in _DEVIATES:
             mean, variance = reference[f"{name} squared"]
-            law = gamma(mean**2 / (variance * inverse), scale=variance * inverse / mean)
             square = float(np.mean(np.square(values)))
-            found[f"{name}, its square"] = min(1.0, 2 * float(min(law.sf(square), law.cdf(square))))
+            found[f"{name}, its square"] = gamma_p_value(square, mean, variance * inverse)
     largest = float(np.exp(statistics[_AD].max()))
     found[f"largest {_AD}"] = min(1.0, part.shape[1] * _anderson_darling_p_value(largest, len(part)))
     return found
@@ -112,10 +111,15 @@ def _anderson_darling_p_value(statistic: float, n: int) -> float:
 def _reference(n: int) -> dict[str, tuple[float, float]]:
     """Mean and standard deviation of each statistic over simulated outputs; of squares the mean and the variance."""
     random = np.random.default_rng(_REFERENCE_SEED)
-    statistics = _statistics(random.standard_normal((n, _REFERENCE_OUTPUTS)))
+    statistics = _statistics(random.standard_normal((n, _reference_outputs(n))))
     found = {name: (float(values.mean()), float(values.std())) for name, values in statistics.items()}
     squares = {f"{name} squared": np.square(statistics[name]) for name in _DEVIATES}
     return found | {name: (float(values.mean()), float(values.var())) for name, values in squares.items()}
+
+
+def _reference_outputs(n: int) -> int:
+    """Simulated outputs of n readings."""
+    return min(max(_REFERENCE_NUMBERS // n, _LEAST_REFERENCE), _MOST_REFERENCE)
 
 
 # Grid
@@ -123,7 +127,7 @@ def _reference(n: int) -> dict[str, tuple[float, float]]:
 
 def _grid(segments: Sequence[np.ndarray]) -> dict[str, float]:
     """More pairs of nearly equal readings than a density allows, or a number type too coarse for the noise."""
-    from scipy.stats import poisson
+    from scipy.special import pdtrc
 
     counts, expected, coarse = np.zeros(len(_WIDTHS) + 1), np.zeros(len(_WIDTHS) + 1), 0.0
     for part in segments:
@@ -138,7 +142,9 @@ def _grid(segments: Sequence[np.ndarray]) -> dict[str, float]:
             for i, width in enumerate(widths):
                 counts[i] += np.count_nonzero(gaps <= width)
                 expected[i] += n * (n - 1) / 2 * np.sum((width + rounding) / (np.pi**0.5 * std))
-    close = min(float(poisson.sf(c - 1, _MARGIN * mean)) if c else 1.0 for c, mean in zip(counts, expected, strict=True))
+    close = min(
+        float(pdtrc(c - 1, _MARGIN * mean)) if c else 1.0 for c, mean in zip(counts, expected, strict=True)
+    )
     return {
         "nearly equal readings": min(1.0, len(counts) * close),
         "roundings of the number type": 0.0 if coarse > _COARSE else 1.0,
@@ -150,8 +156,7 @@ def _grid(segments: Sequence[np.ndarray]) -> dict[str, float]:
 
 def _equal_variances(segments: Sequence[np.ndarray]) -> dict[str, float]:
     """Log variances at different inputs: their means over outputs, their spread, and the largest difference."""
-    from scipy.special import digamma, polygamma
-    from scipy.stats import gamma, norm
+    from scipy.special import digamma, ndtr, polygamma
 
     inputs, outputs = len(segments), segments[0].shape[1]
     half = np.array([(len(part) - 1) / 2 for part in segments])
@@ -164,21 +169,19 @@ def _equal_variances(segments: Sequence[np.ndarray]) -> dict[str, float]:
     freedom = outputs * (inputs - 1)
     energy = float(np.sum(np.square(rest) / error2[:, None]))
     spread = 2 + float(np.max(polygamma(3, half) / error2**2))
-    law = gamma(freedom / spread, scale=spread)
     largest = float(np.max(np.abs(rest) / np.sqrt(error2 * (1 - weights))[:, None]))
     return {
-        "mean over outputs": min(1.0, inputs * 2 * float(norm.sf(np.max(np.abs(deviates))))),
-        "spread over outputs": float(law.sf(energy)),
+        "mean over outputs": min(1.0, inputs * 2 * float(ndtr(-np.max(np.abs(deviates))))),
+        "spread over outputs": gamma_p_value(energy, freedom, freedom * spread),
         "largest of an output": min(1.0, inputs * outputs * _log_chi2_p_value(largest, float(half.min()))),
     }
 
 
 def _log_chi2_p_value(deviate: float, half: float) -> float:
     """Two-sided tail of the standardised log of chi-squared with 2 half degrees of freedom, the heavier tail twice."""
-    from scipy.special import digamma, polygamma
-    from scipy.stats import chi2
+    from scipy.special import chdtr, chdtrc, digamma, polygamma
 
     centre, error = digamma(half) - np.log(half), float(polygamma(1, half)) ** 0.5
-    low = chi2.cdf(2 * half * np.exp(centre - deviate * error), 2 * half)
-    high = chi2.sf(2 * half * np.exp(centre + deviate * error), 2 * half)
+    low = chdtr(2 * half, 2 * half * np.exp(centre - deviate * error))
+    high = chdtrc(2 * half, 2 * half * np.exp(centre + deviate * error))
     return 2 * float(max(low, high))

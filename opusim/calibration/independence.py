@@ -30,8 +30,9 @@ import numpy as np
 PAIRED_OUTPUTS = 4096
 """Pairs are formed among the first outputs only; all other statistics use all outputs."""
 _LEAST_OUTPUTS = 30  # below, the cosine of two readings is no sum of many numbers
+_LEAST_TERMS = 30  # of an output's autocorrelation; fewer are not tested by themselves
 _BLOCK = 1024
-_TIES_SEED = 20261123
+_TIES_SEED, _START_SEED = 20261123, 1
 _TIE = 1e-6  # standard deviations below which ranks are drawn
 _LAGS = 10
 _EXCESS = 14.0  # of the variance of sums of squared autocorrelations over chi-squared's, times the readings
@@ -129,15 +130,9 @@ class _Standardised:
 
     @cached_property
     def gram(self) -> np.ndarray:
-        """Products of readings, summed over outputs, shape (N, N)."""
-        return np.asarray(self.rows @ self.rows.T)
-
-    @cached_property
-    def centring(self) -> np.ndarray:
-        """Mean product of two readings of one output, shape (N, N): -1/(n - 1) within a segment."""
-        segment = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        inside = -1 / (self.lengths[segment] - 1.0)
-        return np.where(segment[:, None] == segment, inside[:, None], 0.0).astype(np.float32)
+        """Products of readings summed over outputs, or of outputs summed over readings: the smaller matrix."""
+        count, outputs = self.rows.shape
+        return np.asarray(self.rows @ self.rows.T if count <= outputs else self.rows.T @ self.rows)
 
 
 # Between outputs
@@ -156,26 +151,23 @@ def _between_outputs(z: _Standardised) -> dict[str, float]:
 
 
 def _largest_pair(z: _Standardised) -> float:
-    rows = z.rows[:, :PAIRED_OUTPUTS]
-    outputs, largest = rows.shape[1], 0.0
+    columns = z.rows[:, :PAIRED_OUTPUTS].T
+    outputs, largest = len(columns), 0.0
     for i in range(0, outputs, _BLOCK):
         for j in range(i, outputs, _BLOCK):
-            products = np.abs(rows[:, i : i + _BLOCK].T @ rows[:, j : j + _BLOCK])
+            products = np.abs(columns[i : i + _BLOCK] @ columns[j : j + _BLOCK].T)
             if i == j:
                 np.fill_diagonal(products, 0.0)
             largest = max(largest, float(products.max()))
-    return _cosine_p_value(largest / len(rows), z.freedom, outputs * (outputs - 1) // 2)
+    return _bonferroni(_cosine_p_value(largest / len(z.rows), z.freedom), outputs * (outputs - 1) // 2)
 
 
 def _squared_correlations(z: _Standardised) -> float:
-    from scipy.stats import gamma
-
     count, outputs = z.rows.shape
     pairs, d = outputs * (outputs - 1) / 2, z.freedom
     total = (float(np.sum(np.square(z.gram, dtype=np.float64))) / count**2 - outputs) / 2
     mean, variance = pairs / d, pairs * 2 * (d - 1) / (d**2 * (d + 2))
-    law = gamma(mean**2 / variance, scale=variance / mean)
-    return min(1.0, 2 * float(min(law.sf(total), law.cdf(total))))
+    return gamma_p_value(total, mean, variance)
 
 
 def _largest_eigenvalue(z: _Standardised) -> float:
@@ -185,7 +177,7 @@ def _largest_eigenvalue(z: _Standardised) -> float:
     count, outputs = z.rows.shape
     if min(count, outputs) < 3:
         return 1.0
-    start = np.random.default_rng(1).standard_normal(count).astype(np.float32)
+    start = np.random.default_rng(_START_SEED).standard_normal(len(z.gram)).astype(np.float32)
     found = eigsh(z.gram, k=1, v0=start, tol=1e-4, return_eigenvectors=False)[0]
     largest, d = float(np.sqrt(max(found, 0.0) / count)), z.lengths - 1.0
     mean_chi = np.sqrt(2) * np.exp(gammaln((d + 1) / 2) - gammaln(d / 2))
@@ -196,24 +188,24 @@ def _largest_eigenvalue(z: _Standardised) -> float:
 
 
 def _mean_over_outputs(z: _Standardised) -> float:
-    from scipy.stats import chi2
-
     means = z.rows.sum(axis=1, dtype=np.float64) / z.rows.shape[1] ** 0.5
     weights = np.repeat((z.lengths - 1) / z.lengths, z.lengths)
-    energy, d = float(np.sum(weights * np.square(means))), int(np.sum(z.lengths - 1))
-    return min(1.0, 2 * float(min(chi2.sf(energy, d), chi2.cdf(energy, d))))
+    d = int(np.sum(z.lengths - 1))
+    return gamma_p_value(float(np.sum(weights * np.square(means))), d, 2 * d)
 
 
 def _distances(z: _Standardised) -> float:
     """Correlations of outputs at one distance, summed, each of variance (p - distance)/d."""
+    from scipy.fft import irfft, next_fast_len, rfft
+
     count, outputs = z.rows.shape
-    spectrum = np.zeros(outputs + 1)
+    length = next_fast_len(2 * outputs, real=True)
+    spectrum = np.zeros(length // 2 + 1)
     for start in range(0, count, _BLOCK):
-        part = np.fft.rfft(z.rows[start : start + _BLOCK], n=2 * outputs, axis=1)
-        spectrum += np.sum(np.square(np.abs(part)), axis=0)
-    sums = np.fft.irfft(spectrum, n=2 * outputs)[1:outputs] / count
-    deviates = np.abs(sums) * np.sqrt(z.freedom / np.arange(outputs - 1, 0, -1))
-    return _largest_deviate_p_value(deviates)
+        part = rfft(z.rows[start : start + _BLOCK], n=length, axis=1)
+        spectrum += np.sum(np.square(part.real) + np.square(part.imag), axis=0)
+    sums = irfft(spectrum, n=length)[1:outputs] / count
+    return _largest_deviate_p_value(np.abs(sums) * np.sqrt(z.freedom / np.arange(outputs - 1, 0, -1)))
 
 
 # Between readings
@@ -233,62 +225,80 @@ def _largest_cosine(z: _Standardised) -> float:
     count, outputs = z.rows.shape
     if outputs < _LEAST_OUTPUTS:
         return 1.0
-    norms = np.sqrt(np.maximum(np.diag(z.gram), 1e-12))
-    cosines = np.abs((z.gram - outputs * z.centring) / np.outer(norms, norms))
-    np.fill_diagonal(cosines, 0.0)
-    return _cosine_p_value(float(cosines.max()), outputs, count * (count - 1) // 2)
+    norms = np.sqrt(np.maximum(np.einsum("ij,ij->i", z.rows, z.rows), 1e-12))
+    segment, largest = np.repeat(np.arange(len(z.lengths)), z.lengths), 0.0
+    mean = (outputs / (z.lengths[segment] - 1.0)).astype(
+        np.float32
+    )  # taken off by centring, within a segment
+    for i in range(0, count, _BLOCK):
+        for j in range(i, count, _BLOCK):
+            some, others = slice(i, i + _BLOCK), slice(j, j + _BLOCK)
+            products = z.rows[some] @ z.rows[others].T
+            products += (segment[some, None] == segment[others]) * mean[others]
+            products /= np.outer(norms[some], norms[others])
+            np.abs(products, out=products)
+            if i == j:
+                np.fill_diagonal(products, 0.0)
+            largest = max(largest, float(products.max()))
+    return _bonferroni(_cosine_p_value(largest, outputs), count * (count - 1) // 2)
 
 
 def _lags(z: _Standardised) -> float:
     """Products of readings at one lag, summed over outputs and time, up to three quarters of the readings."""
     count, outputs = z.rows.shape
     lags = np.arange(1, 3 * count // 4 + 1)
-    sums = np.array([np.trace(z.gram, lag, dtype=np.float64) for lag in lags])
-    means = outputs * np.array([np.trace(z.centring, lag, dtype=np.float64) for lag in lags])
+    sums = np.sum(_lagged_products(z.rows, lags.size), axis=1, dtype=np.float64)
+    within = np.maximum(z.lengths[:, None] - lags, 0)
+    means = -outputs * np.sum(within / (z.lengths[:, None] - 1), axis=0)
     return _largest_deviate_p_value(np.abs(sums - means) / np.sqrt(outputs * (count - lags)))
 
 
 def _autocorrelations(z: _Standardised) -> tuple[float, float]:
     """Of the largest autocorrelation of an output at a lag up to half a segment, and of the first lags' squares."""
-    from scipy.stats import gamma
-
     outputs, worst, tests = z.rows.shape[1], 1.0, 0
     energy, freedom, variance = 0.0, 0, 0.0
     for part in z.parts:
         n = len(part)
-        lags = np.arange(1, n // 2 + 1)
-        products, sums = _lagged_products(part, lags.size), np.cumsum(np.square(part), axis=0)
-        norms = np.sqrt(sums[n - 1 - lags] * (n - sums[lags - 1]))
-        cosines = (products + ((n - lags) / (n - 1))[:, None]) / np.maximum(norms, 1e-12)
-        for lag, cosine in zip(lags, np.abs(cosines).max(axis=1), strict=True):
-            worst = min(worst, _cosine_p_value(float(cosine), n - lag, 1))
-        tests += outputs * lags.size
+        products = _lagged_products(part.astype(np.float32), n // 2)
+        lags = np.arange(1, min(n // 2, n - _LEAST_TERMS) + 1)
+        if lags.size:
+            worst = min(worst, _largest_autocorrelation(part, products[: lags.size], lags))
+            tests += outputs * lags.size
         fourth = np.mean(np.square(np.square(part)), axis=0)
-        for lag in lags[:_LAGS]:
+        for lag in range(1, min(_LAGS, n // 2) + 1):
             deviation = products[lag - 1] + (n - lag) / (n - 1)
             energy += float(np.sum(np.square(deviation) / _product_variance(n, lag, fourth)))
             freedom += outputs
             variance += 2 * outputs * (1 + _EXCESS / n)
-    law = gamma(freedom**2 / variance, scale=variance / freedom)
-    return min(1.0, tests * worst), float(law.sf(energy))
+    return _bonferroni(worst, max(tests, 1)), gamma_p_value(energy, freedom, variance)
+
+
+def _largest_autocorrelation(part: np.ndarray, products: np.ndarray, lags: np.ndarray) -> float:
+    """Smallest p-value of one output at one lag: the cosine of the early and the late readings."""
+    n, sums = len(part), np.cumsum(np.square(part), axis=0)
+    norms = np.sqrt(sums[n - 1 - lags] * (n - sums[lags - 1]))
+    cosines = (products + ((n - lags) / (n - 1))[:, None]) / np.maximum(norms, 1e-12)
+    return float(np.min(_cosine_p_value(np.abs(cosines).max(axis=1), n - lags)))
 
 
 def _lagged_products(part: np.ndarray, most: int) -> np.ndarray:
     """Sums over time of z_s z_(s + lag), shape (lags, n_outputs), lags 1 to most."""
+    from scipy.fft import irfft, next_fast_len, rfft
+
     n, outputs = part.shape
-    products = np.empty((most, outputs))
+    length = next_fast_len(n + most, real=True)
+    products = np.empty((most, outputs), dtype=np.float32)
     for start in range(0, outputs, _BLOCK):
-        spectrum = np.fft.rfft(part[:, start : start + _BLOCK], n=2 * n, axis=0)
-        products[:, start : start + _BLOCK] = np.fft.irfft(np.square(np.abs(spectrum)), n=2 * n, axis=0)[
-            1 : most + 1
-        ]
+        spectrum = rfft(part[:, start : start + _BLOCK], n=length, axis=0)
+        power = np.square(spectrum.real) + np.square(spectrum.imag)
+        products[:, start : start + _BLOCK] = irfft(power, n=length, axis=0)[1 : most + 1]
     return products
 
 
 def _product_variance(n: int, lag: int, fourth: np.ndarray) -> np.ndarray:
     """Variance over all orders in time of sum z_s z_(s + lag), for outputs with the given mean fourth power.
 
-    The sum's square has n - lag terms z_a^2 z_b^2, 2 (n - 2 lag) terms z_a^2 z_b z_c and else products of four readings.
+    The sum's square has n - lag terms z_a^2 z_b^2, 2 (n - 2 lag) terms z_a^2 z_b z_c, and products of four readings.
     """
     same, linked = n - lag, 2 * max(n - 2 * lag, 0)
     apart = same**2 - same - linked
@@ -303,17 +313,28 @@ def _product_variance(n: int, lag: int, fourth: np.ndarray) -> np.ndarray:
 # Laws
 
 
-def _cosine_p_value(cosine: float, dimensions: float, tests: int) -> float:
-    """Of the largest of so many cosines of uniform directions: c^2 ~ Beta(1/2, (dimensions - 1)/2)."""
-    from scipy.stats import beta
+def gamma_p_value(value: float, mean: float, variance: float) -> float:
+    """Two-sided, of the gamma law with the given mean and variance: chi-squared's if the variance is twice the mean."""
+    from scipy.special import gammainc, gammaincc
 
-    if dimensions <= 1:
-        return 1.0
-    return min(1.0, tests * float(beta.sf(min(cosine**2, 1.0), 0.5, (dimensions - 1) / 2)))
+    shape, scaled = mean**2 / variance, value * mean / variance
+    return min(1.0, 2 * float(min(gammaincc(shape, scaled), gammainc(shape, scaled))))
+
+
+def _cosine_p_value(cosine: np.ndarray | float, dimensions: np.ndarray | float) -> np.ndarray:
+    """Two-sided, of two uniform directions: c^2 ~ Beta(1/2, (dimensions - 1)/2)."""
+    from scipy.special import betainc
+
+    half = np.maximum((np.asarray(dimensions) - 1) / 2, 1e-9)
+    return np.asarray(betainc(half, 0.5, 1 - np.minimum(np.square(cosine), 1.0)))
+
+
+def _bonferroni(p_value: np.ndarray | float, tests: int) -> float:
+    return min(1.0, tests * float(p_value))
 
 
 def _largest_deviate_p_value(deviates: np.ndarray) -> float:
     """Of the largest of several absolute standard normal numbers."""
     from scipy.special import ndtr
 
-    return min(1.0, deviates.size * 2 * float(ndtr(-np.max(deviates, initial=0.0))))
+    return _bonferroni(2 * ndtr(-np.max(deviates, initial=0.0)), deviates.size)

@@ -1,8 +1,8 @@
 """Light that varies from frame to frame: what the means of frames say of it.
 
-Over F frames of one setting, the mean over P pixels has variance v / P + r^2 m^2, with v the pixels' own variance, m the
-mean light and r the relative standard deviation of the power. For a Gaussian power, (F - 1) s^2 over that variance is
-chi-squared with F - 1 degrees of freedom; settings add up. A test of r = 0 and an upper limit of r follow exactly.
+Over F frames of one setting, the mean over P pixels has variance v / P + r^2 m^2, with v the pixels' own variance, m
+the mean light and r the relative standard deviation of the power. For a Gaussian power, (F - 1) s^2 over that variance
+is chi-squared with F - 1 degrees of freedom; settings add up. A test of r = 0 and an upper limit of r follow exactly.
 """
 
 from __future__ import annotations

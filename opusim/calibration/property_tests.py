@@ -34,9 +34,9 @@ class PropertyTest:
     @property
     def standard_errors(self) -> float:
         """The two-sided Gaussian deviate of the p-value, at least 0; infinite for a p-value of 0."""
-        from scipy.stats import norm
+        from scipy.special import ndtri
 
-        return float(norm.isf(self.p_value / 2))
+        return abs(float(ndtri(self.p_value / 2)))
 
 
 def decide(

@@ -68,14 +68,14 @@ class ReadingNoise:
         outputs = (
             "the limit holds for correlated outputs too"
             if self.uses_eigenvalue
-            else f"{self.readings} readings cannot bound the smallest eigenvalue of {self.n_outputs} outputs: that outputs "
-            "are independent is assumed"
+            else f"{self.readings} readings cannot bound the smallest eigenvalue of {self.n_outputs} outputs, so "
+            "independent outputs are assumed"
         )
         return (
             "assumed law: Gaussian readings, independent between outputs and in time, of one variance at every input, "
-            f"unchanged after calibration; {outputs}",
-            "the tests do not see noise that changes after calibration, repeats after more readings than were taken, is "
-            "computed by a generator, depends on inputs that were not tried, or makes one output a sum of many others",
+            f"unchanged after calibration; {outputs}. The tests do not see noise that changes after calibration, "
+            "repeats after more readings than were taken, depends on inputs that were not tried or comes from a "
+            "generator, nor one output that is a sum of many others",
         )
 
 
@@ -107,25 +107,45 @@ def evaluate_readings(
     parts = list(values)
     shape = shape_p_values(parts)
     variances = np.stack([np.asarray(part, dtype=np.float64).var(axis=0, ddof=1) for part in parts])
-    use_eigenvalue = outputs + 2 <= readings
-    smallest = min(smallest_variance(part, independent_outputs=not use_eigenvalue) for part in parts)
     successive = _successive(parts)
-    correlated = abs(successive) * (inputs * readings * outputs) ** 0.5 > _CORRELATED
-    fresh = max(0.0, 1 - successive**2) if correlated else 1.0
     return ReadingNoise(
         readings=readings,
         inputs=inputs,
         n_outputs=outputs,
         mean_std=float(np.sqrt(variances.mean())),
         smallest_std=float(np.sqrt(variances.min())),
-        smallest_std_low=variance_lower_limit(fresh * smallest, readings=readings, beta=beta / inputs) ** 0.5,
+        smallest_std_low=std_lower_limit(parts, successive=successive, beta=beta),
         beta=beta,
-        uses_eigenvalue=use_eigenvalue,
+        uses_eigenvalue=_bounds_eigenvalue(values[0]),
         successive=successive,
         tests=decide(
-            independence_p_values(parts, ranked=not gaussian) | shape, alarm=alarm, not_needed=() if gaussian else tuple(shape)
+            independence_p_values(parts, ranked=not gaussian) | shape,
+            alarm=alarm,
+            not_needed=() if gaussian else tuple(shape),
         ),
     )
+
+
+def std_lower_limit(parts: Sequence[np.ndarray], *, successive: float = 0.0, beta: float) -> float:
+    """The limit that the smallest standard deviation of every input exceeds with probability 1 - beta.
+
+    Args:
+        parts: readings of each input, shape (readings, n_outputs), as many of each.
+        successive: correlation of successive readings; it counts if it lies five standard errors from 0.
+        beta: in (0, 1).
+    """
+    fresh = max(0.0, 1 - successive**2) if abs(successive) > _CORRELATED / np.size(parts) ** 0.5 else 1.0
+    smallest = min(
+        smallest_variance(part, independent_outputs=not _bounds_eigenvalue(part)) for part in parts
+    )
+    return float(
+        variance_lower_limit(fresh * smallest, readings=len(parts[0]), beta=beta / len(parts)) ** 0.5
+    )
+
+
+def _bounds_eigenvalue(part: np.ndarray) -> bool:
+    """Whether there are readings enough to bound the smallest eigenvalue of the outputs' covariance."""
+    return part.shape[1] + 2 <= len(part)
 
 
 def _successive(parts: Sequence[np.ndarray]) -> float:

@@ -134,8 +134,8 @@ def _option(kind: type[Mechanism], field: Field[Any]) -> tuple[Any, Any]:
                 "--layer",
                 metavar="LAYER",
                 help="FAN_IN,WIDTH,GMIN,GMAX and maybe ,positive and ,silent: one for each layer, the output layer "
-                "last. GMIN and GMAX bound the slope |phi'|; positive: every input entry is bounded away from 0; silent: no "
-                "noise on its signal. Such as 785,512,0,1",
+                "last. GMIN and GMAX bound the slope |phi'|; positive: every input entry is bounded away from 0; "
+                "silent: no noise on its signal. Such as 785,512,0,1",
             ),
         ], None
     hint = get_type_hints(kind)[field.name]

@@ -19,6 +19,7 @@ FOLDER, SEEDS, EPSILON, SIGMA = Path("runs/convex-device"), range(3), 4.76, 0.5
 
 def configuration(source: str, seed: int) -> dict[str, Any]:
     """A run whose hyperplanes and noise come from a seed or from a device."""
+    device = {"name": "gaussian", "noise": {"sigma": SIGMA}, "medium": {"seed": 1000 + seed}}
     return {
         "threads": 1,
         "seed": seed,
@@ -32,7 +33,7 @@ def configuration(source: str, seed: int) -> dict[str, Any]:
             "epsilon": EPSILON,
             "noise": "device" if source == "device" else "digital",
         },
-        "device": {"name": "gaussian", "noise": {"sigma": SIGMA}, "medium": {"seed": 1000 + seed}},
+        **({"device": device} if source == "device" else {}),
     }
 
 

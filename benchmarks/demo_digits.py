@@ -47,8 +47,9 @@ def run_once(kind: str, seed: int, name: str, device: dict[str, Any] | None = No
         **CONFIG,
         "seed": seed,
         "trainer": {"kind": kind},
-        "device": {"name": str(DEVICE_FILE), **(device or {})},
     }
+    if kind == "pdfa":
+        config["device"] = {"name": str(DEVICE_FILE), **(device or {})}
     return training.train(config, folder=FOLDER / name)
 
 

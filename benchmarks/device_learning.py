@@ -58,7 +58,7 @@ def run_once(label: str, device: dict[str, Any], seed: int) -> dict[str, Any]:
     """Test accuracy of one run, percent."""
     data = {**BASE["data"], "split_seed": seed}
     config = {**BASE, "seed": seed, "data": data, "device": device}
-    config["trainer"] = {**BASE["trainer"], "kind": "pdfa"}
+    config["trainer"] = {"kind": "pdfa"}
     run = train_or_read(config, FOLDER / f"{label}-{seed}")
     seconds = sum(record["wall_s"] for record in run.folder.read_timing())
     return {

@@ -35,14 +35,19 @@ BASE: dict[str, Any] = {
     "data": {"name": "fashion-mnist"},
     "optimizer": {"name": "sgd", "momentum": 0.9, "averaged_tail": 0.5},
     "sampler": {"batch_size": 4096, "scheme": "poisson"},
-    "device": {"name": "gaussian", "noise": {"sigma": 0.1}},
 }
 RECORD: dict[str, Any] = {"model": {"hidden": [256]}, "protection": {"kind": "record"}}
-PHOTONIC: dict[str, Any] = {"model": {"initial_output": "feedback"}, "trainer": {"kind": "pdfa"}}
+DEVICE: dict[str, Any] = {"name": "gaussian", "noise": {"sigma": 0.1}}
+PHOTONIC: dict[str, Any] = {
+    "model": {"initial_output": "feedback"},
+    "trainer": {"kind": "pdfa"},
+    "device": DEVICE,
+}
 LABEL: dict[str, Any] = {
     "data": {"components": 64},
     "model": {"hidden": [128]},
     "trainer": {"kind": "pdfa"},
+    "device": DEVICE,
 }
 RECORD_GRID = {"optimizer.lr": (0.5, 1.0, 2.0), "epochs": (20, 40)}
 NOISE_GRID = {"optimizer.lr": (0.5, 1.0), "epochs": (5, 10), "protection.clip_norm": (0.1, 0.2)}

@@ -51,15 +51,15 @@ BASE: dict[str, Any] = {
     "model": {"hidden": [WIDTH, WIDTH], "activation": "tanh"},
     "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9},
     "sampler": {"batch_size": BATCH, "drop_last": True},
-    "trainer": {"threshold": 0.15},
 }
 
 
 def configuration(row: str, column: str, seed: int) -> dict[str, Any]:
     """The run of one cell and seed."""
     config = {**BASE, "seed": seed, "data": {**BASE["data"], "split_seed": seed}}
-    trainer = {**BASE["trainer"], "kind": row}
-    device: dict[str, Any] = {"name": "gaussian", "noise": {"sigma": 0.0}}
+    trainer: dict[str, Any] = {"kind": row}
+    if row == "pdfa":
+        config["device"] = {"name": "gaussian", "noise": {"sigma": 0.0}}
     if column != "non-private":
         config["model"] = {**BASE["model"], "tau_h_max": 1.0}
         trainer |= {"order": "published", "tau_b": 1.0, "scale": "sphere", "through_clip": True}
@@ -70,10 +70,10 @@ def configuration(row: str, column: str, seed: int) -> dict[str, Any]:
             sigma = 10 * float(column) / WIDTH**0.5
             trainer |= {"signal_gain": BATCH / WIDTH**0.5}
             if row == "pdfa":
-                device["noise"] = {"sigma": sigma}
+                config["device"]["noise"] = {"sigma": sigma}
             else:
                 trainer["sigma"] = sigma
-    return {**config, "trainer": trainer, "device": device}
+    return {**config, "trainer": trainer}
 
 
 def run_cell(row: str, column: str, seed: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     python -m benchmarks.mechanism_selftest measure     (resumes; some 15 minutes of one core)
     python -m benchmarks.mechanism_selftest show
 
-Every fault of tests.faults is planted in every trainer and mode that it reaches, 20 times for `pdfa` and `zo` and the
+Every fault of tests.faults is planted in every trainer and mode that it reaches, 20 times for `pdfa` and `ulr` and the
 faults of `NAMED`, once otherwise; and the product as it is, without a fault, is tested many times.
 """
 
@@ -28,7 +28,7 @@ NAMED = (
     *("noise_too_small", "noise_reused", "clipped_by_layer", "clip_too_wide"),
     *("fixed_size_batches", "fixed_size_batches_on_release"),
 )
-OFTEN, ATTEMPTS, NULLS, NULLS_OFTEN = ("pdfa", "zo"), 20, 10, 40
+OFTEN, ATTEMPTS, NULLS = ("pdfa", "ulr"), 20, 5
 PROTECTIONS = ("record", "label", "label-amplified", "label-once", "label-response")
 
 
@@ -48,7 +48,7 @@ class Cell(NamedTuple):
 
 
 def cells() -> Iterator[Cell]:
-    """All cells: those that are attempted often first, then the null runs, then the rest."""
+    """All cells: faults that are planted often, the other faults, then runs without a fault."""
     found = []
     for fault in FAULTS:
         for trainer in STEPWISE:
@@ -59,9 +59,9 @@ def cells() -> Iterator[Cell]:
                         found.append(Cell(fault.name, trainer, protection, mode, ATTEMPTS if often else 1))
     for trainer in STEPWISE:
         for protection in PROTECTIONS if trainer in FEEDBACKS else PROTECTIONS[:1]:
-            attempts = NULLS_OFTEN if trainer in OFTEN and protection == "record" else NULLS
+            attempts = ATTEMPTS if trainer in OFTEN and protection == "record" else NULLS
             found += [Cell("none", trainer, protection, mode, attempts) for mode in MODES]
-    return iter(sorted(found, key=lambda cell: (-min(cell.attempts, ATTEMPTS), cell.fault != "none")))
+    return iter(sorted(found, key=lambda cell: (cell.fault == "none", -cell.attempts)))
 
 
 def attempt(cell: Cell, number: int) -> dict[str, Any]:
@@ -95,8 +95,7 @@ def measure() -> None:
         kept = results.setdefault(cell.key, {**cell._asdict(), "runs": []})
         while len(kept["runs"]) < cell.attempts:
             kept["runs"].append(attempt(cell, len(kept["runs"])))
-            if len(kept["runs"]) in (cell.attempts, cell.attempts // 2):
-                save_results(NAME, {"level": LEVEL, "cells": results})
+        save_results(NAME, {"level": LEVEL, "cells": results})
 
 
 def main() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from tests.faults.base import STEPWISE, Fault, all_replaced
@@ -12,6 +13,14 @@ def _wider(clip: Callable[..., Any]) -> Callable[..., Any]:
         return clip(values, 2**0.5 * bound)
 
     return widened
+
+
+def _wider_residuals(of: Any) -> Any:
+    def objective(cls: Any, options: Any) -> Any:
+        right = of.__func__(cls, options)
+        return replace(right, clip=2**0.5 * right.clip)
+
+    return classmethod(objective)
 
 
 def _wider_differences(clip: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,7 +36,7 @@ def plant() -> AbstractContextManager[None]:
             "training.protections.record:bounded_factors": _wider,
             "training.protections.amplified_labels:bounded_factors": _wider,
             "training.protections.budgeted_labels:scale_to_ball": _wider,
-            "training.convex.objectives:bounded_factors": _wider,
+            "training.convex.objectives:Objective.of": _wider_residuals,
             "training.zo.trainer:loss_differences": _wider_differences,
         }
     )

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from tests.faults.base import FEEDBACKS, Fault, replaced
-from training.protections.base import bounded_factors
 
 
 def _each_layer_to_c(before: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def factors(self: Any, norms: torch.Tensor) -> torch.Tensor:
-        return bounded_factors(norms, self._clip_norm)
+        return (self._clip_norm / norms.clamp_min(1e-30)).clamp(max=1.0)
 
     return factors
 

@@ -39,9 +39,9 @@ _BATCH = 40
 _LABELS = {"label-once": 1000, "label-response": 4000}
 """Records of a run whose labels are looked at once."""
 _LABEL_CLASSES = 10
-_DIRECT = ("label-once", "label-response")
-_LARGEST_SIGMA = 0.01
-"""Noise in a simulated device's readings up to which a record's contribution has a known direction."""
+_QUIET_SIGMA, _LARGEST_SIGMA = 1e-3, 0.01
+"""Noise in a simulated device's readings: what the self-test takes, and up to which a contribution's direction is known
+(at 0.01 a contribution loses 5e-5 of its length along it)."""
 _OWN = (
     *("schema_version", "mode", "seed", "epochs", "loss", "torch_device", "data.", "model.", "optimizer."),
     *("sampler.scheme", "sampler.min_batch_size", "sampler.drop_last", "checkpoint.", "trainer.kind"),
@@ -104,20 +104,11 @@ def audit_mechanism(
     subject, config = _configured(kind, mode, steps, settings)
     dataset = _dataset(subject, config)
     on_start(RUNS * _total_steps(config))
-    folders = []
     with tempfile.TemporaryDirectory(prefix="opusim-mechanism-") as scratch:
-        for number in range(RUNS):
-            own = derive_seed(seed, "mechanism", number) >> 33 if seed is not None else 0
-            folder = RunFolder(Path(scratch) / str(number))
-            model = None if config.protection.kind in _DIRECT else subject.model(_clip(config, subject))
-            train(
-                config.model_copy(update={"seed": own}),
-                data=dataset,
-                model=model,
-                folder=folder.path,
-                watcher=_Steps(on_step),
-            )
-            folders.append(folder)
+        folders = [
+            _trained(config, subject, dataset, RunFolder(Path(scratch) / str(number)), seed, on_step)
+            for number in range(RUNS)
+        ]
         found, shape, accounted = _compared(folders, subject, dataset, level)
     return MechanismAudit(
         kind=kind,
@@ -133,6 +124,26 @@ def audit_mechanism(
         cpu_s=time.process_time() - started,
         checks=found,
     )
+
+
+def _trained(
+    config: RunConfig,
+    subject: Subject,
+    dataset: Dataset,
+    folder: RunFolder,
+    seed: int | None,
+    on_step: Callable[[], None],
+) -> RunFolder:
+    """The folder of a finished run; the folder's name keys its seed."""
+    own = 0 if seed is None else derive_seed(seed, "mechanism", int(folder.path.name)) >> 33
+    train(
+        config.model_copy(update={"seed": own}),
+        data=dataset,
+        model=None if config.protection.kind in _LABELS else subject.model(_clip(config, subject)),
+        folder=folder.path,
+        watcher=_Steps(on_step),
+    )
+    return folder
 
 
 def _compared(
@@ -169,46 +180,56 @@ def _configured(kind: str, mode: str, steps: int, settings: Sequence[str]) -> tu
     _require_steps(kind, protection)
     defaults = merged(subject.defaults, _strength(protection, options["protection"]))
     if "device" not in asked and kind == "pdfa":
-        defaults = merged(defaults, {"device": {"noise": {"sigma": 1e-3}}})
-    base = {
+        defaults = merged(defaults, {"device": {"noise": {"sigma": _QUIET_SIGMA}}})
+    values = merged(merged(_common(kind, mode, protection, subject), defaults), options)
+    config = load_config(values)
+    _require_quiet(config)
+    _require_contrasts(config)
+    if protection in _LABELS:
+        return subject, config
+    return subject, load_config(values, changes=_descent(config, subject, steps))
+
+
+def _common(kind: str, mode: str, protection: str, subject: Subject) -> dict[str, Any]:
+    """The keys that all runs of a self-test have."""
+    once = protection in _LABELS
+    values: dict[str, Any] = {
         "mode": mode,
         "threads": 1,
-        "data": {"validation_fraction": 0.0, "n_classes": subject.n_classes, "standardise": False},
-        "sampler": {"batch_size": _BATCH},
+        "epochs": 1,
+        "data": {
+            "validation_fraction": 0.0,
+            "n_classes": _LABEL_CLASSES if once else subject.n_classes,
+            "standardise": False,
+        },
+        "sampler": {"batch_size": _LABELS.get(protection, _BATCH)},
         "trainer": {"kind": kind},
     }
     if protection in ("record", "label-amplified"):
-        base = merged(base, {"sampler": {"scheme": "poisson"}})
-    config = load_config(merged(merged(base, defaults), options))
-    _require_quiet(config)
-    _require_contrasts(config)
-    return subject, _timed(config, subject, steps)
+        values["sampler"]["scheme"] = "poisson"
+    return values | ({"model": {"hidden": [8]}} if once else {})
 
 
-def _timed(config: RunConfig, subject: Subject, steps: int) -> RunConfig:
-    """The configuration with its descent and epochs, and a checkpoint of every step."""
-    if config.protection.kind in _DIRECT:
-        n = _LABELS[config.protection.kind]
-        data = config.data.model_copy(update={"n_classes": _LABEL_CLASSES})
-        sampler = config.sampler.model_copy(update={"batch_size": n})
-        return config.model_copy(update={"epochs": 1, "data": data, "sampler": sampler})
-    per_epoch = max(1, round(_RECORDS / config.sampler.batch_size))
-    if config.sampler.batch_size > _RECORDS // 4 or _RECORDS % config.sampler.batch_size:
+def _descent(config: RunConfig, subject: Subject, steps: int) -> dict[str, Any]:
+    """Epochs, learning rate and a checkpoint of every step.
+
+    Raises:
+        ConfigError: The batch size does not fit the records.
+    """
+    size = config.sampler.batch_size
+    if size > _RECORDS // 4 or _RECORDS % size:
         raise ConfigError(
             "--set",
             "sampler.batch_size",
-            f"{config.sampler.batch_size} must divide the self-test's {_RECORDS} records, a quarter of them at most",
+            f"{size} must divide the self-test's {_RECORDS} records, a quarter of them at most",
         )
-    rate = subject.rate / _clip(config, subject)
+    per_epoch = _RECORDS // size
     epochs = -(-steps // per_epoch)
-    return load_config(
-        config,
-        changes={
-            "epochs": epochs,
-            "optimizer": {"lr": rate, "momentum": 0.0},
-            "checkpoint": {"every_steps": 1, "keep": epochs * per_epoch + 1},
-        },
-    )
+    return {
+        "epochs": epochs,
+        "optimizer": {"lr": subject.rate / _clip(config, subject), "momentum": 0.0},
+        "checkpoint": {"every_steps": 1, "keep": epochs * per_epoch + 1},
+    }
 
 
 def _strength(protection: str, asked: Mapping[str, Any]) -> dict[str, Any]:

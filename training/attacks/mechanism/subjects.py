@@ -113,16 +113,17 @@ def _feedback_record(clip: float, perturbation: float) -> Tensor:
 
 def _feedback_model(clip: float) -> nn.Module:
     """40-16-4 with tanh; its largest logits are not those of the label."""
-    model = nn.Sequential(nn.Linear(40, 16), nn.Tanh(), nn.Linear(16, 4))
+    first, last = nn.Linear(_TOUCHED + 32, 16), nn.Linear(16, 4)
+    model = nn.Sequential(first, nn.Tanh(), last)
     generator = np.random.default_rng(20260101)
     with torch.no_grad():
-        for linear in (model[0], model[2]):
-            shape = linear.weight.shape
+        for linear in (first, last):
+            shape = (linear.out_features, linear.in_features)
             linear.weight.copy_(torch.from_numpy(generator.uniform(-0.5, 0.5, size=shape)))
             linear.bias.zero_()
-        model[0].weight[:, _TOUCHED:] = 0.0
+        first.weight[:, _TOUCHED:] = 0.0
         output = model(_feedback_record(clip, 0.0)[None])[0]
-        model[2].bias.copy_(torch.tensor([-2.0, 0.0, 0.0, 0.0]) - output)
+        last.bias.copy_(torch.tensor([-2.0, 0.0, 0.0, 0.0]) - output)
     return model
 
 
@@ -172,8 +173,6 @@ _FEEDBACK = Subject(
     label=0,
     model=_feedback_model,
 )
-_QUIET_DEVICE = {"device": {"noise": {"sigma": 1e-3}}}
-"""Noise that the direction of a record's signal does not feel: 5e-7 of a contribution."""
 
 SUBJECTS: dict[str, Subject] = {
     **dict.fromkeys(("pdfa", "dfa", "tdfa", "bp"), _FEEDBACK),

@@ -132,10 +132,17 @@ class ResponseTest:
         return max(values) >= self._level
 
     @property
-    def silent_share(self) -> float:
-        """Share of the judged outputs that respond by less than a half."""
+    def silent(self) -> np.ndarray:
+        """Which outputs respond by less than a half, over the loudest block so far, shape (n_outputs,)."""
         looks = max(int(self._looks[self._loudest]), 1)
-        return float(np.mean(self._totals[self._loudest] / looks < 0.5))
+        silent = self.judged.copy()
+        silent[self.judged] = self._totals[self._loudest] / looks < 0.5
+        return silent
+
+    @property
+    def silent_share(self) -> float:
+        """Share of the judged outputs that are silent."""
+        return float(self.silent.sum() / max(int(self.judged.sum()), 1))
 
     def smallest(self, looks: int) -> float:
         """The smallest share of silent outputs that is found within so many looks; NaN: none.

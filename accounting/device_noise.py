@@ -81,7 +81,8 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
     noise, left = readings.noise, delta - readings.beta
     if isinstance(noise, GaussianNoise):
         mu = gaussian_mu(readings)
-        epsilon = gaussian_bounds(mu, left).upper if mu > 0 else 0.0
+        variation = math.erf(mu / math.sqrt(8))  # 2 Phi(mu / 2) - 1
+        epsilon = gaussian_bounds(mu, left).upper if variation > left * (1 - 1e-9) else 0.0
         law = "the noise is Gaussian, independent between readings and outputs, of one law for every input"
         source, reason = (
             f"docs/privacy.md, section 9: Gaussian readings, mu = {mu:.6g}",

@@ -22,7 +22,7 @@ from opusim.errors import DeviceFault, NoiseBelowCertificate
 from opusim.testing.faults import Fault, faulty_device
 
 WINDOW = {"n_inputs": 10, "n_outputs": 256}
-CHECKS = (1, 5, 20, 100)
+CHECKS = (1, 5, 20, 60)
 DEVICES: dict[str, dict[str, Any]] = {
     "gaussian": {"noise": {"sigma": 0.5}},
     "camera": {},

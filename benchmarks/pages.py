@@ -18,6 +18,7 @@ from benchmarks.zo_pages import zo_readme_rows, zo_sections, zo_speed_rows
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- measured: written by `make bench-report` -->", "<!-- end of measured -->"
+MONITOR_BEGIN, MONITOR_END = "<!-- monitor: written by `make bench-report` -->", "<!-- end of monitor -->"
 FAULTS_BEGIN, FAULTS_END = "<!-- faults: written by `make bench-report` -->", "<!-- end of faults -->"
 TABLE1 = "`python -m benchmarks.pdfa_table1`"
 _SHOWN_EPSILON = 3.0
@@ -353,13 +354,30 @@ def faults_page(text: str) -> str:
     return f"{before}{FAULTS_BEGIN}\n{table}\n{FAULTS_END}{after}"
 
 
+def monitor_page(text: str) -> str:
+    """docs/devices.md with its table of the smallest changes that the monitor finds renewed."""
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for row in load_results("monitor").get("changes", []):
+        size = (
+            f"{row['smallest']:.3f}" if row["change"] == "correlation" else f"{100 * row['smallest']:.1f} %"
+        )
+        cell = f"{size} ({row['found']} of {row['trials']})"
+        found.setdefault((row["device"], row["change"]), {})[row["checks"]] = cell
+    checks = sorted({number for cells in found.values() for number in cells})
+    rows = [(*key, *(cells.get(number, "–") for number in checks)) for key, cells in found.items()]
+    head = ("device", "change", *(f"in {number} check{'s' * (number > 1)}" for number in checks))
+    before, rest = text.split(MONITOR_BEGIN)
+    _, after = rest.split(MONITOR_END)
+    return f"{before}{MONITOR_BEGIN}\n{markdown(head, rows)}\n{MONITOR_END}{after}"
+
+
 def pages() -> dict[Path, str]:
     readme = ROOT / "README.md"
     devices = ROOT / "docs" / "devices.md"
     return {
         readme: readme_page(readme.read_text()),
         ROOT / "benchmarks" / "README.md": benchmarks_page(),
-        devices: faults_page(devices.read_text()),
+        devices: monitor_page(faults_page(devices.read_text())),
     }
 
 

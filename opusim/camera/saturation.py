@@ -10,7 +10,7 @@ FRAME_SHARES = (0.25, 0.5, 0.75)
 """Shares of the mirrors that are on in the frames looked at, beside the anchor: a vector's frames lie between."""
 MOST_SATURATED = 0.01
 """Share of the outputs that may be full in a frame: beyond, entries of B are not N(0, 1)."""
-_OUTPUTS_LOOKED_AT = 4096
+_OUTPUTS_LOOKED_AT = 1024
 
 
 def saturated_shares(exposure: Exposure, anchor: np.ndarray) -> dict[float, float]:
@@ -24,7 +24,7 @@ def saturated_shares(exposure: Exposure, anchor: np.ndarray) -> dict[float, floa
         anchor: field of the anchor, shape (2, n_outputs), mirror units.
 
     Returns:
-        The share at f = 1, the anchor, over all outputs, and at `FRAME_SHARES` over the first 4,096.
+        The share at f = 1, the anchor, over all outputs, and at `FRAME_SHARES` over the first 1,024.
     """
     from scipy.stats import ncx2
 

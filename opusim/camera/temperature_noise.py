@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 class TemperatureNoise:
     """Var(T) = floor_variance + variance_per_e I(T) t, averaged over outputs: exact, since dark counts add to others.
 
+    Exact but for rounding where frames' noise is below 0.4 DN: `floor_variance` holds it as it is at the device's own
+    temperature.
+
     Attributes:
         floor_variance: without dark current, squared projection units: light, bias light, read noise and rounding.
         variance_per_e: what an electron of dark charge in each of the four frames adds.

@@ -3,6 +3,8 @@
 Both tests keep e-values: numbers at least 0 whose conditional mean, as long as the device stays within its tolerance,
 is at most 1. The product of e-values from any look on exceeds 1/p with probability at most p (Ville), and a test
 that begins at most K such products in K looks gives a false alarm with probability at most p when it waits for K/p.
+The e-values are those of Gaussian statistics whose standard errors are known to within 20 % and whose first look errs
+by less than six of its own; tests count false alarms of whole devices.
 Source: Shin, Ramdas and Rinaldo, "E-detectors" (arXiv 2203.03532); the sum of products and the CUSUM are theirs.
 """
 
@@ -132,16 +134,24 @@ class ResponseTest:
         return max(values) >= self._level
 
     @property
-    def silent_share(self) -> float:
-        """Share of the judged outputs that respond by less than a half."""
+    def silent(self) -> np.ndarray:
+        """Which outputs respond by less than a half, over the loudest block so far, shape (n_outputs,)."""
         looks = max(int(self._looks[self._loudest]), 1)
-        return float(np.mean(self._totals[self._loudest] / looks < 0.5))
+        silent = self.judged.copy()
+        silent[self.judged] = self._totals[self._loudest] / looks < 0.5
+        return silent
+
+    @property
+    def silent_share(self) -> float:
+        """Share of the judged outputs that are silent."""
+        return float(self.silent.sum() / max(int(self.judged.sum()), 1))
 
     def smallest(self, looks: int) -> float:
         """The smallest share of silent outputs that is found within so many looks; NaN: none.
 
-        Outputs count with what they add to the e-value when their readings err by 2.3 standard errors on the other
-        side. It holds for outputs that stop at the beginning of a block of looks; others may take a block longer.
+        Outputs count with what the lowest tenth of them adds to the e-value, since the largest factors are taken off,
+        and with readings that err by 2.3 standard errors on the other side. It holds for outputs that stop at the
+        beginning of a block of looks; others may take a block longer.
         """
         from scipy.stats import norm
 
@@ -149,7 +159,7 @@ class ResponseTest:
         within = max((block for block in BLOCKS if block <= looks), default=1)
         sure_z = within * (1 - self._tolerance) / self._error - norm.isf(1 - _FOUND) * math.sqrt(within)
         gain = self._tilt * sure_z - 0.5 * within * self._tilt**2
-        factor = float(np.mean(self._factors(gain))) if size else 0.0
+        factor = float(np.quantile(self._factors(gain), 0.1)) if size else 0.0
         if factor <= 0:
             return math.nan
         count = self._tolerated + (self._level - size * math.log1p(-self._share)) / factor

@@ -230,9 +230,11 @@ class Monitor:
             self._responses.observe(product.sum(axis=0) / self._weight),
         ]
         if any(rings):
-            raise self._light_fault(*rings)
+            raise self._light_fault(reference, *rings)
 
-    def _light_fault(self, brighter: bool, dimmer: bool, other: bool, silent: bool) -> DeviceFault:
+    def _light_fault(
+        self, reference: np.ndarray, brighter: bool, dimmer: bool, other: bool, silent: bool
+    ) -> DeviceFault:
         """What the tests that rang say: darkness, another medium, silent outputs, or another light."""
         size = max(1 + self._brighter.mean if brighter else 1 - self._dimmer.mean, 0.0)
         power = size**2 + max(self._other.mean - (1 - size) ** 2, 0.0)  # of the signal, relative to the first
@@ -240,12 +242,13 @@ class Monitor:
             return self._fault("is dark: reference frames carry no signal", "check the laser and the shutter")
         correlation = size / math.sqrt(power) if power > 0 else 0.0
         share = self._responses.silent_share if silent else 0.0
-        if silent and share < 0.25:
+        least = self._settings.least_correlation
+        if share > self._settings.silent_outputs and self._correlation_of_others(reference) > least - 0.05:
             return self._fault(
                 f"has about {100 * share:.1f} % of its outputs silent or stuck",
                 "mask them, or have it repaired",
             )
-        if other and correlation < self._settings.least_correlation:
+        if other and correlation < least:
             return self._fault(
                 f"reads its reference vectors with a correlation of {correlation:.2f} to their first readings: "
                 "its medium decorrelated or was swapped",
@@ -254,6 +257,17 @@ class Monitor:
         return self._fault(
             f"reads {size:.3g} times what it read at the beginning: its light changed, or outputs stopped to respond",
             "bring laser and exposure back, or calibrate it again",
+        )
+
+    def _correlation_of_others(self, reference: np.ndarray) -> float:
+        """Correlation with the first look of the outputs that respond, in this look; noise is taken out."""
+        kept, first = ~self._responses.silent, self.baseline
+        before, now, noise = first.reference[:, kept], reference[:, kept], first.reference_variance[kept]
+        powers = [float(np.mean(values**2 - share * noise)) for values, share in ((before, 0.0), (now, 1.0))]
+        return (
+            float(np.mean(before * now)) / math.sqrt(max(powers[0] * powers[1], 1e-300))
+            if np.any(kept)
+            else 0.0
         )
 
     def _check_law(self, variance: np.ndarray, law: NoiseModel) -> None:

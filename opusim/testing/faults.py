@@ -54,7 +54,8 @@ class Fault(StrEnum):
     HOT_OUTPUTS = "hot outputs"
     """The amount (0.05) is the share of outputs that are always full."""
     DECORRELATED = "medium decorrelated"
-    """The medium's correlation with the earlier one is the amount (0.8)."""
+    """The medium's correlation with the earlier one is the amount (0.8). A camera's readings, which are products of its
+    field with the anchor's, then correlate by the square of it."""
     WRONG_SHAPE = "wrong shape"
     """A reading lacks an output."""
     NOT_A_NUMBER = "NaN"
@@ -242,8 +243,9 @@ class FaultyDevice(NoisyDevice):
         if self._plan.active(Fault.SATURATED):
             y = y.clamp(max=float(y.std()))
         if self._plan.active(Fault.DEAD_OUTPUTS, Fault.HOT_OUTPUTS) and y.shape[-1] == self.n_outputs:
-            hit = torch.from_numpy(self._plan.hit(self.n_outputs))
-            y = y.masked_fill(hit.to(y.device), 0.0 if self._plan.fault is Fault.DEAD_OUTPUTS else 1e3)
+            hit = torch.from_numpy(self._plan.hit(self.n_outputs)).to(y.device)
+            stuck = 0.0 if self._plan.fault is Fault.DEAD_OUTPUTS or not y.numel() else float(y.abs().max())
+            y = y.masked_fill(hit, stuck)
         return self._spoiler.spoil(y)
 
 

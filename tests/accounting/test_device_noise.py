@@ -142,8 +142,8 @@ def test_the_limit_of_total_variation_holds_and_is_near(a: float, step: float) -
 
 
 def test_epsilon_is_zero_where_total_variation_proves_it() -> None:
-    rates = np.array([[300.0, 40.0], [300.0001, 40.0]])
-    assert exact_variation(300.0, 300.0001) < DELTA
+    rates = np.array([[300.0, 40.0], [300.00032, 40.0]])
+    assert exact_variation(300.0, 300.00032) < DELTA
     known = known_counts_guarantee(rates, delta=DELTA)
     assert known.epsilon == 0
     assert known.status is Status.PROVEN_UNDER_DEVICE_MODEL
@@ -152,6 +152,11 @@ def test_epsilon_is_zero_where_total_variation_proves_it() -> None:
     assert device_readings_guarantee(DeviceReadings(noise=box, readings=100), DELTA).epsilon > 0
     beta = DELTA - 1e-7  # what is left of delta is less than the distance
     assert known_counts_guarantee(rates, delta=DELTA, beta=beta).epsilon > 0
+    gaussian = GaussianNoise(std=1.0, n_outputs=2)
+    near = DeviceReadings(noise=gaussian, readings=1, distance=2.5e-5)  # erf(mu / sqrt 8) = 0.997e-5
+    assert device_readings_guarantee(near, DELTA).epsilon == 0
+    far = DeviceReadings(noise=gaussian, readings=1, distance=2.6e-5)
+    assert device_readings_guarantee(far, DELTA).epsilon > 0
     dark = np.array([[0.0, 5.0], [1e-6, 5.0]])  # no Renyi divergence is finite
     assert known_counts_guarantee(dark, delta=DELTA).epsilon == 0
     assert math.isinf(known_counts_guarantee(dark * [[1], [100]], delta=DELTA).epsilon)

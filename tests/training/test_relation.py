@@ -30,7 +30,9 @@ from training.data.standardisation import Standardisation
 from training.errors import RunFolderError, RunInterrupted
 from training.protections.plan import with_sampled_noise
 from training.runs.report import write_report
+from training.runs.run import load_run
 from training.runs.run_evaluation import read_npz
+from training.sweeps.worker import run_point
 from training.zo.step_log import read_header
 
 ADDED = {
@@ -284,3 +286,15 @@ def test_ids_that_come_with_the_arrays_decide(tmp_path: Path) -> None:
         load_data(load_config(merged(ADDED, {"data": {"split": "id"}})), (x, y))
     with pytest.raises(ConfigError, match="'id' is for arrays that are given with IDs"):
         load_data(load_config({"data": {"split": "id"}}), None)
+
+
+def test_a_sweep_holds_records_out_as_each_point_says(tmp_path: Path) -> None:
+    """The data set of the last point is kept for the next, but not where its split is another."""
+    added = merged(
+        of_trainer(ADDED, "bp"), {"epochs": 1, "protection": {"noise_multiplier": 1.3, "epsilon": None}}
+    )
+    added = merged(added, {"data": {"name": "digits", "n_classes": None}, "mode": "experiment"})
+    null = merged(added, {"protection": {"relation": "zero_out"}})
+    for name, config, split in (("a", added, "content"), ("b", null, "index"), ("c", added, "content")):
+        run_point(load_config(config), tmp_path / name, tmp_path / f"{name}.json")
+        assert load_run(tmp_path / name).facts["data"]["split"] == split

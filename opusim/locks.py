@@ -56,8 +56,6 @@ def held(path: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise LockHeld(_read_holder(path)) from None
-    except RuntimeError as error:  # filelock: another object of this process holds it
-        raise LockHeld(_read_holder(path)) from error
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ Kind = Literal["run", "search", "sweep", "audit"]
 _MARKS: dict[Kind, tuple[str, ...]] = {
     "run": ("config.json", "checkpoints", "metrics.jsonl"),
     "search": ("tuning.json",),
-    "sweep": ("sweep.json", "rows", "runs"),
+    "sweep": ("sweep.json", "rows"),
     "audit": ("audit.json",),
 }
 """Files and folders of which each kind of work has at least one; the first kind that fits is what a folder holds."""

@@ -104,8 +104,12 @@ class Certificate(Section):
     tests: list[TestedProperty] = Field(default_factory=list)
     remarks: list[str] = Field(default_factory=list)
 
-    def check_device(self, description: DeviceDescription) -> None:
-        """Refuses a certificate of another device or another state of its description.
+    def check_device(self, description: DeviceDescription, *, n_outputs: int) -> None:
+        """Refuses a certificate of another device, of another state of its description or of fewer outputs.
+
+        Args:
+            description: the device's.
+            n_outputs: outputs of the open window; the smallest noise of some outputs does not bound that of more.
 
         Raises:
             ConfigError: it is not this device's.
@@ -119,6 +123,12 @@ class Certificate(Section):
                 description.name,
                 "certificate",
                 "was made for another description; calibrate the device again",
+            )
+        if isinstance(self.noise, GaussianLaw) and n_outputs > self.n_outputs:
+            raise ConfigError(
+                description.name,
+                "certificate",
+                f"covers {self.n_outputs} outputs, the window has {n_outputs}; calibrate with --outputs {n_outputs}",
             )
 
     def certified(self, noise: NoiseModel) -> NoiseModel:

@@ -44,11 +44,8 @@ class LightNoise:
 
     @property
     def estimate(self) -> float:
-        """r, each setting weighed by how well it tells r^2."""
-        power = np.square(self.light)
-        weights = self.freedom * np.square(power / (self.own + np.maximum(self.frame_variances, self.own)))
-        square = weights @ ((self.frame_variances - self.own) / np.maximum(power, 1e-300)) / weights.sum()
-        return float(max(square, 0.0) ** 0.5)
+        """The r at which the sum of all settings has its mean."""
+        return self._solve(float(self.freedom.sum()))
 
     @property
     def p_value(self) -> float:
@@ -60,15 +57,19 @@ class LightNoise:
 
     def upper(self, beta: float) -> float:
         """The limit that r exceeds with probability at most beta, for a Gaussian power."""
-        from scipy.optimize import brentq
         from scipy.stats import chi2
 
-        least = float(chi2.ppf(beta, int(self.freedom.sum())))
-        if self._energy(0.0) <= least:
+        return self._solve(float(chi2.ppf(beta, int(self.freedom.sum()))))
+
+    def _solve(self, energy: float) -> float:
+        """The r at which the settings add up to energy: 0 if r = 0 is below it already, at most 10."""
+        from scipy.optimize import brentq
+
+        if self._energy(0.0) <= energy:
             return 0.0
-        if self._energy(_MOST) >= least:
+        if self._energy(_MOST) >= energy:
             return _MOST
-        return float(brentq(lambda r: self._energy(r) - least, 0.0, _MOST, xtol=1e-12))
+        return float(brentq(lambda r: self._energy(r) - energy, 0.0, _MOST, xtol=1e-12))
 
     def _energy(self, r: float) -> float:
         return float(np.sum(self.freedom * self.frame_variances / (self.own + np.square(r * self.light))))

@@ -34,7 +34,7 @@ LEAST_VARIANCE_DN2 = 0.36
 """A level below is bent by rounding."""
 _ROUNDING = 1.0 / 12.0
 _SQUARES = {"read_noise_e": "read_noise_e2", "prnu": "prnu2", "dsnu_e": "dsnu_e2"}
-_UNBENT = ("unbent_gain", "unbent_dark", "bend")
+_TESTED = ("unbent_gain", "unbent_dark", "bend", "dark_spread2")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +81,7 @@ class PhotonTransfer:
         """
         found = self._jackknife(confidence)
         roots = {name: found[square].root() for name, square in _SQUARES.items()}
-        left_out = {*_SQUARES.values(), *_UNBENT}
+        left_out = {*_SQUARES.values(), *_TESTED}
         return {name: value for name, value in found.items() if name not in left_out} | roots
 
     def _jackknife(self, confidence: float) -> dict[str, Estimate]:
@@ -110,10 +110,8 @@ class PhotonTransfer:
 
     def property_p_values(self) -> dict[str, dict[str, float]]:
         """P-values of what the constants rest on: a straight photon transfer and a straight dark series."""
-        from scipy.stats import chi2, t
+        from scipy.stats import chi2
 
-        bend = self._jackknife(0.5)["bend"]
-        error = (bend.high - bend.low) / 2 / t.isf(0.25, len(self.light.sums) - 1)
         residuals, freedom = 0.0, 0
         for series in (self.dark, *([] if self.warm is None else [self.warm])):
             errors2 = series.variances() / (series.pixels * series.frames)
@@ -121,15 +119,21 @@ class PhotonTransfer:
             start, slope = _line(seconds, means, 1 / errors2)
             residuals += float(np.sum(np.square(means - start - slope * seconds) / errors2))
             freedom += len(means) - 2
-        deviate = abs(bend.value) / max(error, 1e-300)
         return {
-            "the variance is a straight line in the mean": {
-                "curvature": 2 * float(t.sf(deviate, len(self.light.sums) - 1))
-            },
+            "the variance is a straight line in the mean": {"curvature": self._p_value("bend")},
             "the dark mean is a straight line in the exposure": {
                 "residuals": float(chi2.sf(residuals, freedom))
             },
+            "dark current is the same at all pixels": {"spread over pixels": self._p_value("dark_spread2")},
         }
+
+    def _p_value(self, name: str) -> float:
+        """Two-sided, of a number that is 0 but for chance, by Student's law of the jackknife."""
+        from scipy.stats import t
+
+        freedom, found = len(self.light.sums) - 1, self._jackknife(0.5)[name]
+        error = (found.high - found.low) / 2 / t.isf(0.25, freedom)
+        return 2 * float(t.sf(abs(found.value) / max(error, 1e-300), freedom))
 
     def _zero(self, used: np.ndarray) -> float:
         """Mean without light, DN: where the line of means starts."""
@@ -177,6 +181,7 @@ class PhotonTransfer:
             "unbent_gain": unbent_gain,
             "unbent_dark": dark_dn / unbent_gain,
             "bend": bend,
+            "dark_spread2": self._dark_spread2(variance, spatial),
         }
         if self.warm is not None:
             warm = _dark_slope(self.warm, mean[n + len(self.dark.levels) :]) / gain
@@ -186,6 +191,12 @@ class PhotonTransfer:
             ratio = warm / dark if dark > 0 and warm > 0 else np.nan
             found["doubling_k"] = step / np.log2(ratio)
         return {name: float(value) for name, value in found.items()}
+
+    def _dark_spread2(self, variance: np.ndarray, spatial: np.ndarray) -> float:
+        """Variance over pixels of the dark current, (DN/s)^2: of pixels' means it grows as the exposure's square."""
+        levels = slice(len(self.light.levels), len(self.light.levels) + len(self.dark.levels))
+        spread = spatial[levels] - variance[levels] / self.dark.frames
+        return _line(np.square(_seconds(self.dark)), spread, 1.0 / np.square(self.dark.variances()))[1]
 
 
 def _dark_slope(series: FlatSeries, means: np.ndarray) -> float:

@@ -144,7 +144,7 @@ class NoisyDevice(ABC):
         Raises:
             ConfigError: the certificate is another device's, or certifies another law.
         """
-        certificate.check_device(self._description)
+        certificate.check_device(self._description, n_outputs=self._n_outputs)
         self._certified = certificate.certified(self.described_noise)
 
     # Opening and closing

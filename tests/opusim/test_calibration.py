@@ -160,6 +160,11 @@ def test_a_certificate_of_another_device_or_state_is_refused(tmp_path: Path, see
         open_device("camera", certificate=path, **WINDOW)
     with pytest.raises(ConfigError, match="was made for another description"):
         open_device("gaussian", certificate=path, noise={"sigma": 0.2}, **WINDOW)
+    with pytest.raises(
+        ConfigError, match="covers 600 outputs, the window has 601; calibrate with --outputs 601"
+    ):
+        open_device("gaussian", certificate=path, n_inputs=12, n_outputs=601)
+    open_device("gaussian", certificate=path, n_inputs=12, n_outputs=599)
     path.write_text(path.read_text().replace("beta = 0.0001", "beta = 2.0"))
     with pytest.raises(ConfigError, match="beta: Input should be less than 1"):
         load_certificate(path)

@@ -1,0 +1,165 @@
+"""What is the smallest fault that a calibration of the default size finds?
+
+Readings: four inputs, 500 readings, 4,000 outputs. Frames: 64 of each level and 100 of the anchor, 4,000 pixels of
+camera_low_light. Each fault is planted at the strength that docs/camera.md states and at half of it; kept is the share
+of runs in which its own test fails at the family's alarm level. An argument selects the faults whose name contains it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.results_file import save_results
+from opusim.calibration.gaussian_shape import shape_p_values
+from opusim.calibration.independence import independence_p_values
+from opusim.calibration.light_noise import LightNoise
+from opusim.calibration.property_tests import FAMILY_ALARM
+
+INPUTS, READINGS, OUTPUTS, LIGHT_RUNS = 4, 500, 4000, 400
+PROPERTIES, CAMERA_PROPERTIES = 7, 14  # that share the family's alarm level
+Random = np.random.Generator
+Plant = Callable[[Random, np.ndarray, float], np.ndarray]
+
+
+def common_mode(random: Random, z: np.ndarray, share: float) -> np.ndarray:
+    signs = random.choice([-1.0, 1.0], z.shape[2])
+    return (1 - share) ** 0.5 * z + share**0.5 * random.standard_normal((*z.shape[:2], 1)) * signs
+
+
+def common_offset(random: Random, z: np.ndarray, share: float) -> np.ndarray:
+    return (1 - share) ** 0.5 * z + share**0.5 * random.standard_normal((*z.shape[:2], 1))
+
+
+def one_pair(random: Random, z: np.ndarray, correlation: float) -> np.ndarray:
+    z[..., -1] = correlation * z[..., 0] + (1 - correlation**2) ** 0.5 * z[..., -1]
+    return z
+
+
+def neighbours(random: Random, z: np.ndarray, correlation: float) -> np.ndarray:
+    z[..., 1:] += correlation * z[..., :-1]
+    return z
+
+
+def lag_of_signs(random: Random, z: np.ndarray, strength: float) -> np.ndarray:
+    signs = random.choice([-1.0, 1.0], z.shape[2])
+    for i in range(3, z.shape[1]):
+        z[:, i] += strength * signs * z[:, i - 3]
+    return z
+
+
+def lag(random: Random, z: np.ndarray, strength: float) -> np.ndarray:
+    for i in range(2, z.shape[1]):
+        z[:, i] += strength * z[:, i - 2]
+    return z
+
+
+def one_reading_again(random: Random, z: np.ndarray, correlation: float) -> np.ndarray:
+    z[-1, -1] = correlation * z[0, 0] + (1 - correlation**2) ** 0.5 * z[-1, -1]
+    return z
+
+
+def common_scale(random: Random, z: np.ndarray, spread: float) -> np.ndarray:
+    return z * (1 + spread * random.standard_normal((*z.shape[:2], 1)))
+
+
+def heavy_tails(random: Random, z: np.ndarray, excess: float) -> np.ndarray:
+    """A scale of its own for each reading: fourth moment 3 + excess."""
+    return z * np.sqrt(1 + (excess / 3) ** 0.5 * random.choice([-1.0, 1.0], z.shape))
+
+
+def one_uniform(random: Random, z: np.ndarray, share: float) -> np.ndarray:
+    uniform = 3**0.5 * random.uniform(-1, 1, z.shape[:2])
+    z[..., 5] = np.where(random.random(z.shape[:2]) < share, uniform, z[..., 5])
+    return z
+
+
+def grid(random: Random, z: np.ndarray, step: float) -> np.ndarray:
+    return np.round(z / step) * step
+
+
+def one_input(random: Random, z: np.ndarray, share: float) -> np.ndarray:
+    z[2] *= 1 + share
+    return z
+
+
+def one_output_of_one_input(random: Random, z: np.ndarray, share: float) -> np.ndarray:
+    z[2, :, 7] *= 1 + share
+    return z
+
+
+OUT, TIME, SIZE = (
+    "outputs do not correlate",
+    "readings do not repeat or follow from earlier ones",
+    "sizes of the outputs' noises do not correlate",
+)
+LAW, GRID, SAME = "each output is Gaussian", "readings lie on no grid", "noise is the same at every input"
+LIGHT = "light varies from frame to frame, standard deviation"
+FAULTS: dict[str, tuple[str, Plant, float]] = {
+    "grid, standard deviations": (GRID, grid, 1e-6),
+    "noise of one input is larger by": (SAME, one_input, 4e-3),
+    "noise of one output at one input is larger by": (SAME, one_output_of_one_input, 0.4),
+    "excess of the fourth moment of all outputs": (LAW, heavy_tails, 0.04),
+    "share of uniform readings of one output": (LAW, one_uniform, 1.0),
+    "variance common to all outputs, random signs, share": (OUT, common_mode, 1.2e-3),
+    "variance common to all outputs, one sign, share": (OUT, common_offset, 1e-4),
+    "correlation of two outputs": (OUT, one_pair, 0.25),
+    "correlation of neighbouring outputs": (OUT, neighbours, 4e-3),
+    "correlation at lag 3, random signs": (TIME, lag_of_signs, 0.03),
+    "correlation at lag 2, one sign": (TIME, lag, 4e-3),
+    "correlation of one reading with an earlier one": (TIME, one_reading_again, 0.2),
+    "common factor of all noise, relative spread": (SIZE, common_scale, 0.02),
+}
+
+
+def is_found(name: str, strength: float, number: int) -> bool:
+    """Whether one run of readings with the fault fails the fault's own test."""
+    text, plant, _ = FAULTS[name]
+    random = np.random.default_rng([20261124, number])
+    readings = list(plant(random, random.standard_normal((INPUTS, READINGS, OUTPUTS)), strength))
+    tests = shape_p_values if text in (LAW, GRID, SAME) else independence_p_values
+    p_values = tests(readings)[text]
+    return len(p_values) * min(p_values.values()) < FAMILY_ALARM / PROPERTIES
+
+
+def is_light_found(spread: float, number: int) -> bool:
+    """Means of frames at 12 levels and of the anchor, drawn from their law."""
+    random = np.random.default_rng([20261125, number])
+    light, freedom = np.append(np.linspace(0, 2590, 12), 200.0), np.append(np.full(12, 63), 99)
+    own = (light + 8.65) / OUTPUTS
+    noise = LightNoise(
+        frame_variances=random.chisquare(freedom) / freedom * (own + np.square(spread * light)),
+        freedom=freedom,
+        own=own,
+        light=light,
+    )
+    return noise.p_value < FAMILY_ALARM / CAMERA_PROPERTIES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", nargs="?", default="")
+    parser.add_argument("--runs", type=int, default=4)
+    options = parser.parse_args()
+    part, rows = options.part, []
+    for name, (_, _, strength) in FAULTS.items():
+        if part in name:
+            shares = [
+                float(np.mean([is_found(name, s, number) for number in range(options.runs)]))
+                for s in (strength, strength / 2)
+            ]
+            rows.append({"fault": name, "strength": strength, "found": shares[0], "half": shares[1]})
+            print(rows[-1], flush=True)
+    if part in LIGHT:
+        for spread in (4e-4, 3e-4, 2e-4):
+            share = float(np.mean([is_light_found(spread, number) for number in range(LIGHT_RUNS)]))
+            rows.append({"fault": LIGHT, "strength": spread, "found": share})
+            print(rows[-1], flush=True)
+    if not part:
+        save_results("calibration_faults", {"runs": options.runs, "light_runs": LIGHT_RUNS, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

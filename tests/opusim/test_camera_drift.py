@@ -62,6 +62,7 @@ def test_the_grid_moves_the_correlation_by_no_more_than_stated(seed: int) -> Non
     assert np.abs(apart).max() < 2.5e-4
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("lag", LAGS)
 @pytest.mark.parametrize("start", STARTS)
 def test_the_medium_is_stationary_and_decorrelates_by_the_law(start: float, lag: float) -> None:
@@ -80,6 +81,7 @@ def test_the_medium_is_stationary_and_decorrelates_by_the_law(start: float, lag:
     assert start == 0 or abs(frozen - rho) > 5 * error + 2.5e-4
 
 
+@pytest.mark.compiled
 def test_the_field_moves_as_the_entries_do() -> None:
     x = torch.ones(1, 60)
     with drifting(n_outputs=4000) as device:

@@ -18,6 +18,8 @@ from opusim.devices.registry import open_device, register_device
 from opusim.errors import ConfigError, DeviceFault, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 
+pytestmark = pytest.mark.compiled
+
 WINDOW = {"n_inputs": 12, "n_outputs": 200}
 X = torch.ones(1, 12)
 

@@ -45,6 +45,7 @@ def test_a_fault_is_found_and_named_within_the_rate(fault: Fault, n_outputs: int
             device.seek(10)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -160,6 +161,7 @@ SMALL_FAULTS = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ["gaussian", "camera", "camera_low_light"])
 @pytest.mark.parametrize(("fault", "amount"), list(SMALL_FAULTS))
 def test_small_changes_are_found_and_named(name: str, fault: Fault, amount: float, seed: int) -> None:
@@ -201,6 +203,7 @@ def test_the_stated_smallest_change_is_found_in_time(change: str, seed: int) -> 
     assert sum(each is not None for each in found) >= 10
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("name", "window", "overrides"),
     [
@@ -230,7 +233,8 @@ def test_no_false_alarm_in_many_checks(
     assert alarms <= 1
 
 
-def test_every_frame_of_a_projection_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.compiled
+def test_every_frame_of_a_projection_is_looked_at() -> None:
     """The dimmest frames are dark, complements and the anchor are full."""
     bright = {"light": {"anchor_flux_per_s": 6e7}, "anchor": {"most_saturated": 1.0}}
     vectors = torch.zeros(1, 10)

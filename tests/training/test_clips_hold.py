@@ -119,14 +119,14 @@ def largest_share(name: str, *, by_layer: bool, count: int) -> float:
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("name", list(layered()))
 def test_no_record_adds_more_than_the_clip(name: str, by_layer: bool) -> None:
-    worst = largest_share(name, by_layer=by_layer, count=150)
+    worst = largest_share(name, by_layer=by_layer, count=60)
     assert 0.5 < worst <= 1 + ROUNDING
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(layered()))
 def test_no_record_of_a_larger_part_of_the_grid_adds_more_than_the_clip(name: str) -> None:
-    assert largest_share(name, by_layer=False, count=2000) <= 1 + ROUNDING
+    assert largest_share(name, by_layer=False, count=800) <= 1 + ROUNDING
 
 
 def cancelling(shape: tuple[int, ...], size: float, seed: int) -> Tensor:
@@ -147,7 +147,7 @@ def cancelling(shape: tuple[int, ...], size: float, seed: int) -> Tensor:
 def test_signals_that_cancel_over_positions_stay_within_the_clip(name: str, value: str, size: float) -> None:
     """The exact gradient of zero-sum signals on a constant input is 0; what float32 adds is only rounding."""
     network = layered()[name]
-    for seed in range(10):
+    for seed in range(4):
         deltas = [cancelling(shape, size, seed) for shape, _ in shapes(network)]
         inputs = [1.1 * extreme(shape, value, 1.0, seed + 1) for _, shape in shapes(network)]
         for clip in (1e-6, 1.0):

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from opusim.errors import DeviceError
 from training.data import Dataset
 
 _SIZES = (4, 33)
@@ -41,12 +42,16 @@ _REMEDY = (
 
 
 class _Change(NamedTuple):
-    """Records after a change, and where unchanged ones stand in them and stood before."""
+    """Records after a change, and where unchanged ones stand in them and stood before.
+
+    Odd ones hold numbers that a module may refuse.
+    """
 
     rows: Tensor
     now: slice
     before: slice
-    resized: bool
+    resized: bool = False
+    odd: bool = False
 
 
 def require_records_apart(model: nn.Module, records: Tensor) -> None:
@@ -90,8 +95,10 @@ def _probe(model: nn.Module, state: dict[str, Tensor], rows: Tensor) -> None:
     for change in _changes(rows):
         try:
             found = _output(model, state, change.rows)
-        except Exception:  # a module may refuse such numbers, each in its own way
-            continue
+        except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            if change.odd and not isinstance(error, DeviceError):
+                continue
+            raise
         if not _differs(clean[change.before], found[change.now], steady=steady):
             continue
         resized += change.resized
@@ -112,16 +119,19 @@ def _changes(rows: Tensor) -> Iterator[_Change]:
     n = len(rows)
     sides = ((0, slice(1, n)), (n - 1, slice(0, n - 1)))
     for place, others in sides:
-        for value in _replacements(rows, place):
+        for number, value in enumerate(_replacements(rows, place)):
             changed = rows.clone()
             changed[place] = value
-            yield _Change(changed, others, others, resized=False)
+            yield _Change(changed, others, others, odd=number > 0)
     for _, others in sides:
         yield _Change(rows[others], slice(None), others, resized=True)
 
 
 def _replacements(rows: Tensor, place: int) -> Iterator[Tensor]:
-    """Records to put in the place of one; whole numbers may be indices, which a GPU must not look up out of range."""
+    """Records to put in the place of one: another of the batch, then odd ones.
+
+    Whole numbers may be indices, which a GPU must not look up out of range.
+    """
     yield rows[len(rows) // 2]
     whole = bool((rows == rows.round()).all())
     if not rows.is_floating_point() or (whole and rows.device.type != "cpu"):

@@ -21,7 +21,8 @@ class ProtectionConfig(Section):
     noise and Poisson batches. last-iterate (convex): whole records, where the last model alone is published. label,
     label-amplified, label-once, label-response: the labels alone, the features being public; by noise on every layer's
     signal and a budget for each record, by clipping and noise in the geometry of public features with secret Poisson
-    batches, by one noisy reading of each label, by randomized response."""
+    batches, by one noisy reading of each label, by randomized response. convex with an epsilon or a
+    noise_multiplier: last-iterate by default, record with Poisson batches."""
     epsilon: float | None = Field(None, gt=0.0)
     """Budget at delta: training stops before the step that would exceed it. Where the noise is not given it is the
     least that reaches this epsilon."""

@@ -15,9 +15,10 @@ class SamplerConfig(Section):
     scheme: Literal[
         "shuffled-epochs", "poisson", "poisson-min-batch", "fixed-size", "disjoint-cyclic", "full-batch"
     ] = "shuffled-epochs"
-    """Sampling scheme; an accountant asks for it by this name."""
+    """Sampling scheme; an accountant asks for it by this name. Unless it is given, protection.kind = 'record' and
+    'label-amplified' take poisson, and convex takes disjoint-cyclic otherwise."""
     batch_size: int = Field(256, ge=1)
-    """Records in a batch (expected number under Poisson sampling)."""
+    """Records in a batch (expected number under Poisson sampling); 250 by default for convex."""
     min_batch_size: int | None = Field(None, ge=1)
     """Smallest batch that poisson-min-batch accepts."""
     drop_last: bool = False

@@ -83,5 +83,5 @@ def _run(search: Search, *, quiet: bool) -> Found:
     if quiet:
         return search.run()
     with Progress("tune", "trials") as progress:
-        progress.start(search.trials)
+        progress.start(search.trials, at_once=True)
         return search.run(lambda done, _: progress.advance(done=done))

@@ -76,21 +76,23 @@ class Progress:
         elif self._last_line is not None and error is None:
             self._write(f"done after {duration(self._clock() - self._started)}")
 
-    def start(self, total: int, *, done: int = 0, estimate_s: float | None = None, news: str = "") -> None:
+    def start(
+        self, total: int, *, done: int = 0, estimate_s: float | None = None, at_once: bool = False
+    ) -> None:
         """Begin to count.
 
         Args:
             total: Units of the whole work.
             done: Units that were done before.
             estimate_s: What the rest will take, if that is known.
-            news: A few words more.
+            at_once: Whether a line comes before the first unit, as each may take minutes.
         """
         self._total, self._first, self._done = total, done, done
         self._left_s, self._started = estimate_s, self._clock()
         if self._bar is not None:
-            self._task = self._bar.add_task(self._label, total=total, completed=done, news=news)
-        elif estimate_s is not None and estimate_s >= _WORTH_A_LINE_S and done < total:
-            self._line(estimate_s, news)
+            self._task = self._bar.add_task(self._label, total=total, completed=done, news="")
+        elif done < total and (at_once or (estimate_s is not None and estimate_s >= _WORTH_A_LINE_S)):
+            self._line(estimate_s, "")
 
     def advance(self, *, done: int | None = None, left_s: float | None = None, news: str = "") -> None:
         """One more unit is done, or so many in all.

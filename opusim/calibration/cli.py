@@ -152,7 +152,7 @@ def temperature_command(
     figure: Annotated[
         Path | None, typer.Option("--figure", help="Draw the curve into this PNG file.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", help="Temperatures of the table, at least 2.")] = 10,
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Temperatures of the table.")] = 10,
     seed: _SEED = 0,
 ) -> None:
     """Show how a camera's temperature sets the noise of its readings, and what temperature a noise needs."""
@@ -177,7 +177,7 @@ def temperature_command(
             f"{law.dark_share(t):.2%}",
             f"{law.temperature_c(law.std(t)):.1f}",
         )
-        for t in np.linspace(law.dark.temperature_min_c, law.dark.temperature_max_c, max(2, steps))
+        for t in np.linspace(law.dark.temperature_min_c, law.dark.temperature_max_c, steps)
     ]
     columns = ("°C", "dark current, e⁻/s", "dark charge, e⁻", "noise of a reading", "dark share", "back, °C")
     print_table(f"{device.name}: random ternary vectors, {device.n_inputs} inputs", columns, rows)

@@ -78,6 +78,13 @@ def test_an_estimate_comes_before_the_work() -> None:
         assert stream.getvalue() == "curve: 0 of 12 runs, about 2.0 h left\n"
 
 
+def test_long_units_are_announced() -> None:
+    stream = io.StringIO()
+    with Progress("tune", "trials", stream=stream) as progress:
+        progress.start(5, at_once=True)
+        assert stream.getvalue() == "tune: 0 of 5 trials\n"
+
+
 def test_work_that_broke_off_is_not_called_done() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = Progress("tune", "trials", stream=stream, clock=clock).__enter__()

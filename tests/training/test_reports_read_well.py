@@ -27,11 +27,17 @@ RELEASED = {
     **SMALL,
     "trainer": {"kind": "bp"},
     "mode": "release",
+    "sampler": {"scheme": "poisson"},
     "protection": {"kind": "record", "noise_multiplier": 1.0},
 }
 SPEC = {
     "title": "t",
-    "config": {**SMALL, "trainer": {"kind": "bp"}, "protection": {"kind": "record"}},
+    "config": {
+        **SMALL,
+        "trainer": {"kind": "bp"},
+        "sampler": {"scheme": "poisson"},
+        "protection": {"kind": "record"},
+    },
     "axes": {"protection.epsilon": [0.5, 8.0]},
 }
 

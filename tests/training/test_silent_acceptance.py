@@ -271,6 +271,15 @@ REFUSED: list[tuple[list[str], str]] = [
         r"--noise-multiplier = 2 and --target-epsilon = 1 contradict each other.*leave one of them out",
     ),
     (
+        ["evaluate", "run", "--data", "digits", "--arrays", "a.npz"],
+        "one of them is enough; leave the other out",
+    ),
+    (["curve", "spec.toml", "--draw-only", "--jobs", "2"], "--draw-only trains nothing; leave --jobs"),
+    (
+        ["curve", "spec.toml", "--cluster", "tcp://a:1", "--jobs", "2"],
+        "--jobs = 2 does nothing with --cluster",
+    ),
+    (
         ["account", "convex-plan", "--target-epsilon", "1", "--batches", "9", "--epochs", "3"],
         r"--epochs = 3 does nothing",
     ),

@@ -48,6 +48,7 @@ def curve(
     """Make a table of runs, draw accuracy and epsilon against noise, and write one report."""
     from training.sweeps.spec import read_spec
 
+    _check_flags(jobs, cluster, retry_failed=retry_failed, draw_only=draw_only)
     read, text = read_spec(spec)
     from training.sweeps.points import one_at_a_time, points_of
 
@@ -84,3 +85,13 @@ def curve(
     typer.echo(f"sweep folder: {folder.path}\nreport:       {report_file}")
     if any(row.status == "failed" for row in rows.values()):
         raise typer.Exit(code=1)
+
+
+def _check_flags(jobs: int | None, cluster: str | None, *, retry_failed: bool, draw_only: bool) -> None:
+    """Refuse flags that would do nothing beside the others."""
+    if draw_only and (jobs is not None or cluster is not None or retry_failed):
+        raise ValueError("--draw-only trains nothing; leave --jobs, --cluster and --retry-failed out")
+    if cluster is not None and jobs is not None:
+        raise ValueError(
+            f"--jobs = {jobs} does nothing with --cluster, whose workers decide; leave one of them out"
+        )

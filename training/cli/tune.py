@@ -89,4 +89,10 @@ def _run(search: Search, *, quiet: bool, release: bool) -> Found:
     if release:
         typer.echo("the number of trials below is private: do not publish it", err=True)
     with Progress("tune", "trials") as progress:
-        return search.run(lambda done, of: progress.advance(done=done) if done else progress.start(of))
+        def tell(done: int, of: int) -> None:
+            if done:
+                progress.advance(done=done)
+            else:
+                progress.start(of, at_once=True)
+
+        return search.run(tell)

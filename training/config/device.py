@@ -14,7 +14,7 @@ class DeviceChoice(BaseModel):
 
     name: str = "gaussian"
     """A name of `opusim device list`, or the path of a TOML file; other keys of this section, such as
-    device.noise.sigma, override keys of that description."""
+    device.noise.sigma, override keys of that description. Refused where the run opens no device."""
 
     @property
     def overrides(self) -> dict[str, Any]:

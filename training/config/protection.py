@@ -22,7 +22,8 @@ class ProtectionConfig(Section):
     noise and Poisson batches. last-iterate (convex): whole records, where the last model alone is published. label,
     label-amplified, label-once, label-response: the labels alone, the features being public; by noise on every layer's
     signal and a budget for each record, by clipping and noise in the geometry of public features with secret Poisson
-    batches, by one noisy reading of each label, by randomized response."""
+    batches, by one noisy reading of each label, by randomized response. convex with an epsilon or a
+    noise_multiplier: last-iterate by default, record with Poisson batches."""
     relation: Relation | None = None
     """Which data sets count as neighbours under kind = 'record'. zero_out: a record against an empty place, the number
     of records being public. add_or_remove_one: a record more or less, their number being private; needs

@@ -60,7 +60,7 @@ class RunConfig(Section):
     """experiment: seeded and reproducible, not for release (the noise can be rebuilt from the seed).
     release: noise and sampling from the operating system's entropy; no seed is stored."""
     seed: int = Field(0, ge=0)
-    """Seed of initialisation, sampling and simulated noise (experiment mode)."""
+    """Seed of initialisation, sampling and simulated noise (experiment mode; refused in release mode)."""
     epochs: int = Field(15, ge=1)
     """Passes over the training records."""
     loss: LossName = "cross-entropy"

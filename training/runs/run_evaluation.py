@@ -28,7 +28,12 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
     Raises:
         DataError: The records cannot be read, or the run was trained on arrays and none are given.
         RunFolderError: There is no run there.
+        ValueError: Both data and arrays are given.
     """
+    if data is not None and arrays is not None:
+        raise ValueError(
+            f"data = {data!r} and arrays = {str(arrays)!r}: one of them is enough; leave the other out"
+        )
     run = load_run(path)
     if arrays is not None:
         x, y = read_npz(arrays)[:2]

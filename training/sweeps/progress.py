@@ -30,7 +30,7 @@ class SweepProgress:
 
     def start(self, done: int, total: int) -> None:
         """So many runs are there, of so many."""
-        self._progress.start(total, done=done)
+        self._progress.start(total, done=done, at_once=True)
 
     def advance(self, row: Row, seconds_left: float | None) -> None:
         """One more run ended."""

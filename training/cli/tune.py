@@ -89,6 +89,7 @@ def _run(search: Search, *, quiet: bool, release: bool) -> Found:
     if release:
         typer.echo("the number of trials below is private: do not publish it", err=True)
     with Progress("tune", "trials") as progress:
+
         def tell(done: int, of: int) -> None:
             if done:
                 progress.advance(done=done)

@@ -9,18 +9,34 @@ A killed run may have paid for steps that it did not compute; it never computed 
 are reserved in blocks, one line for each, so a sync is not paid at every step.
 
 - experiment mode: noise is keyed by the step, so a re-executed step repeats its release and is paid once.
-- release mode: a re-executed step draws afresh and is charged again; after a restart so is what was left of a block.
+- release mode: a re-executed step draws afresh and is charged again; after a kill so is what was left of a block. A
+  process that stops cleanly returns that rest (`Ledger.give_back`) and says so for what it paid once (`note_stop`).
 
-Entries of the file (`accounting.journal`): the first has `mode`, `delta` and `enforced`; one of steps has
-`first_step`, `steps` and `mechanisms`, the descriptions of a single step; one of something released once has `name`
-and `mechanisms`.
+Entries of the file (`accounting.journal`): the first has `mode`, `delta` and `enforced`. The others are
+
+| keys | meaning |
+| --- | --- |
+| `first_step`, `steps`, `mechanisms` | a block of steps is paid for; the descriptions are of a single step |
+| `name`, `mechanisms` | something that is released once is paid for |
+| `returned`: `first_step`, `steps` | the end of the block in the line before was never computed |
+| `stopped`: `step`, `checkpoint` | the run stopped cleanly, and this checkpoint holds all that it did |
+| `resumed`: `checkpoint` | it was opened again, from this checkpoint or none; a `stopped` counts once |
+
+What is paid covers what is computed, in release mode also each repetition of a step, whatever is killed and whenever:
+1. A step is computed only after `pay(step)` returned, which took this step out of the process's credit. The credit is the
+   end of the block in the last line of steps that this process wrote; no other process ever has it.
+2. `give_back` first forgets the credit, then writes the line. What the line returns was in the credit, so no `pay` was
+   ever asked for it, and none can be answered from it later. After it every such step is paid for by a new line.
+3. A kill before the line is whole returns nothing. A kill after it finds a process that computes nothing any more.
+4. The reader accepts a return only as the end, and never as the whole, of the block in the line directly before, so
+   each block is shortened at most once, and by steps that were paid for. An earlier reader refuses the line.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -29,7 +45,7 @@ from accounting.budget import Budget
 from accounting.composition import guarantees, merge
 from accounting.errors import LedgerCorrupt
 from accounting.guarantee import Guarantee
-from accounting.journal import Journal, read_journal
+from accounting.journal import Journal, Position, Witness, read_journal
 from accounting.mechanisms import Mechanism, mechanism_from_json
 
 Mode = Literal["experiment", "release"]
@@ -66,13 +82,15 @@ class LedgerContent:
         mode: Experiment or release.
         delta: At which the run states its guarantees.
         enforced: Whether the code that ran checked the mechanisms' assumptions.
-        payments: Every line that pays.
+        payments: Every line that pays, without what was returned of it.
+        stopped: The checkpoint of a clean stop behind which nothing was written; None if there is none.
     """
 
     mode: Mode
     delta: float
     enforced: bool
     payments: tuple[Payment, ...]
+    stopped: str | None = None
 
     @property
     def mechanisms(self) -> list[Mechanism]:
@@ -100,9 +118,12 @@ class Ledger:
         enforced: Whether the caller checks the mechanisms' assumptions.
         block: Steps reserved by one line, at least 1.
         budget: Stops the run before the step that would exceed it.
+        witnesses: What other files know of the ledger; an older or another one is refused.
+        resumed_from: Digest of the checkpoint that the run goes back to; None for a new run. If the last line is a clean
+            stop at this checkpoint, what was paid once for the whole run is not charged again (see `pay_once`).
 
     Raises:
-        LedgerCorrupt: The file was changed, cut or reordered.
+        LedgerCorrupt: The file was changed, cut or reordered, or contradicts a witness.
         ValueError: An old ledger has another mode, delta or enforcement.
     """
 
@@ -115,13 +136,16 @@ class Ledger:
         enforced: bool = False,
         block: int = 1,
         budget: Budget | None = None,
+        witnesses: Sequence[Witness] = (),
+        resumed_from: str | None = None,
     ) -> None:
         arguments.count(block=block)
         if mode not in ("experiment", "release"):
             raise ValueError(f"mode = {mode!r}: must be 'experiment' or 'release'")
         arguments.share(delta=delta)
-        self._journal = Journal(path)
+        self._journal = Journal(path, witnesses=witnesses)
         self._block, self._budget = block, budget
+        self._resumes = False
         opening = {"mode": mode, "delta": float(delta), "enforced": bool(enforced)}
         if not self._journal.entries:
             self._journal.append(opening)
@@ -135,6 +159,9 @@ class Ledger:
         self._payments = list(self._content.payments)
         self._coverage = _Coverage(self._payments)
         self._credit: tuple[int, int, tuple[Mechanism, ...]] = (0, 0, ())
+        if self._content.stopped is not None:  # it counts for this opening only, used or not
+            self._resumes = self._content.stopped == resumed_from
+            self._journal.append({"resumed": {"checkpoint": resumed_from}})
 
     def __enter__(self) -> Self:
         return self
@@ -145,6 +172,11 @@ class Ledger:
     def close(self) -> None:
         """Give the file back."""
         self._journal.close()
+
+    @property
+    def position(self) -> Position:
+        """How far the file goes, for a witness."""
+        return self._journal.position
 
     @property
     def content(self) -> LedgerContent:
@@ -183,24 +215,66 @@ class Ledger:
                 return
         self._reserve(step, mechanisms, until)
 
-    def pay_once(self, name: str, *mechanisms: Mechanism) -> None:
-        """Make sure that something released once, before any step, is paid for (such as a label table).
+    def pay_once(self, name: str, *mechanisms: Mechanism, whole_run: bool = False) -> None:
+        """Make sure that something released once is paid for, such as a label table, or a budget for all steps.
 
-        In experiment mode the same name is paid once; in release mode every call is charged.
+        In experiment mode the same name is paid once. In release mode every call is charged, except for a payment for
+        the whole run in a process that resumes from the checkpoint of a clean stop: the steps so far and those to come
+        are one adaptive release under one budget, whose state the checkpoint holds, and nothing was computed since.
+
+        Args:
+            name: What the ledger calls it.
+            *mechanisms: What is released, at least one.
+            whole_run: Whether the steps of the run spend it little by little, and a checkpoint holds how much.
 
         Raises:
             BudgetExceeded: It would exceed the budget.
-            LedgerCorrupt: Experiment mode, and the name was paid for as something else.
+            LedgerCorrupt: It need not be charged again, but was paid for as something else.
         """
         _require_mechanisms(mechanisms)
         earlier = [payment for payment in self._payments if payment.name == name]
-        if earlier and self._content.mode == "experiment":
-            if earlier[0].mechanisms != mechanisms:
+        if earlier and (self._content.mode == "experiment" or (whole_run and self._resumes)):
+            if earlier[-1].mechanisms != mechanisms:
                 raise LedgerCorrupt(f"{self._journal.path}: {name!r} was paid for as another mechanism")
             return
         if self._budget:
+            if earlier and self._budget.would_exceed(self.content.mechanisms, mechanisms):
+                raise BudgetExceeded(
+                    f"budget: {name!r} was paid for, and the process that spent it was killed or did not stop at the newest "
+                    "checkpoint, so that going on would spend it again, beyond "
+                    f"epsilon {self._budget.epsilon:g} at delta {self._budget.delta:g}; start a new run folder"
+                )
             self._budget.require(self.content.mechanisms, mechanisms)
         self._write(Payment(first_step=None, steps=1, mechanisms=mechanisms, name=name))
+
+    def give_back(self) -> None:
+        """Return the steps that this process reserved and did not ask `pay` for; only in release mode.
+
+        In experiment mode a resumed run finds its reserved steps paid for and need not have them back.
+
+        Raises:
+            OSError: The line could not be written; the steps stay paid for.
+        """
+        start, end, _ = self._credit
+        self._credit = (0, 0, ())
+        if self._content.mode != "release" or start >= end or "first_step" not in self._journal.entries[-1]:
+            return
+        self._journal.append({"returned": {"first_step": start, "steps": end - start}})
+        payment = self._payments[-1]
+        self._payments[-1] = _shortened(payment, start, end - start)
+        self._coverage.exchange(payment, self._payments[-1])
+
+    def note_stop(self, step: int, checkpoint: str) -> None:
+        """Write that the run stopped cleanly; call it last, when nothing was computed that the checkpoint lacks.
+
+        Args:
+            step: Steps done.
+            checkpoint: Digest of the checkpoint that holds them.
+
+        Raises:
+            OSError: The line could not be written; a resumed run pays again.
+        """
+        self._journal.append({"stopped": {"step": step, "checkpoint": checkpoint}})
 
     def require_covers(self, steps: int) -> None:
         """Check that the steps computed so far, 0 to steps - 1, are all paid for.
@@ -271,6 +345,11 @@ class _Coverage:
         self._firsts.insert(place, payment.first_step)
         self._payments.insert(place, payment)
 
+    def exchange(self, old: Payment, new: Payment) -> None:
+        """Put a payment for fewer steps in another's place; both have the same first step."""
+        place = next(place for place, payment in enumerate(self._payments) if payment is old)
+        self._payments[place] = new
+
     def find(self, step: int) -> Payment | None:
         place = bisect.bisect_right(self._firsts, step) - 1
         if place < 0 or step >= self._firsts[place] + self._payments[place].steps:
@@ -291,37 +370,75 @@ class _Coverage:
         return end
 
 
-def read_ledger(path: str | Path) -> LedgerContent:
+def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> LedgerContent:
     """Read a ledger back, from the file or the run folder that holds it.
+
+    The ledger of a run folder is checked against its checkpoints by `training.load_run(folder).guarantees` and by
+    `opusim account run`; this function knows the ledger and its head only.
+
+    Args:
+        path: The file or the folder.
+        witnesses: What other files know of the ledger.
 
     Raises:
         FileNotFoundError: There is none.
-        LedgerCorrupt: It was changed, cut or reordered; the message names file and line.
+        LedgerCorrupt: It was changed, cut or reordered, or contradicts a witness; the message names file and line.
     """
     file = Path(path) / LEDGER_FILE if Path(path).is_dir() else Path(path)
-    return _content(file, read_journal(file))
+    return _content(file, read_journal(file, witnesses=witnesses))
 
 
 def _content(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
     if not entries:
         raise LedgerCorrupt(f"{path}: line 1: is missing: nothing was ever paid for")
-    payments = []
+    payments: list[Payment] = []
+    stopped, block_before = None, False
     for number, entry in enumerate(entries, start=1):
         try:
             if number == 1:
                 mode, delta, enforced = entry["mode"], float(entry["delta"]), bool(entry["enforced"])
-            else:
+            elif "returned" in entry:
+                if mode != "release" or not block_before:
+                    raise ValueError("returns steps, but the line before reserves none in release mode")
+                returned = entry["returned"]
+                payments[-1] = _shortened(payments[-1], returned["first_step"], returned["steps"])
+            elif "stopped" not in entry and "resumed" not in entry:
                 payments.append(_payment(entry))
+            stopped = str(entry["stopped"]["checkpoint"]) if "stopped" in entry else None
         except (KeyError, ValueError, TypeError) as error:
             raise LedgerCorrupt(f"{path}: line {number}: {error}") from error
-    return LedgerContent(mode=mode, delta=delta, enforced=enforced, payments=tuple(payments))
+        block_before = "first_step" in entry
+    return LedgerContent(
+        mode=mode, delta=delta, enforced=enforced, payments=tuple(payments), stopped=stopped
+    )
+
+
+def _shortened(payment: Payment, first_step: int, steps: int) -> Payment:
+    """A block without its end.
+
+    Raises:
+        ValueError: The steps are not its end, or are all of it.
+    """
+    begin = payment.first_step
+    if (
+        begin is None
+        or not begin < first_step < begin + payment.steps
+        or first_step + steps != begin + payment.steps
+    ):
+        raise ValueError(
+            f"returns {steps!r} steps from step {first_step!r}, which are not the end of the block in the line before"
+        )
+    return replace(payment, steps=first_step - begin)
 
 
 def _payment(entry: dict[str, Any]) -> Payment:
     mechanisms = tuple(mechanism_from_json(content) for content in entry["mechanisms"])
     if "name" in entry:
         return Payment(first_step=None, steps=1, mechanisms=mechanisms, name=entry["name"])
-    return Payment(first_step=entry["first_step"], steps=entry["steps"], mechanisms=mechanisms)
+    first_step, steps = entry["first_step"], entry["steps"]
+    if type(first_step) is not int or type(steps) is not int or first_step < 0 or steps < 1:
+        raise ValueError(f"first_step = {first_step!r}, steps = {steps!r}: pays for no block of steps")
+    return Payment(first_step=first_step, steps=steps, mechanisms=mechanisms)
 
 
 def _require_mechanisms(mechanisms: tuple[Mechanism, ...]) -> None:

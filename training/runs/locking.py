@@ -8,6 +8,7 @@ from pathlib import Path
 
 from opusim.locks import LockHeld, held
 from training.errors import FolderBusy, RunFolderError
+from training.runs.storage import make_folder
 
 LOCK_FILE = "lock"
 
@@ -26,7 +27,7 @@ def only_writer(folder: Path, what: str) -> Iterator[None]:
     """
     lock = held(folder / LOCK_FILE)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         lock.__enter__()
     except LockHeld as error:
         raise FolderBusy(

@@ -7,6 +7,7 @@ it was; `append_line` adds one line, and `read_lines` drops a last line that a k
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -23,6 +24,38 @@ if TYPE_CHECKING:
 _ARRAY = "array"
 
 
+def make_folder(path: Path, *, exclusive: bool = False) -> bool:
+    """Make a folder and those above it, and sync the folder that holds each new one, so that a power cut keeps them.
+
+    Args:
+        path: The folder.
+        exclusive: Whether it must be new.
+
+    Returns:
+        Whether this call made it.
+
+    Raises:
+        FileExistsError: It is there and must be new, or a file is in its place.
+    """
+    if path.is_dir() and not exclusive:
+        return False
+    if not path.parent.is_dir():
+        make_folder(path.parent)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if exclusive or not path.is_dir():
+            raise
+        return False
+    _sync_folder(path.parent)
+    return True
+
+
+def digest_of(content: bytes) -> str:
+    """BLAKE2b of a file's content, 16 bytes in hexadecimal."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Replace a file's content at once: write beside it, sync, rename over it, sync the folder.
 
@@ -31,7 +64,7 @@ def write_file(path: Path, content: bytes) -> None:
     Raises:
         OSError: The disk is full or not writable; `path` keeps its old content.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.partial")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -49,7 +82,12 @@ def write_file(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a file by a JSON document (UTF-8, indented, keys in the order given)."""
-    write_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+    write_file(path, json_content(value))
+
+
+def json_content(value: Any) -> bytes:
+    """The content of the file that `write_json` writes."""
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
 
 
 def read_json(path: Path) -> Any:
@@ -112,6 +150,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     A last line without its newline (cut by a kill) is removed first, so lines never run together.
     """
     line = (json.dumps(record, allow_nan=False) + "\n").encode()
+    is_new = not path.exists()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         os.lseek(descriptor, _end_of_last_line(descriptor), os.SEEK_SET)
@@ -122,6 +161,8 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
         raise _named(error, path, "its earlier lines are kept") from error
     finally:
         os.close(descriptor)
+    if is_new:
+        _sync_folder(path.parent)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -142,11 +183,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                 f"{path}: line {number} is not JSON ({error}); the file was changed by hand"
             ) from error
     return records
-
-
-def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    """Replace a file of JSON lines."""
-    write_file(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode())
 
 
 def _named(error: OSError, path: Path, kept: str) -> OSError:

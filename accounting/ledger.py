@@ -43,7 +43,7 @@ from typing import Any, Literal, Self
 from accounting import arguments
 from accounting.budget import Budget
 from accounting.composition import guarantees, merge
-from accounting.errors import LedgerCorrupt
+from accounting.errors import BudgetExceeded, LedgerCorrupt
 from accounting.guarantee import Guarantee
 from accounting.journal import Journal, Position, Witness, read_journal
 from accounting.mechanisms import Mechanism, mechanism_from_json
@@ -259,10 +259,10 @@ class Ledger:
         self._credit = (0, 0, ())
         if self._content.mode != "release" or start >= end or "first_step" not in self._journal.entries[-1]:
             return
+        payment, kept = self._payments[-1], _shortened(self._payments[-1], start, end - start)
         self._journal.append({"returned": {"first_step": start, "steps": end - start}})
-        payment = self._payments[-1]
-        self._payments[-1] = _shortened(payment, start, end - start)
-        self._coverage.exchange(payment, self._payments[-1])
+        self._payments[-1] = kept
+        self._coverage.exchange(payment, kept)
 
     def note_stop(self, step: int, checkpoint: str) -> None:
         """Write that the run stopped cleanly; call it last, when nothing was computed that the checkpoint lacks.

@@ -16,7 +16,6 @@ from accounting.audit import AuditPlan, audit
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
-from accounting.ledger import read_ledger
 from opusim import checks
 from opusim.description import parse_description
 from opusim.randomness import derive_seed
@@ -93,7 +92,7 @@ def audit_run(
     checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
     folder = RunFolder(path)
     parts = read_parts(folder, data, model)
-    stated = read_ledger(folder.ledger_file).guarantees(delta=delta)
+    stated = folder.read_ledger().guarantees(delta=delta)
     wanted = parts.config.protection.delta if delta is None else delta
     control = parts.family.record_protected(parts.config, _CONTROL_NOISE)
     subjects = [(Role.RUN, parts.config), (Role.PROTECTED, control), (Role.BROKEN, control)]
@@ -127,7 +126,9 @@ def audit_run(
 
 def read_parts(folder: RunFolder, data: Arrays | Dataset | None, model: nn.Module | None = None) -> RunParts:
     """What a run folder says of its run; see `audit_run` for the errors."""
-    facts, config = folder.read_facts(), folder.read_config()
+    facts = folder.read_facts()
+    folder.require_sealed()
+    config = folder.read_config()
     if config.protection.kind.startswith("label"):
         raise NoGuarantee(
             f"protection.kind = {config.protection.kind!r} protects labels and takes the features for public; this "

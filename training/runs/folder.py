@@ -116,14 +116,16 @@ class RunFolder:
                 self._check_new() if new else self._check_unfinished()
                 yield
             finally:
-                self._remove_if_unused()
+                if new:
+                    self._leave_no_trace()
 
-    def _remove_if_unused(self) -> None:
-        """Remove a folder that this process made for a run that was refused; the lock is still held."""
-        if not self._made or {path.name for path in self.path.iterdir()} != {LOCK_FILE}:
+    def _leave_no_trace(self) -> None:
+        """Where a new run was refused, remove the lock, which is still held, and the folder if this process made it."""
+        if {path.name for path in self.path.iterdir()} != {LOCK_FILE}:
             return
         (self.path / LOCK_FILE).unlink()
-        self.path.rmdir()
+        if self._made:
+            self.path.rmdir()
 
     def _check_new(self) -> None:
         """Refuse a folder that holds anything but what a start that was killed leaves."""
@@ -216,9 +218,20 @@ class RunFolder:
 
     def finish(self, summary: dict[str, Any], ledger: Position) -> None:
         """Write the summary, which marks the run as done, with its digest and how far the ledger went."""
-        facts = {"schema_version": SUMMARY_VERSION, **summary}
+        facts = {**summary, "schema_version": SUMMARY_VERSION}
         seal = {"ledger": ledger.to_json(), "digest": facts_digest({**facts, "ledger": ledger.to_json()})}
         write_json(self.summary_file, {**facts, "seal": seal})
+
+    def require_summary(self) -> dict[str, Any]:
+        """The summary of a run that must be done.
+
+        Raises:
+            RunFolderError: It is not, or its summary was changed.
+        """
+        summary = self.read_summary()
+        if summary is None:
+            raise RunFolderError(f"run folder {self.path} holds no finished run; finish it with: opusim train resume")
+        return summary
 
     def read_summary(self) -> dict[str, Any] | None:
         """The summary, or None while the run is not done.

@@ -32,6 +32,7 @@ from training.config.reading import load_config
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.family import family_of
+from training.runs.adopted_ledger import adopt_ledger
 from training.runs.evaluation import evaluate_split
 from training.runs.folder import RunFolder
 from training.runs.run import Run, load_run
@@ -163,8 +164,7 @@ class Search:
             partial = self._folder / "best.partial"
             shutil.rmtree(partial, ignore_errors=True)
             shutil.copytree(self._folder / f"trial-{winner}", partial)
-            for name in (LEDGER_FILE, "ledger.head"):
-                shutil.copyfile(self._folder / name, partial / name)
+            adopt_ledger(RunFolder(partial), self._folder / LEDGER_FILE)
             partial.rename(best)
         settings = self._draw.trials[winner]
         write_json(result_file, {"schema_version": 1, "score": scores[winner], "settings": list(settings)})

@@ -408,9 +408,7 @@ def _content(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
         except (KeyError, ValueError, TypeError) as error:
             raise LedgerCorrupt(f"{path}: line {number}: {error}") from error
         block_before = "first_step" in entry
-    return LedgerContent(
-        mode=mode, delta=delta, enforced=enforced, payments=tuple(payments), stopped=stopped
-    )
+    return LedgerContent(mode=mode, delta=delta, enforced=enforced, payments=tuple(payments), stopped=stopped)
 
 
 def _shortened(payment: Payment, first_step: int, steps: int) -> Payment:

@@ -88,9 +88,7 @@ def train(
         resolved = _with_own_data(resolved)
     run_folder = None if folder is None else RunFolder(own_folder(Path(folder)))
     records = load_data(resolved, data)
-    return train_on(
-        resolved, records, run_folder, model=model, resume=resume, moved=moved, watcher=watcher
-    )
+    return train_on(resolved, records, run_folder, model=model, resume=resume, moved=moved, watcher=watcher)
 
 
 def train_on(
@@ -185,7 +183,9 @@ def _train_in(
                 family.begin(config, trainer)
                 _begin(folder, engine, dataset, device, folder.configuration(config, facts))
             with _ledger(config, folder, resumed_from) as ledger:
-                family.pay_at_start(config, trainer, dataset, device, ledger, folder, steps=engine.total_steps)
+                family.pay_at_start(
+                    config, trainer, dataset, device, ledger, folder, steps=engine.total_steps
+                )
                 noise = None if device is None else device.stated_noise
                 mechanisms = family.step_mechanisms(config, network, parts.sampler, noise)
                 engine.run(ledger, mechanisms)

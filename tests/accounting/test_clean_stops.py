@@ -102,7 +102,9 @@ def test_planted_fault_steps_computed_from_what_was_returned_are_caught(
             ledger.pay(step, STEP, until=TOTAL)
         ledger.give_back()
         ledger.pay(3, STEP, until=TOTAL)
-    assert paid(tmp_path / "ledger.jsonl")[3] == 0  # computed, not paid for: what the order in give_back prevents
+    assert (
+        paid(tmp_path / "ledger.jsonl")[3] == 0
+    )  # computed, not paid for: what the order in give_back prevents
 
 
 def test_a_clean_stop_costs_what_was_computed_and_no_more(tmp_path: Path) -> None:
@@ -202,7 +204,9 @@ def test_a_clean_stop_lets_one_process_go_on_under_the_same_budget(tmp_path: Pat
     path = tmp_path / "ledger.jsonl"
     begun(path)
     assert goes_on(path, "a checkpoint") == 1
-    assert goes_on(path, "a checkpoint") == 2  # that process was killed: the checkpoint is no longer all there is
+    assert (
+        goes_on(path, "a checkpoint") == 2
+    )  # that process was killed: the checkpoint is no longer all there is
     assert goes_on(path, "a checkpoint") == 3
 
 
@@ -236,7 +240,9 @@ def test_a_killed_budget_says_what_ended_it(tmp_path: Path) -> None:
 def written(path: Path, *, multiplier: float = 2.0, steps: int = 20) -> Position:
     with opened(path) as ledger:
         for step in range(steps):
-            ledger.pay(step, PoissonGaussian(noise_multiplier=multiplier, sampling_probability=0.1), until=steps)
+            ledger.pay(
+                step, PoissonGaussian(noise_multiplier=multiplier, sampling_probability=0.1), until=steps
+            )
         return ledger.position
 
 

@@ -59,7 +59,9 @@ def train(folder: Path, config: dict[str, Any] | None = None, **options: Any) ->
     return training.train(config, data=data(), folder=folder, resume=config is None, **options)
 
 
-def opusim(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *line: str) -> tuple[int, str]:
+def opusim(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *line: str
+) -> tuple[int, str]:
     """Exit code and errors of a command."""
     monkeypatch.setattr(sys, "argv", ["opusim", *line])
     with pytest.raises(SystemExit) as stop:
@@ -290,7 +292,9 @@ def test_metrics_that_were_cut_or_changed_are_refused(
             train(folder)
 
 
-@pytest.mark.parametrize(("old", "new"), [(b'"correct\\": ', b'"correct\\":1'), (b'\\"step\\": ', b'\\"step\\":1')])
+@pytest.mark.parametrize(
+    ("old", "new"), [(b'"correct\\": ', b'"correct\\":1'), (b'\\"step\\": ', b'\\"step\\":1')]
+)
 def test_a_changed_header_of_a_checkpoint_is_refused(
     whole: dict[bool, Path], tmp_path: Path, old: bytes, new: bytes
 ) -> None:
@@ -510,7 +514,9 @@ def test_a_release_run_under_a_budget_says_first_what_a_kill_costs(
 # The folder itself
 
 
-def test_two_runs_that_begin_at_once_take_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_that_begin_at_once_take_two_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     together = threading.Barrier(2)
     load_data = session.load_data
@@ -554,7 +560,9 @@ def test_a_refused_run_leaves_no_folder(tmp_path: Path, place: str, monkeypatch:
     training.train(BASE, data=data(), folder=folder)
 
 
-def test_a_new_folder_and_its_files_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_folder_and_its_files_survive_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every folder that a new name was written into is synced: those above the run folder too."""
     synced: set[Path] = set()
     fsync = os.fsync
@@ -569,14 +577,14 @@ def test_a_new_folder_and_its_files_survive_a_power_cut(tmp_path: Path, monkeypa
     assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b", run, run / "checkpoints"} <= synced
 
 
-def test_the_first_line_of_metrics_has_its_name_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_line_of_metrics_has_its_name_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from training.runs.storage import append_line
 
     synced: list[str] = []
     fsync = os.fsync
-    monkeypatch.setattr(
-        os, "fsync", lambda d: (synced.append(os.readlink(f"/proc/self/fd/{d}")), fsync(d))
-    )
+    monkeypatch.setattr(os, "fsync", lambda d: (synced.append(os.readlink(f"/proc/self/fd/{d}")), fsync(d)))
     for _ in range(2):
         append_line(tmp_path / "metrics.jsonl", {})
     assert synced.count(str(tmp_path)) == 1

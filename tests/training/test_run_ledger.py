@@ -474,7 +474,9 @@ def test_an_older_ledger_with_its_own_head_does_not_cover_the_run(stopped: Path,
     for entry in kept[:2]:
         journal.append(entry)
     journal.close()
-    with pytest.raises(LedgerCorrupt, match="ledger.jsonl: line 3: is missing: checkpoint step-0000000004.*3 lines"):
+    with pytest.raises(
+        LedgerCorrupt, match="ledger.jsonl: line 3: is missing: checkpoint step-0000000004.*3 lines"
+    ):
         training.train(data=data(), folder=folder, resume=True)
 
 

@@ -230,7 +230,9 @@ class RunFolder:
         """
         summary = self.read_summary()
         if summary is None:
-            raise RunFolderError(f"run folder {self.path} holds no finished run; finish it with: opusim train resume")
+            raise RunFolderError(
+                f"run folder {self.path} holds no finished run; finish it with: opusim train resume"
+            )
         return summary
 
     def read_summary(self) -> dict[str, Any] | None:

@@ -153,6 +153,10 @@ def read_header(path: Path) -> Header:
         raise
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise RunFolderError(f"{path} is not a readable checkpoint ({error}); {REMEDY}") from error
-    if not unsealed and (facts_digest(facts) != digest or path.name != checkpoint_path(path, header.step).name):
-        raise RunFolderError(f"{path} is damaged (its header does not match its digest or its name); {REMEDY}")
+    if not unsealed and (
+        facts_digest(facts) != digest or path.name != checkpoint_path(path, header.step).name
+    ):
+        raise RunFolderError(
+            f"{path} is damaged (its header does not match its digest or its name); {REMEDY}"
+        )
     return header

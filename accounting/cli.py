@@ -9,7 +9,6 @@ import inspect
 import json
 import re
 from dataclasses import MISSING, Field, fields
-from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any, get_type_hints
 

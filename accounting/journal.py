@@ -11,7 +11,7 @@ synced and before the step it pays for. What a crash can leave is then told from
 | one whole line more than the head says | the head was not written yet: no step relied on it | counted |
 | fewer lines than the head says, a line cut or changed within them, two lines more | no | refused |
 
-The head lies beside the file, so an old pair of both is a valid journal. `Witness` closes that: something else, such as a
+The head lies beside the file, so an old pair of both is a valid journal. `Witness` closes that: another file, such as a
 checkpoint, keeps the `Position` that the journal had, and every later reader requires that prefix.
 
 The hashes are not keyed: they find accidents and careless edits, not an adversary who computes them anew.
@@ -89,13 +89,13 @@ class Witness:
         lines = self.position.lines
         if len(digests) < lines:
             raise LedgerCorrupt(
-                f"{path}: line {len(digests) + 1}: is missing: {self.name} was written when the ledger had {lines} lines, so "
-                "this is an older ledger; restore the newest one from a copy"
+                f"{path}: line {len(digests) + 1}: is missing: {self.name} was written when the ledger had {lines} "
+                "lines, so this is an older ledger; restore the newest one from a copy"
             )
         if lines and digests[lines - 1] != self.position.digest:
             raise LedgerCorrupt(
-                f"{path}: line {lines}: is not the line that {self.name} names: the lines were rewritten, or are those of "
-                "another run; restore the ledger from a copy"
+                f"{path}: line {lines}: is not the line that {self.name} names: the lines were rewritten, or are "
+                "those of another run; restore the ledger from a copy"
             )
         if self.final and len(digests) > lines:
             raise LedgerCorrupt(

@@ -23,8 +23,8 @@ Entries of the file (`accounting.journal`): the first has `mode`, `delta` and `e
 | `resumed`: `checkpoint` | it was opened again, from this checkpoint or none; a `stopped` counts once |
 
 What is paid covers what is computed, in release mode also each repetition of a step, whatever is killed and whenever:
-1. A step is computed only after `pay(step)` returned, which took this step out of the process's credit. The credit is the
-   end of the block in the last line of steps that this process wrote; no other process ever has it.
+1. A step is computed only after `pay(step)` returned, which took this step out of the process's credit. The credit is
+   the end of the block in the last line of steps that this process wrote; no other process ever has it.
 2. `give_back` first forgets the credit, then writes the line. What the line returns was in the credit, so no `pay` was
    ever asked for it, and none can be answered from it later. After it every such step is paid for by a new line.
 3. A kill before the line is whole returns nothing. A kill after it finds a process that computes nothing any more.
@@ -119,8 +119,8 @@ class Ledger:
         block: Steps reserved by one line, at least 1.
         budget: Stops the run before the step that would exceed it.
         witnesses: What other files know of the ledger; an older or another one is refused.
-        resumed_from: Digest of the checkpoint that the run goes back to; None for a new run. If the last line is a clean
-            stop at this checkpoint, what was paid once for the whole run is not charged again (see `pay_once`).
+        resumed_from: Digest of the checkpoint that the run goes back to; None for a new run. If the last line is a
+            clean stop at this checkpoint, what was paid for the whole run is not charged again (see `pay_once`).
 
     Raises:
         LedgerCorrupt: The file was changed, cut or reordered, or contradicts a witness.
@@ -240,8 +240,8 @@ class Ledger:
         if self._budget:
             if earlier and self._budget.would_exceed(self.content.mechanisms, mechanisms):
                 raise BudgetExceeded(
-                    f"budget: {name!r} was paid for, and the process that spent it was killed or did not stop at the newest "
-                    "checkpoint, so that going on would spend it again, beyond "
+                    f"budget: {name!r} was paid for, and the process that spent it was killed or did not stop at "
+                    "the newest checkpoint, so that going on would spend it again, beyond "
                     f"epsilon {self._budget.epsilon:g} at delta {self._budget.delta:g}; start a new run folder"
                 )
             self._budget.require(self.content.mechanisms, mechanisms)

@@ -200,7 +200,7 @@ class Engine:
                 )
 
     def _seal_what_was_paid(self, ledger: Ledger) -> None:
-        """Have the newest checkpoint know the labels and the payments that are newer than it, before a step is computed.
+        """Have the newest checkpoint know the labels and payments that are newer than it, before a step is computed.
 
         Else a run that is killed before its next checkpoint could be resumed with the ledger that it began with.
         """

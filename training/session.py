@@ -68,8 +68,8 @@ def train(
         folder: The run folder; None takes a new one under ./runs.
         resume: Go on with the unfinished run in `folder`, under its own configuration; data and model are given
             again if they were given at first.
-        moved: Confirms, where a release run is resumed from a folder that was moved or restored by copying, that no other
-            copy was or will be resumed: no ledger counts what two copies release.
+        moved: Confirms, if a release run is resumed from a folder that was moved or restored by copying, that no
+            other copy was or will be resumed: no ledger counts what two copies release.
         settings: Lines "key=value" over the configuration.
         watcher: Who is told of progress.
 

@@ -1,4 +1,4 @@
-"""What a clean stop returns was never computed: whatever is killed and whenever, the payments cover the computations."""
+"""What a clean stop returns was never computed: whatever is killed and whenever, payments cover computations."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Stops release runs under a budget from outside, by Ctrl-C or SIGKILL, and resumes them: `python stop_harness.py FOLDER`.
+"""Stops release runs under a budget by Ctrl-C or SIGKILL, and resumes them: `python stop_harness.py FOLDER`.
 
 Every process of a run is a forked child of this one warm process. A child says through a pipe which step begins, and
-waits for an answer, before which a signal is sent; so a kill loses none, and a signal comes in its step. Prints one JSON object: for each story the exit code of each process (negative: the
-signal that killed it) and the steps that began, in order. The folder of a story bears its name.
+waits for an answer, before which a signal is sent; so a kill loses none, and a signal comes in its step. Prints one
+JSON object: for each story the exit code of each process (negative: the signal that killed it) and the steps that
+began, in order. The folder of a story bears its name.
 """
 
 from __future__ import annotations

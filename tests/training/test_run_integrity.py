@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,6 @@ from opusim.errors import DeviceError
 from training import session
 from training.attacks.run_audit import audit_run
 from training.cli import main
-from training.config.reading import load_config
 from training.errors import RunFolderError, RunInterrupted
 from training.feedback.trainer import FeedbackTrainer
 from training.runs.checkpoints import list_checkpoints, read_checkpoint

@@ -1,4 +1,4 @@
-"""Release runs under a budget as real processes, stopped by Ctrl-C or killed: what they paid for covers what they did."""
+"""Release runs under a budget as real processes, stopped by Ctrl-C or killed: they paid for what they did."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def caution(config: RunConfig) -> None:
 
 
 _STEPS_LOST = (
-    "a kill or a power cut makes it pay again for the steps since its last checkpoint, and for up to 15 that it reserved, so "
-    "that its budget may end before its last epoch"
+    "a kill or a power cut makes it pay again for the steps since its last checkpoint, and for up to 15 that it "
+    "reserved, so that its budget may end before its last epoch"
 )
 _COSTS_OF_A_KILL = {
     "record": _STEPS_LOST,

@@ -112,8 +112,8 @@ def make_record_protection(
 def pay_for_budget(config: RunConfig, ledger: Ledger) -> None:
     """Pay for a budget that covers the whole run; a release run that was killed spends it again.
 
-    What each record has spent is in the checkpoint (`BudgetedLabels.state`), so a run that stopped cleanly goes on under
-    the same budget.
+    What each record has spent is in the checkpoint (`BudgetedLabels.state`), so a run that stopped cleanly is resumed
+    under the same budget.
 
     Raises:
         BudgetExceeded: It was spent before.

@@ -325,8 +325,8 @@ class RunFolder:
                 if header.seal.files[name] is None:
                     what = "was added"
                 raise RunFolderError(
-                    f"{self.path / name} {what}: it is not the one that checkpoint step-{header.step:010d} was written under; "
-                    "restore the file from a copy, or start a new folder"
+                    f"{self.path / name} {what}: it is not the one that checkpoint step-{header.step:010d} was written "
+                    "under; restore the file from a copy, or start a new folder"
                 )
         return header
 
@@ -344,16 +344,16 @@ class RunFolder:
             raise RunFolderError(f"run folder {self.path} has no checkpoint left; start a new folder")
         if header.seal is None:
             raise RunFolderError(
-                f"run folder {self.path} was begun by an opusim that kept no digests of its files, so that changes would go "
-                "unnoticed; resume it with the opusim that began it, or start a new folder"
+                f"run folder {self.path} was begun by an opusim that kept no digests of its files, so that changes "
+                "would go unnoticed; resume it with the opusim that began it, or start a new folder"
             )
         self.require_sealed()
         self._require_metrics(header)
         if header.seal.inode not in (None, self.path.stat().st_ino) and not moved:
             raise RunFolderError(
-                f"run folder {self.path} is not the folder that the run was written in: it was copied or restored. No ledger "
-                "counts what two copies release; if no other copy was or will be resumed, confirm it with: opusim "
-                f"train resume {self.path} --moved (from Python: moved=True)"
+                f"run folder {self.path} is not the folder that the run was written in: it was copied or restored. No "
+                "ledger counts what two copies release; if no other copy was or will be resumed, confirm it with: "
+                f"opusim train resume {self.path} --moved (from Python: moved=True)"
             )
         return header
 
@@ -365,7 +365,8 @@ class RunFolder:
         if digest_of(metrics[: seal.metrics_bytes]) != seal.metrics_digest:
             what = "was cut or emptied" if len(metrics) < seal.metrics_bytes else "was changed"
             raise RunFolderError(
-                f"{self.metrics_file} {what} since checkpoint step-{header.step:010d} was written; restore it from a copy"
+                f"{self.metrics_file} {what} since checkpoint step-{header.step:010d} was written; restore it from "
+                "a copy"
             )
 
     def drop_metrics_behind(self, seal: Seal) -> None:

@@ -321,12 +321,9 @@ class RunFolder:
             del found[self.labels_file.name]  # drawn behind this checkpoint
         for name, digest in found.items():
             if digest != header.seal.files[name]:
-                what = "is missing" if digest is None else "was changed"
-                if header.seal.files[name] is None:
-                    what = "was added"
+                state = _state(digest, header.seal.files[name], f"checkpoint step-{header.step:010d}")
                 raise RunFolderError(
-                    f"{self.path / name} {what}: it is not the one that checkpoint step-{header.step:010d} was written "
-                    "under; restore the file from a copy, or start a new folder"
+                    f"{self.path / name} {state}; restore the folder from a copy, or start a new one"
                 )
         return header
 
@@ -400,6 +397,15 @@ class RunFolder:
         if not self.ledger_file.exists():
             raise LedgerCorrupt(f"{self.ledger_file} is missing; restore it from a copy")
         return read_ledger(self.ledger_file, witnesses=self.witnesses())
+
+
+def _state(found: str | None, sealed: str | None, checkpoint: str) -> str:
+    """What became of a file whose digest is not the sealed one."""
+    if found is None:
+        return f"is missing, and {checkpoint} was written under it"
+    if sealed is None:
+        return f"was added after {checkpoint} was written"
+    return f"is not the file that {checkpoint} was written under: it was changed, or the checkpoint is of another run"
 
 
 def own_folder(path: Path) -> Path:

@@ -34,78 +34,20 @@ What is paid covers what is computed, in release mode also each repetition of a 
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from accounting import arguments
 from accounting.budget import Budget
-from accounting.composition import guarantees, merge
 from accounting.errors import BudgetExceeded, LedgerCorrupt
 from accounting.guarantee import Guarantee
 from accounting.journal import Journal, Position, Witness, read_journal
-from accounting.mechanisms import Mechanism, mechanism_from_json
+from accounting.ledger_content import Coverage, Mode, Payment, content_of, shortened
+from accounting.ledger_content import LedgerContent as LedgerContent
+from accounting.mechanisms import Mechanism
 
-Mode = Literal["experiment", "release"]
 LEDGER_FILE = "ledger.jsonl"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Payment:
-    """One line of a ledger.
-
-    Attributes:
-        first_step: The first step paid for; None for something released once.
-        steps: How many steps in a row.
-        mechanisms: What each of them releases.
-        name: Of something released once.
-    """
-
-    first_step: int | None
-    steps: int
-    mechanisms: tuple[Mechanism, ...]
-    name: str | None = None
-
-    @property
-    def total(self) -> list[Mechanism]:
-        """What the line pays for, all steps together."""
-        return [mechanism.repeated(self.steps * mechanism.steps) for mechanism in self.mechanisms]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LedgerContent:
-    """A ledger as read back.
-
-    Attributes:
-        mode: Experiment or release.
-        delta: At which the run states its guarantees.
-        enforced: Whether the code that ran checked the mechanisms' assumptions.
-        payments: Every line that pays, without what was returned of it.
-        stopped: The checkpoint of a clean stop behind which nothing was written; None if there is none.
-    """
-
-    mode: Mode
-    delta: float
-    enforced: bool
-    payments: tuple[Payment, ...]
-    stopped: str | None = None
-
-    @property
-    def mechanisms(self) -> list[Mechanism]:
-        """Everything paid for, equal descriptions merged."""
-        return merge(mechanism for payment in self.payments for mechanism in payment.total)
-
-    def guarantees(self, *, delta: float | None = None) -> list[Guarantee]:
-        """What the run guarantees, at its own delta or another.
-
-        Raises:
-            NoGuarantee: Nothing was paid for, or no accountant covers what was.
-        """
-        return guarantees(
-            self.mechanisms, delta=self.delta if delta is None else delta, enforced=self.enforced
-        )
 
 
 class Ledger:
@@ -149,7 +91,7 @@ class Ledger:
         opening = {"mode": mode, "delta": float(delta), "enforced": bool(enforced)}
         if not self._journal.entries:
             self._journal.append(opening)
-        self._content = _content(Path(path), self._journal.entries)
+        self._content = content_of(Path(path), self._journal.entries)
         kept = {key: getattr(self._content, key) for key in opening}
         if kept != opening:
             self._journal.close()
@@ -157,7 +99,7 @@ class Ledger:
                 f"{path}: the ledger was begun with {kept}, not {opening}; start a new run folder"
             )
         self._payments = list(self._content.payments)
-        self._coverage = _Coverage(self._payments)
+        self._coverage = Coverage(self._payments)
         self._credit: tuple[int, int, tuple[Mechanism, ...]] = (0, 0, ())
         if self._content.stopped is not None:  # it counts for this opening only, used or not
             self._resumes = self._content.stopped == resumed_from
@@ -240,9 +182,9 @@ class Ledger:
         if self._budget:
             if earlier and self._budget.would_exceed(self.content.mechanisms, mechanisms):
                 raise BudgetExceeded(
-                    f"budget: {name!r} was paid for, and the process that spent it was killed or did not stop at "
-                    "the newest checkpoint, so that going on would spend it again, beyond "
-                    f"epsilon {self._budget.epsilon:g} at delta {self._budget.delta:g}; start a new run folder"
+                    f"budget: {name!r} was paid for, and the process that paid was killed or left no checkpoint of "
+                    f"all that it did. To resume would cost it again: more than epsilon {self._budget.epsilon:g} at "
+                    f"delta {self._budget.delta:g}; it was not taken. Start a new run folder"
                 )
             self._budget.require(self.content.mechanisms, mechanisms)
         self._write(Payment(first_step=None, steps=1, mechanisms=mechanisms, name=name))
@@ -259,7 +201,7 @@ class Ledger:
         self._credit = (0, 0, ())
         if self._content.mode != "release" or start >= end or "first_step" not in self._journal.entries[-1]:
             return
-        payment, kept = self._payments[-1], _shortened(self._payments[-1], start, end - start)
+        payment, kept = self._payments[-1], shortened(self._payments[-1], start, end - start)
         self._journal.append({"returned": {"first_step": start, "steps": end - start}})
         self._payments[-1] = kept
         self._coverage.exchange(payment, kept)
@@ -329,47 +271,6 @@ class Ledger:
         self._coverage.add(payment)
 
 
-class _Coverage:
-    """Which steps are paid for, looked up by bisection."""
-
-    def __init__(self, payments: Sequence[Payment]) -> None:
-        self._firsts: list[int] = []
-        self._payments: list[Payment] = []
-        for payment in payments:
-            self.add(payment)
-
-    def add(self, payment: Payment) -> None:
-        if payment.first_step is None:
-            return
-        place = bisect.bisect_right(self._firsts, payment.first_step)
-        self._firsts.insert(place, payment.first_step)
-        self._payments.insert(place, payment)
-
-    def exchange(self, old: Payment, new: Payment) -> None:
-        """Put a payment for fewer steps in another's place; both have the same first step."""
-        place = next(place for place, payment in enumerate(self._payments) if payment is old)
-        self._payments[place] = new
-
-    def find(self, step: int) -> Payment | None:
-        place = bisect.bisect_right(self._firsts, step) - 1
-        if place < 0 or step >= self._firsts[place] + self._payments[place].steps:
-            return None
-        return self._payments[place]
-
-    def room(self, step: int, wanted: int) -> int:
-        """Steps from an unpaid one to the next paid one, at most those wanted."""
-        place = bisect.bisect_right(self._firsts, step)
-        return wanted if place == len(self._firsts) else min(wanted, self._firsts[place] - step)
-
-    def first_gap(self) -> int:
-        end = 0
-        for first, payment in zip(self._firsts, self._payments, strict=True):
-            if first > end:
-                break
-            end = max(end, first + payment.steps)
-        return end
-
-
 def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> LedgerContent:
     """Read a ledger back, from the file or the run folder that holds it.
 
@@ -385,58 +286,7 @@ def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> Ledge
         LedgerCorrupt: It was changed, cut or reordered, or contradicts a witness; the message names file and line.
     """
     file = Path(path) / LEDGER_FILE if Path(path).is_dir() else Path(path)
-    return _content(file, read_journal(file, witnesses=witnesses))
-
-
-def _content(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
-    if not entries:
-        raise LedgerCorrupt(f"{path}: line 1: is missing: nothing was ever paid for")
-    payments: list[Payment] = []
-    stopped, block_before = None, False
-    for number, entry in enumerate(entries, start=1):
-        try:
-            if number == 1:
-                mode, delta, enforced = entry["mode"], float(entry["delta"]), bool(entry["enforced"])
-            elif "returned" in entry:
-                if mode != "release" or not block_before:
-                    raise ValueError("returns steps, but the line before reserves none in release mode")
-                returned = entry["returned"]
-                payments[-1] = _shortened(payments[-1], returned["first_step"], returned["steps"])
-            elif "stopped" not in entry and "resumed" not in entry:
-                payments.append(_payment(entry))
-            stopped = str(entry["stopped"]["checkpoint"]) if "stopped" in entry else None
-        except (KeyError, ValueError, TypeError) as error:
-            raise LedgerCorrupt(f"{path}: line {number}: {error}") from error
-        block_before = "first_step" in entry
-    return LedgerContent(mode=mode, delta=delta, enforced=enforced, payments=tuple(payments), stopped=stopped)
-
-
-def _shortened(payment: Payment, first_step: int, steps: int) -> Payment:
-    """A block without its end.
-
-    Raises:
-        ValueError: The steps are not its end, or are all of it.
-    """
-    begin = payment.first_step
-    if (
-        begin is None
-        or not begin < first_step < begin + payment.steps
-        or first_step + steps != begin + payment.steps
-    ):
-        raise ValueError(
-            f"returns {steps!r} steps from step {first_step!r}, which are not the end of the block in the line before"
-        )
-    return replace(payment, steps=first_step - begin)
-
-
-def _payment(entry: dict[str, Any]) -> Payment:
-    mechanisms = tuple(mechanism_from_json(content) for content in entry["mechanisms"])
-    if "name" in entry:
-        return Payment(first_step=None, steps=1, mechanisms=mechanisms, name=entry["name"])
-    first_step, steps = entry["first_step"], entry["steps"]
-    if type(first_step) is not int or type(steps) is not int or first_step < 0 or steps < 1:
-        raise ValueError(f"first_step = {first_step!r}, steps = {steps!r}: pays for no block of steps")
-    return Payment(first_step=first_step, steps=steps, mechanisms=mechanisms)
+    return content_of(file, read_journal(file, witnesses=witnesses))
 
 
 def _require_mechanisms(mechanisms: tuple[Mechanism, ...]) -> None:

@@ -152,12 +152,15 @@ class Engine:
             self._folder.drop_metrics_behind(seal)
         return checkpoint.header.digest
 
-    def run(self, ledger: Ledger, mechanisms: Sequence[Mechanism]) -> dict[str, Any]:
+    def run(
+        self, ledger: Ledger, mechanisms: Sequence[Mechanism], interrupted: threading.Event
+    ) -> dict[str, Any]:
         """Train to the end and write the summary, which is returned.
 
         Args:
             ledger: Where every step is paid for before it is computed.
             mechanisms: What one step releases; none where everything was paid for before.
+            interrupted: Looked at after each step; set by Ctrl-C (see `deferred_interrupt`).
 
         Raises:
             BudgetExceeded: The next step would cost more than the budget; the run ends here, with its summary.
@@ -174,13 +177,12 @@ class Engine:
         if mechanisms:
             ledger.require_covers(self._step)
         self._seal_what_was_paid(ledger)
-        with _deferred_interrupt() as interrupted:
-            try:
-                self._train(ledger, mechanisms, interrupted)
-            except Exception:
-                with suppress(OSError):  # the error that ended the run is the one to report
-                    ledger.give_back()
-                raise
+        try:
+            self._train(ledger, mechanisms, interrupted)
+        except Exception:
+            with suppress(OSError):  # the error that ended the run is the one to report
+                ledger.give_back()
+            raise
         summary = self._summary()
         self._folder.finish(summary, ledger.position)
         return summary
@@ -406,8 +408,12 @@ class _EpochSums:
 
 
 @contextmanager
-def _deferred_interrupt() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into an event that is looked at between steps; a second one acts at once."""
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into an event that is looked at between steps; a second one acts at once.
+
+    It begins before the ledger is opened, which uses up a clean stop: a process that then ended without another one
+    could not be resumed under a label budget.
+    """
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event

@@ -32,7 +32,7 @@ from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.records import OWN_ARRAYS
 from training.data.samplers import Sampler
-from training.engine import Engine, Watcher
+from training.engine import Engine, Watcher, deferred_interrupt
 from training.errors import RunFolderError
 from training.family import TrainerFamily, family_of
 from training.networks.base import Network
@@ -182,13 +182,13 @@ def _train_in(
             else:
                 family.begin(config, trainer)
                 _begin(folder, engine, dataset, device, folder.configuration(config, facts))
-            with _ledger(config, folder, resumed_from) as ledger:
+            with deferred_interrupt() as interrupted, _ledger(config, folder, resumed_from) as ledger:
                 family.pay_at_start(
                     config, trainer, dataset, device, ledger, folder, steps=engine.total_steps
                 )
                 noise = None if device is None else device.stated_noise
                 mechanisms = family.step_mechanisms(config, network, parts.sampler, noise)
-                engine.run(ledger, mechanisms)
+                engine.run(ledger, mechanisms, interrupted)
 
 
 def _begin(

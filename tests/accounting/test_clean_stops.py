@@ -229,7 +229,7 @@ def test_a_killed_budget_says_what_ended_it(tmp_path: Path) -> None:
     with opened(path, budget=budget) as ledger:
         ledger.pay_once("label budget", WHOLE, whole_run=True)
     with opened(path, budget=budget) as ledger:
-        message = "'label budget' was paid for.*was killed.*start a new run folder"
+        message = "'label budget' was paid for.*was killed.*more than epsilon 2.*Start a new run folder"
         with pytest.raises(BudgetExceeded, match=message):
             ledger.pay_once("label budget", WHOLE, whole_run=True)
 

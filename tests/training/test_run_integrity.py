@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -421,6 +422,18 @@ def test_a_clean_stop_under_a_label_budget_resumes_and_pays_once(tmp_path: Path,
     assert spending(tmp_path).sum() > before.sum()
     (guarantee,) = run.guarantees
     assert guarantee.epsilon <= 2.0
+    assert len(read_ledger(tmp_path).payments) == 1
+
+
+def test_ctrl_c_before_the_first_step_keeps_the_label_budget(tmp_path: Path, ctrl_c_at: type) -> None:
+    class AtOnce(ctrl_c_at):
+        def on_start(self, *, step: int, total_steps: int) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    for number in range(3):
+        with pytest.raises(RunInterrupted, match=f"after step {number + 1} of"):
+            train(tmp_path, None if number else LABEL, watcher=AtOnce(-1))
+    train(tmp_path)
     assert len(read_ledger(tmp_path).payments) == 1
 
 

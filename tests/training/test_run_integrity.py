@@ -628,12 +628,19 @@ def as_before(folder: Path) -> None:
 
 
 def test_a_run_of_an_earlier_version_is_read_with_a_warning_and_not_resumed(
-    whole: dict[bool, Path], tmp_path: Path
+    whole: dict[bool, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for finished, source in whole.items():
         folder = Path(shutil.copytree(source, tmp_path / str(finished)))
         expected = training.load_run(source)
+        assert opusim(monkeypatch, capsys, "account", "run", str(folder)) == (0, "")
         as_before(folder)
+        code, errors = opusim(monkeypatch, capsys, "account", "run", str(folder))
+        assert code == 0
+        assert errors.startswith("not checked: no checkpoint and no summary")
         with pytest.warns(UserWarning, match="kept no digests of its files"):
             run = training.load_run(folder)
         assert (run.predict(data()[0]) == expected.predict(data()[0])).all()

@@ -44,6 +44,12 @@ def _content(path: Path, folder: RunFolder) -> LedgerContent:
     """The ledger, checked against the run's checkpoint and summary if it stands in a run folder."""
     from accounting.ledger import read_ledger
 
-    if folder.started and path in (folder.path, folder.ledger_file):
-        return folder.read_ledger()
-    return read_ledger(path)
+    if not folder.started or path not in (folder.path, folder.ledger_file):
+        return read_ledger(path)
+    if not folder.witnesses():
+        typer.echo(
+            f"not checked: no checkpoint and no summary in {folder.path} says how long its ledger was, so an older or "
+            "altered one would go unnoticed",
+            err=True,
+        )
+    return folder.read_ledger()

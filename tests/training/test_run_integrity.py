@@ -555,6 +555,13 @@ def test_two_runs_that_begin_at_once_take_two_folders(
     assert sorted(runs, key=str) == [Path("runs/dfa-arrays-1"), Path("runs/dfa-arrays-2")]
 
 
+def test_a_file_in_the_place_of_runs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(RunFolderError, match="run folder runs/dfa-arrays-1 cannot be made: runs is a file"):
+        training.train(BASE, data=data())
+
+
 @pytest.mark.parametrize("place", ["given", "chosen", "there before"])
 def test_a_refused_run_leaves_no_folder(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*arguments: Any) -> Any:

@@ -80,8 +80,12 @@ class RunFolder:
         """
         try:
             make_folder(path, exclusive=True)
-        except FileExistsError:
-            return None
+        except FileExistsError as error:
+            if path.parent.is_dir():
+                return None
+            raise RunFolderError(
+                f"run folder {path} cannot be made: {path.parent} is a file; choose another with --out"
+            ) from error
         except OSError as error:
             raise RunFolderError(
                 f"run folder {path} cannot be made ({error.strerror}); choose another with --out"

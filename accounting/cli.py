@@ -10,14 +10,13 @@ import json
 import re
 from dataclasses import MISSING, Field, fields
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from accounting import convex_cli
 from accounting.convex_mechanisms import ConvexLastIterate
-from accounting.guarantee import Guarantee, Release
+from accounting.guarantee import Guarantee
 from accounting.label_mechanisms import LabelAmplified, LabelBudget, LabelOnce
 from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, RandomizedResponse
 from accounting.pdfa_mechanisms import PublishedLayer, PublishedPdfa
@@ -48,28 +47,6 @@ def account() -> None:
     """Say how private a run was, or what a mechanism's parameters would give, without running anything."""
 
 
-@app.command("run")
-def run_command(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its ledger.jsonl.")],
-    delta: Annotated[
-        float | None, typer.Option(help="State the guarantees at another delta than the run's.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """What the ledger of a run has paid for, stated anew."""
-    from accounting.ledger import read_ledger
-
-    content = read_ledger(path)
-    stored = content.mode == "experiment"
-    found = content.guarantees(delta=delta)
-    _show(found, content.mechanisms, as_json=as_json, seed_stored=stored)
-    last_alone = any(guarantee.release is Release.LAST_ITERATE for guarantee in found)
-    if last_alone and path.is_dir() and not (path / "summary.json").exists() and not as_json:
-        typer.echo(
-            "unfinished: this is about the last model; of those on the way, in this folder, nothing is said"
-        )
-
-
 @app.command("photon-counts")
 def photon_counts_command(
     rate_low: Annotated[float, typer.Option(help="Lowest expected count of a pixel in a frame, above 0.")],
@@ -89,7 +66,7 @@ def photon_counts_command(
     arguments.count(pixels=pixels)
     noise = PhotonCountNoise(rate_low=np.full(pixels, rate_low), rate_high=np.full(pixels, rate_high))
     read = DeviceReadings(noise=noise, readings=readings)
-    _show([device_readings_guarantee(read, delta)], [], as_json=as_json)
+    show([device_readings_guarantee(read, delta)], [], as_json=as_json)
 
 
 def _mechanism_command(kind: type[Mechanism]) -> None:
@@ -105,7 +82,7 @@ def _mechanism_command(kind: type[Mechanism]) -> None:
         from accounting.composition import guarantees
 
         found = kind.noise_field if target is not None else None
-        _show(guarantees([mechanism], delta=delta), [mechanism], as_json=as_json, found=found)
+        show(guarantees([mechanism], delta=delta), [mechanism], as_json=as_json, found=found)
 
     options = {field.name: _option(kind, field) for field in sorted(fields(kind), key=_steps_last)}
     parameters = options | _COMMON
@@ -210,7 +187,7 @@ def _layer(text: str) -> PublishedLayer:
     )
 
 
-def _show(
+def show(
     guarantees: list[Guarantee],
     mechanisms: list[Mechanism],
     *,

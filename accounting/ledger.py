@@ -9,85 +9,45 @@ A killed run may have paid for steps that it did not compute; it never computed 
 are reserved in blocks, one line for each, so a sync is not paid at every step.
 
 - experiment mode: noise is keyed by the step, so a re-executed step repeats its release and is paid once.
-- release mode: a re-executed step draws afresh and is charged again; after a restart so is what was left of a block.
+- release mode: a re-executed step draws afresh and is charged again; after a kill so is what was left of a block. A
+  process that stops cleanly returns that rest (`Ledger.give_back`) and says so for what it paid once (`note_stop`).
 
-Entries of the file (`accounting.journal`): the first has `mode`, `delta` and `enforced`; one of steps has
-`first_step`, `steps` and `mechanisms`, the descriptions of a single step; one of something released once has `name`
-and `mechanisms`.
+Entries of the file (`accounting.journal`): the first has `mode`, `delta` and `enforced`. The others are
+
+| keys | meaning |
+| --- | --- |
+| `first_step`, `steps`, `mechanisms` | a block of steps is paid for; the descriptions are of a single step |
+| `name`, `mechanisms` | something that is released once is paid for |
+| `returned`: `first_step`, `steps` | the end of the block in the line before was never computed |
+| `stopped`: `step`, `checkpoint` | the run stopped cleanly, and this checkpoint holds all that it did |
+| `resumed`: `checkpoint` | it was opened again, from this checkpoint or none; a `stopped` counts once |
+
+What is paid covers what is computed, in release mode also each repetition of a step, whatever is killed and whenever:
+1. A step is computed only after `pay(step)` returned, which took this step out of the process's credit. The credit is
+   the end of the block in the last line of steps that this process wrote; no other process ever has it.
+2. `give_back` first forgets the credit, then writes the line. What the line returns was in the credit, so no `pay` was
+   ever asked for it, and none can be answered from it later. After it every such step is paid for by a new line.
+3. A kill before the line is whole returns nothing. A kill after it finds a process that computes nothing any more.
+4. The reader accepts a return only as the end, and never as the whole, of the block in the line directly before, so
+   each block is shortened at most once, and by steps that were paid for. An earlier reader refuses the line.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from accounting import arguments
 from accounting.budget import Budget
-from accounting.composition import guarantees, merge
-from accounting.errors import LedgerCorrupt
+from accounting.errors import BudgetExceeded, LedgerCorrupt
 from accounting.guarantee import Guarantee
-from accounting.journal import Journal, read_journal
-from accounting.mechanisms import Mechanism, mechanism_from_json
+from accounting.journal import Journal, Position, Witness, read_journal
+from accounting.ledger_content import Coverage, Mode, Payment, content_of, shortened
+from accounting.ledger_content import LedgerContent as LedgerContent
+from accounting.mechanisms import Mechanism
 
-Mode = Literal["experiment", "release"]
 LEDGER_FILE = "ledger.jsonl"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Payment:
-    """One line of a ledger.
-
-    Attributes:
-        first_step: The first step paid for; None for something released once.
-        steps: How many steps in a row.
-        mechanisms: What each of them releases.
-        name: Of something released once.
-    """
-
-    first_step: int | None
-    steps: int
-    mechanisms: tuple[Mechanism, ...]
-    name: str | None = None
-
-    @property
-    def total(self) -> list[Mechanism]:
-        """What the line pays for, all steps together."""
-        return [mechanism.repeated(self.steps * mechanism.steps) for mechanism in self.mechanisms]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LedgerContent:
-    """A ledger as read back.
-
-    Attributes:
-        mode: Experiment or release.
-        delta: At which the run states its guarantees.
-        enforced: Whether the code that ran checked the mechanisms' assumptions.
-        payments: Every line that pays.
-    """
-
-    mode: Mode
-    delta: float
-    enforced: bool
-    payments: tuple[Payment, ...]
-
-    @property
-    def mechanisms(self) -> list[Mechanism]:
-        """Everything paid for, equal descriptions merged."""
-        return merge(mechanism for payment in self.payments for mechanism in payment.total)
-
-    def guarantees(self, *, delta: float | None = None) -> list[Guarantee]:
-        """What the run guarantees, at its own delta or another.
-
-        Raises:
-            NoGuarantee: Nothing was paid for, or no accountant covers what was.
-        """
-        return guarantees(
-            self.mechanisms, delta=self.delta if delta is None else delta, enforced=self.enforced
-        )
 
 
 class Ledger:
@@ -100,9 +60,12 @@ class Ledger:
         enforced: Whether the caller checks the mechanisms' assumptions.
         block: Steps reserved by one line, at least 1.
         budget: Stops the run before the step that would exceed it.
+        witnesses: What other files know of the ledger; an older or another one is refused.
+        resumed_from: Digest of the checkpoint that the run goes back to; None for a new run. If the last line is a
+            clean stop at this checkpoint, what was paid for the whole run is not charged again (see `pay_once`).
 
     Raises:
-        LedgerCorrupt: The file was changed, cut or reordered.
+        LedgerCorrupt: The file was changed, cut or reordered, or contradicts a witness.
         ValueError: An old ledger has another mode, delta or enforcement.
     """
 
@@ -115,17 +78,20 @@ class Ledger:
         enforced: bool = False,
         block: int = 1,
         budget: Budget | None = None,
+        witnesses: Sequence[Witness] = (),
+        resumed_from: str | None = None,
     ) -> None:
         arguments.count(block=block)
         if mode not in ("experiment", "release"):
             raise ValueError(f"mode = {mode!r}: must be 'experiment' or 'release'")
         arguments.share(delta=delta)
-        self._journal = Journal(path)
+        self._journal = Journal(path, witnesses=witnesses)
         self._block, self._budget = block, budget
+        self._resumes = False
         opening = {"mode": mode, "delta": float(delta), "enforced": bool(enforced)}
         if not self._journal.entries:
             self._journal.append(opening)
-        self._content = _content(Path(path), self._journal.entries)
+        self._content = content_of(Path(path), self._journal.entries)
         kept = {key: getattr(self._content, key) for key in opening}
         if kept != opening:
             self._journal.close()
@@ -133,8 +99,11 @@ class Ledger:
                 f"{path}: the ledger was begun with {kept}, not {opening}; start a new run folder"
             )
         self._payments = list(self._content.payments)
-        self._coverage = _Coverage(self._payments)
+        self._coverage = Coverage(self._payments)
         self._credit: tuple[int, int, tuple[Mechanism, ...]] = (0, 0, ())
+        if self._content.stopped is not None:  # it counts for this opening only, used or not
+            self._resumes = self._content.stopped == resumed_from
+            self._journal.append({"resumed": {"checkpoint": resumed_from}})
 
     def __enter__(self) -> Self:
         return self
@@ -145,6 +114,11 @@ class Ledger:
     def close(self) -> None:
         """Give the file back."""
         self._journal.close()
+
+    @property
+    def position(self) -> Position:
+        """How far the file goes, for a witness."""
+        return self._journal.position
 
     @property
     def content(self) -> LedgerContent:
@@ -183,24 +157,66 @@ class Ledger:
                 return
         self._reserve(step, mechanisms, until)
 
-    def pay_once(self, name: str, *mechanisms: Mechanism) -> None:
-        """Make sure that something released once, before any step, is paid for (such as a label table).
+    def pay_once(self, name: str, *mechanisms: Mechanism, whole_run: bool = False) -> None:
+        """Make sure that something released once is paid for, such as a label table, or a budget for all steps.
 
-        In experiment mode the same name is paid once; in release mode every call is charged.
+        In experiment mode the same name is paid once. In release mode every call is charged, except for a payment for
+        the whole run in a process that resumes from the checkpoint of a clean stop: the steps so far and those to come
+        are one adaptive release under one budget, whose state the checkpoint holds, and nothing was computed since.
+
+        Args:
+            name: What the ledger calls it.
+            *mechanisms: What is released, at least one.
+            whole_run: Whether the steps of the run spend it little by little, and a checkpoint holds how much.
 
         Raises:
             BudgetExceeded: It would exceed the budget.
-            LedgerCorrupt: Experiment mode, and the name was paid for as something else.
+            LedgerCorrupt: It need not be charged again, but was paid for as something else.
         """
         _require_mechanisms(mechanisms)
         earlier = [payment for payment in self._payments if payment.name == name]
-        if earlier and self._content.mode == "experiment":
-            if earlier[0].mechanisms != mechanisms:
+        if earlier and (self._content.mode == "experiment" or (whole_run and self._resumes)):
+            if earlier[-1].mechanisms != mechanisms:
                 raise LedgerCorrupt(f"{self._journal.path}: {name!r} was paid for as another mechanism")
             return
         if self._budget:
+            if earlier and self._budget.would_exceed(self.content.mechanisms, mechanisms):
+                raise BudgetExceeded(
+                    f"budget: {name!r} was paid for, and the process that paid was killed or left no checkpoint of "
+                    f"all that it did. To resume would cost it again: more than epsilon {self._budget.epsilon:g} at "
+                    f"delta {self._budget.delta:g}; it was not taken. Start a new run folder"
+                )
             self._budget.require(self.content.mechanisms, mechanisms)
         self._write(Payment(first_step=None, steps=1, mechanisms=mechanisms, name=name))
+
+    def give_back(self) -> None:
+        """Return the steps that this process reserved and did not ask `pay` for; only in release mode.
+
+        In experiment mode a resumed run finds its reserved steps paid for and need not have them back.
+
+        Raises:
+            OSError: The line could not be written; the steps stay paid for.
+        """
+        start, end, _ = self._credit
+        self._credit = (0, 0, ())
+        if self._content.mode != "release" or start >= end or "first_step" not in self._journal.entries[-1]:
+            return
+        payment, kept = self._payments[-1], shortened(self._payments[-1], start, end - start)
+        self._journal.append({"returned": {"first_step": start, "steps": end - start}})
+        self._payments[-1] = kept
+        self._coverage.exchange(payment, kept)
+
+    def note_stop(self, step: int, checkpoint: str) -> None:
+        """Write that the run stopped cleanly; call it last, when nothing was computed that the checkpoint lacks.
+
+        Args:
+            step: Steps done.
+            checkpoint: Digest of the checkpoint that holds them.
+
+        Raises:
+            OSError: The line could not be written; a resumed run pays again.
+        """
+        self._journal.append({"stopped": {"step": step, "checkpoint": checkpoint}})
 
     def require_covers(self, steps: int) -> None:
         """Check that the steps computed so far, 0 to steps - 1, are all paid for.
@@ -255,73 +271,22 @@ class Ledger:
         self._coverage.add(payment)
 
 
-class _Coverage:
-    """Which steps are paid for, looked up by bisection."""
-
-    def __init__(self, payments: Sequence[Payment]) -> None:
-        self._firsts: list[int] = []
-        self._payments: list[Payment] = []
-        for payment in payments:
-            self.add(payment)
-
-    def add(self, payment: Payment) -> None:
-        if payment.first_step is None:
-            return
-        place = bisect.bisect_right(self._firsts, payment.first_step)
-        self._firsts.insert(place, payment.first_step)
-        self._payments.insert(place, payment)
-
-    def find(self, step: int) -> Payment | None:
-        place = bisect.bisect_right(self._firsts, step) - 1
-        if place < 0 or step >= self._firsts[place] + self._payments[place].steps:
-            return None
-        return self._payments[place]
-
-    def room(self, step: int, wanted: int) -> int:
-        """Steps from an unpaid one to the next paid one, at most those wanted."""
-        place = bisect.bisect_right(self._firsts, step)
-        return wanted if place == len(self._firsts) else min(wanted, self._firsts[place] - step)
-
-    def first_gap(self) -> int:
-        end = 0
-        for first, payment in zip(self._firsts, self._payments, strict=True):
-            if first > end:
-                break
-            end = max(end, first + payment.steps)
-        return end
-
-
-def read_ledger(path: str | Path) -> LedgerContent:
+def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> LedgerContent:
     """Read a ledger back, from the file or the run folder that holds it.
+
+    The ledger of a run folder is checked against its checkpoints by `training.load_run(folder).guarantees` and by
+    `opusim account run`; this function knows the ledger and its head only.
+
+    Args:
+        path: The file or the folder.
+        witnesses: What other files know of the ledger.
 
     Raises:
         FileNotFoundError: There is none.
-        LedgerCorrupt: It was changed, cut or reordered; the message names file and line.
+        LedgerCorrupt: It was changed, cut or reordered, or contradicts a witness; the message names file and line.
     """
     file = Path(path) / LEDGER_FILE if Path(path).is_dir() else Path(path)
-    return _content(file, read_journal(file))
-
-
-def _content(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
-    if not entries:
-        raise LedgerCorrupt(f"{path}: line 1: is missing: nothing was ever paid for")
-    payments = []
-    for number, entry in enumerate(entries, start=1):
-        try:
-            if number == 1:
-                mode, delta, enforced = entry["mode"], float(entry["delta"]), bool(entry["enforced"])
-            else:
-                payments.append(_payment(entry))
-        except (KeyError, ValueError, TypeError) as error:
-            raise LedgerCorrupt(f"{path}: line {number}: {error}") from error
-    return LedgerContent(mode=mode, delta=delta, enforced=enforced, payments=tuple(payments))
-
-
-def _payment(entry: dict[str, Any]) -> Payment:
-    mechanisms = tuple(mechanism_from_json(content) for content in entry["mechanisms"])
-    if "name" in entry:
-        return Payment(first_step=None, steps=1, mechanisms=mechanisms, name=entry["name"])
-    return Payment(first_step=entry["first_step"], steps=entry["steps"], mechanisms=mechanisms)
+    return content_of(file, read_journal(file, witnesses=witnesses))
 
 
 def _require_mechanisms(mechanisms: tuple[Mechanism, ...]) -> None:

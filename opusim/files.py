@@ -28,12 +28,33 @@ def is_private(folder: Path) -> bool:
     return not folder.stat().st_mode & _OTHERS
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents; inside a private folder they are private."""
-    if path.is_dir():
-        return
-    make_folder(path.parent)
-    path.mkdir(mode=0o700 if is_private(path.parent) else 0o777, exist_ok=True)
+def make_folder(path: Path, *, exclusive: bool = False) -> bool:
+    """Make a folder and its missing parents; inside a private folder they are private.
+
+    The folder that holds each new one is synced, so that a power cut keeps them.
+
+    Args:
+        path: The folder.
+        exclusive: Whether it must be new.
+
+    Returns:
+        Whether this call made it.
+
+    Raises:
+        FileExistsError: It is there and must be new, or a file is in its place.
+    """
+    if path.is_dir() and not exclusive:
+        return False
+    if not path.parent.is_dir():
+        make_folder(path.parent)
+    try:
+        path.mkdir(mode=0o700 if is_private(path.parent) else 0o777)
+    except FileExistsError:
+        if exclusive or not path.is_dir():
+            raise
+        return False
+    sync_folder(path.parent)
+    return True
 
 
 def make_private_folder(path: Path) -> None:
@@ -42,10 +63,21 @@ def make_private_folder(path: Path) -> None:
     Raises:
         OSError: It cannot be made, or belongs to another user.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, exist_ok=True)
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+        sync_folder(path.parent)
     if not is_private(path):
         path.chmod(0o700)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def open_to_write(path: Path, flags: int) -> int:

@@ -8,13 +8,14 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from accounting.errors import BudgetExceeded
+from accounting.journal import Position
 from accounting.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.errors import DeviceError
@@ -26,9 +27,16 @@ from training.data import Dataset
 from training.data.samplers import Sampler
 from training.errors import RunFolderError, RunInterrupted, TrainingDiverged
 from training.optimizers import set_learning_rate
-from training.runs.checkpoints import list_checkpoints, read_checkpoint, restore, save_checkpoint
+from training.runs.checkpoints import (
+    list_checkpoints,
+    read_checkpoint,
+    reseal_checkpoint,
+    restore,
+    save_checkpoint,
+)
 from training.runs.evaluation import evaluate_split
 from training.runs.folder import RunFolder
+from training.runs.seal import Seal, read_header
 from training.trainer import StepRecord, Trainer
 
 _OBSERVED_STEPS = 5
@@ -103,16 +111,33 @@ class Engine:
         self._sums = _EpochSums(dataset.train.x.device)
         self._earlier_usage = Usage()
         self._epoch_started = time.perf_counter()
+        self._files: Mapping[str, str | None] = {}
+        self._ledger: Ledger | None = None
 
-    def resume(self) -> None:
+    def begin(self, configuration: bytes) -> None:
+        """Write the first checkpoint of a new run.
+
+        Args:
+            configuration: The content that `config.json` will have.
+        """
+        self._files = self._folder.digests(configuration)
+        self.checkpoint()
+
+    def resume(self, *, moved: bool = False) -> str:
         """Go back to the newest checkpoint.
 
+        Args:
+            moved: Whether the user confirms that this folder, and no copy of it, goes on.
+
+        Returns:
+            Digest of that checkpoint.
+
         Raises:
-            RunFolderError: There is none, it is damaged, or it is of another network or configuration.
+            RunFolderError: There is none, it is damaged, it is of another network or configuration, or a file of the
+                folder was changed.
         """
+        seal = self._folder.require_resumable(moved=moved).seal
         checkpoints = list_checkpoints(self._folder.checkpoints)
-        if not checkpoints:
-            raise RunFolderError(f"run folder {self._folder.path} has no checkpoint left; start a new folder")
         checkpoint = read_checkpoint(checkpoints[-1])
         if checkpoint.progress.get("identity") != self._identity:
             raise RunFolderError(
@@ -123,14 +148,19 @@ class Engine:
         self._step = checkpoint.step
         self._sums.load(checkpoint.progress["sums"])
         self._earlier_usage = Usage.from_json(checkpoint.progress["usage"])
-        self._folder.drop_metrics_after(self._step)
+        if seal is not None:
+            self._folder.drop_metrics_behind(seal)
+        return checkpoint.header.digest
 
-    def run(self, ledger: Ledger, mechanisms: Sequence[Mechanism]) -> dict[str, Any]:
+    def run(
+        self, ledger: Ledger, mechanisms: Sequence[Mechanism], interrupted: threading.Event
+    ) -> dict[str, Any]:
         """Train to the end and write the summary, which is returned.
 
         Args:
             ledger: Where every step is paid for before it is computed.
             mechanisms: What one step releases; none where everything was paid for before.
+            interrupted: Looked at after each step; set by Ctrl-C (see `deferred_interrupt`).
 
         Raises:
             BudgetExceeded: The next step would cost more than the budget; the run ends here, with its summary.
@@ -140,26 +170,61 @@ class Engine:
             DeviceError: The device failed; a checkpoint of the steps before was written first.
             OSError: The disk is full or not writable; the last checkpoint is kept.
         """
+        self._ledger = ledger
         if self._watcher:
             self._watcher.on_start(step=self._step, total_steps=self.total_steps)
         self._epoch_started = time.perf_counter()
         if mechanisms:
             ledger.require_covers(self._step)
-        with _deferred_interrupt() as interrupted:
-            while self._step < self.total_steps:
-                if mechanisms:
-                    self._pay(ledger, mechanisms)
-                self._advance_or_keep()
-                if interrupted.is_set() and self._step < self.total_steps:
-                    self.checkpoint()
-                    raise RunInterrupted(
-                        f"stopped after step {self._step} of {self.total_steps}; a checkpoint was written, go on "
-                        f"with: opusim train resume {self._folder.path} (from Python: training.train(folder=..., "
-                        "resume=True), with the same data and model if they were given)"
-                    )
+        self._seal_what_was_paid(ledger)
+        try:
+            self._train(ledger, mechanisms, interrupted)
+        except Exception:
+            with suppress(OSError):  # the error that ended the run is the one to report
+                ledger.give_back()
+            raise
         summary = self._summary()
-        self._folder.finish(summary)
+        self._folder.finish(summary, ledger.position)
         return summary
+
+    def _train(self, ledger: Ledger, mechanisms: Sequence[Mechanism], interrupted: threading.Event) -> None:
+        """Do the steps that are left, or those until Ctrl-C."""
+        while self._step < self.total_steps:
+            if mechanisms:
+                self._pay(ledger, mechanisms)
+            self._advance_or_keep(ledger, paid_at_start=not mechanisms)
+            if interrupted.is_set() and self._step < self.total_steps:
+                self._stop_cleanly(ledger, paid_at_start=not mechanisms)
+                raise RunInterrupted(
+                    f"stopped after step {self._step} of {self.total_steps}; a checkpoint was written, go on "
+                    f"with: opusim train resume {self._folder.path} (from Python: training.train(folder=..., "
+                    "resume=True), with the same data and model if they were given)"
+                )
+
+    def _seal_what_was_paid(self, ledger: Ledger) -> None:
+        """Have the newest checkpoint know the labels and payments that are newer than it, before a step is computed.
+
+        Else a run that is killed before its next checkpoint could be resumed with the ledger that it began with.
+        """
+        self._files = self._folder.digests()
+        newest = list_checkpoints(self._folder.checkpoints)[-1]
+        seal = self._seal()
+        if ledger.content.payments and seal != read_header(newest).seal:
+            reseal_checkpoint(newest, seal)
+
+    def _seal(self) -> Seal:
+        position = Position() if self._ledger is None else self._ledger.position
+        return self._folder.seal(self._files, position, bound=self._private)
+
+    def _stop_cleanly(self, ledger: Ledger, *, paid_at_start: bool) -> None:
+        """Return what was reserved, keep the steps done, and tell the ledger, so that a resumed run need not pay twice.
+
+        No step was begun whose result the checkpoint lacks; a step in which the device failed has no result.
+        """
+        ledger.give_back()
+        digest = self.checkpoint()
+        if paid_at_start and self._private:
+            ledger.note_stop(self._step, digest)
 
     def _pay(self, ledger: Ledger, mechanisms: Sequence[Mechanism]) -> None:
         """Have the next step on record; a spent budget ends the run."""
@@ -167,13 +232,13 @@ class Engine:
             ledger.pay(self._step, *mechanisms, until=self.total_steps)
         except BudgetExceeded as error:
             self.checkpoint()
-            self._folder.finish(self._summary() | {"stopped": str(error)})
+            self._folder.finish(self._summary() | {"stopped": str(error)}, ledger.position)
             raise BudgetExceeded(
                 f"{error}; training ended after step {self._step} of {self.total_steps}, whose model is in "
                 f"{self._folder.path}"
             ) from error
 
-    def _advance_or_keep(self) -> None:
+    def _advance_or_keep(self, ledger: Ledger, *, paid_at_start: bool) -> None:
         """Do one step; a device that fails in it leaves a checkpoint of the steps before, so that none is lost.
 
         A step reads its device before it changes the model. Where it did not (a module of one's own that reads
@@ -184,7 +249,7 @@ class Engine:
         except DeviceError as error:
             kept = "all before it are kept"
             if self._trainer.intact:
-                self.checkpoint()
+                self._stop_cleanly(ledger, paid_at_start=paid_at_start)
             else:
                 newest = list_checkpoints(self._folder.checkpoints)[-1]
                 kept = f"and broke off amid the parameters, so that those of {newest.stem} are kept"
@@ -238,10 +303,10 @@ class Engine:
             figures |= {f"validation_{key}": value for key, value in validation.items()}
         return figures | self._sums.diagnostics() | _rounded(self._usage())
 
-    def checkpoint(self) -> None:
-        """Write a checkpoint of the steps done so far."""
+    def checkpoint(self) -> str:
+        """Write a checkpoint of the steps done so far; returns its digest."""
         self._trainer.before_checkpoint()
-        save_checkpoint(
+        header = save_checkpoint(
             self._folder.checkpoints,
             step=self._step,
             trainer=self._trainer,
@@ -251,8 +316,10 @@ class Engine:
                 "sums": self._sums.dump(),
                 "usage": self._usage().to_json(),
             },
+            seal=self._seal(),
             keep=self._keep,
         )
+        return header.digest
 
     def _usage(self) -> Usage:
         """The device's usage, which tells batch sizes: none of it in a private run."""
@@ -341,8 +408,12 @@ class _EpochSums:
 
 
 @contextmanager
-def _deferred_interrupt() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into an event that is looked at between steps; a second one acts at once."""
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into an event that is looked at between steps; a second one acts at once.
+
+    It begins before the ledger is opened, which uses up a clean stop: a process that then ended without another one
+    could not be resumed under a label budget.
+    """
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event

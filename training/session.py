@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.records import OWN_ARRAYS
 from training.data.samplers import Sampler
-from training.engine import Engine, Watcher
+from training.engine import Engine, Watcher, deferred_interrupt
 from training.errors import RunFolderError
-from training.family import family_of
+from training.family import TrainerFamily, family_of
 from training.networks.base import Network
 from training.protections.plan import budget_of
 from training.runs.folder import RunFolder, facts_equal, own_folder, versions
@@ -53,6 +54,7 @@ def train(
     model: nn.Module | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
+    moved: bool = False,
     settings: Sequence[str] = (),
     watcher: Watcher | None = None,
 ) -> Run:
@@ -68,6 +70,8 @@ def train(
         folder: The run folder; None takes a new one under ./runs.
         resume: Go on with the unfinished run in `folder`, under its own configuration; data and model are given
             again if they were given at first.
+        moved: Confirms, if a release run is resumed from a folder that was moved or restored by copying, that no
+            other copy was or will be resumed: no ledger counts what two copies release.
         settings: Lines "key=value" over the configuration.
         watcher: Who is told of progress.
 
@@ -84,18 +88,19 @@ def train(
         resolved, data, model = family_of(resolved.trainer.kind).own_parts(resolved)
     if data is not None:
         resolved = _with_own_data(resolved, data)
-    run_folder = RunFolder(own_folder(Path(folder) if folder is not None else _new_folder(resolved)))
+    run_folder = None if folder is None else RunFolder(own_folder(Path(folder)))
     records = load_data(resolved, data)
-    return train_on(resolved, records, run_folder, model=model, resume=resume, watcher=watcher)
+    return train_on(resolved, records, run_folder, model=model, resume=resume, moved=moved, watcher=watcher)
 
 
 def train_on(
     config: RunConfig,
     records: Dataset,
-    folder: RunFolder,
+    folder: RunFolder | None,
     *,
     model: nn.Module | None = None,
     resume: bool = False,
+    moved: bool = False,
     watcher: Watcher | None = None,
 ) -> Run:
     """Train under a resolved configuration on records that are in memory already; see `train`.
@@ -103,53 +108,102 @@ def train_on(
     Args:
         config: The configuration; where a run goes on, the one that its folder holds.
         records: The data set that it names.
-        folder: The run folder.
+        folder: The run folder; None takes a new one under ./runs.
         model: See `train`.
         resume: See `train`.
+        moved: See `train`.
         watcher: See `train`.
     """
-    resolved, run_folder = _ready(config), folder
-    if resume:
-        _check_keys(run_folder, resolved)
-    dataset = in_components(resolved, records, run_folder if resume else None)
-    family = family_of(resolved.trainer.kind)
-    network = family.network(resolved, dataset, model)
-    description = _description(resolved, run_folder if resume else None)
-    sampler = configured_sampler(resolved, dataset)
-    family.require_covered(resolved, dataset, sampler)
-    resolved = family.with_noise(resolved, network, sampler)
+    resolved = _ready(config)
     private = resolved.mode == "release"
-    with (
-        run_folder.writing(new=not resume, private=private),
-        torch_threads(resolved.threads) as threads,
-    ):
-        resolved = resolved.model_copy(update={"threads": threads})
-        with opened_device(resolved, family.device_shape(resolved, network), description) as device:
-            network.model.to(resolved.torch_device)
-            trainer = family.trainer(resolved, network, dataset, device)
-            facts = _facts(resolved, dataset, network, description, device)
-            engine = _engine(resolved, trainer, dataset, sampler, run_folder, watcher)
+    if resume:
+        if folder is None:
+            raise RunFolderError(_NO_FOLDER)
+        with folder.writing(new=False, private=private):
+            folder.require_resumable(moved=moved)
+            _check_keys(folder, resolved)
+            _train_in(folder, _parts(resolved, records, folder, model), watcher, resume=True, moved=moved)
+    else:
+        parts = _parts(resolved, records, None, model)
+        folder = folder or _new_folder(resolved)
+        with folder.writing(new=True, private=private):
+            _train_in(folder, parts, watcher, resume=False, moved=False)
+    return load_run(folder.path, model=model)
+
+
+_NO_FOLDER = "resume needs the folder of the run to go on with"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """What a run is made of before its folder is touched."""
+
+    config: RunConfig
+    family: TrainerFamily[Any]
+    dataset: Dataset
+    network: Network
+    description: DeviceDescription | None
+    sampler: Sampler
+
+
+def _parts(config: RunConfig, records: Dataset, resumed: RunFolder | None, model: nn.Module | None) -> _Parts:
+    """Build and check the parts of a run; those that a resumed run's folder holds are read from there."""
+    dataset = in_components(config, records, resumed)
+    family = family_of(config.trainer.kind)
+    network = family.network(config, dataset, model)
+    description = _description(config, resumed)
+    sampler = configured_sampler(config, dataset)
+    family.require_covered(config, dataset, sampler)
+    return _Parts(
+        config=family.with_noise(config, network, sampler),
+        family=family,
+        dataset=dataset,
+        network=network,
+        description=description,
+        sampler=sampler,
+    )
+
+
+def _train_in(
+    folder: RunFolder, parts: _Parts, watcher: Watcher | None, *, resume: bool, moved: bool
+) -> None:
+    """Train in a folder whose lock is held."""
+    config, family, network, dataset = parts.config, parts.family, parts.network, parts.dataset
+    with torch_threads(config.threads) as threads:
+        config = config.model_copy(update={"threads": threads})
+        with opened_device(config, family.device_shape(config, network), parts.description) as device:
+            network.model.to(config.torch_device)
+            trainer = family.trainer(config, network, dataset, device)
+            facts = _facts(config, dataset, network, parts.description, device)
+            engine = _engine(config, trainer, dataset, parts.sampler, folder, watcher)
+            resumed_from = None
             if resume:
-                _check_same(run_folder, facts)
-                engine.resume()
-                if device is not None and run_folder.baseline_file.exists():
-                    device.compare_with(Baseline.from_array(read_array(run_folder.baseline_file)))
+                _check_same(folder, facts)
+                resumed_from = engine.resume(moved=moved)
+                if device is not None and folder.baseline_file.exists():
+                    device.compare_with(Baseline.from_array(read_array(folder.baseline_file)))
             else:
-                family.begin(resolved, trainer)
-                engine.checkpoint()  # before the configuration, so that a run once begun can always go on
-                if dataset.components is not None:
-                    write_array(run_folder.components_file, dataset.components.to_array())
-                if device is not None and device.baseline is not None:
-                    write_array(run_folder.baseline_file, device.baseline.to_array())
-                run_folder.begin(resolved, facts)
-            with _ledger(resolved, run_folder) as ledger:
+                family.begin(config, trainer)
+                _begin(folder, engine, dataset, device, folder.configuration(config, facts))
+            with deferred_interrupt() as interrupted, _ledger(config, folder, resumed_from) as ledger:
                 family.pay_at_start(
-                    resolved, trainer, dataset, device, ledger, run_folder, steps=engine.total_steps
+                    config, trainer, dataset, device, ledger, folder, steps=engine.total_steps
                 )
                 noise = None if device is None else device.stated_noise
-                mechanisms = family.step_mechanisms(resolved, network, sampler, noise)
-                engine.run(ledger, mechanisms)
-    return load_run(run_folder.path, model=model)
+                mechanisms = family.step_mechanisms(config, network, parts.sampler, noise)
+                engine.run(ledger, mechanisms, interrupted)
+
+
+def _begin(
+    folder: RunFolder, engine: Engine, dataset: Dataset, device: NoisyDevice | None, configuration: bytes
+) -> None:
+    """Write what a new run begins with; the configuration last, so that a run once begun can always be resumed."""
+    if dataset.components is not None:
+        write_array(folder.components_file, dataset.components.to_array())
+    if device is not None and device.baseline is not None:
+        write_array(folder.baseline_file, device.baseline.to_array())
+    engine.begin(configuration)
+    folder.begin(configuration)
 
 
 def _stored(config: object, settings: Sequence[str], folder: str | Path | None) -> RunConfig:
@@ -160,8 +214,11 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
             "or start a new folder with them"
         )
     if folder is None:
-        raise RunFolderError("resume needs the folder of the run to go on with")
-    return RunFolder(own_folder(Path(folder))).read_config()
+        raise RunFolderError(_NO_FOLDER)
+    run_folder = RunFolder(own_folder(Path(folder)))
+    run_folder.read_facts()
+    run_folder.require_sealed()
+    return run_folder.read_config()
 
 
 def _ready(config: RunConfig) -> RunConfig:
@@ -178,13 +235,14 @@ def _with_own_data(config: RunConfig, data: Arrays | Dataset) -> RunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update=changes)})
 
 
-def _new_folder(config: RunConfig) -> Path:
-    """A folder name that is not taken: runs/pdfa-digits-1, -2, ..."""
+def _new_folder(config: RunConfig) -> RunFolder:
+    """A new folder of a name that no other process has: runs/pdfa-digits-1, -2, ..."""
     stem = f"{config.trainer.kind}-{config.data.name}"
-    number = 1
-    while (Path("runs") / f"{stem}-{number}").exists():
-        number += 1
-    return Path("runs") / f"{stem}-{number}"
+    for number in itertools.count(1):
+        folder = RunFolder.claimed(own_folder(Path("runs") / f"{stem}-{number}"))
+        if folder is not None:
+            return folder
+    raise AssertionError("itertools.count ended")
 
 
 def _description(config: RunConfig, resumed: RunFolder | None) -> DeviceDescription | None:
@@ -287,7 +345,7 @@ def _engine(
     )
 
 
-def _ledger(config: RunConfig, folder: RunFolder) -> Ledger:
+def _ledger(config: RunConfig, folder: RunFolder, resumed_from: str | None) -> Ledger:
     """The run's ledger; a release run loses what is left of a block when it is killed, so its blocks are small."""
     return Ledger(
         folder.ledger_file,
@@ -296,4 +354,6 @@ def _ledger(config: RunConfig, folder: RunFolder) -> Ledger:
         enforced=True,
         block=_STEPS_PAID_AT_ONCE[config.mode],
         budget=budget_of(config),
+        witnesses=folder.witnesses(),
+        resumed_from=resumed_from,
     )

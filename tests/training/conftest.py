@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+
+from training.runs.checkpoints import list_checkpoints, reseal_checkpoint
+from training.runs.folder import RunFolder
+from training.runs.seal import read_header
 
 
 class StopAt:
@@ -36,6 +43,19 @@ class CtrlCAt(StopAt):
 @pytest.fixture(scope="session")
 def ctrl_c_at() -> type[StopAt]:
     return CtrlCAt
+
+
+def _reseal(folder: Path) -> None:
+    newest = list_checkpoints(folder / "checkpoints")[-1]
+    seal = read_header(newest).seal
+    assert seal is not None
+    reseal_checkpoint(newest, replace(seal, files=RunFolder(folder).digests()))
+
+
+@pytest.fixture(scope="session")
+def reseal() -> Callable[[Path], None]:
+    """Has the newest checkpoint of a folder know its files as they are, as if the run had been begun with them."""
+    return _reseal
 
 
 @pytest.fixture(scope="session")

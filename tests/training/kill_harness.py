@@ -24,7 +24,7 @@ from training.runs.folder import RunFolder
 from training.zo.replay import replay
 
 TOUCHES = ("write", "fsync", "replace", "ftruncate")
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "epochs": 2,
     "threads": 1,
     "seed": 3,
@@ -34,7 +34,11 @@ CONFIG = {
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "pdfa": CONFIG,
+    "pdfa": {  # with components and labels kept in the folder
+        **CONFIG,
+        "data": {"n_classes": 3, "components": 6},
+        "protection": {"kind": "label-once", "epsilon": 2.0},
+    },
     "ulr": {
         **CONFIG,
         "optimizer": {"name": "adam"},

@@ -5,7 +5,9 @@ this one warm process. How often a step was computed is counted in memory that t
 that a kill loses none. Prints one line per moment that fails and a closing count; exits with 1 if any failed.
 
 Without a seed the moments are enumerated: before every call that touches the disk, within every write, before and after
-every step; then an engine that pays after the step must be noticed. With a seed they are 100 moments of a clock.
+every step; also in a release run that Ctrl-C stops after its first step, which returns what it reserved, and that is
+resumed. Then an engine that pays after the step, and a clean stop that returns a computed step, must be noticed. With a
+seed they are 100 moments of a clock.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import training
 from accounting.ledger import Ledger, read_ledger
 from training import session
 from training.engine import Engine
+from training.errors import RunInterrupted
 from training.feedback.trainer import FeedbackTrainer
 from training.runs.folder import RunFolder
 
@@ -55,12 +58,34 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return np.random.default_rng(0).normal(size=(8 * STEPS, 4)), np.arange(8 * STEPS) % 3
 
 
-def train(folder: Path, mode: str, epochs: int = 1) -> None:
+class PressesCtrlC:
+    """A watcher who presses Ctrl-C after the first step."""
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        pass
+
+    def on_step(self, *, step: int) -> None:
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        pass
+
+
+def train(folder: Path, mode: str, epochs: int = 1, watcher: PressesCtrlC | None = None) -> None:
     """Begin the run, or go on with it."""
     resume = RunFolder(folder).started
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     settings = None if resume else config(mode, epochs)
-    training.train(settings, data=data(), model=model, folder=folder, resume=resume)
+    training.train(settings, data=data(), model=model, folder=folder, resume=resume, watcher=watcher)
+
+
+def train_with_a_stop(folder: Path, mode: str) -> None:
+    """Begin the run, stop it cleanly after its first step, and go on with it."""
+    try:
+        train(folder, mode, watcher=PressesCtrlC())
+    except RunInterrupted:
+        train(folder, mode)
 
 
 class Counts:
@@ -68,6 +93,11 @@ class Counts:
 
     def __init__(self, steps: int) -> None:
         self._shared = mmap.mmap(-1, steps)
+
+    @property
+    def total(self) -> int:
+        """Steps that were computed, repetitions counted."""
+        return sum(self._shared[:])
 
     def clear(self) -> None:
         self._shared[:] = bytes(len(self._shared))
@@ -148,18 +178,28 @@ def status_of(work: Callable[[], None]) -> int:
     return os.waitpid(child_of(work), 0)[1]
 
 
-def enumerated(root: Path, mode: str, counts: Counts, *, only: str = "w.s") -> Iterator[tuple[str, str]]:
+def enumerated(
+    root: Path,
+    mode: str,
+    counts: Counts,
+    *,
+    only: str = "w.s",
+    work: Callable[[Path, str], None] = train,
+) -> Iterator[tuple[str, str]]:
     """Every moment of a run, and what went wrong there ("" for nothing)."""
 
     def unbroken() -> None:
         killer = Killer(None, "")
-        train(root / "unbroken", mode)
+        work(root / "unbroken", mode)
         (root / "touches").write_text(killer.kinds)
 
     root.mkdir()
+    counts.clear()
     if status_of(unbroken) != 0:
         yield "unbroken", "the unbroken run failed"
         return
+    steps = sum(payment.steps for payment in read_payments(root / "unbroken"))
+    yield "unbroken", "" if steps == counts.total == STEPS else f"{steps} paid for, {counts.total} computed"
     kinds = (root / "touches").read_text()
     moments = [(n, "before") for n in range(len(kinds))] + [(len(kinds) - 1, "after")]
     moments += [(n, "within") for n, kind in enumerate(kinds) if kind == "w"]
@@ -172,9 +212,9 @@ def enumerated(root: Path, mode: str, counts: Counts, *, only: str = "w.s") -> I
 
         def killed(folder: Path = folder, target: int = target, when: str = when) -> None:
             Killer(target, when)
-            train(folder, mode)
+            work(folder, mode)
 
-        name = f"{mode}, moment {target} ({when})"
+        name = f"{root.name}, moment {target} ({when})"
         if not os.WIFSIGNALED(status_of(killed)):
             yield name, "the child was not killed"
             continue
@@ -230,6 +270,18 @@ def pay_after_the_step() -> None:
     Engine._pay, Engine._advance = remember, compute_then_pay  # type: ignore[method-assign]
 
 
+def return_one_step_too_many() -> None:
+    """Another fault: the step that was computed last is returned with those that were not."""
+    give_back = Ledger.give_back
+
+    def too_much(ledger: Ledger) -> None:
+        start, end, held = ledger._credit
+        ledger._credit = (start - (start < end), end, held)
+        give_back(ledger)
+
+    Ledger.give_back = too_much  # type: ignore[method-assign]
+
+
 def main() -> int:
     root, seed = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
     torch.set_num_threads(1)
@@ -238,9 +290,10 @@ def main() -> int:
     counts = Counts(STEPS * LONG)
     counts.watch()
     attempts = failures = 0
-    for mode in MODES:
+    stopped = enumerated(root / "stopped", "release", counts, work=train_with_a_stop)
+    for mode in (*MODES, "stopped") if seed is None else MODES:
         if seed is None:
-            results = enumerated(root / mode, mode, counts)
+            results = stopped if mode == "stopped" else enumerated(root / mode, mode, counts)
         else:
             results = at_random(root / mode, mode, counts, 50, random.Random(f"{seed} {mode}"))
         for name, problem in results:
@@ -249,6 +302,10 @@ def main() -> int:
             if problem:
                 print(f"{name}: {problem}")
     if seed is None:
+        return_one_step_too_many()
+        if not next(enumerated(root / "generous", "release", counts, work=train_with_a_stop))[1]:
+            print("a clean stop that returns a computed step was not noticed")
+            failures += 1
         pay_after_the_step()
         if not any(problem for _, problem in enumerated(root / "planted", "release", counts, only="s")):
             print("an engine that pays after the step was not noticed")

@@ -67,7 +67,7 @@ def test_a_released_run_keeps_no_private_figure(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for record in (run / "metrics.jsonl").read_text().splitlines():
         assert set(json.loads(record)) == {"schema_version", "epoch", "step"}
-    assert set(json.loads((run / "summary.json").read_text())) == {"schema_version", "steps"}
+    assert set(json.loads((run / "summary.json").read_text())) == {"schema_version", "steps", "seal"}
     assert not (run / "timing.jsonl").exists()
     assert "fingerprint" not in (run / "config.json").read_text()
     audited = opusim("audit", "run", "--trials", "40", cwd=tmp_path)

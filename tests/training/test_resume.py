@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
@@ -145,13 +146,13 @@ def test_a_configuration_changed_by_hand_is_refused(tmp_path: Path, ctrl_c_at: t
         training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"lr": 0.01', '"lr": 0.5'))
-    with pytest.raises(RunFolderError, match="not the configuration that step-0000000002"):
+    with pytest.raises(RunFolderError, match="config.json is not the file that checkpoint step-0000000002"):
         training.train(data=data(), folder=tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
 def test_a_run_begun_before_a_key_was_there_names_key_and_version(
-    tmp_path: Path, ctrl_c_at: type, mode: str
+    tmp_path: Path, ctrl_c_at: type, mode: str, reseal: Callable[[Path], None]
 ) -> None:
     with pytest.raises(RunInterrupted):
         training.train({**CONFIG, "mode": mode}, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
@@ -161,19 +162,24 @@ def test_a_run_begun_before_a_key_was_there_names_key_and_version(
     facts["versions"]["opusim"] = "0.0.1"
     del facts["config"]["data"]["whitening"], facts["config"]["trainer"]["through_clip"]
     path.write_text(json.dumps(facts))
+    reseal(tmp_path)
     message = "begun by opusim 0.0.1, whose configuration had no data.whitening, trainer.through_clip; resume it with"
     with pytest.raises(RunFolderError, match=message):
         training.train(data=data(), folder=tmp_path, resume=True)
     assert training.load_run(tmp_path).step == 2  # it can be read all the same
     path.write_text(whole)
+    reseal(tmp_path)
     training.train(data=data(), folder=tmp_path, resume=True)
 
 
-def test_other_versions_are_warned_about(tmp_path: Path, ctrl_c_at: type) -> None:
+def test_other_versions_are_warned_about(
+    tmp_path: Path, ctrl_c_at: type, reseal: Callable[[Path], None]
+) -> None:
     with pytest.raises(RunInterrupted):
         training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "0.1"'))
+    reseal(tmp_path)
     with pytest.warns(UserWarning, match="other versions of torch"):
         training.train(data=data(), folder=tmp_path, resume=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -216,12 +217,15 @@ def test_folders_without_a_run_are_named(tmp_path: Path) -> None:
         training.train(folder=tmp_path, resume=True)
 
 
-def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path, reseal: Callable[[Path], None]) -> None:
     training.train(CONFIG, data=data(), folder=tmp_path / "small")
     training.train({**CONFIG, "model": {"hidden": [9]}}, data=data(), folder=tmp_path / "large")
     (source,) = (tmp_path / "large" / "checkpoints").glob("*8.safetensors")
     (target,) = (tmp_path / "small" / "checkpoints").glob("*8.safetensors")
     target.write_bytes(source.read_bytes())
+    with pytest.raises(RunFolderError, match="or the checkpoint is of another run"):
+        training.load_run(tmp_path / "small")
+    reseal(tmp_path / "small")
     with pytest.raises(RunFolderError, match="another network: layer1.bias has shape .9. there and .8. here"):
         training.load_run(tmp_path / "small")
 

@@ -16,7 +16,6 @@ from accounting.audit import AuditPlan, audit
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
-from accounting.ledger import read_ledger
 from opusim import checks
 from opusim.description import parse_description
 from opusim.files import make_private_folder
@@ -100,7 +99,7 @@ def audit_run(
     folder = RunFolder(path)
     audit_file = _audit_file(folder, None if out is None else Path(out))
     parts = read_parts(folder, data, model)
-    stated = read_ledger(folder.ledger_file).guarantees(delta=delta)
+    stated = folder.read_ledger().guarantees(delta=delta)
     wanted = parts.config.protection.delta if delta is None else delta
     control = parts.family.record_protected(parts.config, _CONTROL_NOISE)
     subjects = [(Role.RUN, parts.config), (Role.PROTECTED, control), (Role.BROKEN, control)]
@@ -155,7 +154,9 @@ def _audit_file(folder: RunFolder, out: Path | None) -> Path:
 
 def read_parts(folder: RunFolder, data: Arrays | Dataset | None, model: nn.Module | None = None) -> RunParts:
     """What a run folder says of its run; see `audit_run` for the errors."""
-    facts, config = folder.read_facts(), folder.read_config()
+    facts = folder.read_facts()
+    folder.require_sealed()
+    config = folder.read_config()
     if config.protection.kind.startswith("label"):
         raise NoGuarantee(
             f"protection.kind = {config.protection.kind!r} protects labels and takes the features for public; this "

@@ -10,7 +10,7 @@ import typer
 from accounting.cli import app as account_app
 from opusim.cli import app as device_app
 from opusim.errors import DeviceError, OpusimError
-from training.cli import convex, curve, device_privacy, feedback, resuming, runs, tune, ulr, zo
+from training.cli import account_run, convex, curve, device_privacy, feedback, resuming, runs, tune, ulr, zo
 
 app = typer.Typer(
     name="opusim",
@@ -40,6 +40,7 @@ resuming.mount(train_app)
 runs.mount(app)
 tune.mount(app)
 curve.mount(app)
+account_run.mount(account_app)
 device_privacy.mount(account_app)
 
 

@@ -10,7 +10,7 @@ import typer
 from opusim.description import parse_description
 from opusim.presence import require_present
 from training.cli.options import Quiet
-from training.cli.training_runs import watched
+from training.cli.training_runs import caution, watched
 
 
 def mount(train_app: typer.Typer) -> None:
@@ -22,16 +22,30 @@ def mount(train_app: typer.Typer) -> None:
 def train_resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that was stopped or killed.")],
     quiet: Quiet = False,
+    moved: Annotated[
+        bool,
+        typer.Option(
+            "--moved",
+            help="Confirm that a release run's folder was moved by copying it, and that no other copy is resumed.",
+        ),
+    ] = False,
 ) -> None:
     """Go on with a run that was stopped or killed, from its newest checkpoint."""
     from training.runs.folder import RunFolder
     from training.session import train
 
     folder = RunFolder(run)
-    kind, device = folder.read_config().trainer.kind, folder.read_facts()["device"]
+    device = folder.read_facts()["device"]
+    folder.require_sealed()
+    config = folder.read_config()
     if device is not None:
         require_present(parse_description(str(folder.config_file), device))
-    watched(kind, quiet, lambda watcher: train(folder=run, resume=True, watcher=watcher))
+    caution(config)
+    watched(
+        config.trainer.kind,
+        quiet,
+        lambda watcher: train(folder=run, resume=True, moved=moved, watcher=watcher),
+    )
 
 
 def train_options() -> None:

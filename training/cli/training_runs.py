@@ -13,6 +13,7 @@ from opusim.errors import ConfigError
 from opusim.presence import require_present
 
 if TYPE_CHECKING:
+    from training.config.run import RunConfig
     from training.engine import Watcher
     from training.runs.run import Run
 
@@ -94,7 +95,27 @@ def train_configured(
         require_present(load_description(resolved.device.name, resolved.device.overrides))
     from training.session import train
 
+    caution(resolved)
     watched(resolved.trainer.kind, quiet, lambda watcher: train(resolved, folder=out, watcher=watcher))
+
+
+def caution(config: RunConfig) -> None:
+    """Say on standard error, before a release run under a budget begins, what a kill would cost."""
+    options = config.protection
+    if config.mode != "release" or options.epsilon is None or options.kind not in _COSTS_OF_A_KILL:
+        return
+    typer.echo(f"release mode: stop it with Ctrl-C only; {_COSTS_OF_A_KILL[options.kind]}", err=True)
+
+
+_STEPS_LOST = (
+    "a kill or a power cut makes it pay again for the steps since its last checkpoint, and for up to 15 that it "
+    "reserved, so that its budget may end before its last epoch"
+)
+_COSTS_OF_A_KILL = {
+    "record": _STEPS_LOST,
+    "label-amplified": _STEPS_LOST,
+    "label": "a kill or a power cut ends it, because its label budget would be spent a second time",
+}
 
 
 def watched(kind: str, quiet: bool, work: Callable[[Watcher | None], Run]) -> None:

@@ -110,13 +110,16 @@ def make_record_protection(
 
 
 def pay_for_budget(config: RunConfig, ledger: Ledger) -> None:
-    """Pay for a budget that covers the whole run; a release run that goes on spends it again.
+    """Pay for a budget that covers the whole run; a release run that was killed spends it again.
+
+    What each record has spent is in the checkpoint (`BudgetedLabels.state`), so a run that stopped cleanly is resumed
+    under the same budget.
 
     Raises:
         BudgetExceeded: It was spent before.
     """
     if config.protection.kind == "label":
-        ledger.pay_once(_BUDGET, label_budget(config))
+        ledger.pay_once(_BUDGET, label_budget(config), whole_run=True)
 
 
 def make_noisy_labels(

@@ -1,15 +1,14 @@
 """Checkpoints: one safetensors file each, replaced at once, with its facts as JSON in the header.
 
-Nothing in a checkpoint executes when it is read. The header holds schema version, step, the engine's
-running sums and a digest of the tensors, so a damaged or cut file is noticed.
+Nothing in a checkpoint executes when it is read. The header (`training.runs.seal`) holds schema version, step, the
+engine's running sums, a digest of the tensors, what the other files of the run were, and a digest of all that.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from opusim.files import parse_json, require_regular
 from training.averaging import TailAverage
 from training.errors import RunFolderError
 from training.optimizers import load_optimizer_tensors, optimizer_tensors
+from training.runs.seal import REMEDY, Header, Seal, read_header
+from training.runs.seal import checkpoint_path as checkpoint_path
+from training.runs.seal import list_checkpoints as list_checkpoints
 from training.runs.storage import write_file
 from training.trainer import Trainer
-
-SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,23 +32,26 @@ class Checkpoint:
     """A checkpoint in memory.
 
     Attributes:
-        step: Steps done.
+        header: Its facts.
         tensors: "model.*", "optimizer.*", "state.*" and "average.*" tensors.
-        progress: The engine's running sums and the usage of the device, as JSON.
     """
 
-    step: int
+    header: Header
     tensors: dict[str, Tensor]
-    progress: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.header.step
+
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        """The engine's running sums and the usage of the device, as JSON."""
+        return self.header.progress
 
     def named(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin with a prefix, without it."""
         return {name[len(prefix) :]: t for name, t in self.tensors.items() if name.startswith(prefix)}
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """Name of the checkpoint of a step; names sort by step."""
-    return folder / f"step-{step:010d}.safetensors"
 
 
 def save_checkpoint(
@@ -59,9 +61,22 @@ def save_checkpoint(
     trainer: Trainer,
     average: TailAverage,
     progress: Mapping[str, Any],
+    seal: Seal,
     keep: int,
-) -> Path:
+) -> Header:
     """Write a checkpoint and remove all but the newest `keep`.
+
+    Args:
+        folder: Where checkpoints stand.
+        step: Steps done.
+        trainer: Its parameters, its optimizer's state and its own are kept.
+        average: Its means are kept.
+        progress: The engine's running sums and the usage of the device, as JSON.
+        seal: What stands beside it.
+        keep: How many are kept.
+
+    Returns:
+        The facts of what was written.
 
     Raises:
         OSError: The disk is full or not writable; earlier checkpoints are untouched.
@@ -71,45 +86,41 @@ def save_checkpoint(
     tensors |= {f"state.{name}": tensor for name, tensor in trainer.state.items()}
     tensors |= {f"average.{name}": tensor for name, tensor in average.state.items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    facts = {
-        "schema_version": SCHEMA_VERSION,
-        "step": step,
-        "progress": dict(progress),
-        "digest": _digest(tensors),
-    }
-    path = checkpoint_path(folder, step)
-    write_file(path, save(tensors, metadata={"opusim": json.dumps(facts, allow_nan=False)}))
+    header = Header(step=step, progress=progress, tensors=_digest(tensors), seal=seal)
+    write_file(checkpoint_path(folder, step), save(tensors, metadata=header.to_metadata()))
     for old in list_checkpoints(folder)[:-keep]:
         old.unlink(missing_ok=True)
-    return path
+    return header
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints of a run, oldest first."""
-    return sorted(folder.glob("step-*.safetensors"))
+def reseal_checkpoint(path: Path, seal: Seal) -> Header:
+    """Write a checkpoint anew with another seal; everything else in it stays.
+
+    Raises:
+        RunFolderError: It is damaged.
+        OSError: The disk is full or not writable; the checkpoint is untouched.
+    """
+    checkpoint = read_checkpoint(path)
+    header = replace(checkpoint.header, seal=seal)
+    write_file(path, save(checkpoint.tensors, metadata=header.to_metadata()))
+    return header
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint and check its digest.
+    """Read a checkpoint and check its digests.
 
     Raises:
         RunFolderError: The file is missing, cut, damaged or of another schema.
     """
+    header = read_header(path)
     try:
-        require_regular(path)  # safetensors would wait for a named pipe
         with safe_open(path, framework="pt") as file:
-            facts = parse_json((file.metadata() or {})["opusim"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise RunFolderError(f"{path} is not a readable checkpoint ({error}); {_REMEDY}") from error
-    if facts.get("schema_version") != SCHEMA_VERSION:
-        raise RunFolderError(
-            f"{path}: schema_version {facts.get('schema_version')} is not {SCHEMA_VERSION}; "
-            "read it with the opusim that wrote it"
-        )
-    if facts["digest"] != _digest(tensors):
-        raise RunFolderError(f"{path} is damaged (its tensors do not match their digest); {_REMEDY}")
-    return Checkpoint(step=facts["step"], tensors=tensors, progress=facts["progress"])
+    except (OSError, SafetensorError) as error:
+        raise RunFolderError(f"{path} is not a readable checkpoint ({error}); {REMEDY}") from error
+    if header.tensors != _digest(tensors):
+        raise RunFolderError(f"{path} is damaged (its tensors do not match their digest); {REMEDY}")
+    return Checkpoint(header=header, tensors=tensors)
 
 
 def copy_parameters(
@@ -146,9 +157,6 @@ def restore(trainer: Trainer, average: TailAverage, checkpoint: Checkpoint, path
     load_optimizer_tensors(trainer.optimizer, checkpoint.named("optimizer."))
     place = next(iter(trainer.tensors.values())).device
     average.load(checkpoint.named("average."), place)
-
-
-_REMEDY = "delete it to go on from the checkpoint before it"
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from accounting.ledger import LEDGER_FILE
+from accounting.errors import LedgerCorrupt
+from accounting.journal import Position, Witness
+from accounting.ledger import LEDGER_FILE, LedgerContent, read_ledger
 from opusim.errors import ConfigError
+from opusim.files import make_folder, read_bytes
 from training.config.reading import stored_config
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.kinds import require_kind
 from training.runs.locking import LOCK_FILE, only_writer
-from training.runs.storage import append_line, read_json, read_lines, write_json, write_lines
+from training.runs.seal import Header, Seal, facts_digest, list_checkpoints, read_header
+from training.runs.storage import (
+    append_line,
+    digest_of,
+    json_content,
+    read_json,
+    read_lines,
+    write_file,
+    write_json,
+)
 
 SCHEMA_VERSION = 1
 AUDIT_FILE = "audit.json"
+SUMMARY_VERSION = 2
+_FILE_LIMIT = 2**30
+"""Bytes of a file that a seal covers, at most."""
 _BEFORE_BEGINNING = {
     "checkpoints",
     *("components.safetensors", ".components.safetensors.partial"),
@@ -59,6 +74,30 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.figures = self.path / "figures"
         self.report_file = self.path / "report.html"
+        self._made = False
+
+    @classmethod
+    def claimed(cls, path: Path) -> Self | None:
+        """The run folder of a name that is free, made at once so that no other process takes it; None if it is taken.
+
+        Raises:
+            RunFolderError: The folder cannot be made.
+        """
+        try:
+            make_folder(path, exclusive=True)
+        except FileExistsError as error:
+            if path.parent.is_dir():
+                return None
+            raise RunFolderError(
+                f"run folder {path} cannot be made: {path.parent} is a file; choose another with --out"
+            ) from error
+        except OSError as error:
+            raise RunFolderError(
+                f"run folder {path} cannot be made ({error.strerror}); choose another with --out"
+            ) from error
+        folder = cls(path)
+        folder._made = True
+        return folder
 
     @property
     def started(self) -> bool:
@@ -82,9 +121,22 @@ class RunFolder:
         Raises:
             RunFolderError: Another process writes here, the folder holds something else, or it cannot be used.
         """
+        self._made |= new and not self.path.exists()
         with only_writer(self.path, "run folder", private=private):
-            self._check_new() if new else self._check_unfinished()
-            yield
+            try:
+                self._check_new() if new else self._check_unfinished()
+                yield
+            finally:
+                if new:
+                    self._leave_no_trace()
+
+    def _leave_no_trace(self) -> None:
+        """Remove what a refused run leaves: its lock, which is still held, and the folder if this process made it."""
+        if {path.name for path in self.path.iterdir()} != {LOCK_FILE}:
+            return
+        (self.path / LOCK_FILE).unlink()
+        if self._made:
+            self.path.rmdir()
 
     def _check_new(self) -> None:
         """Refuse a folder that holds anything but what a start that was killed leaves."""
@@ -108,8 +160,8 @@ class RunFolder:
         if self.finished:
             raise RunFolderError(f"run folder {self.path} holds a finished run; there is nothing to resume")
 
-    def begin(self, config: RunConfig, facts: dict[str, Any]) -> None:
-        """Write the resolved configuration of a new run.
+    def configuration(self, config: RunConfig, facts: dict[str, Any]) -> bytes:
+        """The content of `config.json` for a new run.
 
         Args:
             config: Resolved configuration.
@@ -118,7 +170,11 @@ class RunFolder:
         values = config.model_dump(mode="json")
         if config.mode == "release":
             del values["seed"]
-        write_json(self.config_file, {"schema_version": SCHEMA_VERSION, "config": values, **facts})
+        return json_content({"schema_version": SCHEMA_VERSION, "config": values, **facts})
+
+    def begin(self, configuration: bytes) -> None:
+        """Write `config.json`, which marks a run as begun."""
+        write_file(self.config_file, configuration)
 
     def read_facts(self) -> dict[str, Any]:
         """Read `config.json` whole.
@@ -158,27 +214,214 @@ class RunFolder:
         append_line(self.timing_file, {"schema_version": SCHEMA_VERSION, **record})
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Metrics of the epochs so far."""
+        """Metrics of the epochs so far.
+
+        Raises:
+            RunFolderError: They were changed, cut or emptied since the newest checkpoint.
+        """
+        header = self.newest_header()
+        if header is not None:
+            self._require_metrics(header)
         return read_lines(self.metrics_file, ("step", "epoch"))
 
     def read_timing(self) -> list[dict[str, Any]]:
         """Wall-clock figures so far, those of repeated epochs included."""
         return read_lines(self.timing_file, ("wall_s",))
 
-    def drop_metrics_after(self, step: int) -> None:
-        """Forget metrics of steps that a resumed run will compute again."""
-        records = self.read_metrics()
-        kept = [record for record in records if record["step"] <= step]
-        if len(kept) != len(records):
-            write_lines(self.metrics_file, kept)
+    def finish(self, summary: dict[str, Any], ledger: Position) -> None:
+        """Write the summary, which marks the run as done, with its digest and how far the ledger went."""
+        facts = {**summary, "schema_version": SUMMARY_VERSION}
+        seal = {"ledger": ledger.to_json(), "digest": facts_digest({**facts, "ledger": ledger.to_json()})}
+        write_json(self.summary_file, {**facts, "seal": seal})
 
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Write the summary, which marks the run as done."""
-        write_json(self.summary_file, {"schema_version": SCHEMA_VERSION, **summary})
+    def require_summary(self) -> dict[str, Any]:
+        """The summary of a run that must be done.
+
+        Raises:
+            RunFolderError: It is not, or its summary was changed.
+        """
+        summary = self.read_summary()
+        if summary is None:
+            raise RunFolderError(
+                f"run folder {self.path} holds no finished run; finish it with: opusim train resume"
+            )
+        return summary
 
     def read_summary(self) -> dict[str, Any] | None:
-        """The summary, or None while the run is not done."""
-        return read_json(self.summary_file) if self.finished else None
+        """The summary, or None while the run is not done.
+
+        Raises:
+            RunFolderError: It was changed.
+        """
+        return self._sealed_summary()[0] if self.finished else None
+
+    def _sealed_summary(self) -> tuple[dict[str, Any], Position | None]:
+        """The summary, and how far the ledger went; None if an earlier version wrote it."""
+        summary = read_json(self.summary_file)
+        try:
+            if summary["schema_version"] == SCHEMA_VERSION and not self._seals_checkpoints():
+                return summary, None
+            seal = summary.pop("seal")
+            if facts_digest({**summary, "ledger": seal["ledger"]}) == seal["digest"]:
+                return summary, Position.from_json(seal["ledger"])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            pass
+        raise RunFolderError(
+            f"{self.summary_file} was changed since the run ended; restore it from a copy, or train the run anew"
+        )
+
+    def _seals_checkpoints(self) -> bool:
+        header = self.newest_header()
+        return header is not None and header.seal is not None
+
+    def newest_header(self) -> Header | None:
+        """The facts of the newest checkpoint, or None if there is none.
+
+        Raises:
+            RunFolderError: It is damaged.
+        """
+        while checkpoints := list_checkpoints(self.checkpoints):
+            try:
+                return read_header(checkpoints[-1])
+            except RunFolderError:
+                if checkpoints[-1].exists():  # else a writer has just replaced it
+                    raise
+        return None
+
+    def digests(self, configuration: bytes | None = None) -> dict[str, str | None]:
+        """Digest of each file that a run writes once, by its name; None for one that is not there.
+
+        Args:
+            configuration: The content that `config.json` is about to have; None to read it.
+        """
+        sealed = (self.config_file, self.components_file, self.baseline_file, self.labels_file)
+        found = {file.name: digest_of(_content(file)) if file.exists() else None for file in sealed}
+        if configuration is not None:
+            found[self.config_file.name] = digest_of(configuration)
+        return found
+
+    def seal(self, files: Mapping[str, str | None], ledger: Position, *, bound: bool) -> Seal:
+        """What stands beside a checkpoint that is about to be written.
+
+        Args:
+            files: What `digests` found when this process began.
+            ledger: How far the ledger goes.
+            bound: Whether the run may be resumed in this very folder only.
+        """
+        metrics = _content(self.metrics_file) if self.metrics_file.exists() else b""
+        return Seal(
+            files=files,
+            metrics_bytes=len(metrics),
+            metrics_digest=digest_of(metrics),
+            ledger=ledger,
+            inode=self.path.stat().st_ino if bound else None,
+        )
+
+    def require_sealed(self) -> Header | None:
+        """Check the files that never change against the newest checkpoint; returns its facts, None without checkpoint.
+
+        Raises:
+            RunFolderError: A file was changed, removed or added; the message names it.
+        """
+        header = self.newest_header()
+        if header is None:
+            return None
+        if header.seal is None:
+            return header
+        found = self.digests()
+        if header.step == 0 and header.seal.files[self.labels_file.name] is None:
+            del found[self.labels_file.name]  # drawn behind this checkpoint
+        for name, digest in found.items():
+            if digest != header.seal.files[name]:
+                state = _state(digest, header.seal.files[name], f"checkpoint step-{header.step:010d}")
+                raise RunFolderError(
+                    f"{self.path / name} {state}; restore the folder from a copy, or start a new one"
+                )
+        return header
+
+    def require_resumable(self, *, moved: bool) -> Header:
+        """Check everything that a resumed run reads but the ledger; returns the facts of the newest checkpoint.
+
+        Args:
+            moved: Whether the user confirms that this folder, and no copy of it, goes on.
+
+        Raises:
+            RunFolderError: There is no checkpoint, a file was changed, or a release run is in another folder.
+        """
+        header = self.newest_header()
+        if header is None:
+            raise RunFolderError(f"run folder {self.path} has no checkpoint left; start a new folder")
+        if header.seal is None:
+            raise RunFolderError(
+                f"run folder {self.path} was begun by an opusim that kept no digests of its files, so that changes "
+                "would go unnoticed; resume it with the opusim that began it, or start a new folder"
+            )
+        self.require_sealed()
+        self._require_metrics(header)
+        if header.seal.inode not in (None, self.path.stat().st_ino) and not moved:
+            raise RunFolderError(
+                f"run folder {self.path} is not the folder that the run was written in: it was copied or restored. No "
+                "ledger counts what two copies release; if no other copy was or will be resumed, confirm it with: "
+                f"opusim train resume {self.path} --moved (from Python: moved=True)"
+            )
+        return header
+
+    def _require_metrics(self, header: Header) -> None:
+        seal = header.seal
+        if seal is None:
+            return
+        metrics = _content(self.metrics_file) if self.metrics_file.exists() else b""
+        if digest_of(metrics[: seal.metrics_bytes]) != seal.metrics_digest:
+            what = "was cut or emptied" if len(metrics) < seal.metrics_bytes else "was changed"
+            raise RunFolderError(
+                f"{self.metrics_file} {what} since checkpoint step-{header.step:010d} was written; restore it from "
+                "a copy"
+            )
+
+    def drop_metrics_behind(self, seal: Seal) -> None:
+        """Remove the metrics of steps that a resumed run will compute again."""
+        if self.metrics_file.exists() and self.metrics_file.stat().st_size > seal.metrics_bytes:
+            write_file(self.metrics_file, _content(self.metrics_file)[: seal.metrics_bytes])
+
+    def witnesses(self) -> list[Witness]:
+        """What the newest checkpoint and the summary know of the ledger.
+
+        Raises:
+            RunFolderError: One of them is damaged.
+        """
+        found = []
+        header = self.newest_header()
+        if header is not None and header.seal is not None:
+            name = f"checkpoint step-{header.step:010d}"
+            found.append(Witness(name=name, position=header.seal.ledger))
+        position = self._sealed_summary()[1] if self.finished else None
+        if position is not None:
+            found.append(Witness(name=self.summary_file.name, position=position, final=True))
+        return found
+
+    def read_ledger(self) -> LedgerContent:
+        """What the run paid for; the ledger must be the one that checkpoint and summary know.
+
+        Raises:
+            LedgerCorrupt: The ledger is missing, older or another, or was changed, cut or reordered.
+            RunFolderError: A checkpoint or the summary is damaged.
+        """
+        if not self.ledger_file.exists():
+            raise LedgerCorrupt(f"{self.ledger_file} is missing; restore it from a copy")
+        return read_ledger(self.ledger_file, witnesses=self.witnesses())
+
+
+def _content(file: Path) -> bytes:
+    return read_bytes(file, at_most=_FILE_LIMIT)
+
+
+def _state(found: str | None, sealed: str | None, checkpoint: str) -> str:
+    """What became of a file whose digest is not the sealed one."""
+    if found is None:
+        return f"is missing, and {checkpoint} was written under it"
+    if sealed is None:
+        return f"was added after {checkpoint} was written"
+    return f"is not the file that {checkpoint} was written under: it was changed, or the checkpoint is of another run"
 
 
 def own_folder(path: Path) -> Path:

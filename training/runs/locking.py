@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from opusim.files import make_private_folder
+from opusim.files import make_folder, make_private_folder
 from opusim.locks import LockHeld, held
 from training.errors import FolderBusy, RunFolderError
 
@@ -28,7 +28,7 @@ def only_writer(folder: Path, what: str, *, private: bool = False) -> Iterator[N
     """
     lock = held(folder / LOCK_FILE)
     try:
-        make_private_folder(folder) if private else folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder) if private else make_folder(folder)
         lock.__enter__()
     except LockHeld as error:
         raise FolderBusy(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from accounting.errors import LedgerCorrupt
 from accounting.guarantee import Guarantee
-from accounting.ledger import read_ledger
 from training.config.run import RunConfig
 from training.data import Split
 from training.data.arrays import check_lengths, check_range, checked_features, checked_labels
@@ -62,11 +61,9 @@ class Run:
         """What can be said about the privacy of all that was released so far: the ledger, replayed.
 
         Raises:
-            LedgerCorrupt: The ledger was changed, cut or reordered, or is missing.
+            LedgerCorrupt: The ledger was changed, cut or reordered, is older than the newest checkpoint, or is missing.
         """
-        if self.folder.ledger_file.exists():
-            return read_ledger(self.folder.ledger_file).guarantees()
-        raise LedgerCorrupt(f"{self.folder.ledger_file} is missing; restore it from a copy")
+        return self.folder.read_ledger().guarantees()
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -122,11 +119,19 @@ def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:
         model: The module that the run was given, where its folder cannot describe it; its parameters are overwritten.
 
     Raises:
-        RunFolderError: No run there, no checkpoint yet, a checkpoint that does not fit, or a release run of the last
-            iterate that is not done: its model so far has no guarantee.
+        RunFolderError: No run there, no checkpoint yet, a checkpoint that does not fit, a file that was changed, or a
+            release run of the last iterate that is not done: its model so far has no guarantee.
     """
     folder = RunFolder(path)
-    facts, config = folder.read_facts(), folder.read_config()
+    facts = folder.read_facts()
+    header = folder.require_sealed()
+    if header is not None and header.seal is None:
+        warnings.warn(
+            f"run folder {path} was written by an opusim that kept no digests of its files: only the tensors of its "
+            "checkpoints were checked for changes, not its configuration, metrics or ledger",
+            stacklevel=2,
+        )
+    config = folder.read_config()
     last_alone = config.mode == "release" and config.protection.kind == "last-iterate"
     if last_alone and not folder.finished:
         raise RunFolderError(

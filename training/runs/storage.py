@@ -8,6 +8,7 @@ its folder (`opusim.files`).
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from opusim.files import make_folder, open_to_write, parse_json, read_bytes, require_regular
+from opusim.files import (
+    make_folder,
+    open_to_write,
+    parse_json,
+    read_bytes,
+    require_regular,
+    sync_folder,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +34,11 @@ if TYPE_CHECKING:
 _ARRAY = "array"
 _LINES_LIMIT = 2**30
 """Bytes of a file of JSON lines, at most."""
+
+
+def digest_of(content: bytes) -> str:
+    """BLAKE2b of a file's content, 16 bytes in hexadecimal."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -49,12 +62,17 @@ def write_file(path: Path, content: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise _named(error, path, "it keeps its old content") from error
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a file by a JSON document (UTF-8, indented, keys in the order given)."""
-    write_file(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+    write_file(path, json_content(value))
+
+
+def json_content(value: Any) -> bytes:
+    """The content of the file that `write_json` writes."""
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
 
 
 def read_json(path: Path) -> Any:
@@ -119,6 +137,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     A last line without its newline (cut by a kill) is removed first, so lines never run together.
     """
     line = (json.dumps(record, allow_nan=False) + "\n").encode()
+    is_new = not path.exists()
     descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT)
     try:
         os.lseek(descriptor, _end_of_last_line(descriptor), os.SEEK_SET)
@@ -129,6 +148,8 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
         raise _named(error, path, "its earlier lines are kept") from error
     finally:
         os.close(descriptor)
+    if is_new:
+        sync_folder(path.parent)
 
 
 def read_lines(path: Path, numbers: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -165,11 +186,6 @@ def read_lines(path: Path, numbers: Sequence[str] = ()) -> list[dict[str, Any]]:
     return records
 
 
-def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    """Replace a file of JSON lines."""
-    write_file(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode())
-
-
 def _named(error: OSError, path: Path, kept: str) -> OSError:
     """The same error, saying which file could not be written and what became of it."""
     room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -194,11 +210,3 @@ def _end_of_last_line(descriptor: int) -> int:
             return start + newline + 1
         end = start
     return 0
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -37,6 +37,7 @@ from training.config.reading import load_config
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.family import family_of
+from training.runs.adopted_ledger import adopt_ledger
 from training.runs.evaluation import evaluate_split
 from training.runs.folder import RunFolder
 from training.runs.kinds import require_kind
@@ -246,11 +247,10 @@ class Search:
                 "searching again is a second search and costs again"
             )
         shutil.rmtree(partial, ignore_errors=True)
-        copied = {path.relative_to(trial): path for path in trial.rglob("*") if path.is_file()}
-        copied |= {Path(name): self._folder / name for name in _LEDGER_FILES}
-        for name, path in sorted(copied.items()):
-            if name.name != LOCK_FILE:
-                write_file(partial / name, path.read_bytes())
+        for path in sorted(trial.rglob("*")):
+            if path.is_file() and path.name not in (*_LEDGER_FILES, LOCK_FILE):
+                write_file(partial / path.relative_to(trial), path.read_bytes())
+        adopt_ledger(RunFolder(partial), self._folder / LEDGER_FILE)
         partial.rename(best)
 
     def _ledger(self) -> Ledger:

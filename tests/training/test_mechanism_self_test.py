@@ -93,7 +93,7 @@ EVERYWHERE = [
     for kind in fault.trainers
     for protection in fault.protections
     for mode in fault.modes
-    if protection == "record" or kind in FEEDBACKS
+    if fault.applies(trainer=kind, protection=protection, mode=mode)
 ]
 
 

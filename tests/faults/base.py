@@ -49,8 +49,10 @@ class Fault:
     plant: Callable[[], AbstractContextManager[None]]
 
     def applies(self, *, trainer: str, protection: str = "record", mode: str) -> bool:
-        """Whether the fault does anything to such a run."""
-        return trainer in self.trainers and protection in self.protections and mode in self.modes
+        """Whether there is such a run, and the fault does anything to it; only feedbacks protect labels."""
+        exists = protection == "record" or trainer in FEEDBACKS
+        reached = trainer in self.trainers and protection in self.protections
+        return exists and reached and mode in self.modes
 
     @contextmanager
     def planted(self) -> Iterator[None]:

@@ -197,7 +197,7 @@ def _convex_contribution(config: RunConfig, dataset: Dataset, mechanism: Mechani
 
 def _untouched(contribution: Gradient) -> dict[str, np.ndarray]:
     """Where a contribution is 0 whatever the parameters are: the weights of features that are 0, by parameter."""
-    first = next(iter(contribution))
+    first = next(name for name in contribution if name.endswith("weight"))
     part = contribution[first]
     axis = 0 if part.ndim == 3 else 1  # convex weights stand by feature first, others by output
     feature_used = np.any(part != 0, axis=tuple(a for a in range(part.ndim) if a != axis))

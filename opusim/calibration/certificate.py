@@ -147,6 +147,7 @@ class Certificate(Section):
                 + self.noise.light_ratio_high * light,
                 weight=noise.weight,
                 added_variance=noise.added_variance,
+                added_variance_high=noise.added_variance_high,
                 beta=self.beta,
             )
         law = "no law" if self.noise is None else f"the law {self.noise.law!r}"

@@ -1,6 +1,6 @@
 """How often does the self-test of the mechanism find a planted fault, and how often does it cry wolf?
 
-    python -m benchmarks.mechanism_selftest measure     (resumes; some 15 minutes of one core)
+    python -m benchmarks.mechanism_selftest measure     (resumes; some 6 minutes of one core)
     python -m benchmarks.mechanism_selftest show
 
 Every fault of tests.faults is planted in every trainer and mode that it reaches, 20 times for `pdfa` and `ulr` and the

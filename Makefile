@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= auto
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal  # a thread for each worker
 RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
 
@@ -11,7 +13,7 @@ demo: $(RUN)  ## Train by photonic DFA on digits beside backpropagation and digi
 	$(BIN)/python -m benchmarks.demo_digits
 
 test: $(DEV)  ## The tests of CI (minutes are for `make nightly`).
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .
@@ -34,8 +36,8 @@ bench-report: $(DEV)  ## The pages that show what benchmarks/results/ holds.
 	$(BIN)/python -m benchmarks.pages
 
 nightly: $(DEV)  ## All tests, with fresh seeds in those that print theirs, and with the kernels uncompiled.
-	OPUSIM_FRESH_SEEDS=1 $(BIN)/python -m pytest -m "slow or not slow"
-	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest tests/opusim
+	OPUSIM_FRESH_SEEDS=1 $(PYTEST) -m "slow or not slow"
+	NUMBA_DISABLE_JIT=1 $(PYTEST) tests/opusim
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -70,8 +70,10 @@ def test_a_released_run_keeps_no_private_figure(tmp_path: Path) -> None:
     assert set(json.loads((run / "summary.json").read_text())) == {"schema_version", "steps", "seal"}
     assert not (run / "timing.jsonl").exists()
     assert "fingerprint" not in (run / "config.json").read_text()
-    audited = opusim("audit", "run", "--trials", "40", cwd=tmp_path)
-    assert "not for release: these two hold figures of private records" in audited.stdout
+    audited = opusim("audit", "run", "--trials", "40", "--out", "audit", cwd=tmp_path)
+    assert "Not for release: this audit holds figures of private records" in audited.stderr
+    assert (tmp_path / "audit" / "audit.json").exists()
+    assert not (run / "audit.json").exists()
 
 
 def test_evaluate_gives_the_figure_of_the_run(run: Path) -> None:

@@ -288,6 +288,7 @@ def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # so that no cell is folded
     with pytest.raises(SystemExit) as stop:
         run_command(
             f"train convex --data digits --epsilon 5 --method {method} --epochs 2 --set threads=1 "

@@ -110,7 +110,12 @@ def refuses_the_ledger(
     """Every reader that states guarantees refuses it; the model is still there."""
     run = training.load_run(folder)
     run.predict(data()[0])
-    for read in (lambda: run.guarantees, lambda: write_report(run), lambda: audit_run(folder, data=data())):
+    out = folder.parent / f"{folder.name}-audit"
+    for read in (
+        lambda: run.guarantees,
+        lambda: write_report(run),
+        lambda: audit_run(folder, data=data(), out=out),
+    ):
         with pytest.raises(LedgerCorrupt, match=message):
             read()
     for line in (

@@ -187,6 +187,7 @@ def test_the_command(
 ) -> None:
     arguments = "tune --data digits --epsilon 6 --trials 3 --epochs 1 --choose trainer.clip=0.4,0.6 --seed 2"
     monkeypatch.setattr(sys, "argv", ["opusim", *arguments.split(), "--out", str(tmp_path / "search")])
+    monkeypatch.setenv("COLUMNS", "300")  # so that no cell is folded
     with pytest.raises(SystemExit) as stop:
         main()
     assert not stop.value.code

@@ -12,6 +12,7 @@ from benchmarks.convex_pages import convex_readme_rows, convex_section, convex_s
 from benchmarks.curve_pages import curve_sections
 from benchmarks.markdown import markdown
 from benchmarks.mechanism_pages import mechanism_section
+from benchmarks.results_file import FOLDER as RESULTS
 from benchmarks.results_file import load_results
 from benchmarks.ulr_pages import ulr_readme_rows, ulr_sections, ulr_speed_rows
 from benchmarks.zo_pages import zo_readme_rows, zo_sections, zo_speed_rows
@@ -308,6 +309,20 @@ def speed_section() -> str:
     return "\n\n".join(("## Speed", text, markdown(("work", "ratio", "command"), rows)))
 
 
+def commits_section() -> str:
+    """Which commit measured what."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(RESULTS.glob("*.json")):
+        found.setdefault(load_results(file.stem).get("commit") or "unknown", []).append(file.stem)
+    text = (
+        "A benchmark that was measured in several parts names the commit of the last one. At 02c3c03 or before, norms were "
+        "computed in float32; later commits clip linear layers up to 1e-4 lower and convolutions up to 0.2 %. The default "
+        "hold-out has not changed. What was called add_or_remove_one there is now stated as zero_out."
+    )
+    rows = [(commit, ", ".join(names)) for commit, names in sorted(found.items())]
+    return "\n\n".join(("## Commits", text, markdown(("commit", "results"), rows)))
+
+
 def benchmarks_page() -> str:
     """The whole of benchmarks/README.md."""
     head = (
@@ -325,6 +340,7 @@ def benchmarks_page() -> str:
         mechanism_section(),
         *curve_sections(),
         speed_section(),
+        commits_section(),
     )
     return "\n\n".join((head, *(section for section in sections if section))) + "\n"
 

@@ -1,4 +1,4 @@
-"""Where benchmarks leave their figures: one JSON file each, replaced at once, with machine and versions."""
+"""Where benchmarks leave their figures: one JSON file each, replaced at once, with machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ def save_results(name: str, content: dict[str, Any]) -> Path:
     """Write benchmarks/results/NAME.json; returns its path."""
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{name}.json"
-    whole = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), "machine": machine(), **content}
+    facts = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine()}
+    whole = {"benchmark": name, **facts, **content}
     text = json.dumps(whole, indent=2, allow_nan=False)
     write_file(path, (_NUMBERS.sub(_on_one_line, text) + "\n").encode())
     return path
@@ -34,6 +36,16 @@ def load_results(name: str) -> dict[str, Any]:
     """Read what an earlier call left, or an empty mapping."""
     path = FOLDER / f"{name}.json"
     return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with a plus sign if files were changed since; None outside a checkout."""
+    command = ["git", "-C", str(FOLDER.parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
 
 
 def _on_one_line(found: re.Match[str]) -> str:

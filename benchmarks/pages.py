@@ -315,9 +315,9 @@ def commits_section() -> str:
     for file in sorted(RESULTS.glob("*.json")):
         found.setdefault(load_results(file.stem).get("commit") or "unknown", []).append(file.stem)
     text = (
-        "A benchmark that was measured in several parts names the commit of the last one. At 02c3c03 or before, norms were "
-        "computed in float32; later commits clip linear layers up to 1e-4 lower and convolutions up to 0.2 %. The default "
-        "hold-out has not changed. What was called add_or_remove_one there is now stated as zero_out."
+        "A benchmark that was measured in several parts names the commit of the last one. At 02c3c03 or before, norms "
+        "were computed in float32; later commits clip linear layers up to 1e-4 lower and convolutions up to 0.2 %. The "
+        "default hold-out has not changed. What was called add_or_remove_one there is now stated as zero_out."
     )
     rows = [(commit, ", ".join(names)) for commit, names in sorted(found.items())]
     return "\n\n".join(("## Commits", text, markdown(("commit", "results"), rows)))

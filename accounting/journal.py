@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from accounting.errors import LedgerCorrupt
-from opusim.files import open_to_write, parse_json, read_bytes
+from opusim.files import open_to_write, parse_json, read_bytes, sync_folder
 
 SCHEMA_VERSION = 1
 _GENESIS = "0" * 64
@@ -281,8 +281,4 @@ def _write_head(path: Path, lines: int, digest: str) -> None:
     finally:
         os.close(descriptor)
     os.replace(temporary, head)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)

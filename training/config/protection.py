@@ -53,7 +53,7 @@ class ProtectionConfig(Section):
     reference_size: int = Field(4096, ge=1)
     """Public records, drawn from the training features, that give label-amplified noise its geometry."""
     equalise: bool = False
-    """Whether these records are weighed by the D-optimal design in the first layer (label-amplified, S2)."""
+    """Whether these records are weighed by the D-optimal design in the first layer (label-amplified)."""
     flat_prior: float = Field(0.3, ge=0.0, le=1.0)
     """Share of the training before the model's own prediction becomes the prior of a noisy label (label-once,
     label-response); 1 for never."""

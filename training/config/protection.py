@@ -19,7 +19,7 @@ class ProtectionConfig(Section):
 
     kind: ProtectionName = "none"
     """none: noise only where the trainer puts it. record: whole records, by clipped contributions, central Gaussian
-    noise and Poisson batches. last-iterate (convex): whole records, where the last model alone is published. label,
+    noise and Poisson batches. last-iterate (convex): whole records, of which only the last model is published. label,
     label-amplified, label-once, label-response: the labels alone, the features being public; by noise on every layer's
     signal and a budget for each record, by clipping and noise in the geometry of public features with secret Poisson
     batches, by one noisy reading of each label, by randomized response. convex with an epsilon or a

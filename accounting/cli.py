@@ -132,9 +132,9 @@ def _escaped(text: str) -> str:
 
 
 def _meanings(kind: type[Mechanism]) -> dict[str, str]:
-    """The documented fields of a description and of its base: name to text."""
+    """The documented fields of a description and of its bases: name to text."""
     texts: dict[str, str] = {}
-    for documented in (Mechanism, kind):
+    for documented in reversed(kind.__mro__):
         _, _, attributes = (inspect.getdoc(documented) or "").partition("Attributes:\n")
         entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, flags=re.MULTILINE)
         texts |= {name: " ".join(text.split()) for name, text in entries}

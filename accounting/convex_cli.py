@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from accounting.convex_plan import Plan
 
 
 def mount(app: typer.Typer) -> None:
@@ -36,7 +39,7 @@ def convex_plan(
     from accounting.convex_mechanisms import ConvexLastIterate
     from accounting.convex_plan import least_regularisation, most_epochs, plans
     from accounting.errors import NoGuarantee
-    from accounting.tables import number, print_rows
+    from accounting.tables import print_rows
 
     arguments.count(batches=batches)
     if epochs is not None and noise_multiplier is None:
@@ -58,16 +61,7 @@ def convex_plan(
         found = plans(
             start, target_epsilon=target_epsilon, delta=delta, epochs=(1, 2, 5, 10, 20, 40, 100, 400)
         )
-        rows = [
-            {
-                "epochs": str(plan.mechanism.epochs),
-                "noise multiplier": f"{plan.mechanism.noise_multiplier:.4g}",
-                "noise on a weight [C / records]": f"{plan.weight_noise:.4g}",
-                "epsilon": number(plan.epsilon),
-            }
-            for plan in found
-        ]
-        print_rows(rows)
+        print_rows([_row(plan) for plan in found])
         return
     for name, solve in (("regularisation", least_regularisation), ("epochs", most_epochs)):
         try:
@@ -75,3 +69,15 @@ def convex_plan(
             typer.echo(f"{'least' if name == 'regularisation' else 'most'} {name}: {value:.6g}")
         except NoGuarantee as refused:
             typer.echo(f"{name}: {refused}")
+
+
+def _row(plan: Plan) -> dict[str, str]:
+    """A row of the table."""
+    from accounting.tables import number
+
+    return {
+        "epochs": str(plan.mechanism.epochs),
+        "noise multiplier": f"{plan.mechanism.noise_multiplier:.4g}",
+        "noise on a weight [C / records]": f"{plan.weight_noise:.4g}",
+        "epsilon": number(plan.epsilon),
+    }

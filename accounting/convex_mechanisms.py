@@ -102,13 +102,10 @@ class ConvexLastIterate(Mechanism):
 class RecordReplaced(ClippedRecords):
     """Per-record clipping and central noise on Poisson batches, for replacing a record; every update is released.
 
+    The other parameters are those of `ClippedRecords`.
+
     Attributes:
-        noise_multiplier: z > 0, the noise's standard deviation over clip_norm.
-        sampling_probability: q in (0, 1].
         clip_norm: C > 0; replacing a record moves a batch's sum by up to 2 C.
-        divisor: The constant that the noisy sum is divided by, above 0.
-        device_noise: Whether the credited noise is a device's, of Gaussian law.
-        beta: Probability that the certificate of the device's noise is wrong, in [0, 1).
     """
 
     kind: ClassVar[str] = "record_replaced"

@@ -45,9 +45,8 @@ def _meaning(guarantee: Guarantee) -> str:
     if math.isinf(guarantee.epsilon):
         return f"no finite number bounds what can be learnt about {_object(guarantee)}. The reason: {guarantee.reason}."
     return (
-        f"somebody who sees {_seen(guarantee)}, and knows all other records, can hardly tell "
-        f"{_question(guarantee)}. Epsilon {number(guarantee.epsilon)} at delta {guarantee.delta:g} says how hardly: "
-        f"{_attack(guarantee)} (blind guessing: 1 %)."
+        f"an attacker sees {_seen(guarantee)}, knows all other records, and asks {_question(guarantee)}. With epsilon "
+        f"{number(guarantee.epsilon)} at delta {guarantee.delta:g}, {_attack(guarantee)} (blind guessing: 1 %)."
     )
 
 
@@ -59,7 +58,7 @@ def _claim(guarantee: Guarantee) -> str:
     )
     formula = ""
     if guarantee.formula_value is not None:
-        formula = f" (its formula alone, hypotheses taken as given: {number(guarantee.formula_value)})"
+        formula = f" (its formula only, hypotheses taken as given: {number(guarantee.formula_value)})"
     return (
         f"a paper's formula for {_object(guarantee)} {said}{formula}. No proof covers what ran, so this is what the "
         "paper says and not a protection to rely on."
@@ -78,13 +77,13 @@ def _seen(guarantee: Guarantee) -> str:
 
 def _question(guarantee: Guarantee) -> str:
     if guarantee.unit is Unit.LABEL:
-        return "which of two labels a record had, though all features are known to everybody"
+        return "which of two labels a record had, though all features are public"
     if guarantee.adjacency is Adjacency.REPLACE_ONE:
         return "which of two values a record had"
     if guarantee.adjacency is Adjacency.ZERO_OUT:
         return (
             "whether any one record was among the training data or its place was empty (zero_out: the number of places "
-            "is known to everybody)"
+            "is public)"
         )
     return "whether any one record was among the training data"
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from accounting.errors import LedgerCorrupt
-from opusim.files import open_to_write, parse_json, read_bytes
+from opusim.files import open_to_write, parse_json, read_bytes, sync_folder, write_all
 
 SCHEMA_VERSION = 1
 _GENESIS = "0" * 64
@@ -138,9 +138,7 @@ class Journal:
     def append(self, entry: dict[str, Any]) -> None:
         """Write, sync, then move the head; when this returns, the entry survives a power cut."""
         line, digest = _line(len(self.entries) + 1, self._digest, entry)
-        view = memoryview(line)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
+        write_all(self._descriptor, line)
         os.fsync(self._descriptor)
         _write_head(self.path, len(self.entries) + 1, digest)
         self.entries.append(entry)
@@ -274,15 +272,11 @@ def _write_head(path: Path, lines: int, digest: str) -> None:
     temporary = head.with_suffix(".head.partial")
     descriptor = open_to_write(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        os.write(
+        write_all(
             descriptor, _dump({"schema_version": SCHEMA_VERSION, "lines": lines, "digest": digest}) + b"\n"
         )
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     os.replace(temporary, head)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)

@@ -67,14 +67,9 @@ class ClippedRecords(Mechanism):
 class RecordCentral(ClippedRecords):
     """Per-record clipping and central noise: [sum over a Poisson batch of clipped updates + N(0, (z C)^2)] / divisor.
 
+    The other parameters are those of `ClippedRecords`.
+
     Attributes:
-        noise_multiplier: z > 0, the noise's standard deviation over clip_norm.
-        sampling_probability: q in (0, 1].
-        clip_norm: C > 0.
-        divisor: The constant that the noisy sum is divided by, above 0; post-processing, so it costs nothing.
-        device_noise: Whether the credited noise is a device's, of Gaussian law.
-        beta: Probability that the certificate of the device's noise is wrong, in [0, 1); one certificate covers all
-            steps.
         relation: add_or_remove_one where q, the number of steps, the noise and the divisor are constants; zero_out
             where one of them was computed from the number of records, which is then public.
     """

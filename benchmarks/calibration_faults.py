@@ -104,13 +104,13 @@ FAULTS: dict[str, tuple[str, Plant, float]] = {
     "excess of the fourth moment of all outputs": (LAW, heavy_tails, 0.04),
     "share of uniform readings of one output": (LAW, one_uniform, 1.0),
     "variance common to all outputs, random signs, share": (OUT, common_mode, 1.2e-3),
-    "variance common to all outputs, one sign, share": (OUT, common_offset, 1e-4),
+    "variance common to all outputs, one sign, share": (OUT, common_offset, 5e-5),
     "correlation of two outputs": (OUT, one_pair, 0.25),
     "correlation of neighbouring outputs": (OUT, neighbours, 4e-3),
     "correlation at lag 3, random signs": (TIME, lag_of_signs, 0.03),
     "correlation at lag 2, one sign": (TIME, lag, 4e-3),
     "correlation of one reading with an earlier one": (TIME, one_reading_again, 0.2),
-    "common factor of all noise, relative spread": (SIZE, common_scale, 0.02),
+    "common factor of all noise, relative spread": (SIZE, common_scale, 0.01),
 }
 
 

@@ -64,7 +64,7 @@ def mechanism_section() -> str:
         f"({results['date']}, `python -m benchmarks.mechanism_selftest measure`). A fault counts as found if a check "
         "that is meant for it raises the alarm. Trainers stand for protection.kind = record. CPU s is the longest "
         f"self-test. Without a fault: {sum(run['alarm'] for run in runs)} alarms in {len(runs)} self-tests, and {low} "
-        f"of {checks:,} p-values below 0.01 (experiment mode has the same seeds for every trainer). The bar: 19 of 20 "
+        f"of {checks:,} p-values below 0.01 (experiment mode has the same seeds for every trainer). Required: 19 of 20 "
         "within 60 CPU seconds."
     )
     return "\n\n".join(("## Planted faults that the self-test of the mechanism finds", text, _table(cells)))

@@ -1,4 +1,4 @@
-"""How often does the self-test of the mechanism find a planted fault, and how often does it cry wolf?
+"""How often does the self-test of the mechanism find a planted fault, and how often does it raise a false alarm?
 
     python -m benchmarks.mechanism_selftest measure     (resumes; some 6 minutes of one core)
     python -m benchmarks.mechanism_selftest show

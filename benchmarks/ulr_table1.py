@@ -51,7 +51,6 @@ BASE: dict[str, Any] = {
     "data": {"name": "mnist", "validation_fraction": 0.0},
     "model": {"hidden": [128, 64, 32], "activation": "gelu"},
 }
-PROVEN_EPSILONS = (1.0, 3.0)
 PROVEN_BATCH, PROVEN_COPIES = 1000, 10
 
 app = typer.Typer(no_args_is_help=True)

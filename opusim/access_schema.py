@@ -35,9 +35,9 @@ class MonitorSettings(Section):
         false_alarm_per_run: probability that a device within its tolerances is stopped in its first `checks` checks.
         checks: how many checks of one opening that probability covers.
         least_correlation: of the reference readings with their first ones, noise taken out.
-        gain_tolerance: relative change of the readings' size that is let pass.
-        noise_tolerance: relative change of the noise's variance that is let pass.
-        silent_outputs: share of the outputs that may stop to respond.
+        gain_tolerance: tolerated relative change of the readings' size.
+        noise_tolerance: tolerated relative change of the noise's variance.
+        silent_outputs: share of the outputs that may stop responding.
         saturated_outputs: share of the outputs that may be saturated in a frame, or read one extreme value.
     """
 

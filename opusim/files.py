@@ -106,6 +106,13 @@ def open_to_write(path: Path, flags: int) -> int:
     return descriptor
 
 
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write everything, in as many calls as the system takes."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
 def read_bytes(path: str | Path, *, at_most: int = TEXT_LIMIT) -> bytes:
     """Read a regular file whole.
 

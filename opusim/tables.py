@@ -21,16 +21,17 @@ def output_width() -> int:
     return int(columns) if columns.isdigit() and int(columns) > 0 else _NO_TERMINAL
 
 
-def wrapped(text: str, *, indent: str = "") -> str:
-    """A paragraph as wide as the output, at most 120 columns.
+def wrapped(text: str, *, indent: str = "", widest: int = _WIDEST_TEXT) -> str:
+    """A paragraph as wide as the output.
 
     Args:
         text: One paragraph.
         indent: What stands before each line but the first.
+        widest: Columns that it takes at most.
     """
     return fill(
         text,
-        width=min(output_width(), _WIDEST_TEXT),
+        width=min(output_width(), widest),
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,

@@ -1,4 +1,4 @@
-"""A layer imports only the layers below it (DESIGN: training -> accounting -> opusim.noise; opusim -> hw_configs)."""
+"""A layer imports only the layers below it: training -> accounting -> opusim (in part), and opusim -> hw_configs."""
 
 import ast
 import subprocess

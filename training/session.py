@@ -68,7 +68,7 @@ def train(
         model: A module to train in place, of a kind that the trainer takes (feedbacks: an nn.Sequential of nn.Linear
             and activations; ulr: an nn.Sequential of any modules); None builds the network of the configuration.
         folder: The run folder; None takes a new one under ./runs.
-        resume: Go on with the unfinished run in `folder`, under its own configuration; data and model are given
+        resume: Resume the unfinished run in `folder`, under its own configuration; data and model are given
             again if they were given at first.
         moved: Confirms, if a release run is resumed from a folder that was moved or restored by copying, that no
             other copy was or will be resumed: no ledger counts what two copies release.
@@ -131,7 +131,7 @@ def train_on(
     return load_run(folder.path, model=model)
 
 
-_NO_FOLDER = "resume needs the folder of the run to go on with"
+_NO_FOLDER = "resume needs folder, that of the run to resume"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ def _begin(
 
 
 def _stored(config: object, settings: Sequence[str], folder: str | Path | None) -> RunConfig:
-    """The configuration of the run to go on with."""
+    """The configuration of the run to resume."""
     if config is not None or settings:
         raise RunFolderError(
             "resume goes on under the configuration that the folder holds; leave config and settings out, "
@@ -292,7 +292,7 @@ def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
 
 
 def _check_keys(folder: RunFolder, config: RunConfig) -> None:
-    """Refuse to go on with a run that was begun before some key was there: what it did then has no name now."""
+    """Refuse to resume a run whose stored configuration lacks keys that this version requires."""
     stored = folder.read_facts()
     new = sorted(flat(config.model_dump(mode="json")).keys() - flat(stored["config"]).keys() - {"seed"})
     if new:  # a release run stores no seed
@@ -304,7 +304,7 @@ def _check_keys(folder: RunFolder, config: RunConfig) -> None:
 
 
 def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:
-    """Refuse to go on with another network, other data or another device."""
+    """Refuse to resume with another network, other data or another device."""
     stored = folder.read_facts()
     for part in ("network", "data", "device"):
         if not facts_equal(stored[part], facts[part]):

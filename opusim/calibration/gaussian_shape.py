@@ -18,7 +18,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from opusim.calibration.independence import gamma_p_value, standardised
+from opusim.calibration.independence import standardised
+from opusim.p_values import bonferroni, gamma_p_value, normal_p_value
 
 _REFERENCE_NUMBERS, _MOST_REFERENCE, _LEAST_REFERENCE = 2_000_000, 4000, 500
 _REFERENCE_SEED = 20261122
@@ -54,20 +55,18 @@ def shape_p_values(segments: Sequence[np.ndarray]) -> dict[str, dict[str, float]
 
 
 def _law(part: np.ndarray) -> dict[str, float]:
-    from scipy.special import ndtr
-
     statistics, reference = _statistics(part), _reference(len(part))
     inverse = 1 / part.shape[1] + 1 / _reference_outputs(len(part))
     found = {}
     for name, values in statistics.items():
         mean, std = reference[name]
-        found[name] = 2 * float(ndtr(-abs(values.mean() - mean) / (std * inverse**0.5)))
+        found[name] = normal_p_value(float(values.mean() - mean) / (std * inverse**0.5))
         if name in _DEVIATES:
             mean, variance = reference[f"{name} squared"]
             square = float(np.mean(np.square(values)))
             found[f"{name}, its square"] = gamma_p_value(square, mean, variance * inverse)
     largest = float(np.exp(statistics[_AD].max()))
-    found[f"largest {_AD}"] = min(1.0, part.shape[1] * _anderson_darling_p_value(largest, len(part)))
+    found[f"largest {_AD}"] = bonferroni(_anderson_darling_p_value(largest, len(part)), part.shape[1])
     return found
 
 
@@ -146,7 +145,7 @@ def _grid(segments: Sequence[np.ndarray]) -> dict[str, float]:
         float(pdtrc(c - 1, _MARGIN * mean)) if c else 1.0 for c, mean in zip(counts, expected, strict=True)
     )
     return {
-        "nearly equal readings": min(1.0, len(counts) * close),
+        "nearly equal readings": bonferroni(close, len(counts)),
         "roundings of the number type": 0.0 if coarse > _COARSE else 1.0,
     }
 
@@ -156,7 +155,7 @@ def _grid(segments: Sequence[np.ndarray]) -> dict[str, float]:
 
 def _equal_variances(segments: Sequence[np.ndarray]) -> dict[str, float]:
     """Log variances at different inputs: their means over outputs, their spread, and the largest difference."""
-    from scipy.special import digamma, ndtr, polygamma
+    from scipy.special import digamma, polygamma
 
     inputs, outputs = len(segments), segments[0].shape[1]
     half = np.array([(len(part) - 1) / 2 for part in segments])
@@ -171,9 +170,9 @@ def _equal_variances(segments: Sequence[np.ndarray]) -> dict[str, float]:
     spread = 2 + float(np.max(polygamma(3, half) / error2**2))
     largest = float(np.max(np.abs(rest) / np.sqrt(error2 * (1 - weights))[:, None]))
     return {
-        "mean over outputs": min(1.0, inputs * 2 * float(ndtr(-np.max(np.abs(deviates))))),
+        "mean over outputs": bonferroni(normal_p_value(float(np.max(np.abs(deviates)))), inputs),
         "spread over outputs": gamma_p_value(energy, freedom, freedom * spread),
-        "largest of an output": min(1.0, inputs * outputs * _log_chi2_p_value(largest, float(half.min()))),
+        "largest of an output": bonferroni(_log_chi2_p_value(largest, float(half.min())), inputs * outputs),
     }
 
 

@@ -27,6 +27,14 @@ from functools import cached_property
 
 import numpy as np
 
+from opusim.p_values import (
+    bonferroni,
+    chi_squared_p_value,
+    cosine_p_value,
+    gamma_p_value,
+    normal_p_value,
+)
+
 PAIRED_OUTPUTS = 4096
 """Pairs are formed among the first outputs only; all other statistics use all outputs."""
 _LEAST_OUTPUTS = 30  # below, the cosine of two readings is no sum of many numbers
@@ -159,7 +167,7 @@ def _largest_pair(z: _Standardised) -> float:
             if i == j:
                 np.fill_diagonal(products, 0.0)
             largest = max(largest, float(products.max()))
-    return _bonferroni(_cosine_p_value(largest / len(z.rows), z.freedom), outputs * (outputs - 1) // 2)
+    return bonferroni(cosine_p_value(largest / len(z.rows), z.freedom), outputs * (outputs - 1) // 2)
 
 
 def _squared_correlations(z: _Standardised) -> float:
@@ -191,7 +199,7 @@ def _mean_over_outputs(z: _Standardised) -> float:
     means = z.rows.sum(axis=1, dtype=np.float64) / z.rows.shape[1] ** 0.5
     weights = np.repeat((z.lengths - 1) / z.lengths, z.lengths)
     d = int(np.sum(z.lengths - 1))
-    return gamma_p_value(float(np.sum(weights * np.square(means))), d, 2 * d)
+    return chi_squared_p_value(float(np.sum(weights * np.square(means))), d)
 
 
 def _distances(z: _Standardised) -> float:
@@ -240,7 +248,7 @@ def _largest_cosine(z: _Standardised) -> float:
             if i == j:
                 np.fill_diagonal(products, 0.0)
             largest = max(largest, float(products.max()))
-    return _bonferroni(_cosine_p_value(largest, outputs), count * (count - 1) // 2)
+    return bonferroni(cosine_p_value(largest, outputs), count * (count - 1) // 2)
 
 
 def _lags(z: _Standardised) -> float:
@@ -270,7 +278,7 @@ def _autocorrelations(z: _Standardised) -> tuple[float, float]:
             energy += float(np.sum(np.square(deviation) / _product_variance(n, lag, fourth)))
             freedom += outputs
             variance += 2 * outputs * (1 + _EXCESS / n)
-    return _bonferroni(worst, max(tests, 1)), gamma_p_value(energy, freedom, variance)
+    return bonferroni(worst, max(tests, 1)), gamma_p_value(energy, freedom, variance)
 
 
 def _largest_autocorrelation(part: np.ndarray, products: np.ndarray, lags: np.ndarray) -> float:
@@ -278,7 +286,7 @@ def _largest_autocorrelation(part: np.ndarray, products: np.ndarray, lags: np.nd
     n, sums = len(part), np.cumsum(np.square(part), axis=0)
     norms = np.sqrt(sums[n - 1 - lags] * (n - sums[lags - 1]))
     cosines = (products + ((n - lags) / (n - 1))[:, None]) / np.maximum(norms, 1e-12)
-    return float(np.min(_cosine_p_value(np.abs(cosines).max(axis=1), n - lags)))
+    return float(np.min(cosine_p_value(np.abs(cosines).max(axis=1), n - lags)))
 
 
 def _lagged_products(part: np.ndarray, most: int) -> np.ndarray:
@@ -313,28 +321,6 @@ def _product_variance(n: int, lag: int, fourth: np.ndarray) -> np.ndarray:
 # Laws
 
 
-def gamma_p_value(value: float, mean: float, variance: float) -> float:
-    """Two-sided, of the gamma law with the given mean and variance: chi-squared's if the variance is twice the mean."""
-    from scipy.special import gammainc, gammaincc
-
-    shape, scaled = mean**2 / variance, value * mean / variance
-    return min(1.0, 2 * float(min(gammaincc(shape, scaled), gammainc(shape, scaled))))
-
-
-def _cosine_p_value(cosine: np.ndarray | float, dimensions: np.ndarray | float) -> np.ndarray:
-    """Two-sided, of two uniform directions: c^2 ~ Beta(1/2, (dimensions - 1)/2)."""
-    from scipy.special import betainc
-
-    half = np.maximum((np.asarray(dimensions) - 1) / 2, 1e-9)
-    return np.asarray(betainc(half, 0.5, 1 - np.minimum(np.square(cosine), 1.0)))
-
-
-def _bonferroni(p_value: np.ndarray | float, tests: int) -> float:
-    return min(1.0, tests * float(p_value))
-
-
 def _largest_deviate_p_value(deviates: np.ndarray) -> float:
     """Of the largest of several absolute standard normal numbers."""
-    from scipy.special import ndtr
-
-    return _bonferroni(2 * ndtr(-np.max(deviates, initial=0.0)), deviates.size)
+    return bonferroni(normal_p_value(float(np.max(deviates, initial=0.0))), deviates.size)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from opusim.p_values import chi_squared_p_value
+
 _MOST = 10.0  # relative standard deviation beyond which nothing is searched
 
 
@@ -50,10 +52,7 @@ class LightNoise:
     @property
     def p_value(self) -> float:
         """Two-sided, of frame means that vary by the pixels' own noise only."""
-        from scipy.stats import chi2
-
-        energy, freedom = self._energy(0.0), int(self.freedom.sum())
-        return min(1.0, 2 * float(min(chi2.sf(energy, freedom), chi2.cdf(energy, freedom))))
+        return chi_squared_p_value(self._energy(0.0), int(self.freedom.sum()))
 
     def upper(self, beta: float) -> float:
         """The limit that r exceeds with probability at most beta, for a Gaussian power."""

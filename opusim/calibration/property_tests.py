@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from opusim.p_values import bonferroni, doubt
+
 FAMILY_ALARM = 1e-4
 """Probability that a sound device fails any test of a family."""
 
@@ -54,8 +56,8 @@ def decide(
     """
     level, found = alarm / max(len(properties), 1), []
     for text, p_values in properties.items():
-        worst = min(p_values, key=p_values.__getitem__)
-        p_value = min(1.0, len(p_values) * p_values[worst])
+        worst = min(p_values, key=lambda name: doubt(p_values[name]))
+        p_value = bonferroni(p_values[worst], len(p_values))
         shown = text if p_value >= level else f"{text} ({worst})"
         found.append(PropertyTest(text=shown, p_value=p_value, level=level, needed=text not in not_needed))
     return tuple(found)

@@ -89,7 +89,7 @@ class ShiftTest:
 
 
 class ResponseTest:
-    """Whether more outputs than a tolerated number have stopped to respond.
+    """Whether more outputs than a tolerated number have stopped responding.
 
     Each output's response g_j is the slope of its reference readings on its first ones. With
     log e_j = t (1 - a_j - g_j) / s_j - t^2 / 2, added up over a block of looks, the e-value is the product over

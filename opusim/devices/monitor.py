@@ -5,13 +5,13 @@ covers. It looks at readings of nothing, whose scatter is the noise; at readings
 pattern are the light and the medium; and, at a camera, at every frame that a linear projection of these vectors shows,
 the anchor included.
 
-| test | statistic of a look | let pass |
+| test | statistic of a look | tolerance |
 | --- | --- | --- |
 | frozen | successive blank readings that agree at every output | what chance explains |
 | saturation | largest share of full outputs in any frame, or of outputs at one extreme reading | `saturated_outputs` |
 | light | slope of the reference readings on their first ones | `gain_tolerance`; below also 1 - `least_correlation` |
 | medium | mean square difference from the first readings over the signal, 2 (1 - correlation) | `least_correlation` |
-| outputs | slope of each output; how many stopped to respond | `silent_outputs` |
+| outputs | slope of each output; how many stopped responding | `silent_outputs` |
 | law | blank variance over the least that the law states, from below | nothing |
 | noise | blank variance over its first value | `noise_tolerance` |
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from training.runs.checkpoints import list_checkpoints, reseal_checkpoint
 from training.runs.folder import RunFolder
@@ -61,3 +62,12 @@ def reseal() -> Callable[[Path], None]:
 @pytest.fixture(scope="session")
 def stop_at() -> type[StopAt]:
     return StopAt
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny matrices: a second thread costs more than it brings, above all while other programs run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

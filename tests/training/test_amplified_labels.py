@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -21,13 +20,7 @@ CLIP, DIVISOR, FLOOR, ROUNDS = 0.27, 17.0, 0.05, 30
 N_PUBLIC = 40
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny matrices: a second thread costs more than it brings, above all beside other programs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def new_network(*, bias: bool = True) -> FullyConnected:

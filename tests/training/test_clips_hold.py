@@ -31,12 +31,7 @@ ROUNDING = 1e-5
 CLIPS = (1e-12, 1e-3, 1.0, 1e12)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def images(*modules: nn.Module, channels: int, side: int) -> tuple[nn.Sequential, int]:

@@ -15,7 +15,6 @@ from accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
 from tests.faults import FAULTS, Fault
 from tests.faults.base import FEEDBACKS, MODES, STEPWISE
-from training.attacks.mechanism import statistics
 from training.attacks.mechanism.checks import checked
 from training.attacks.mechanism.observations import BatchLaw, Released, Sums
 from training.attacks.mechanism.report import Check, MechanismAudit
@@ -169,19 +168,6 @@ def test_p_values_of_synthetic_updates_are_uniform_enough(seed: int) -> None:
     below = np.mean(np.array(found) < share, axis=0)
     limit = share + 5 * math.sqrt(share * (1 - share) / n)
     assert np.all(below <= limit), below
-
-
-def test_cosines_have_their_exact_law() -> None:
-    for r in (0.0, 0.1, -0.5, 0.9):
-        assert statistics.cosine_p(r, 3) == pytest.approx(1 - abs(r))  # uniform on the sphere (Archimedes)
-        assert statistics.cosine_p(r, 2) == pytest.approx(1 - 2 * math.asin(abs(r)) / math.pi)
-    assert statistics.cosine_p(1.0, 50) == 0.0
-
-
-def test_variances_have_their_exact_law() -> None:
-    for total in (0.3, 2.0, 9.0):
-        tails = (1 - math.exp(-total / 2), math.exp(-total / 2))  # chi-squared of two degrees
-        assert statistics.variance_p(total, 2) == pytest.approx(2 * min(tails))
 
 
 def test_a_value_that_is_no_number_is_an_alarm() -> None:

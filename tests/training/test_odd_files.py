@@ -220,39 +220,27 @@ def test_data_files(
     assert_refused(opusim("zo", "replay", tmp_path / "steps.zo"))
 
 
-class Stopping:
-    """Stops a run before its last step."""
-
-    def on_start(self, *, step: int, total_steps: int) -> None: ...
-
-    def on_step(self, *, step: int) -> None:
-        if step == 3:
-            raise KeyboardInterrupt
-
-    def on_epoch(self, record: dict[str, Any]) -> None: ...
-
-
-def begun(folder: Path, kind: str, **changes: Any) -> Path:
+def begun(folder: Path, kind: str, stop: object, **changes: Any) -> Path:
     config = {"epochs": 1, "threads": 1, "trainer": {"kind": kind}, "model": {"hidden": [4]}, **changes}
     with pytest.raises(KeyboardInterrupt):
-        training.train({**config, "checkpoint": {"every_steps": 1}}, folder=folder, watcher=Stopping())
+        training.train({**config, "checkpoint": {"every_steps": 1}}, folder=folder, watcher=stop)
     return folder
 
 
 @pytest.fixture(scope="module")
-def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return begun(tmp_path_factory.mktemp("odd") / "run", "bp")
+def unfinished(tmp_path_factory: pytest.TempPathFactory, stop_at: type) -> Path:
+    return begun(tmp_path_factory.mktemp("odd") / "run", "bp", stop_at(3))
 
 
 @pytest.fixture(scope="module")
-def runs(unfinished: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(unfinished: Path, tmp_path_factory: pytest.TempPathFactory, stop_at: type) -> dict[str, Path]:
     """Unfinished runs that have, together, every file that a run folder can have."""
     folder = tmp_path_factory.mktemp("odd")
     return {
         "bp": unfinished,
-        "zo": begun(folder / "zo", "zo"),
-        "components": begun(folder / "components", "bp", data={"components": 5}),
-        "monitored": begun(folder / "monitored", "pdfa", device={"monitor": {"every_steps": 5}}),
+        "zo": begun(folder / "zo", "zo", stop_at(3)),
+        "components": begun(folder / "components", "bp", stop_at(3), data={"components": 5}),
+        "monitored": begun(folder / "monitored", "pdfa", stop_at(3), device={"monitor": {"every_steps": 5}}),
     }
 
 

@@ -110,21 +110,12 @@ def test_a_release_run_is_its_owners(open_folder: Path, kind: str, monkeypatch: 
     assert not wide(open_folder / "run")
 
 
-def test_an_unfinished_last_iterate_is_its_owners(open_folder: Path) -> None:
-    class Stopping:
-        def on_start(self, *, step: int, total_steps: int) -> None: ...
-
-        def on_step(self, *, step: int) -> None:
-            if step == 3:
-                raise KeyboardInterrupt
-
-        def on_epoch(self, record: dict[str, Any]) -> None: ...
-
+def test_an_unfinished_last_iterate_is_its_owners(open_folder: Path, stop_at: type) -> None:
     folder = open_folder / "given"
     folder.mkdir()  # a folder of the user's, which others may enter, is closed before anything is written
     settings = {**SMALL, **KINDS["last-iterate"], "mode": "release", "checkpoint": {"every_steps": 1}}
     with pytest.raises(KeyboardInterrupt):
-        training.train(settings, folder=folder, watcher=Stopping())
+        training.train(settings, folder=folder, watcher=stop_at(3))
     assert list((folder / "checkpoints").iterdir())
     assert not wide(folder)
     folder.chmod(0o755)  # by hand

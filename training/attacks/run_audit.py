@@ -74,7 +74,7 @@ def audit_run(
 
     Args:
         path: The run folder.
-        data: The records, where the run was trained on a person's own.
+        data: The records, if the run was trained on user-supplied ones.
         model: A module like the run's, where the run was given one that its folder cannot describe.
         out: The folder for `audit.json`; None for the run's own. A release run needs one, which only its owner may
             enter: what an attack finds of private records is covered by no guarantee, and not for release.
@@ -88,7 +88,7 @@ def audit_run(
     Raises:
         RunFolderError: There is no run or no checkpoint, or the data are others; or `out` is missing, or holds
             something else.
-        NoGuarantee: The run protects labels, or releases its last model alone, and this game is about records and
+        NoGuarantee: The run protects labels, or releases its last model only, and this game is about records and
             steps.
         ConfigError: The optimizer cannot be undone, or data are missing.
         ValueError: A number out of range.

@@ -33,10 +33,10 @@ def account_run(
     content = _content(path, folder)
     found = content.guarantees(delta=delta)
     show(found, content.mechanisms, as_json=as_json, seed_stored=content.mode == "experiment")
-    last_alone = any(guarantee.release is Release.LAST_ITERATE for guarantee in found)
-    if last_alone and path.is_dir() and not folder.finished and not as_json:
+    last_only = any(guarantee.release is Release.LAST_ITERATE for guarantee in found)
+    if last_only and path.is_dir() and not folder.finished and not as_json:
         typer.echo(
-            "unfinished: this is about the last model; of those on the way, in this folder, nothing is said"
+            "Run unfinished. This guarantee covers only the final model, not the checkpoints in this folder."
         )
 
 

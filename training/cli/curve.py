@@ -17,7 +17,7 @@ _EPILOG = """[bold]A spec[/bold] is a TOML file: a title, \\[config] with keys o
 of values, and any number of \\[\\[series]], each with a name, config and axes of its own. Runs take all combinations. \
 Ready ones stand in benchmarks/curves.
 
-A sweep that was stopped or killed goes on with the same command; no finished run is made twice. The exit code is 1 if \
+The same command resumes a sweep that was stopped or killed; no finished run is made twice. The exit code is 1 if \
 a run failed; the others are in the report."""
 
 

@@ -30,7 +30,7 @@ def train_resume(
         ),
     ] = False,
 ) -> None:
-    """Go on with a run that was stopped or killed, from its newest checkpoint."""
+    """Resume a run that was stopped or killed, from its newest checkpoint."""
     from training.runs.folder import RunFolder
     from training.session import train
 

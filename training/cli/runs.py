@@ -159,6 +159,7 @@ def _audit_run(
 
     from opusim.progress import Progress
     from training.attacks.run_audit import audit_run
+    from training.runs.folder import AUDIT_FILE
     from training.runs.report import NOT_FOR_RELEASE, write_report
     from training.runs.run import load_run
     from training.runs.run_evaluation import read_npz
@@ -189,4 +190,4 @@ def _audit_run(
     print_rows(finding_rows(found))
     for text in paragraphs(found):
         typer.echo("\n" + wrapped(text))
-    typer.echo(f"\nkept in {(out or run) / 'audit.json'} and shown in {report_file}")
+    typer.echo(f"\nkept in {(out or run) / AUDIT_FILE} and shown in {report_file}")

@@ -27,7 +27,7 @@ opusim train {kind} --config run.toml --seed 3 --out runs/third
 
 [bold]--set[/bold] changes any key of the configuration; `opusim train options` lists them all with their meaning \
 and default. A run is a folder; `opusim report RUN` draws it, `opusim evaluate RUN` measures it, \
-`opusim train resume RUN` goes on with one that was stopped or killed."""
+`opusim train resume RUN` resumes one that was stopped or killed."""
 
 
 def flag_changes(kind: str, data: str | None, epochs: int | None, seed: int | None) -> dict[str, Any]:

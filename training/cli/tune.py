@@ -25,7 +25,7 @@ EXAMPLE = """[bold]Example[/bold]
 
 opusim tune --data mnist --epsilon 3 --trials 5 --choose trainer.clip=0.35,0.5 --choose epochs=5,10 --out runs/search
 
-The same command goes on with a search that was stopped."""
+The same command resumes a search that was stopped."""
 
 
 def mount(app: typer.Typer) -> None:

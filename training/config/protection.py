@@ -19,7 +19,7 @@ class ProtectionConfig(Section):
 
     kind: ProtectionName = "none"
     """none: noise only where the trainer puts it. record: whole records, by clipped contributions, central Gaussian
-    noise and Poisson batches. last-iterate (convex): whole records, where the last model alone is published. label,
+    noise and Poisson batches. last-iterate (convex): whole records, of which only the last model is published. label,
     label-amplified, label-once, label-response: the labels alone, the features being public; by noise on every layer's
     signal and a budget for each record, by clipping and noise in the geometry of public features with secret Poisson
     batches, by one noisy reading of each label, by randomized response. convex with an epsilon or a
@@ -53,7 +53,7 @@ class ProtectionConfig(Section):
     reference_size: int = Field(4096, ge=1)
     """Public records, drawn from the training features, that give label-amplified noise its geometry."""
     equalise: bool = False
-    """Whether these records are weighed by the D-optimal design in the first layer (label-amplified, S2)."""
+    """Whether these records are weighed by the D-optimal design in the first layer (label-amplified)."""
     flat_prior: float = Field(0.3, ge=0.0, le=1.0)
     """Share of the training before the model's own prediction becomes the prior of a noisy label (label-once,
     label-response); 1 for never."""

@@ -44,9 +44,7 @@ class Objective:
         """
         target = torch.zeros_like(logits).scatter_(1, labels.unsqueeze(1), 1.0)
         residual = _RESIDUALS[self.name](logits, target)
-        if (
-            self.clip is not None and self.name == "one-against-rest"
-        ):  # one scalar at a time: that stays convex
+        if self.clip is not None and self.name == "one-against-rest":  # scalar by scalar, which stays convex
             bound = self.clip / math.sqrt(logits.shape[1])
             residual = residual.clamp(-bound, bound)
         norms = row_norms(residual)

@@ -35,7 +35,7 @@ def configured_dataset(options: DataConfig, split: SplitRule | None = None) -> D
             "configuration",
             "data.name",
             "stands for a person's own arrays, which no file holds; give them again: "
-            "training.train(..., data=(x, y)), with folder=... and resume=True to go on with a run",
+            "training.train(..., data=(x, y)), with folder=... and resume=True to resume a run",
         )
     if options.n_classes is not None:
         reason = f"{options.n_classes} is for a person's own arrays; leave it out for {options.name}"

@@ -102,16 +102,11 @@ def _probe(model: nn.Module, state: dict[str, Tensor], rows: Tensor) -> None:
         if not _differs(clean[change.before], found[change.now], steady=steady):
             continue
         resized += change.resized
-        if (
-            not change.resized or resized == 2
-        ):  # a quantiser may turn other roundings of one batch size into a step
-            culprit = _culprit(model, state, rows, change, steady=steady)
-            what = (
-                "outputs depend on how many there are"
-                if change.resized
-                else "one moves the output of another"
-            )
-            raise ValueError(f"model: {culprit} mixes the records of a batch ({what}): {_REMEDY}")
+        if change.resized and resized < 2:
+            continue  # a quantiser may turn other roundings of one batch size into a step
+        culprit = _culprit(model, state, rows, change, steady=steady)
+        what = "outputs depend on how many there are" if change.resized else "one moves the output of another"
+        raise ValueError(f"model: {culprit} mixes the records of a batch ({what}): {_REMEDY}")
 
 
 def _changes(rows: Tensor) -> Iterator[_Change]:

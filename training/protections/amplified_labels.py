@@ -1,4 +1,4 @@
-"""Labels under a secret batch: contributions are clipped in a public geometry and noise has that geometry (S1, S2).
+"""Labels under a secret batch: contributions are clipped in a public geometry and noise has that geometry.
 
 The features are public and labels are protected. Layer l's update of record i is delta_i h_i^T (h with the bias's
 constant). P_l is a positive definite matrix from public rows: their second moment, times the sum of all fan-ins, so
@@ -39,7 +39,7 @@ class AmplifiedLabels(Protection):
         divisor: The constant that the noisy sum is divided by, in [1e-12, 1e12]; never the realised batch size.
         floor: lambda of P_l over the mean of its diagonal, > 0.
         reference: Features of public records, shape (n, n_0): training records, whose features are public here.
-        equalise: Whether the first layer weighs them by the D-optimal design (S2).
+        equalise: Whether the first layer weighs them by the D-optimal design.
         noise: Source of independent N(0, 1).
     """
 

@@ -17,7 +17,6 @@ No digest is keyed: they find accidents and careless edits, not an adversary who
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from accounting.journal import Position
 from opusim.files import parse_json, require_regular
 from training.errors import RunFolderError
+from training.runs.storage import digest_of
 
 HEADER_KEY = "opusim"
 SCHEMA_VERSION = 2
@@ -116,7 +116,7 @@ class Header:
 def facts_digest(facts: Mapping[str, Any]) -> str:
     """BLAKE2b of a mapping of JSON, whatever the order of its keys."""
     content = json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    return digest_of(content)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

@@ -26,6 +26,7 @@ from opusim.files import (
     read_bytes,
     require_regular,
     sync_folder,
+    write_all,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def write_file(path: Path, content: bytes) -> None:
     try:
         descriptor = open_to_write(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
-            _write_all(descriptor, content)
+            write_all(descriptor, content)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -142,7 +143,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     try:
         os.lseek(descriptor, _end_of_last_line(descriptor), os.SEEK_SET)
         os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR))
-        _write_all(descriptor, line)
+        write_all(descriptor, line)
         os.fsync(descriptor)
     except OSError as error:
         raise _named(error, path, "its earlier lines are kept") from error
@@ -191,12 +192,6 @@ def _named(error: OSError, path: Path, kept: str) -> OSError:
     room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     remedy = "make room and go on" if room else "check the folder's permissions"
     return OSError(error.errno, f"{error.strerror}; {kept}, {remedy}", str(path))
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def _end_of_last_line(descriptor: int) -> int:

@@ -12,6 +12,7 @@ from accounting.guarantee import Guarantee, Status
 from training.attacks.findings import Role, read_audit
 from training.config.run import RunConfig
 from training.errors import RunFolderError
+from training.runs.folder import AUDIT_FILE
 from training.runs.run import Run
 from training.runs.run_evaluation import evaluate_run
 from training.runs.storage import read_json, write_json
@@ -28,7 +29,7 @@ class Row:
         status: done; stopped (its privacy budget was spent before the end); failed.
         reason: Why it stopped or failed, in one line; None for a run that is done.
         figures: The run's summary: accuracies and losses per split, frames, seconds, joules; of one in release mode
-            those on test records alone; empty for a failed run.
+            those on test records only; empty for a failed run.
         noise_std: Standard deviation of the device's Gaussian noise, units of the projection; None without one.
         guarantees: What is said of its privacy.
         wall_s: Seconds that it took, of all its processes; None for a run in release mode, whose time tells the sizes
@@ -84,9 +85,7 @@ def row_of(run: Run, config: RunConfig, *, wall_s: float) -> Row:
     """The row of a finished run."""
     summary = dict(run.summary or {})
     stopped = summary.pop("stopped", None)
-    if (
-        config.mode == "release"
-    ):  # the run keeps no figure of its data; on public test records its model can be measured
+    if config.mode == "release":  # keeps no figure of its data, but public test records measure its model
         found = evaluate_run(run.folder.path)
         summary |= {"test_accuracy": found["accuracy"], "test_loss": found["loss"]}
     return Row(
@@ -107,7 +106,7 @@ def failed_row(identity: str, error: BaseException | str) -> Row:
 
 
 def write_row(path: Path, row: Row) -> None:
-    """Keep a row; an infinite figure becomes null."""
+    """Keep a row, without figures that are not finite."""
     values = row.to_json()
     values["figures"] = {k: v for k, v in values["figures"].items() if _kept(v)}
     write_json(path, values)
@@ -132,7 +131,7 @@ def read_row(path: Path) -> Row | None:
 
 def audited_epsilon(run_folder: Path) -> float | None:
     """The largest lower bound that an audit of this run found, at its delta; None where it was not audited."""
-    file = run_folder / "audit.json"
+    file = run_folder / AUDIT_FILE
     if not file.exists():
         return None
     found = [f.result.epsilon_lower for f in read_audit(file).findings if f.role is Role.RUN]

@@ -144,7 +144,7 @@ class Search:
             )
 
     def _paid(self) -> tuple[SearchState, Guarantee, int]:
-        """The search to go on with, which is paid for; the guarantee of all searches here, and their number."""
+        """The search to run or to resume, which is paid for; the guarantee of all searches here, and their number."""
         state = SearchState.read(self._folder)
         self._check_asked(state)
         if state is None:

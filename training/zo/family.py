@@ -216,7 +216,7 @@ def _release(config: RunConfig, device: NoisyDevice | None) -> ScalarRelease:
 
 
 def _open_log(config: RunConfig, trainer: ZoTrainer, folder: RunFolder) -> None:
-    """Begin the step log of a new run, or go on with that of a resumed one.
+    """Begin the step log of a new run, or continue that of a resumed one.
 
     Raises:
         StepLogCorrupt: The log is not that of the steps done.

@@ -37,9 +37,8 @@ class PagedTensors:
             file.truncate(size)
             self._memory = mmap.mmap(file.fileno(), size)
         start = 0
-        for number in sorted(
-            like, key=lambda number: -types[number].itemsize
-        ):  # wide types first: all aligned
+        wide_first = sorted(like, key=lambda number: -types[number].itemsize)  # keeps all aligned
+        for number in wide_first:
             tensor, kind = like[number], types[number]
             flat = torch.frombuffer(self._memory, dtype=kind, count=tensor.numel(), offset=start)
             self.tensors[number] = flat.view(tensor.shape).copy_(tensor.detach())

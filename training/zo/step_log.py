@@ -34,7 +34,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from opusim.files import open_to_write, parse_json, read_head
+from opusim.files import open_to_write, parse_json, read_head, write_all
 from training.errors import RunFolderError
 from training.runs.storage import read_json, write_json
 from training.zo.entry import StepEntry
@@ -101,7 +101,7 @@ class StepLog:
         if not steps:
             content = header.to_bytes()
             self._descriptor = open_to_write(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            _write(self._descriptor, content)
+            write_all(self._descriptor, content)
             self._digest = content[-_HEADER_DIGEST:]
             return
         self.header, start = read_header(path)
@@ -122,7 +122,7 @@ class StepLog:
         """Write a step; `mark` has it on disk for good."""
         body = _body(entry)
         self._digest = _hashed(self._digest, body, size=_DIGEST)
-        _write(self._descriptor, body + self._digest)
+        write_all(self._descriptor, body + self._digest)
         self.steps += 1
 
     def mark(self, tensors: Mapping[str, Tensor]) -> None:
@@ -273,9 +273,3 @@ def _hashed(*parts: bytes, size: int) -> bytes:
     for part in parts:
         state.update(part)
     return state.digest()
-
-
-def _write(descriptor: int, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[os.write(descriptor, view) :]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, doubt, normal_p_value
 from training.attacks.mechanism import statistics
 from training.attacks.mechanism.observations import BatchLaw, Released, Sums
 from training.attacks.mechanism.report import Check
@@ -80,7 +81,7 @@ def _noise_variance(noise: np.ndarray, name: str = "noise: variance") -> Check:
         observed=total / noise.size,
         expected=1.0,
         standard_error=math.sqrt(2 / noise.size),
-        p_value=statistics.variance_p(total, noise.size),
+        p_value=chi_squared_p_value(total, noise.size),
         level=_PENDING,
         finds="noise weaker or stronger than accounted",
     )
@@ -93,7 +94,7 @@ def _noise_mean(noise: np.ndarray) -> Check:
         observed=float(noise.mean()),
         expected=0.0,
         standard_error=error,
-        p_value=statistics.normal_p(float(noise.mean()) / error),
+        p_value=normal_p_value(float(noise.mean()) / error),
         level=_PENDING,
         finds="noise that is not centred, records in coordinates that none should touch",
     )
@@ -122,7 +123,7 @@ def _lag(noise: np.ndarray, lag: int, name: str = "noise") -> Check:
 
 def _any_two(noise: np.ndarray, name: str = "noise: any two steps") -> Check:
     r, pairs = statistics.largest_pair(noise.reshape(-1, noise.shape[2]))
-    p = float(statistics.cosine_p(r, noise.shape[2])) * pairs
+    p = bonferroni(cosine_p_value(r, noise.shape[2]), pairs)
     text = "noise used again at any distance, or in another run"
     return _correlation(name, r, noise.shape[2], p, text)
 
@@ -140,9 +141,9 @@ def _least_likely(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]], fin
     found = []
     for a, b in pairs:
         r = statistics.cosine(a, b)
-        found.append((float(statistics.cosine_p(r, a.size)), r, a.size))
-    p, r, dimension = min(found)
-    return _correlation(name, r, dimension, p * len(found), finds)
+        found.append((float(cosine_p_value(r, a.size)), r, a.size))
+    p, r, dimension = min(found, key=lambda pair: doubt(pair[0]))
+    return _correlation(name, r, dimension, bonferroni(p, len(found)), finds)
 
 
 def _correlation(name: str, r: float, dimension: int, p_value: float, finds: str) -> Check:
@@ -151,7 +152,7 @@ def _correlation(name: str, r: float, dimension: int, p_value: float, finds: str
         observed=r,
         expected=0.0,
         standard_error=1 / math.sqrt(dimension),
-        p_value=min(1.0, p_value),
+        p_value=p_value,
         level=_PENDING,
         finds=finds,
     )
@@ -165,7 +166,7 @@ def _mean_sum(sums: Sequence[Sums], batch: BatchLaw) -> Check:
         observed=float(along.mean()),
         expected=batch.mean,
         standard_error=error,
-        p_value=statistics.normal_p((float(along.mean()) - batch.mean) / error),
+        p_value=normal_p_value((float(along.mean()) - batch.mean) / error),
         level=_PENDING,
         finds="a wider clip, a larger sampling probability, another divisor",
     )
@@ -185,7 +186,7 @@ def _largest_norm(sums: Sequence[Sums], batch: BatchLaw) -> Check:
         observed=observed,
         expected=wanted,
         standard_error=error,
-        p_value=statistics.normal_p((observed - wanted) / error),
+        p_value=normal_p_value((observed - wanted) / error),
         level=_PENDING,
         finds="each layer clipped to the whole bound",
     )
@@ -203,7 +204,7 @@ def _layer_sums(sums: Sequence[Sums], batch: BatchLaw) -> Check:
         observed=float(gaps[worst] + sums[0].shares[worst]),
         expected=float(sums[0].shares[worst]),
         standard_error=error,
-        p_value=min(1.0, statistics.normal_p(float(gaps[worst]) / error) * len(gaps)),
+        p_value=bonferroni(normal_p_value(float(gaps[worst]) / error), len(gaps)),
         level=_PENDING,
         finds="a layer that is not clipped",
     )
@@ -219,7 +220,7 @@ def _batch_variance(sums: Sequence[Sums], batch: BatchLaw) -> Check:
         observed=squares / degrees,
         expected=expected,
         standard_error=expected * math.sqrt(2 / degrees),
-        p_value=statistics.variance_p(squares / expected, degrees),
+        p_value=chi_squared_p_value(squares / expected, degrees),
         level=_PENDING,
         finds="batches of fixed size, division by the realised size",
     )
@@ -236,7 +237,7 @@ def _batches_apart(sums: Sequence[Sums]) -> Check:
     found = []
     for a, b in pairs:
         r = statistics.pearson(a, b)
-        found.append((float(statistics.cosine_p(r, len(a) - 1)), r, len(a) - 1))
-    p, r, dimension = min(found)
+        found.append((float(cosine_p_value(r, len(a) - 1)), r, len(a) - 1))
+    p, r, dimension = min(found, key=lambda pair: doubt(pair[0]))
     text = "a batch used again, or in another run"
-    return _correlation("batch size: any two steps", r, dimension, p * len(found), text)
+    return _correlation("batch size: any two steps", r, dimension, bonferroni(p, len(found)), text)

@@ -11,7 +11,7 @@ import numpy as np
 import scipy.stats
 
 from accounting.ledger import read_ledger
-from training.attacks.mechanism import statistics
+from opusim.p_values import bonferroni, normal_p_value
 from training.attacks.mechanism.checks import LAGS, shared
 from training.attacks.mechanism.observations import Released
 from training.attacks.mechanism.report import Check
@@ -108,7 +108,7 @@ def _repeats(kept: np.ndarray, runs: np.ndarray, stays: float, k: int) -> list[C
             observed=total / pairs,
             expected=0.0,
             standard_error=1 / math.sqrt(pairs),
-            p_value=min(1.0, len(LAGS) * statistics.normal_p(total / math.sqrt(pairs))),
+            p_value=bonferroni(normal_p_value(total / math.sqrt(pairs)), len(LAGS)),
             level=math.nan,
             finds="one draw for several records",
         ),
@@ -117,7 +117,7 @@ def _repeats(kept: np.ndarray, runs: np.ndarray, stays: float, k: int) -> list[C
             observed=equal,
             expected=same,
             standard_error=error,
-            p_value=min(1.0, n_pairs * statistics.normal_p((equal - same) / error)),
+            p_value=bonferroni(normal_p_value((equal - same) / error), n_pairs),
             level=math.nan,
             finds="answers that do not change from run to run",
         ),

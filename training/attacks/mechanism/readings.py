@@ -8,7 +8,7 @@ descent is W' = W - (lr / divisor) G with G the noisy sum, so G = (W - W') divis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -42,7 +42,6 @@ _BEYOND = 1.5
 Weights = Mapping[str, Tensor]
 Gradient = dict[str, np.ndarray]
 """By parameter, float64."""
-GradientAt = Callable[[Weights], Gradient]
 
 
 def released_steps(folder: RunFolder, config: RunConfig, subject: Subject, dataset: Dataset) -> Released:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from textwrap import fill
-
+from opusim.tables import wrapped
 from training.attacks.mechanism.report import Check, MechanismAudit
 
-WIDTH = 80
+_WIDTH = 80
 _ROW = "{:<32}{:>10}{:>10}{:>11}  {}"
 
 
@@ -16,19 +15,15 @@ def report_text(found: MechanismAudit) -> str:
     rows = [_row(check) for check in found.checks]
     return "\n".join(
         [
-            _wrapped(_what_ran(found)),
+            wrapped(_what_ran(found), widest=_WIDTH),
             "",
             header,
             "-" * len(header),
             *rows,
             "",
-            *(_wrapped(text) + "\n" for text in (_result(found), _blind_spots(found))),
+            *(wrapped(text, widest=_WIDTH) + "\n" for text in (_result(found), _blind_spots(found))),
         ]
     ).rstrip("\n")
-
-
-def _wrapped(text: str) -> str:
-    return fill(text, width=WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _row(check: Check) -> str:

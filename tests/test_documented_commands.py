@@ -1,0 +1,78 @@
+"""Every command that the README and docs/ show is one, with options and keys that exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from training import session
+from training.cli.app import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+SHOWN = re.compile(r"(?<![\w/.-])opusim(?: (?:[^`\n\\]|\\\n)*)")
+
+
+def shown_commands() -> list[str]:
+    texts = [page.read_text() for page in PAGES]
+    shown = [match.group().replace("\\\n", " ") for text in texts for match in SHOWN.finditer(text)]
+    lines = [line.split(" #")[0].split("&&")[0].strip() for line in shown]
+    return [line for line in dict.fromkeys(lines) if is_command(line)]
+
+
+def is_command(line: str) -> bool:
+    words = line.split()
+    return len(words) > 1 and words[1] in commands(typer.main.get_command(app))
+
+
+def commands(command: click.Command) -> dict[str, click.Command]:
+    return getattr(command, "commands", {})
+
+
+def unknown(line: str) -> list[str]:
+    """Subcommands and options of a line that do not exist."""
+    command, words = typer.main.get_command(app), shlex.split(line)[1:]
+    while commands(command) and words:
+        name = words.pop(0)
+        if name not in commands(command):
+            return [name]
+        command = commands(command)[name]
+    known = {option for parameter in command.params for option in parameter.opts}
+    return [word for word in words if word.startswith("--") and word not in known]
+
+
+def trains(line: str) -> bool:
+    """Whether a line is a whole training command that needs no file of the reader's."""
+    words = line.split()
+    return words[1] == "train" and "--data" in words and ".toml" not in line and "FOLDER" not in line
+
+
+@pytest.mark.parametrize("line", shown_commands())
+def test_commands_and_options_exist(line: str) -> None:
+    assert unknown(line) == []
+
+
+class ReachedError(Exception):
+    """A command was understood: training would begin."""
+
+
+@pytest.mark.parametrize("line", [line for line in shown_commands() if trains(line)])
+def test_configurations_are_valid(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(*arguments: object, **options: object) -> None:
+        raise ReachedError
+
+    monkeypatch.setattr(session, "train", begin)
+    monkeypatch.setattr("training.cli.training_runs.require_present", lambda description: None)
+    result = CliRunner().invoke(app, shlex.split(line)[1:])
+    assert isinstance(result.exception, ReachedError), result.exception or result.output
+
+
+def test_planted_faults_are_found() -> None:
+    assert len(shown_commands()) > 40
+    assert unknown("opusim train pdfa --epsilom 3") == ["--epsilom"]
+    assert unknown("opusim device calibrat camera") == ["calibrat"]
+    assert sum(map(trains, shown_commands())) > 12

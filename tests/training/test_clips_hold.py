@@ -317,6 +317,19 @@ def test_no_record_moves_the_convex_model_further_than_its_bound(name: str, clip
         assert moved(model, objective, x, 1) <= objective.bound(3) * (1 + ROUNDING)
 
 
+def test_the_size_of_a_batch_turns_no_gates() -> None:
+    """Records orthogonal to every hyperplane, as nearly as float32 can hold them."""
+    generator = torch.Generator().manual_seed(7)
+    hyperplanes = torch.randn(64, 784, generator=generator)
+    basis, _ = torch.linalg.qr(hyperplanes.double().T)
+    rows = torch.randn(40, 784, generator=generator, dtype=torch.float64)
+    x = (rows - (rows @ basis) @ basis.T).float()
+    model = GatedRelu(784, 10, hyperplanes, centre=False)
+    whole = model.gated(x).gates
+    for size in range(1, len(x)):
+        assert torch.equal(model.gated(x[:size]).gates, whole[:size])
+
+
 def test_the_gradient_is_clipped_even_if_the_normalisation_fails() -> None:
     """Features 30 times too long, as a float32 normalisation made them: the step still holds its bound."""
     model, objective = gated(), Objective(name="margin", clip=0.5)

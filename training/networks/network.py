@@ -224,7 +224,8 @@ def write_linear_gradient(
         exact = scaled.exact / divisor
         totals = exact.t() @ h[scaled.apart].double(), exact.sum(dim=0)
         for parameter, total in zip(parameters, totals, strict=False):
-            parameter.grad.add_(total.float())
+            if parameter.grad is not None:
+                parameter.grad.add_(total.float())
 
 
 def outer_squared_norms(delta: Tensor, h: Tensor, *, bias: bool) -> Tensor:

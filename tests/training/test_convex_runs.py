@@ -17,7 +17,6 @@ import torch
 from typer.testing import CliRunner
 
 import training
-from accounting.cli import app as account
 from accounting.convex_last_iterate import proven_mu
 from accounting.convex_mechanisms import ConvexLastIterate
 from accounting.errors import NoGuarantee
@@ -25,6 +24,7 @@ from accounting.guarantee import Adjacency, Release, Status
 from accounting.ledger import read_ledger
 from opusim.errors import ConfigError
 from training.cli import main
+from training.cli.app import app
 from training.config.reading import merged
 from training.convex.trainer import ConvexTrainer
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
@@ -190,9 +190,9 @@ def test_a_release_run_keeps_no_intermediate_model(tmp_path: Path, stop_at: type
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
         "step-0000000008.safetensors"
     ]
-    assert "unfinished" in CliRunner().invoke(account, ["run", str(tmp_path)]).output
+    assert "unfinished" in CliRunner().invoke(app, ["account", "run", str(tmp_path)]).output
     run = training.train(data=data(), folder=tmp_path, resume=True)
-    assert "unfinished" not in CliRunner().invoke(account, ["run", str(tmp_path)]).output
+    assert "unfinished" not in CliRunner().invoke(app, ["account", "run", str(tmp_path)]).output
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
         "step-0000000018.safetensors"
     ]

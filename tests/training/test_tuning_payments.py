@@ -152,6 +152,25 @@ def test_a_trial_is_not_trained_twice(tmp_path: Path, monkeypatch: pytest.Monkey
         search(tmp_path).run()
 
 
+@pytest.mark.parametrize("kept", ["best", "result.json"])
+def test_an_old_state_behind_a_result_is_refused(tmp_path: Path, kept: str) -> None:
+    """Put back, it would have every trial trained and scored anew, and another result stated at the same cost."""
+    old: list[bytes] = []
+    search(tmp_path).run(lambda done, total: old.append((tmp_path / "tuning.json").read_bytes()))
+    result = (tmp_path / "result.json").read_bytes()
+    (tmp_path / "tuning.json").write_bytes(old[0])
+    if kept == "best":
+        (tmp_path / "result.json").unlink()
+    else:
+        shutil.rmtree(tmp_path / "best")
+    with pytest.raises(RunFolderError, match=f"tuning.json is older than {kept}"):
+        search(tmp_path).run()
+    assert kept == "best" or (tmp_path / "result.json").read_bytes() == result
+    (tmp_path / "tuning.json").write_bytes(old[-1])  # all scores, before the result was written
+    if kept == "best":
+        assert search(tmp_path).run().score == json.loads(result)["score"]
+
+
 def test_a_search_without_its_payment_is_refused(tmp_path: Path) -> None:
     search(tmp_path).run()
     for name in ("ledger.jsonl", "ledger.head"):

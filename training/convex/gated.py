@@ -66,9 +66,13 @@ class GatedRelu(nn.Module):
         return self.logits(self.gated(x))
 
     def gated(self, x: Tensor) -> GatedRecords:
-        """Gates and scales of records of shape (batch, d)."""
+        """Gates and scales of records of shape (batch, d).
+
+        Gates are decided in float64, where all products are exact: a float32 sum rounds differently in a batch of
+        another size, so that one record more could turn the gates of records that lie on a hyperplane.
+        """
         x, kept = unit_rows(x, centre=self.centre)
-        gates = (x @ self.hyperplanes.t() >= 0).to(x.dtype)
+        gates = (x.double() @ self.hyperplanes.t().double() >= 0).to(x.dtype)
         count = gates.sum(dim=1)
         return GatedRecords(x=x, gates=gates, scale=torch.where(kept & (count > 0), count.rsqrt(), 0.0))
 

@@ -298,7 +298,19 @@ def _sum(reading: Tensor, factors: Tensor | None, noise: Tensor | None, gain: fl
     """(factors or gain) * reading + noise, in place, up to the constant that is returned beside it."""
     if noise is None:
         return (reading, gain) if factors is None else (reading.mul_(factors), 1.0)
-    return (noise.add_(reading, alpha=gain) if factors is None else noise.addcmul_(reading, factors)), 1.0
+    return (noise.add_(reading, alpha=gain) if factors is None else _add_scaled(noise, reading, factors)), 1.0
+
+
+def _add_scaled(noise: Tensor, reading: Tensor, factors: Tensor) -> Tensor:
+    """Noise + factors * reading, in place; a factor that float32 cannot hold changes its own row only."""
+    if factors.dtype == noise.dtype:
+        return noise.addcmul_(reading, factors)
+    single = factors.float()
+    apart = (single != factors).squeeze(1)
+    own = noise[apart].double() + reading[apart] * factors[apart]
+    noise.addcmul_(reading, single)
+    noise[apart] = own.to(noise.dtype)
+    return noise
 
 
 def _mean_norm(v: Tensor) -> float:

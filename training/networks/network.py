@@ -213,17 +213,19 @@ def write_linear_gradient(
         divisor: The batch size, or the constant that stands for it.
         clip: The factors f_i; None for 1.
     """
-    weight = parameters[0]
-    if clip is not None:
-        delta = scaled_rows(delta, clip.factors)
-    if delta.dtype != h.dtype:  # too small for float32
-        weight.grad = (delta.t() @ h.double()).div_(divisor).float()
-    else:
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)  # kept: fresh memory costs more than the product's end
-        torch.addmm(weight.grad, delta.t(), h, beta=0, alpha=1 / divisor, out=weight.grad)
+    scaled = None if clip is None else scaled_rows(delta, clip.factors)
+    rows, weight = delta if scaled is None else scaled.rows, parameters[0]
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)  # kept: fresh memory costs more than the product's end
+    torch.addmm(weight.grad, rows.t(), h, beta=0, alpha=1 / divisor, out=weight.grad)
     for bias in parameters[1:]:
-        bias.grad = delta.sum(dim=0).div_(divisor).float()
+        bias.grad = rows.sum(dim=0).div_(divisor)
+    if scaled is not None and len(scaled.apart):
+        exact = scaled.exact / divisor
+        totals = exact.t() @ h[scaled.apart].double(), exact.sum(dim=0)
+        for parameter, total in zip(parameters, totals, strict=False):
+            if parameter.grad is not None:
+                parameter.grad.add_(total.float())
 
 
 def outer_squared_norms(delta: Tensor, h: Tensor, *, bias: bool) -> Tensor:

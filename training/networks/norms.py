@@ -14,7 +14,7 @@ result: whatever a record holds, its contribution has norm at most C (1 + 1e-6).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -91,32 +91,67 @@ def bounded_factors(norms: Tensor, bound: float) -> Tensor:
     return torch.where(torch.isfinite(exact), factors, 0.0)
 
 
-def scaled_rows(rows: Tensor, factors: Tensor) -> Tensor:
-    """Factors times rows, each row right to 2^-22 of its own norm, shape (batch, ...).
+@dataclass(frozen=True, kw_only=True)
+class ScaledRows:
+    """Factors times rows, each row right to 2^-22 of its own norm.
+
+    Which row float32 cannot hold is decided row by row, and such rows are kept apart: if one record moved the others'
+    sums from float32 to float64, their rounding would change by up to the batch size times 2^-24 of what they add up
+    to, which is more than a clip from a few thousand records on.
+
+    Attributes:
+        rows: float32, shape (batch, ...); 0 for those that are apart.
+        apart: Places of rows that would be subnormal in float32, shape (m,), int64.
+        exact: These rows, float64, shape (m, ...); sums of their products must be in float64.
+    """
+
+    rows: Tensor
+    apart: Tensor
+    exact: Tensor
+
+    def totals(self, others: Tensor, products: Callable[[Tensor, Tensor], list[Tensor]]) -> list[Tensor]:
+        """Sums over records of products of these rows and others, float32.
+
+        Args:
+            others: float32, shape (batch, ...).
+            products: Maps rows and others of one type to sums over records.
+        """
+        totals = products(self.rows, others)
+        if not len(self.apart):
+            return totals
+        added = products(self.exact, others[self.apart].double())
+        return [(total.double() + more).float() for total, more in zip(totals, added, strict=True)]
+
+
+def scaled_rows(rows: Tensor, factors: Tensor) -> ScaledRows:
+    """Factors times rows.
 
     Args:
         rows: Finite, float32, shape (batch, ...).
         factors: In [0, 1], float64, shape (batch,).
-
-    Returns:
-        float32, or float64 if some row would be subnormal in float32; sums of its products must then be in float64.
     """
     scaled = rows * by_record(factors.float(), rows)
     norms = norm_bounds(scaled)
-    normal = (factors > _SMALL) & ((norms == 0) | (norms > _SMALL))
-    if bool((normal | (factors == 0) | (factors == 1)).all()):
-        return scaled
-    return rows.double() * by_record(factors, rows)
+    normal = (factors > _SMALL) & ((norms == 0) | (norms > _SMALL)) | (factors == 0) | (factors == 1)
+    apart = torch.nonzero(~normal).flatten()
+    exact = rows[apart].double() * by_record(factors[apart], rows)
+    return ScaledRows(rows=finite_rows(scaled, normal) if len(apart) else scaled, apart=apart, exact=exact)
 
 
 def multipliers(factors: Tensor) -> Tensor:
-    """Factors as float32 unless some would be subnormal or infinite there, else as they are.
+    """Factors rounded to float32, but for those that would be subnormal or infinite there.
+
+    Each is rounded or not by itself: if one record's factor decided for all, others would change in their last bits.
 
     Args:
         factors: At least 0 or NaN, float64.
+
+    Returns:
+        float32, or float64 if some factor needs it; products with float32 rows, rounded to float32, are equal.
     """
     extreme = ((factors > 0) & (factors < _SMALL)) | (factors > 1 / _SMALL)
-    return factors if bool(extreme.any()) else factors.float()
+    rounded = factors.float()
+    return torch.where(extreme, factors, rounded.double()) if bool(extreme.any()) else rounded
 
 
 def product_slack(terms: int) -> float:

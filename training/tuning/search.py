@@ -149,6 +149,8 @@ class Search:
         self._check_asked(state)
         if state is None:
             self._require_empty()
+        else:
+            self._require_newest(state)
         with self._ledger() as ledger:
             if any(payment.name != _PAYMENT for payment in ledger.content.payments):
                 raise RunFolderError(
@@ -176,6 +178,15 @@ class Search:
             raise RunFolderError(
                 f"search folder {self._folder} holds other files ({', '.join(others[:3])}); choose an empty folder"
             )
+
+    def _require_newest(self, state: SearchState) -> None:
+        """Refuse an old state put back behind a result: its trials would be trained and scored a second time."""
+        for name in ("best", "result.json"):
+            if (self._folder / name).exists() and state.scores.keys() != set(range(len(state.draw.trials))):
+                raise RunFolderError(
+                    f"{self._folder / STATE_FILE} is older than {name}: it lacks scores of that search; restore "
+                    "the newest one, or choose an empty folder: searching again is a second search and costs again"
+                )
 
     def _drawn(self, *, payment: int) -> SearchState:
         seed = self._config.seed if self._config.mode == "experiment" else None

@@ -8,7 +8,7 @@ after the module is never differentiated.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -89,13 +89,16 @@ class LinearJacobian(Jacobian):
 
     def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
         """One matrix product, and a sum for the bias."""
-        signals = _scaled(delta, clip).flatten(0, -2)
-        weight = signals.t() @ h.flatten(0, -2).to(signals.dtype)
-        return [weight, signals.sum(dim=0)] if self._bias else [weight]
+        return _totals(delta, h, clip, self._products)
 
     def factor_rows(self, h: Tensor) -> Tensor:
         """(h_i, 1): one row a position."""
         return _with_ones(h.view(len(h), -1, h.shape[-1]), self._bias)
+
+    def _products(self, delta: Tensor, h: Tensor) -> list[Tensor]:
+        signals = delta.flatten(0, -2)
+        weight = signals.t() @ h.flatten(0, -2)
+        return [weight, signals.sum(dim=0)] if self._bias else [weight]
 
 
 class ConvolutionJacobian(Jacobian):
@@ -120,9 +123,18 @@ class ConvolutionJacobian(Jacobian):
 
     def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
         """The weight gradient of the convolution with the signals for its output's gradient."""
-        module, delta = self._convolution, _scaled(delta, clip)
+        return _totals(delta, h, clip, self._products)
+
+    def factor_rows(self, h: Tensor) -> Tensor | None:
+        """The patches, one row a position; None for grouped convolutions, whose groups see different patches."""
+        if self._convolution.groups > 1:
+            return None
+        return _with_ones(self._patches(h).transpose(1, 2), self._convolution.bias is not None)
+
+    def _products(self, delta: Tensor, h: Tensor) -> list[Tensor]:
+        module = self._convolution
         weight = conv2d_weight(
-            h.to(delta.dtype),
+            h,
             module.weight.shape,
             delta,
             stride=module.stride,
@@ -131,12 +143,6 @@ class ConvolutionJacobian(Jacobian):
             groups=module.groups,
         )
         return [weight] if module.bias is None else [weight, delta.sum(dim=(0, 2, 3))]
-
-    def factor_rows(self, h: Tensor) -> Tensor | None:
-        """The patches, one row a position; None for grouped convolutions, whose groups see different patches."""
-        if self._convolution.groups > 1:
-            return None
-        return _with_ones(self._patches(h).transpose(1, 2), self._convolution.bias is not None)
 
     def _part(self, delta: Tensor, h: Tensor) -> Tensor:
         """Squared norms of some records, each group's bias beside its weights."""
@@ -192,7 +198,7 @@ class FunctionalJacobian(Jacobian):
             factors = torch.where(realised > norms, norms / realised, 1.0) * clip.factors[part]
             used = torch.isfinite(realised) & (factors > 0)
             scaled = scaled_rows(finite_rows(rows, used), torch.where(used, factors, 0.0))
-            total += scaled.sum(dim=0, dtype=torch.float64)
+            total += scaled.rows.sum(dim=0, dtype=torch.float64) + scaled.exact.sum(dim=0)
             start = part.stop
         pieces = total.split(sizes)
         return [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
@@ -251,8 +257,10 @@ def outer_sum_bounds(signals: Tensor, patches: Tensor) -> Tensor:
     return (norms + slack * sizes[0] * sizes[1]).view(lead)
 
 
-def _scaled(delta: Tensor, clip: Clip | None) -> Tensor:
-    return delta if clip is None else scaled_rows(delta, clip.factors)
+def _totals(
+    delta: Tensor, h: Tensor, clip: Clip | None, products: Callable[[Tensor, Tensor], list[Tensor]]
+) -> list[Tensor]:
+    return products(delta, h) if clip is None else scaled_rows(delta, clip.factors).totals(h, products)
 
 
 def _with_ones(rows: Tensor, bias: bool) -> Tensor:

@@ -185,7 +185,8 @@ class PublishedUpdate(Update):
                 kept = finite_rows(rows, finite)
                 factors = bounded_factors(row_norms(kept), options.clip_norm)
                 used[records] &= finite
-                part = scaled_rows(kept, factors).sum(dim=0).float()
+                scaled = scaled_rows(kept, factors)
+                part = (scaled.rows.sum(dim=0, dtype=torch.float64) + scaled.exact.sum(dim=0)).float()
                 totals = part if totals is None else totals + part
             self._write(layer, totals)
         return used

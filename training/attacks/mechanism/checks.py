@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,8 @@ from training.attacks.mechanism.observations import BatchLaw, Released, Sums
 from training.attacks.mechanism.report import Check
 
 LAGS = (1, 2, 3, 4)
+_FEWEST_PAIRS = 20
+"""Pairs of batch sizes behind a correlation, at least: of 20, one of 0.9 is found in several hundred at 1e-5."""
 _PENDING = math.nan
 """Level of a check before the family is known."""
 
@@ -27,6 +29,8 @@ def checked(released: Sequence[Released], level: float) -> tuple[Check, ...]:
     """
     noise = np.stack([run.noise for run in released])  # (runs, steps, coordinates)
     checks = noise_checks(noise)
+    if len(released[0].parameters) > 1:
+        checks += [_parameter_variance(noise, released[0].parameters), _two_parameters(released)]
     signals = [run.signal_noise for run in released if run.signal_noise is not None]
     if signals:
         checks += signal_noise_checks(np.stack(signals))
@@ -85,6 +89,30 @@ def _noise_variance(noise: np.ndarray, name: str = "noise: variance") -> Check:
         level=_PENDING,
         finds="noise weaker or stronger than accounted",
     )
+
+
+def _parameter_variance(noise: np.ndarray, parameters: Mapping[str, slice]) -> Check:
+    """The parameter whose noise has the least likely variance."""
+    parts = [noise[..., columns] for columns in parameters.values()]
+    found = [(statistics.variance_p(float(np.sum(np.square(part))), part.size), part) for part in parts]
+    p, part = min(found, key=lambda pair: pair[0])
+    return Check(
+        name="noise: variance in a parameter",
+        observed=float(np.mean(np.square(part))),
+        expected=1.0,
+        standard_error=math.sqrt(2 / part.size),
+        p_value=min(1.0, p * len(parts)),
+        level=_PENDING,
+        finds="a weight or a bias without noise, or with weaker noise",
+    )
+
+
+def _two_parameters(released: Sequence[Released]) -> Check:
+    pairs = [
+        tuple(np.concatenate(side) for side in zip(*runs, strict=True))
+        for runs in zip(*(run.prefixes for run in released), strict=True)
+    ]
+    return _least_likely("noise: two parameters", [(a, b) for a, b in pairs], "one noise for two parameters")
 
 
 def _noise_mean(noise: np.ndarray) -> Check:
@@ -227,13 +255,15 @@ def _batch_variance(sums: Sequence[Sums], batch: BatchLaw) -> Check:
 
 
 def _batches_apart(sums: Sequence[Sums]) -> Check:
-    """Correlation of batch sizes: of steps up to four apart, phase by phase, and of the same step of two runs."""
+    """Correlation of batch sizes: of steps any number apart, and of the same step of two runs."""
     sizes = np.stack([run.along for run in sums])  # (runs, steps)
     pairs = [(sizes[i], sizes[j]) for j in range(len(sizes)) for i in range(j)]
-    for lag in LAGS:
-        for phase in range(lag + 1):
-            first = np.arange(phase, sizes.shape[1] - lag, lag + 1)
-            pairs.append((sizes[:, first].ravel(), sizes[:, first + lag].ravel()))
+    for lag in range(1, sizes.shape[1]):
+        steps = np.arange(sizes.shape[1] - lag)
+        for phase in (0, 1):  # alternate blocks of `lag` steps, so that no two pairs share a step
+            first = steps[steps // lag % 2 == phase]
+            if first.size * len(sizes) >= _FEWEST_PAIRS:
+                pairs.append((sizes[:, first].ravel(), sizes[:, first + lag].ravel()))
     found = []
     for a, b in pairs:
         r = statistics.pearson(a, b)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -54,6 +55,9 @@ class Released:
         accounted: The mechanism in words.
         signal_noise: For noise whose covariance the features determine, its components along the layers' inputs and
             across the records' signals, whitened, shape (steps, others); None otherwise.
+        parameters: The columns of `noise` that belong to each parameter, where several have noise of their own.
+        prefixes: The first numbers of two parameters, without what records add, each pair of shape (steps, numbers):
+            the first of a pair is N(0, I) whatever the second is.
     """
 
     noise: np.ndarray
@@ -61,3 +65,5 @@ class Released:
     batch: BatchLaw | None
     accounted: str
     signal_noise: np.ndarray | None = None
+    parameters: Mapping[str, slice] = field(default_factory=dict)
+    prefixes: Sequence[tuple[np.ndarray, np.ndarray]] = ()

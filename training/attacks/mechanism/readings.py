@@ -8,8 +8,8 @@ descent is W' = W - (lr / divisor) G with G the noisy sum, so G = (W - W') divis
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -194,26 +194,15 @@ def _convex_contribution(config: RunConfig, dataset: Dataset, mechanism: Mechani
     return {"weight": features}
 
 
-def _untouched(contribution: Gradient) -> dict[str, np.ndarray]:
-    """Where a contribution is 0 whatever the parameters are: the weights of features that are 0, by parameter."""
-    first = next(name for name in contribution if name.endswith("weight"))
-    part = contribution[first]
-    axis = 0 if part.ndim == 3 else 1  # convex weights stand by feature first, others by output
-    feature_used = np.any(part != 0, axis=tuple(a for a in range(part.ndim) if a != axis))
-    shape = [1] * part.ndim
-    shape[axis] = -1
-    return {first: np.broadcast_to(~feature_used.reshape(shape), part.shape)}
-
-
 def _record_sums(
     sums: Sequence[Gradient], expected: Sequence[Gradient], dataset: Dataset, mechanism: Any
 ) -> Released:
     """Of clipped contributions with one noise in every coordinate: z C in every entry of the sum."""
     clip, z = float(mechanism.clip_norm), float(mechanism.noise_multiplier)
-    masks, names = _untouched(expected[0]), list(expected[0])
-    noise = np.stack(
-        [np.concatenate([total[name][mask] for name, mask in masks.items()]) for total in sums]
-    ) / (z * clip)
+    names = list(expected[0])
+    free = {name: _noise_only(sums, expected, name) / (z * clip) for name in names}
+    free = {name: part for name, part in free.items() if part.shape[1]}
+    ends = np.cumsum([part.shape[1] for part in free.values()])
     layers = _layers(names)
     along, by_layer = [], []
     for total, part in zip(sums, expected, strict=True):
@@ -222,11 +211,50 @@ def _record_sums(
         by_layer.append([_component(_flat(total, n), _flat(part, n)) / clip for n in layers])
     shares = [float(np.linalg.norm(_flat(expected[0], n))) / clip for n in layers]
     return Released(
-        noise=noise,
+        noise=np.concatenate(list(free.values()), axis=1),
+        parameters={
+            name: slice(int(end) - part.shape[1], int(end))
+            for (name, part), end in zip(free.items(), ends, strict=True)
+        },
+        prefixes=_prefixes(sums, expected, list(free)),
         sums=Sums(along=np.array(along), along_std=z, by_layer=np.array(by_layer), shares=np.array(shares)),
         batch=BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability)),
         accounted=_one_step(mechanism),
     )
+
+
+def _noise_only(sums: Sequence[Gradient], expected: Sequence[Gradient], name: str) -> np.ndarray:
+    """A parameter's numbers that no record moves, shape (steps, numbers).
+
+    Where contributions are 0 in all steps, each number itself; the others across the contribution, one number less.
+    """
+    part = np.stack([gradient[name].ravel() for gradient in expected])
+    total = np.stack([gradient[name].ravel() for gradient in sums])
+    used = np.any(part != 0, axis=0)
+    return np.concatenate([total[:, ~used], _across(total[:, used], part[:, used])], axis=1)
+
+
+def _across(values: np.ndarray, along: np.ndarray) -> np.ndarray:
+    """Components of each row across a direction, from (steps, n) to (steps, n - 1): N(0, I) stays N(0, I)."""
+    pairs = zip(values, along, strict=True)
+    return np.stack([_reflected(row, part / np.linalg.norm(part))[1:] for row, part in pairs])
+
+
+def _prefixes(
+    sums: Sequence[Gradient], expected: Sequence[Gradient], names: Sequence[str]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each two parameters the smaller one, and as many of the first numbers of the other, without records."""
+    total, part = (
+        {name: np.stack([gradient[name].ravel() for gradient in side]) for name in names}
+        for side in (sums, expected)
+    )
+    found = []
+    for a, b in combinations(sorted(names, key=lambda name: total[name].shape[1]), 2):
+        unit = part[b] / np.linalg.norm(part[b], axis=1, keepdims=True)
+        others = total[b] - unit * np.sum(unit * total[b], axis=1, keepdims=True)
+        n = total[a].shape[1]
+        found.append((_across(total[a], part[a]), _across(others[:, :n], part[a])))
+    return found
 
 
 def _component(total: np.ndarray, along: np.ndarray) -> float:

@@ -63,7 +63,8 @@ def _blind_spots(found: MechanismAudit) -> str:
     text = (
         "Not seen: faults that only other data, settings or lengths of run bring out (batches are drawn from identical "
         "records: which records enter is seen by number only); noise whose seed an attacker could guess; attacks on "
-        "the rounding of floating-point numbers; a last iterate, which shows no steps"
+        "the rounding of floating-point numbers; a last iterate, which shows no steps; noise along a record's "
+        "contribution in a single parameter, and so all noise of a parameter of one number"
     )
     if found.protection == "record" and found.kind == "pdfa":
         text += "; a device's noise inside readings, which is kept small here"

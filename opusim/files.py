@@ -13,13 +13,19 @@ import json
 import os
 import stat
 import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from opusim.errors import ConfigError
 
 TEXT_LIMIT = 16 * 2**20
 """Bytes of a configuration, description, certificate or JSON file, at most."""
 DEPTH_LIMIT = 64
 """Tables and lists within each other in such a file, at most."""
+FIGURES = (".png", ".pdf", ".svg")
+"""How the name of a figure's file may end."""
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -55,6 +61,46 @@ def make_folder(path: Path, *, exclusive: bool = False) -> bool:
         return False
     sync_folder(path.parent)
     return True
+
+
+@contextmanager
+def output_folder(path: Path) -> Iterator[None]:
+    """Make a folder before long work, and remove what was made if the work fails and the folder is empty.
+
+    Raises:
+        ConfigError: It cannot be made or written to.
+    """
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        make_folder(path)
+    except OSError as error:
+        raise ConfigError(
+            "--out", str(path), f"cannot be made ({error.strerror}); choose another folder"
+        ) from error
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # it holds something
+            for folder in made:
+                folder.rmdir()
+        raise
+
+
+def require_writable(path: Path, option: str, suffixes: Sequence[str] = ()) -> None:
+    """Refuse, before long work, a file that could not be written after it.
+
+    Args:
+        path: The file.
+        option: Who asked for it, such as "--figure".
+        suffixes: How its name may end; empty for any ending.
+
+    Raises:
+        ConfigError: Its folder is missing or read-only, a folder is in its place, or its name ends otherwise.
+    """
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise ConfigError(option, str(path), f"must end in {' or '.join(suffixes)}")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(option, str(path), "cannot be written; name a file in a folder that exists")
 
 
 def make_private_folder(path: Path) -> None:

@@ -26,7 +26,8 @@ class Progress:
     """Tells what is done, of how much, and the time left; standard output stays clean.
 
     Off a terminal, the first line comes with the first unit of work, or before it if an estimate is given, and only if
-    the work takes more than 5 s. Later ones are at least 10 s apart.
+    the work takes more than 5 s. Later ones are at least 10 s apart. The first unit also sets things up (kernels are
+    compiled, caches filled): a line that knows no other pace says so, and later estimates leave the first unit out.
 
         >>> with Progress("audit", "trials") as progress:
         ...     progress.start(2)
@@ -55,6 +56,7 @@ class Progress:
         self._total = self._first = self._done = 0
         self._left_s: float | None = None
         self._started = clock()
+        self._set_up: tuple[int, float] | None = None  # units done and seconds spent after the first report
         self._last_line: float | None = None
         self._stop = threading.Event()
         self._poller: threading.Thread | None = None
@@ -88,7 +90,7 @@ class Progress:
             at_once: Whether a line comes before the first unit, as each may take minutes.
         """
         self._total, self._first, self._done = total, done, done
-        self._left_s, self._started = estimate_s, self._clock()
+        self._left_s, self._started, self._set_up = estimate_s, self._clock(), None
         if self._bar is not None:
             self._task = self._bar.add_task(self._label, total=total, completed=done, news="")
         elif done < total and (at_once or (estimate_s is not None and estimate_s >= _WORTH_A_LINE_S)):
@@ -107,11 +109,15 @@ class Progress:
             self._bar.update(self._task, completed=self._done, news=news)
             return
         spent = self._clock() - self._started
-        counted = self._done - self._first
-        pace = spent / counted * (self._total - self._done) if counted > 0 else None
+        first, begun = self._set_up or (self._first, 0.0)
+        counted = self._done - first
+        pace = (spent - begun) / counted * (self._total - self._done) if counted > 0 else None
         self._left_s = pace if left_s is None else left_s
+        is_rough = left_s is None and self._set_up is None and counted == 1
+        if self._set_up is None and counted > 0:
+            self._set_up = self._done, spent
         if self._due(spent) and self._done < self._total:
-            self._line(self._left_s, news)
+            self._line(self._left_s, news, " at the pace of the first" if is_rough else "")
 
     def follow(self, total: int, count: Callable[[], int]) -> None:
         """Count by looking twice a second, where the work itself reports nothing.
@@ -141,8 +147,8 @@ class Progress:
             return self._clock() - self._last_line >= BETWEEN_LINES_S
         return spent + (self._left_s or 0.0) >= _WORTH_A_LINE_S
 
-    def _line(self, left_s: float | None, news: str) -> None:
-        left = "" if left_s is None else f", about {duration(left_s)} left"
+    def _line(self, left_s: float | None, news: str, pace: str = "") -> None:
+        left = "" if left_s is None else f", about {duration(left_s)} left{pace}"
         self._write(f"{self._done:,} of {self._total:,} {self._unit}{left}{f' ({news})' if news else ''}")
 
     def _write(self, text: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from opusim.files import FIGURES, output_folder, require_writable
 from opusim.progress import Progress
 from opusim.tables import print_table
 
@@ -61,7 +62,7 @@ def record_command(
             longest_exposure_us=longest_exposure_us or 10 * exposure_us,
             saturating_photons=1.1 * device.exposure.sensor.saturation_e / camera.light.quantum_efficiency,
         )
-        with _watched("device record", device, wanted.images):
+        with output_folder(out), _watched("device record", device, wanted.images):
             path = record(device.flat_frames, wanted, out, exposure_us=exposure_us)
         typer.echo(f"{path}: {wanted.images:,} images of {width} x {height} pixels, {bits} bits")
 
@@ -95,9 +96,8 @@ def calibrate_command(
             raise ConfigError(name, "camera.dark", "is off, so warm_c has nothing to measure; leave it out")
         temperatures = (dark.temperature_c, warm_c) if dark is not None and warm_c is not None else None
         plan = Plan(frames=frames, temperatures_c=temperatures)
-        with _watched("device calibrate", device, _frames_of(plan, device, readings)):
+        with output_folder(out), _watched("device calibrate", device, _frames_of(plan, device, readings)):
             found = calibrate(device, plan=plan, readings=readings, confidence=confidence, beta=beta)
-    out.mkdir(parents=True, exist_ok=True)
     certificate, report = out / f"{found.certificate.device}.certificate.toml", out / "report.html"
     found.certificate.write(certificate)
     write_report(found, report)
@@ -163,6 +163,8 @@ def temperature_command(
     from opusim.devices.camera import CameraDevice
     from opusim.errors import ConfigError
 
+    if figure is not None:
+        require_writable(figure, "--figure", FIGURES)
     with _open(name, inputs, outputs, seed) as device:
         if not isinstance(device, CameraDevice):
             raise ConfigError(name, "kind", f"{device.kind!r} has no sensor; use a device of kind 'camera'")

@@ -12,7 +12,9 @@ import pytest
 from opusim.progress import BETWEEN_LINES_S, Progress
 from opusim.units import duration, energy
 
-LINE = re.compile(r"^audit: ([\d,]+) of ([\d,]+) trials, about ([\d.]+) (s|min|h|days) left$")
+LINE = re.compile(
+    r"^audit: ([\d,]+) of ([\d,]+) trials, about ([\d.]+) (s|min|h|days) left( at the pace of the first)?$"
+)
 
 
 class Clock:
@@ -60,6 +62,7 @@ def test_lines_come_at_once_and_then_ten_seconds_apart_at_least(total: int, seco
         unit = {"s": 1.0, "min": 60.0, "h": 3600.0, "days": 86_400.0}[match[4]]
         assert float(match[3]) * unit == pytest.approx(total * seconds - moment, rel=0.1, abs=0.06 * unit)
         assert int(match[1].replace(",", "")) == round(moment / seconds)
+        assert bool(match[5]) == (match[1] == "1")
 
 
 def test_short_work_says_nothing() -> None:
@@ -68,7 +71,20 @@ def test_short_work_says_nothing() -> None:
 
 def test_resumed_work_is_estimated_by_what_was_done_since() -> None:
     (_, first), *_ = lines_of(100, 10.0, done=90)
-    assert first == "audit: 91 of 100 trials, about 90 s left"
+    assert first == "audit: 91 of 100 trials, about 90 s left at the pace of the first"
+
+
+def test_set_up_in_the_first_unit_is_left_out_of_later_estimates() -> None:
+    """A first step that compiles for 8 s, and 119 of 0.4 s."""
+    clock, stream = Clock(), io.StringIO()
+    with Progress("audit", "trials", stream=stream, clock=clock) as progress:
+        progress.start(120)
+        for number in range(120):
+            clock.now += 0.4 if number else 8.0
+            progress.advance()
+    first, second, *_ = stream.getvalue().splitlines()
+    assert first == "audit: 1 of 120 trials, about 15.9 min left at the pace of the first"
+    assert second == "audit: 26 of 120 trials, about 38 s left"
 
 
 def test_an_estimate_comes_before_the_work() -> None:
@@ -92,7 +108,7 @@ def test_work_that_broke_off_is_not_called_done() -> None:
     clock.now = 20.0
     progress.advance()
     progress.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert stream.getvalue() == "tune: 1 of 4 trials, about 60 s left\n"
+    assert stream.getvalue() == "tune: 1 of 4 trials, about 60 s left at the pace of the first\n"
 
 
 def test_work_that_reports_nothing_is_followed_from_outside() -> None:

@@ -171,6 +171,29 @@ def test_the_configuration_of_a_run_redoes_it(run: Path) -> None:
         (["train", "bp", "--data", "mnist"], 2, "OPUSIM_DATA"),
         (["train", "pdfa", "--set", "trainer.kind=bp"], 2, "contradicts the command"),
         (["train", "pdfa", "--out", "/dev/null/run"], 2, "cannot be used.*choose another folder"),
+        (
+            ["tune", "--epsilon", "3", "--trials", "0", "--out", "search"],
+            2,
+            "trials = 0.0: must be .*above 0",
+        ),
+        (["device", "calibrate", "gaussian", "--out", "/dev/null/x"], 2, "/dev/null/x.*choose another"),
+        (["device", "record", "camera", "--out", "/dev/null/x"], 2, "/dev/null/x.*choose another"),
+        (
+            ["device", "temperature", "camera_low_light", "--figure", "none/x.png"],
+            2,
+            "none/x.png.*cannot be written",
+        ),
+        (
+            ["account", "device", "camera_low_light", "--figure", "none/x.png"],
+            2,
+            "none/x.png.*cannot be written",
+        ),
+        (["account", "device", "camera_low_light", "--figure", "x.txt"], 2, "x.txt.*[.]png"),
+        (
+            ["audit", "--mechanism", "dfa", "--out", "/dev/null/x.json"],
+            2,
+            "/dev/null/x.json.*cannot be written",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_an_exit_code(
@@ -183,6 +206,17 @@ def test_bad_input_is_one_line_and_an_exit_code(
     assert lines[0].startswith("opusim: ")
     assert re.search(message, lines[0])
     assert not list(tmp_path.iterdir())  # nothing is left behind
+
+
+def test_what_a_kill_costs_is_said_when_training_begins_and_not_before_a_refusal(tmp_path: Path) -> None:
+    private = ["--protect", "record", "--epsilon", "3", "--release", "--quiet", *SMALL, "--out", "run"]
+    trained = opusim("train", "bp", *private, cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stderr.startswith("release mode: stop it with Ctrl-C only; a kill")
+    refused = opusim("train", "resume", "run", cwd=tmp_path)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.strip().splitlines()
+    assert "holds a finished run" in line
 
 
 def test_a_disk_without_room_is_named_and_the_run_goes_on_later(tmp_path: Path) -> None:

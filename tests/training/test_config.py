@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,25 @@ def test_bad_settings_are_one_line_that_names_the_key(setting: str, message: str
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(settings=[setting])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"protection": {"relation": "add_or_remove_one", "epsilon": 3.0}}, "protection.relation"),
+        (
+            {"sampler": {"sampling_probability": 0.05}, "protection": {"epsilon": 3.0}},
+            "sampler.sampling_probability",
+        ),
+        ({"data": {"split": "content"}, "protection": {"epsilon": 3.0}}, "data.split"),
+    ],
+)
+def test_a_rule_about_several_sections_names_its_key_once(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"protection": {"kind": "record"}}, changes=changes)
+    assert caught.value.key == key
+    assert str(caught.value).count("configuration:") == 1
+    assert caught.value.reason.partition(" ")[0] != key
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:

@@ -26,11 +26,14 @@ def audit_mechanism_command(
     """
     import json
 
+    from opusim.files import require_writable
     from opusim.progress import Progress
     from training.attacks.mechanism.audit import audit_mechanism
     from training.attacks.mechanism.words import report_text
     from training.runs.storage import write_json
 
+    if out is not None:
+        require_writable(out, "--out")
     with Progress(f"self-test of {kind}", "steps") as progress:
         found = audit_mechanism(
             kind,

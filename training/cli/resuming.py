@@ -10,7 +10,7 @@ import typer
 from opusim.description import parse_description
 from opusim.presence import require_present
 from training.cli.options import Quiet
-from training.cli.training_runs import caution, watched
+from training.cli.training_runs import watched
 
 
 def mount(train_app: typer.Typer) -> None:
@@ -40,9 +40,8 @@ def train_resume(
     config = folder.read_config()
     if device is not None:
         require_present(parse_description(str(folder.config_file), device))
-    caution(config)
     watched(
-        config.trainer.kind,
+        config,
         quiet,
         lambda watcher: train(folder=run, resume=True, moved=moved, watcher=watcher),
     )

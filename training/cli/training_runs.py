@@ -95,16 +95,15 @@ def train_configured(
         require_present(load_description(resolved.device.name, resolved.device.overrides))
     from training.session import train
 
-    caution(resolved)
-    watched(resolved.trainer.kind, quiet, lambda watcher: train(resolved, folder=out, watcher=watcher))
+    watched(resolved, quiet, lambda watcher: train(resolved, folder=out, watcher=watcher))
 
 
-def caution(config: RunConfig) -> None:
-    """Say on standard error, before a release run under a budget begins, what a kill would cost."""
+def caution(config: RunConfig) -> str | None:
+    """What a kill of a release run under a budget would cost; None for any other run."""
     options = config.protection
     if config.mode != "release" or options.epsilon is None or options.kind not in _COSTS_OF_A_KILL:
-        return
-    typer.echo(f"release mode: stop it with Ctrl-C only; {_COSTS_OF_A_KILL[options.kind]}", err=True)
+        return None
+    return f"release mode: stop it with Ctrl-C only; {_COSTS_OF_A_KILL[options.kind]}"
 
 
 _STEPS_LOST = (
@@ -118,17 +117,24 @@ _COSTS_OF_A_KILL = {
 }
 
 
-def watched(kind: str, quiet: bool, work: Callable[[Watcher | None], Run]) -> None:
-    """Train behind a progress bar, then print the table and write the report."""
+def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run]) -> None:
+    """Train behind a progress bar, then print the table and write the report.
+
+    What a kill would cost is said when training begins, quiet or not.
+    """
+    from training.runs.progress import Announced, RunProgress
     from training.runs.report import write_report
 
-    if quiet:
-        run = work(None)
-    else:
-        from training.runs.progress import RunProgress
+    warning = caution(config)
 
-        with RunProgress(f"train {kind}") as progress:
-            run = work(progress)
+    def warned(watcher: Watcher | None) -> Watcher | None:
+        return watcher if warning is None else Announced(warning, watcher)
+
+    if quiet:
+        run = work(warned(None))
+    else:
+        with RunProgress(f"train {config.trainer.kind}") as progress:
+            run = work(warned(progress))
     report_file = write_report(run)
     if quiet:
         typer.echo(run.folder.path)

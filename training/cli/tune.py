@@ -48,10 +48,12 @@ def tune(
     quiet: options.Quiet = False,
 ) -> None:
     """Choose a convex run's settings privately: the best of a Poisson number of trials, and the epsilon of it all."""
+    from opusim import checks
     from training.config.reading import load_config
     from training.tuning.choices import parse_choices
     from training.tuning.search import Search
 
+    checks.positive(trials=trials, remedy="such as 5")
     changes = flag_changes("convex", data, epochs, seed)
     changes |= private_changes(None, epsilon, delta, None, release)
     changes["protection"]["kind"] = "last-iterate"

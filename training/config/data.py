@@ -15,7 +15,7 @@ class DataConfig(Section):
     """What the network learns from."""
 
     name: str = "digits"
-    """digits, mnist, fashion-mnist, cifar-10; "arrays" where training.train was given a person's own."""
+    """digits, mnist, fashion-mnist, cifar-10; "arrays" where training.train was given user-supplied ones."""
     validation_fraction: float = Field(0.1, ge=0.0, lt=1.0)
     """Share of the training records held out for validation (0.1 in the PDFA paper)."""
     split_seed: int = Field(0, ge=0)
@@ -25,7 +25,7 @@ class DataConfig(Section):
     keyed hash of its own features. id: a keyed hash of the ID that was given with it. None: id where IDs were given,
     else content for protection.relation = 'add_or_remove_one', else index."""
     n_classes: int | None = Field(None, ge=2)
-    """Number of classes of a person's own arrays; None reads it off the labels (one more than the largest)."""
+    """Number of classes of user-supplied arrays; None reads it off the labels (one more than the largest)."""
     standardise: bool = True
     """Subtract and divide by public constants of the data set."""
     mean: float | None = None

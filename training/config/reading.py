@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from opusim.errors import ConfigError
 from opusim.files import DEPTH_LIMIT, parse_json, parse_toml, read_text
 from training.config.effect import UnusedKey, require_used
 from training.config.run import RunConfig
+
+_NAMED_KEY = re.compile(r"(?P<key>[a-z][a-z_.]*) = ")
 
 
 def load_config(
@@ -167,6 +170,8 @@ def _first_problem(error: ValidationError, origin: str) -> ConfigError:
     reason = problem["msg"].removeprefix("Value error, ")
     if problem["type"] != "value_error":
         reason = f"{reason}, got {problem['input']!r}"
+    if not key and (named := _NAMED_KEY.match(reason)):  # a rule about several sections names the key itself
+        key, reason = named["key"], reason[named.end() :]
     return ConfigError(origin, key or "configuration", reason)
 
 

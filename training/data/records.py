@@ -34,11 +34,11 @@ def configured_dataset(options: DataConfig, split: SplitRule | None = None) -> D
         raise ConfigError(
             "configuration",
             "data.name",
-            "stands for a person's own arrays, which no file holds; give them again: "
+            "stands for user-supplied arrays, which no file holds; give them again: "
             "training.train(..., data=(x, y)), with folder=... and resume=True to resume a run",
         )
     if options.n_classes is not None:
-        reason = f"{options.n_classes} is for a person's own arrays; leave it out for {options.name}"
+        reason = f"{options.n_classes} is for user-supplied arrays; leave it out for {options.name}"
         raise ConfigError("configuration", "data.n_classes", reason)
     rule = split or options.split or "index"
     if rule == "id":

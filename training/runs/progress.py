@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from opusim.progress import Progress
+
+if TYPE_CHECKING:
+    from training.engine import Watcher
 
 
 class RunProgress:
@@ -45,3 +49,31 @@ class RunProgress:
             if accuracy is not None:
                 parts.append(f"{name} {100 * accuracy:.1f} %")
         self._news = ", ".join(parts)
+
+
+class Announced:
+    """Says a line when training begins, which a refused run never does, and passes all news on; a Watcher.
+
+    Args:
+        text: The line.
+        watcher: Who is told the news; None for nobody.
+    """
+
+    def __init__(self, text: str, watcher: Watcher | None) -> None:
+        self._text, self._watcher = text, watcher
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        """See Watcher.on_start."""
+        print(self._text, file=sys.stderr, flush=True)
+        if self._watcher is not None:
+            self._watcher.on_start(step=step, total_steps=total_steps)
+
+    def on_step(self, *, step: int) -> None:
+        """See Watcher.on_step."""
+        if self._watcher is not None:
+            self._watcher.on_step(step=step)
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """See Watcher.on_epoch."""
+        if self._watcher is not None:
+            self._watcher.on_epoch(record)

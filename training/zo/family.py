@@ -88,7 +88,7 @@ class ZoFamily(TrainerFamily[Network]):
             model = described_classifier(facts["language"])
         if model is None:
             raise RunFolderError(
-                f"the run trained a {facts['module']} of a person's own, which its folder cannot describe; give one "
+                f"the run trained a user-supplied {facts['module']}, which its folder cannot describe; give one "
                 "like it: training.load_run(path, model=...)"
             )
         return ModuleNetwork(model, facts["n_inputs"])

@@ -6,12 +6,12 @@ from opusim.tables import wrapped
 from training.attacks.mechanism.report import Check, MechanismAudit
 
 _WIDTH = 80
-_ROW = "{:<32}{:>10}{:>10}{:>11}  {}"
+_ROW = "{:<31}{:>10}{:>9}{:>11}{:>9}  {}"
 
 
 def report_text(found: MechanismAudit) -> str:
     """What ran, a table of the checks, the result, and what no check can see."""
-    header = _ROW.format("check", "observed", "expected", "std. error", "verdict")
+    header = _ROW.format("check", "observed", "expected", "std. error", "p-value", "verdict")
     rows = [_row(check) for check in found.checks]
     return "\n".join(
         [
@@ -21,16 +21,18 @@ def report_text(found: MechanismAudit) -> str:
             "-" * len(header),
             *rows,
             "",
-            *(wrapped(text, widest=_WIDTH) + "\n" for text in (_result(found), _blind_spots(found))),
+            *(
+                wrapped(text, widest=_WIDTH) + "\n"
+                for text in (_how_to_read(found), _result(found), _blind_spots(found))
+            ),
         ]
     ).rstrip("\n")
 
 
 def _row(check: Check) -> str:
-    numbers = (f"{value:.4g}" for value in (check.observed, check.expected))
-    return _ROW.format(
-        check.name, *numbers, f"{check.standard_error:.2g}", "ALARM" if check.alarm else "agrees"
-    )
+    observed, expected = (f"{value:.3g}" for value in (check.observed, check.expected))
+    error, p = (f"{value:.2g}" for value in (check.standard_error, check.p_value))
+    return _ROW.format(check.name, observed, expected, error, p, "ALARM" if check.alarm else "agrees")
 
 
 def _what_ran(found: MechanismAudit) -> str:
@@ -41,6 +43,14 @@ def _what_ran(found: MechanismAudit) -> str:
         f"Self-test of {found.kind}, protection.kind = {found.protection}, {found.mode} mode: {found.runs} runs, "
         f"{length}, {found.records:,} identical records, {seeds}, {found.cpu_s:.1f} CPU s. Accounted a step: "
         f"{found.accounted}. Noise is in units of its accounted standard deviation, contributions in units of the clip."
+    )
+
+
+def _how_to_read(found: MechanismAudit) -> str:
+    """Why a value several standard errors away may agree."""
+    return (
+        "A check of several comparisons, such as any two steps, shows the least likely one. Its p-value allows for "
+        f"their number. A check raises an alarm at a p-value below {found.checks[0].level:.2g}."
     )
 
 

@@ -94,14 +94,14 @@ def _noise_variance(noise: np.ndarray, name: str = "noise: variance") -> Check:
 def _parameter_variance(noise: np.ndarray, parameters: Mapping[str, slice]) -> Check:
     """The parameter whose noise has the least likely variance."""
     parts = [noise[..., columns] for columns in parameters.values()]
-    found = [(statistics.variance_p(float(np.sum(np.square(part))), part.size), part) for part in parts]
+    found = [(chi_squared_p_value(float(np.sum(np.square(part))), part.size), part) for part in parts]
     p, part = min(found, key=lambda pair: pair[0])
     return Check(
         name="noise: variance in a parameter",
         observed=float(np.mean(np.square(part))),
         expected=1.0,
         standard_error=math.sqrt(2 / part.size),
-        p_value=min(1.0, p * len(parts)),
+        p_value=bonferroni(p, len(parts)),
         level=_PENDING,
         finds="a weight or a bias without noise, or with weaker noise",
     )

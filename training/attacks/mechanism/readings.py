@@ -8,7 +8,7 @@ descent is W' = W - (lr / divisor) G with G the noisy sum, so G = (W - W') divis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 from typing import Any
 

@@ -37,7 +37,8 @@ class MonitorSettings(Section):
         least_correlation: of the reference readings with their first ones, noise taken out.
         gain_tolerance: relative change of the readings' size that is let pass.
         noise_tolerance: relative change of the noise's variance that is let pass.
-        silent_outputs: share of the outputs that may stop to respond.
+        silent_outputs: share of the outputs that may stop to respond, or lose more than `gain_tolerance` and
+            1 - `least_correlation` together.
         saturated_outputs: share of the outputs that may be saturated in a frame, or read one extreme value.
     """
 

@@ -70,13 +70,13 @@ def calibrate(
         plan: how many flat frames; None for the default.
         readings: of each of the constant inputs (`constant_inputs`), at least 30.
         confidence: of each interval by itself, in (0, 1).
-        beta: probability that the certified law's numbers are wrong, in (0, 1).
+        beta: probability that the certified law's numbers are wrong, in [1e-11, 0.5].
 
     Raises:
         ValueError: a number out of range, or frames that cannot be evaluated.
         DeviceError: the device fails.
     """
-    checks.in_range(1e-12, 0.5, beta=beta)
+    checks.in_range(1e-11, 0.5, beta=beta)
     checks.integer(readings=readings, minimum=30)
     opened = device.usage.frames
     inputs = constant_inputs(device.n_inputs)
@@ -129,8 +129,8 @@ def calibrate(
 _BIAS = "bias light, where there is any, counts as dark current: both are counts that no data change"
 _STUDENT = "limits rest on Student's law of the grouped jackknife, tested at 90 %, not in its far tails"
 _SCALE = (
-    "the law bounds noise in units of the reading: the distance of two inputs' noise-free readings is not certified; "
-    "it grows with entry_std, 1 where entries of B have the variance 1 that this project takes for granted"
+    "the law bounds noise in units of the reading, not the distance of two inputs' noise-free readings: that grows "
+    "with entry_std, 1 where entries of B have the variance 1 that this project takes for granted"
 )
 _SIMULATED = "a certificate of a simulation says that the simulation does what its description says"
 

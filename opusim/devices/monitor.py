@@ -19,10 +19,12 @@ The last five are sequential (`opusim.devices.change_tests`): small changes add 
 a device of which each output, but for `silent_outputs` of them, keeps a slope of 1 - `gain_tolerance` -
 (1 - `least_correlation`). A medium at `least_correlation` moves single slopes by more, by sqrt(2 (1 -
 `least_correlation`) / `reference_vectors`) or 7 % rms at the defaults: where noise is low, the outputs' test stops it
-before the medium's does. All tests together stop a device that stays within its tolerances with
-probability `false_alarm_per_run` at most in its first `checks` checks after an opening. The smallest change that a test finds in m checks with probability 0.99 is, with e and f the standard
-errors of a check and of the first look and L = log(checks tests / false_alarm_per_run), the tolerance
-+ 6 f + 1.2 e min over t of (L / (m t) + t / 2) + 2.3 hypot(1.2 e / sqrt m, f);
+before the medium's does.
+
+All tests together stop a device that stays within its tolerances with probability `false_alarm_per_run` at most in its
+first `checks` checks after an opening. The smallest change that a test finds in m checks with probability 0.99 is, with
+e and f the standard errors of a check and of the first look and L = log(checks tests / false_alarm_per_run), the
+tolerance + 6 f + 1.2 e min over t of (L / (m t) + t / 2) + 2.3 hypot(1.2 e / sqrt m, f);
 `Monitor.smallest_changes` computes it, docs/devices.md has measured figures.
 """
 

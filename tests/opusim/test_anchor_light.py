@@ -149,3 +149,12 @@ def test_sums_over_some_pixels_are_those_of_their_groups(seed: int) -> None:
     assert found[:, 2].sum() / kept.size == pytest.approx(
         rest.var(axis=0, ddof=1).mean() * kept.size / (kept.size - 1)
     )
+
+
+def test_the_smallest_beta_that_is_taken_gives_limits(seed: int) -> None:
+    with CameraDevice(load_description("camera"), n_inputs=12, n_outputs=1000, seed=seed) as device:
+        with pytest.raises(ValueError, match="beta = 5e-12"):
+            calibrate(device, plan=Plan(frames=32), readings=30, beta=5e-12)
+        law = calibrate(device, plan=Plan(frames=32), readings=30, beta=1e-11).certificate.noise
+    assert law is not None
+    assert law.light_ratio_low < 1 < law.light_ratio_high

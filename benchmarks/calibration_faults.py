@@ -19,7 +19,7 @@ from opusim.calibration.light_noise import LightNoise
 from opusim.calibration.property_tests import FAMILY_ALARM
 
 INPUTS, READINGS, OUTPUTS, LIGHT_RUNS = 4, 500, 4000, 400
-PROPERTIES, CAMERA_PROPERTIES = 7, 14  # that share the family's alarm level
+PROPERTIES, CAMERA_PROPERTIES = 7, 20  # that share the family's alarm level; a camera's ten have half of it
 Random = np.random.Generator
 Plant = Callable[[Random, np.ndarray, float], np.ndarray]
 

@@ -37,7 +37,8 @@ class MonitorSettings(Section):
         least_correlation: of the reference readings with their first ones, noise taken out.
         gain_tolerance: tolerated relative change of the readings' size.
         noise_tolerance: tolerated relative change of the noise's variance.
-        silent_outputs: share of the outputs that may stop responding.
+        silent_outputs: share of the outputs that may stop responding, or lose more than `gain_tolerance` and
+            1 - `least_correlation` together.
         saturated_outputs: share of the outputs that may be saturated in a frame, or read one extreme value.
     """
 

@@ -20,7 +20,7 @@ from opusim.calibration.certificate import (
 from opusim.calibration.code_noise import dark_noise_dn
 from opusim.calibration.count_certificate import certify_counts
 from opusim.calibration.drift import decorrelation_time, sparse_patterns
-from opusim.calibration.jackknife import Estimate
+from opusim.calibration.jackknife import Estimate, jackknife
 from opusim.calibration.photon_transfer import PhotonTransfer
 from opusim.calibration.plan import Plan, take_photon_transfer
 from opusim.calibration.property_tests import FAMILY_ALARM, PropertyTest
@@ -31,6 +31,7 @@ from opusim.devices.camera import CameraDevice
 from opusim.noise import GaussianNoise
 
 _BLANK_FRAMES = 100
+_GROUPS = 40  # of outputs, for a jackknife
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,13 +70,13 @@ def calibrate(
         plan: how many flat frames; None for the default.
         readings: of each of the constant inputs (`constant_inputs`), at least 30.
         confidence: of each interval by itself, in (0, 1).
-        beta: probability that the certified law's numbers are wrong, in (0, 1).
+        beta: probability that the certified law's numbers are wrong, in [1e-11, 0.5].
 
     Raises:
         ValueError: a number out of range, or frames that cannot be evaluated.
         DeviceError: the device fails.
     """
-    checks.in_range(1e-12, 0.5, beta=beta)
+    checks.in_range(1e-11, 0.5, beta=beta)
     checks.integer(readings=readings, minimum=30)
     opened = device.usage.frames
     inputs = constant_inputs(device.n_inputs)
@@ -98,7 +99,8 @@ def calibrate(
         described = isinstance(device.described_noise, GaussianNoise)
         if described and noise.is_gaussian and noise.smallest_std_low > 0:
             law = GaussianLaw(std=noise.smallest_std_low)
-        tests, remarks = noise.tests, [*noise.assumptions, _SIMULATED]
+        estimates = _entry_std(inputs, samples, confidence)
+        tests, remarks = noise.tests, [*noise.assumptions, _SCALE, _SIMULATED]
     certificate = Certificate(
         device=device.name,
         description_digest=digest_of(device.description),
@@ -120,6 +122,10 @@ _MOST_DEVIATE = 999.0
 """Standard errors that stand for all larger ones, infinite ones included."""
 _BIAS = "bias light, where there is any, counts as dark current: both are counts that no data change"
 _STUDENT = "limits rest on Student's law of the grouped jackknife, tested at 90 %, not in its far tails"
+_SCALE = (
+    "the law bounds noise in units of the reading, not the distance of two inputs' noise-free readings: that grows "
+    "with entry_std, 1 where entries of B have the variance 1 that this project takes for granted"
+)
 _SIMULATED = "a certificate of a simulated device validates the simulation only"
 
 
@@ -148,6 +154,22 @@ def _certified(test: PropertyTest) -> TestedProperty:
 def _readings_of(x: torch.Tensor, device: NoisyDevice, readings: int) -> np.ndarray:
     """Successive readings of one vector, of the number type that the device gives, shape (readings, n_outputs)."""
     return device.project(x.expand(readings, -1).contiguous()).cpu().numpy()
+
+
+def _entry_std(inputs: torch.Tensor, samples: np.ndarray, confidence: float) -> dict[str, Estimate]:
+    """Standard deviation of B's entries, from the mean readings of the dense random input less those of nothing.
+
+    Their mean square over outputs is |x|^2 times the entries' variance plus the noise of two means. None of fewer than
+    40 outputs.
+    """
+    nothing, dense = samples[1].astype(np.float64), samples[2].astype(np.float64)
+    if dense.shape[1] < _GROUPS:
+        return {}
+    noise = (nothing.var(axis=0, ddof=1) + dense.var(axis=0, ddof=1)) / len(dense)
+    squares = (np.square(dense.mean(axis=0) - nothing.mean(axis=0)) - noise) / float(inputs[2].square().sum())
+    sums = np.stack([[squares[g::_GROUPS].sum(), squares[g::_GROUPS].size] for g in range(_GROUPS)])
+    found = jackknife(sums, lambda total: {"square": float(total[0] / total[1])}, confidence=confidence)
+    return {"entry_std": found["square"].root()}
 
 
 def _transfer(device: CameraDevice, plan: Plan) -> PhotonTransfer:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from opusim.calibration.anchor_light import AnchorLight
 from opusim.calibration.certificate import PhotonCountLaw
 from opusim.calibration.independence import independence_p_values
 from opusim.calibration.jackknife import Estimate
@@ -16,7 +17,7 @@ from opusim.devices.camera import CameraDevice
 
 _ANCHOR_FRAMES = 100
 _PARTS_OF_BETA = (
-    7  # two limits each of the gain, the mean anchor and the dark charge, one of the light's noise
+    9  # two limits each of the gain, the anchor, its zero and the dark charge, one of the light's noise
 )
 _BRIGHTEST = (
     8.0  # standard deviations above its mean that no frame of a Gaussian light reaches (1e-15 a frame)
@@ -49,7 +50,9 @@ def certify_counts(device: CameraDevice, transfer: PhotonTransfer, beta: float) 
     share = beta / _PARTS_OF_BETA
     anchor, blank = device.anchor_frames(_ANCHOR_FRAMES), device.flat_frames(_ANCHOR_FRAMES)
     light = transfer.light_noise().and_frames(anchor, float(blank.mean(dtype=np.float64)))
-    tests = _tests(transfer, light, anchor)
+    described = device.exposure.gain_e * np.sum(np.square(device.speckle.anchor), axis=0)
+    anchor_light = AnchorLight.of(anchor, described, device.exposure.sensor.saturation_e)
+    tests = _tests(transfer, light, anchor_light)
     limit = light.upper(share)
     remarks = [
         "assumed law: independent Poisson counts, one light for all frames, that no data, no pattern and no automatic "
@@ -61,40 +64,38 @@ def certify_counts(device: CameraDevice, transfer: PhotonTransfer, beta: float) 
             f"no law is certified, because frames speak against: {'; '.join(failed)}. Limits of constants do not allow "
             "for that; steady the light and calibrate again"
         )
-    lit = anchor.mean(axis=1, dtype=np.float64) - blank.mean(axis=1, dtype=np.float64)
+    law = None if failed else _law(transfer, anchor_light, brightest=1 + _BRIGHTEST * limit, share=share)
     return CountCertificate(
-        law=None if failed else _law(device, transfer, lit, brightest=1 + _BRIGHTEST * limit, share=share),
+        law=law,
         tests=tests,
         light_noise=Estimate(value=light.estimate, low=0.0, high=limit),
         remarks=tuple(remarks),
     )
 
 
-def _tests(transfer: PhotonTransfer, light: LightNoise, anchor: np.ndarray) -> tuple[PropertyTest, ...]:
+def _tests(transfer: PhotonTransfer, light: LightNoise, anchor: AnchorLight) -> tuple[PropertyTest, ...]:
     looked_at = transfer.light.looked_at[transfer.used()]
-    frames = [*looked_at, anchor[:, : looked_at.shape[2]]]
+    frames = [*looked_at, anchor.frames[:, : looked_at.shape[2]]]
     independence = {
         f"frames: {name}": values for name, values in independence_p_values(frames, ranked=True).items()
     }
     steady = {"light does not vary from frame to frame": {"means of frames": light.p_value}}
-    return decide(steady | transfer.property_p_values() | independence, alarm=FAMILY_ALARM / 2)
+    straight = transfer.property_p_values() | anchor.property_p_values(transfer)
+    return decide(steady | straight | independence, alarm=FAMILY_ALARM / 2)
 
 
-def _law(
-    device: CameraDevice, transfer: PhotonTransfer, lit: np.ndarray, *, brightest: float, share: float
-) -> PhotonCountLaw:
+def _law(transfer: PhotonTransfer, anchor: AnchorLight, *, brightest: float, share: float) -> PhotonCountLaw:
     from scipy.stats import t
 
-    found = transfer.unbent(1 - 2 * share)
+    found, means = transfer.unbent(1 - 2 * share), anchor.means
     seconds = transfer.exposure_us * 1e-6
-    margin = t.isf(share, lit.size - 1) * lit.std(ddof=1) / lit.size**0.5
-    described = float(np.mean(device.exposure.gain_e * np.sum(np.square(device.speckle.anchor), axis=0)))
-    dark, gain = found["dark_current_e_per_s"], found["gain_dn_per_e"]
+    margin = t.isf(share, means.size - 1) * means.std(ddof=1) / means.size**0.5
+    dark, gain, zero = found["dark_current_e_per_s"], found["gain_dn_per_e"], found["zero_dn"]
     if gain.low <= 0:
         raise ValueError("beta: is too small for these frames; take more frames or pixels")
     return PhotonCountLaw(
         dark_e_low=max(0.0, dark.low * seconds),
         dark_e_high=max(0.0, dark.high * seconds),
-        light_ratio_low=float(max(0.0, lit.mean() - margin) / gain.high / described),
-        light_ratio_high=float((lit.mean() + margin) / gain.low / described) * brightest,
+        light_ratio_low=float(max(0.0, means.mean() - margin - zero.high) / gain.high / anchor.described),
+        light_ratio_high=float((means.mean() + margin - zero.low) / gain.low / anchor.described) * brightest,
     )

@@ -126,12 +126,29 @@ class _Half:
         )
 
 
-def _sums(first: _Half, second: _Half, groups: int) -> np.ndarray:
-    """Both halves of a level, shape (groups, 4)."""
+def sums_of(frames: np.ndarray, kept: np.ndarray, groups: int) -> np.ndarray:
+    """Sums of one setting's frames over some of their pixels, in the same groups of pixels; see `FlatSeries.sums`.
+
+    Args:
+        frames: DN, shape (frames, pixels), at least 4.
+        kept: the pixels, indices.
+        groups: groups of pixels; each must hold a kept one.
+
+    Returns:
+        Shape (groups, 4).
+    """
+    half = len(frames) // 2
+    first, second = (_Half.of(part[:, kept], groups) for part in (frames[:half], frames[half:]))
+    return _sums(first, second, groups, kept % groups)
+
+
+def _sums(first: _Half, second: _Half, groups: int, group: np.ndarray | None = None) -> np.ndarray:
+    """Both halves of a level, shape (groups, 4); group g holds every pixel g, g + groups, ... if none are given."""
     a, b, pixels = len(first.frame_means), len(second.frame_means), first.mean.size
     mean = (a * first.mean + b * second.mean) / (a + b)
     step = first.mean - second.mean
     squares = first.squares + second.squares + np.square(step - step.mean()) * a * b / (a + b)
     variance = squares / (a + b - 1) * pixels / (pixels - 1)  # a degree of freedom for each frame's mean
     columns = [np.ones_like(mean), mean, variance, np.square(mean)]
-    return np.stack([[column[g::groups].sum() for column in columns] for g in range(groups)])
+    where = np.arange(mean.size) % groups if group is None else group
+    return np.stack([np.bincount(where, weights=column, minlength=groups) for column in columns], axis=1)

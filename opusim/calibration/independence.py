@@ -213,7 +213,7 @@ def _distances(z: _Standardised) -> float:
         part = rfft(z.rows[start : start + _BLOCK], n=length, axis=1)
         spectrum += np.sum(np.square(part.real) + np.square(part.imag), axis=0)
     sums = irfft(spectrum, n=length)[1:outputs] / count
-    return _largest_deviate_p_value(np.abs(sums) * np.sqrt(z.freedom / np.arange(outputs - 1, 0, -1)))
+    return largest_deviate_p_value(np.abs(sums) * np.sqrt(z.freedom / np.arange(outputs - 1, 0, -1)))
 
 
 # Between readings
@@ -258,7 +258,7 @@ def _lags(z: _Standardised) -> float:
     sums = np.sum(_lagged_products(z.rows, lags.size), axis=1, dtype=np.float64)
     within = np.maximum(z.lengths[:, None] - lags, 0)
     means = -outputs * np.sum(within / (z.lengths[:, None] - 1), axis=0)
-    return _largest_deviate_p_value(np.abs(sums - means) / np.sqrt(outputs * (count - lags)))
+    return largest_deviate_p_value(np.abs(sums - means) / np.sqrt(outputs * (count - lags)))
 
 
 def _autocorrelations(z: _Standardised) -> tuple[float, float]:
@@ -321,6 +321,6 @@ def _product_variance(n: int, lag: int, fourth: np.ndarray) -> np.ndarray:
 # Laws
 
 
-def _largest_deviate_p_value(deviates: np.ndarray) -> float:
+def largest_deviate_p_value(deviates: np.ndarray) -> float:
     """Of the largest of several absolute standard normal numbers."""
     return bonferroni(normal_p_value(float(np.max(deviates, initial=0.0))), deviates.size)

@@ -26,15 +26,17 @@ from functools import partial
 
 import numpy as np
 
-from opusim.calibration.flat_series import COUNT, MEAN, MEAN_SQUARE, VARIANCE, FlatSeries
+from opusim.calibration.flat_series import COUNT, MEAN, MEAN_SQUARE, VARIANCE, FlatSeries, sums_of
+from opusim.calibration.independence import largest_deviate_p_value
 from opusim.calibration.jackknife import Estimate, jackknife
 from opusim.calibration.light_noise import LightNoise
 
+_HALF = 0.5  # confidence at which limits tell a standard error
 LEAST_VARIANCE_DN2 = 0.36
 """A level below is bent by rounding."""
 _ROUNDING = 1.0 / 12.0
 _SQUARES = {"read_noise_e": "read_noise_e2", "prnu": "prnu2", "dsnu_e": "dsnu_e2"}
-_TESTED = ("unbent_gain", "unbent_dark", "bend", "dark_spread2")
+_TESTED = ("unbent_gain", "unbent_dark", "zero_dn", "bend", "dark_spread2")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,10 +94,12 @@ class PhotonTransfer:
     def unbent(self, confidence: float) -> dict[str, Estimate]:
         """Limits that a curved photon transfer does not bias: those of a certified law.
 
-        Keys: gain_dn_per_e, dark_current_e_per_s.
+        Keys: gain_dn_per_e, dark_current_e_per_s, and zero_dn, where the line of means starts. Blank frames may read
+        more than that: rounding biases them, and a black level below the converter's end is clipped.
         """
         found = self._jackknife(confidence)
-        return {"gain_dn_per_e": found["unbent_gain"], "dark_current_e_per_s": found["unbent_dark"]}
+        keys = {"gain_dn_per_e": "unbent_gain", "dark_current_e_per_s": "unbent_dark", "zero_dn": "zero_dn"}
+        return {key: found[name] for key, name in keys.items()}
 
     def light_noise(self) -> LightNoise:
         """What the means of frames say of light that varies from frame to frame."""
@@ -112,7 +116,7 @@ class PhotonTransfer:
         """P-values of what the constants rest on: a straight photon transfer and a straight dark series."""
         from scipy.stats import chi2
 
-        residuals, freedom = 0.0, 0
+        residuals, freedom, found = 0.0, 0, self._jackknife(_HALF)
         for series in (self.dark, *([] if self.warm is None else [self.warm])):
             errors2 = series.variances() / (series.pixels * series.frames)
             seconds, means = _seconds(series), series.means()
@@ -120,20 +124,58 @@ class PhotonTransfer:
             residuals += float(np.sum(np.square(means - start - slope * seconds) / errors2))
             freedom += len(means) - 2
         return {
-            "the variance is a straight line in the mean": {"curvature": self._p_value("bend")},
+            "the variance is a straight line in the mean": {"curvature": self._p_value(found["bend"])},
             "the dark mean is a straight line in the exposure": {
                 "residuals": float(chi2.sf(residuals, freedom))
             },
-            "dark current is the same at all pixels": {"spread over pixels": self._p_value("dark_spread2")},
+            "dark current is the same at all pixels": {
+                "spread over pixels": self._p_value(found["dark_spread2"]),
+                "largest of a pixel": largest_deviate_p_value(np.abs(self._dark_deviates())),
+            },
         }
 
-    def _p_value(self, name: str) -> float:
-        """Two-sided, of a number that is 0 but for chance, by Student's law of the jackknife."""
+    def _p_value(self, found: Estimate) -> float:
+        """Two-sided, of a number that is 0 but for chance, by Student's law; its limits are those at `_HALF`."""
         from scipy.stats import t
 
-        freedom, found = len(self.light.sums) - 1, self._jackknife(0.5)[name]
-        error = (found.high - found.low) / 2 / t.isf(0.25, freedom)
+        freedom = len(self.light.sums) - 1
+        error = (found.high - found.low) / 2 / t.isf((1 - _HALF) / 2, freedom)
         return 2 * float(t.sf(abs(found.value) / max(error, 1e-300), freedom))
+
+    def _dark_deviates(self) -> np.ndarray:
+        """Each looked-at pixel's dark slope less their mean, in standard errors."""
+        slopes, variance = _at_pixels(self.dark, _seconds(self.dark), slice(None))[1]
+        return np.asarray((slopes - slopes.mean()) / np.sqrt(variance))
+
+    def starts(self) -> tuple[np.ndarray, float]:
+        """Where each looked-at pixel's line of means starts, DN, shape (pixels,), and the variance of one of them."""
+        return _at_pixels(self.light, self.photons(), self.used())[0]
+
+    def variance_at(self, light_dn: np.ndarray) -> np.ndarray:
+        """Temporal variance at a mean that lies so far above the dark one, DN squared, by the straight line."""
+        _, floor, gain = self._straight(self.light.sums.sum(0))
+        return np.asarray(max(floor, _ROUNDING * self.is_rounded) + gain * light_dn)
+
+    def excess_p_value(self, frames: np.ndarray, kept: np.ndarray) -> float:
+        """Two-sided, of frames at some of the same pixels whose variance lies on the straight line."""
+
+        def excess(total: np.ndarray) -> dict[str, float]:
+            zero, floor, gain = self._straight(total[:-1])
+            count, mean, variance, _ = total[-1]
+            return {"excess": variance / count - floor - gain * (mean / count - zero)}
+
+        more = sums_of(frames, kept, len(self.light.sums))
+        sums = np.concatenate([self.light.sums, more[:, None]], axis=1)
+        return self._p_value(jackknife(sums, excess, confidence=_HALF)["excess"])
+
+    def _straight(self, total: np.ndarray) -> tuple[float, float, float]:
+        """Mean without light [DN], variance there [DN squared] and gain, from summed pixels of the light series."""
+        used = self.used()
+        guide, levels = self.light.variances()[used], total[used]
+        mean, variance = levels[:, MEAN] / levels[:, COUNT], levels[:, VARIANCE] / levels[:, COUNT]
+        zero = _line(self.photons()[used], mean, 1.0 / guide)[0]
+        floor, gain = _line(mean - zero, variance, 1.0 / np.square(guide))
+        return zero, floor, gain
 
     def _zero(self, used: np.ndarray) -> float:
         """Mean without light, DN: where the line of means starts."""
@@ -180,6 +222,7 @@ class PhotonTransfer:
             "saturation_e": (mean[n - 1] - black) / gain,
             "unbent_gain": unbent_gain,
             "unbent_dark": dark_dn / unbent_gain,
+            "zero_dn": zero,
             "bend": bend,
             "dark_spread2": self._dark_spread2(variance, spatial),
         }
@@ -197,6 +240,20 @@ class PhotonTransfer:
         levels = slice(len(self.light.levels), len(self.light.levels) + len(self.dark.levels))
         spread = spatial[levels] - variance[levels] / self.dark.frames
         return _line(np.square(_seconds(self.dark)), spread, 1.0 / np.square(self.dark.variances()))[1]
+
+
+def _at_pixels(
+    series: FlatSeries, x: np.ndarray, levels: slice | np.ndarray
+) -> tuple[tuple[np.ndarray, float], tuple[np.ndarray, float]]:
+    """Start and slope of the line of means of each looked-at pixel, and the variance of one of them by chance."""
+    variances = series.variances()[levels]
+    means = series.looked_at[levels].mean(axis=1, dtype=np.float64)  # (levels, pixels)
+    unit = np.eye(len(variances))
+    weights = np.array(
+        [_line(x[levels], one, 1 / variances) for one in unit]
+    ).T  # both are linear in the means
+    found = [(row @ means, float(np.square(row) @ variances) / series.frames) for row in weights]
+    return found[0], found[1]
 
 
 def _dark_slope(series: FlatSeries, means: np.ndarray) -> float:

@@ -43,6 +43,7 @@ _WORDS = {
     "dsnu_e": "offset, standard deviation over pixels",
     "dark_noise_dn": "noise of a blank frame",
     "light_noise": "light, standard deviation from frame to frame",
+    "entry_std": "standard deviation of B's entries, which this project takes to be 1",
     "decorrelation_s": "decorrelation time of the medium",
 }
 """What the keys of certificates mean, for people."""

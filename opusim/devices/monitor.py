@@ -11,15 +11,20 @@ the anchor included.
 | saturation | largest share of full outputs in any frame, or of outputs at one extreme reading | `saturated_outputs` |
 | light | slope of the reference readings on their first ones | `gain_tolerance`; below also 1 - `least_correlation` |
 | medium | mean square difference from the first readings over the signal, 2 (1 - correlation) | `least_correlation` |
-| outputs | slope of each output; how many stopped responding | `silent_outputs` |
+| outputs | slope of each output; how many lost more than light and medium may | `silent_outputs` |
 | law | blank variance over the least that the law states, from below | nothing |
 | noise | blank variance over its first value | `noise_tolerance` |
 
-The last five are sequential (`opusim.devices.change_tests`): small changes add up over checks. All tests together stop
-a device that stays within its tolerances with probability `false_alarm_per_run` at most in its first `checks` checks
-after an opening. The smallest change that a test finds in m checks with probability 0.99 is, with e and f the standard
-errors of a check and of the first look and L = log(checks tests / false_alarm_per_run), the tolerance
-+ 6 f + 1.2 e min over t of (L / (m t) + t / 2) + 2.3 hypot(1.2 e / sqrt m, f);
+The last five are sequential (`opusim.devices.change_tests`): small changes add up over checks. Within its tolerances is
+a device of which each output, but for `silent_outputs` of them, keeps a slope of 1 - `gain_tolerance` -
+(1 - `least_correlation`). A medium at `least_correlation` moves single slopes by more, by sqrt(2 (1 -
+`least_correlation`) / `reference_vectors`) or 7 % rms at the defaults: where noise is low, the outputs' test stops it
+before the medium's does.
+
+All tests together stop a device that stays within its tolerances with probability `false_alarm_per_run` at most in its
+first `checks` checks after an opening. The smallest change that a test finds in m checks with probability 0.99 is, with
+e and f the standard errors of a check and of the first look and L = log(checks tests / false_alarm_per_run), the
+tolerance + 6 f + 1.2 e min over t of (L / (m t) + t / 2) + 2.3 hypot(1.2 e / sqrt m, f);
 `Monitor.smallest_changes` computes it, docs/devices.md has measured figures.
 """
 
@@ -255,7 +260,8 @@ class Monitor:
                 "begin a new run with it, or bring the medium back",
             )
         return self._fault(
-            f"reads {size:.3g} times what it read at the beginning: its light changed, or outputs stopped to respond",
+            f"reads {size:.3g} times what it read at the beginning: its light changed, or single outputs "
+            "respond less: some stopped, or the medium moved",
             "bring laser and exposure back, or calibrate it again",
         )
 

@@ -13,9 +13,11 @@ from opusim.calibration.drift import decorrelation_time, sparse_patterns
 from opusim.calibration.plan import Plan
 from opusim.calibration.reading_noise import evaluate_readings, std_lower_limit
 from opusim.calibration.report import write_report
+from opusim.description import load_description
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.noise import GaussianNoise, PhotonCountNoise
+from opusim.testing.faults import Fault, faulty_device
 
 pytestmark = pytest.mark.compiled
 
@@ -198,3 +200,20 @@ def test_photon_count_weights_carry_through_json() -> None:
     low, high = noise.variance_bounds()
     np.testing.assert_allclose(low, 2 * 0.25 + 0.1)
     np.testing.assert_allclose(high, 2 * 0.25 * 2.7 + 0.1)
+
+
+def test_the_scale_of_a_devices_readings_is_measured_and_compared(seed: int) -> None:
+    """Light twice as strong leaves the noise as it is: the scale alone tells."""
+    found = []
+    for amount in (1.0, 2.0):
+        options = {"kind": "gaussian", "fault": Fault.LIGHT_CHANGED.value, "at_step": -1, "amount": amount}
+        changed = load_description("gaussian").model_copy(update={"kind": "faulty", "options": options})
+        with faulty_device(changed, n_inputs=64, n_outputs=400, seed=seed).open() as device:
+            found.append(calibrate(device, readings=60, confidence=0.999999))
+    for amount, calibration in zip((1.0, 2.0), found, strict=True):
+        assert calibration.certificate.noise is not None
+        scale = calibration.certificate.estimates["entry_std"]
+        assert scale.low < amount < scale.high
+        assert scale.high - scale.low < amount
+    assert not compare(found[0].certificate, found[1])[0].agrees
+    assert compare(found[0].certificate, found[0])[0].agrees

@@ -282,3 +282,20 @@ def test_a_baseline_of_another_shape_is_refused() -> None:
 def test_the_wrapper_is_a_kind_that_can_be_registered() -> None:
     register_device(KIND, faulty_device)
     register_device(KIND, faulty_device)
+
+
+@pytest.mark.parametrize(
+    ("fault", "amount"),
+    [(Fault.LIGHT_CHANGED, 1.029), (Fault.LIGHT_CHANGED, 0.971), (Fault.DEAD_OUTPUTS, 2 / 256)],
+)
+def test_changes_within_the_tolerances_pass(fault: Fault, amount: float, seed: int) -> None:
+    """Where hardly any noise hides them."""
+    assert checks_until_stop(faulty("gaussian", fault, amount, seed, noise={"sigma": 0.05}), 40) is None
+
+
+def test_a_medium_that_moves_single_outputs_is_not_called_another_light(seed: int) -> None:
+    """At a correlation of 0.986, above the least, single outputs lose more than 5 %."""
+    overrides = {"noise": {"sigma": 0.05}}
+    found = checks_until_stop(faulty("gaussian", Fault.DECORRELATED, 0.986, seed, **overrides), 5)
+    assert found is not None
+    assert "the medium moved" in found[1]

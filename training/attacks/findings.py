@@ -60,6 +60,8 @@ class Finding:
         if self.role is Role.NULL:
             return "a false alarm: see the text" if found else "nothing, as it must"
         if self.role is Role.BROKEN:
+            if bound is not None and self.result.ceiling <= bound.epsilon:
+                return f"too few trials to exceed {bound.epsilon:.3g}"
             return "found, as it must be" if self.refutes else "not found by this attack"
         if bound is None:
             return "membership found" if found else "nothing found, which proves nothing"

@@ -20,7 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from training.networks.base import Network
-from training.networks.norms import bounded_factors, finite_rows, norm_bounds
+from training.networks.norms import bounded_factors, finite_rows, full_precision, norm_bounds, row_norms
+
+_AT_ONCE = 2**20
+"""Numbers that are held in float64 at once, 8 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +69,9 @@ class GatedRelu(nn.Module):
         return self.logits(self.gated(x))
 
     def gated(self, x: Tensor) -> GatedRecords:
-        """Gates and scales of records of shape (batch, d).
-
-        Gates are decided in float64, where all products are exact: a float32 sum rounds differently in a batch of
-        another size, so that one record more could turn the gates of records that lie on a hyperplane.
-        """
+        """Gates and scales of records of shape (batch, d)."""
         x, kept = unit_rows(x, centre=self.centre)
-        gates = (x.double() @ self.hyperplanes.t().double() >= 0).to(x.dtype)
+        gates = open_gates(x, self.hyperplanes).to(x.dtype)
         count = gates.sum(dim=1)
         return GatedRecords(x=x, gates=gates, scale=torch.where(kept & (count > 0), count.rsqrt(), 0.0))
 
@@ -126,6 +125,29 @@ def unit_rows(x: Tensor, *, centre: bool) -> tuple[Tensor, Tensor]:
     kept = (norms > least) & torch.isfinite(norms)
     exact.mul_(norms.reciprocal()[:, None])
     return (exact if bool(kept.all()) else finite_rows(exact, kept)).to(x.dtype), kept
+
+
+def open_gates(x: Tensor, hyperplanes: Tensor) -> Tensor:
+    """1[u_p . x >= 0], bool, shape (batch, P), for each record whatever the others are.
+
+    A float32 product rounds differently in a batch of another size, so that one record more could turn the gates of
+    records near a hyperplane. If |u_p . x| is at most what any order of summation may round, (d + 4) 2^-24 |u_p| |x|,
+    the record's own product in float64 decides.
+
+    Args:
+        x: Records of norm 0 or 1, float32, shape (batch, d).
+        hyperplanes: u_p as rows, float32, shape (P, d).
+    """
+    with full_precision():
+        values = x @ hyperplanes.t()
+    rounding = ((x.shape[1] + 4) * 2.0**-23 * row_norms(hyperplanes)).to(
+        values.dtype
+    )  # twice, for |x| = 1 + 2^-23
+    gates = values >= 0
+    for entries in (values.abs() <= rounding).nonzero().split(max(1, _AT_ONCE // x.shape[1])):
+        record, plane = entries.unbind(1)
+        gates[record, plane] = (x[record].double() * hyperplanes[plane].double()).sum(dim=1) >= 0
+    return gates
 
 
 class GatedNetwork(Network):

@@ -47,10 +47,10 @@ def test_limits_cover_the_presets_dark_noise_at_their_rate(name: str, seed: int)
     """Of 400 sensors each; a noise that is 10 % larger is missed (planted)."""
     hits = []
     for number in range(RUNS):
-        every = {"anchor": {"frames": 0, "lowest": 1e-6, "highest": None}}
+        anchor = {"frames": 0, "lowest": 1e-6, "highest": None, "most_saturated": 0.5}
         medium = {"seed": seed + number}
         with open_device(
-            name, n_inputs=2, n_outputs=1200, seed=seed + number, medium=medium, camera=every
+            name, n_inputs=2, n_outputs=1200, seed=seed + number, medium=medium, camera={"anchor": anchor}
         ) as device:
             found = dark_noise_dn(device.flat_frames(12), confidence=CONFIDENCE)
             sensor, dark_e = device.exposure.sensor, device.exposure.dark_current_e

@@ -20,6 +20,8 @@ from opusim import load_description, open_device
 from opusim.calibration.certificate import Certificate, GaussianLaw, digest_of
 from training.cli import main
 from training.data import folder as data_folder
+from training.errors import RunFolderError
+from training.runs.folder import RunFolder
 
 SECONDS = 20
 """In which each command must end; a healthy one takes a tenth of a second."""
@@ -319,3 +321,15 @@ def test_a_command_that_hangs_is_noticed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(TooLong), within(0.2):
         (tmp_path / "pipe").read_bytes()
+
+
+def test_a_checkpoint_that_links_to_itself_ends_in_an_error(tmp_path: Path) -> None:
+    """It is listed, and yet `exists` says no: not to be taken for one that a writer has just replaced."""
+    folder = RunFolder(tmp_path)
+    folder.checkpoints.mkdir()
+    loop(folder.checkpoints / "step-0000000003.safetensors")
+    with (
+        within(5),
+        pytest.raises(RunFolderError, match="step-0000000003.safetensors is not a readable checkpoint"),
+    ):
+        folder.newest_header()

@@ -18,11 +18,10 @@ def main(folder: str, mode: str) -> None:
     x = generator.normal(size=(80, 6)) + 2 * np.eye(6)[y]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)) if mode == "experiment" else None
-    config = {
+    config: dict[str, object] = {
         "mode": mode,
         "epochs": 2,
         "threads": 1,
-        "seed": 3,
         "model": {"hidden": [8]},
         "data": {"n_classes": 3, "validation_fraction": 0.0},
         "sampler": {"scheme": "poisson", "batch_size": 16},
@@ -30,6 +29,8 @@ def main(folder: str, mode: str) -> None:
         "optimizer": {"lr": 0.05},
         "protection": {"kind": "record", "noise_multiplier": 1.0},
     }
+    if mode == "experiment":
+        config["seed"] = 3
     training.train(config, data=(x, y), model=model, folder=folder)
     if dist.is_initialized():
         dist.destroy_process_group()

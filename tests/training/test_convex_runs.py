@@ -183,7 +183,7 @@ def test_planted_fault_unkeyed_noise_is_caught(
 def test_a_release_run_keeps_no_intermediate_model(tmp_path: Path, stop_at: type) -> None:
     """Killed and gone on with, it pays once: one last model leaves, whatever was computed on the way."""
     config = merged(CONFIG, {"mode": "release", "checkpoint": {"every_steps": 2}})
-    with pytest.raises(ConfigError, match="keep = 5 keeps iterates before the last one"):
+    with pytest.raises(ConfigError, match="checkpoint.keep: 5 keeps iterates before the last one"):
         training.train(merged(config, {"checkpoint": {"keep": 5}}), data=data(), folder=tmp_path)
     with pytest.raises(KeyboardInterrupt):
         training.train(config, data=data(), folder=tmp_path, watcher=stop_at(9))

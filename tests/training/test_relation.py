@@ -200,12 +200,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"protection": {"divisor": None}}, r"needs protection.divisor \(or sampler.batch_size\)"),
     (
         {"protection": {"divisor": None, "relation": None}},
-        r"sampler.sampling_probability = 0.25 needs protection.divisor",
+        r"sampler.sampling_probability: 0.25 needs protection.divisor",
     ),
     ({"sampler": {"scheme": "full-batch"}}, "sampling_probability: 0.25 does nothing here"),
     (
         {"data": {"split": "index"}},
-        "data.split = 'index' does not fit the relation 'add_or_remove_one': an added record would push another one "
+        "data.split: 'index' does not fit the relation 'add_or_remove_one': an added record would push another one "
         "out of the training set; use 'content' or 'id'",
     ),
     ({"protection": {"relation": "zero_out"}, "data": {"split": "content"}}, "use 'index' or 'id'"),

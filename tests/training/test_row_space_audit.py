@@ -205,7 +205,7 @@ def test_what_cannot_be_audited_is_named(plain: Path, tmp_path: Path) -> None:
     x, y = data()
     with pytest.raises(RunFolderError, match="was trained on other data"):
         audit_run(plain, data=(x + 1, y), trials=40)
-    with pytest.raises(ConfigError, match="own arrays"):
+    with pytest.raises(ConfigError, match="user-supplied arrays"):
         audit_run(plain, trials=40)
     labels = {"kind": "label-response", "epsilon": 3.0}
     with pytest.raises(NoGuarantee, match="protects labels"):

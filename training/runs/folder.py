@@ -284,7 +284,9 @@ class RunFolder:
             try:
                 return read_header(checkpoints[-1])
             except RunFolderError:
-                if checkpoints[-1] in list_checkpoints(self.checkpoints):  # else a writer has just replaced it
+                if checkpoints[-1] in list_checkpoints(
+                    self.checkpoints
+                ):  # else a writer has just replaced it
                     raise
         return None
 

@@ -88,7 +88,7 @@ def audit_mechanism(
     Example:
         >>> found = audit_mechanism("dfa", steps=40, seed=1, level=1e-6)
         >>> found.holds, len(found.checks)
-        (True, 13)
+        (True, 15)
     """
     checks.choice(tuple(SUBJECTS), kind=kind)
     checks.choice(MODES, mode=mode)

@@ -9,7 +9,7 @@ A killed run may have paid for steps that it did not compute; it never computed 
 are reserved in blocks, one line for each, so a sync is not paid at every step.
 
 - experiment mode: noise is keyed by the step, so a re-executed step repeats its release and is paid once.
-- release mode: a re-executed step draws afresh and is charged again; after a kill so is what was left of a block. A
+- release mode: a re-executed step draws afresh and is charged again. A kill also loses the rest of a block. A
   process that stops cleanly returns that rest (`Ledger.give_back`) and says so for what it paid once (`note_stop`).
 
 Entries of the file (`accounting.journal`): the first has `mode`, `delta` and `enforced`. The others are
@@ -61,7 +61,7 @@ class Ledger:
         block: Steps reserved by one line, at least 1.
         budget: Stops the run before the step that would exceed it.
         witnesses: What other files know of the ledger; an older or another one is refused.
-        resumed_from: Digest of the checkpoint that the run goes back to; None for a new run. If the last line is a
+        resumed_from: Digest of the checkpoint that the run resumes from, or None for a new run. If the last line is a
             clean stop at this checkpoint, what was paid for the whole run is not charged again (see `pay_once`).
 
     Raises:

@@ -71,7 +71,7 @@ def lock_file(name: str) -> Path:
 def lock_folder() -> Path:
     """Where locks are: $OPUSIM_LOCKS; else in $XDG_RUNTIME_DIR; else in a private folder of the temporary folder.
 
-    $XDG_RUNTIME_DIR is taken only if it belongs to this user and nobody else may enter it.
+    $XDG_RUNTIME_DIR is taken only if it belongs to this user and no other user may enter it.
     """
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
@@ -97,7 +97,7 @@ def _make(folder: Path) -> None:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether a path is a folder, no link, that belongs to this user and that nobody else may enter."""
+    """Whether a path is a folder, not a link, that belongs to this user and that no other user may enter."""
     try:
         facts = folder.lstat()
     except OSError:

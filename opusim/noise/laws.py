@@ -179,7 +179,7 @@ class PhotonCountNoise(NoiseModel):
         weight: where a reading is a sum over frames of weight times count: units of the reading per electron, of the
             rates' shape, frames first. None: the reading is the counts themselves.
         added_variance: least variance of the reading that is not the counts' (read noise, rounding), squared units of
-            the reading, at least 0, one number or the shape of a reading; protects nobody.
+            the reading, at least 0, one number or the shape of a reading; earns no privacy.
         added_variance_high: largest such variance, where rounding lets it depend on what is read; None: it does not.
         beta: as for `GaussianNoise`.
     """

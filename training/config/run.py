@@ -81,7 +81,7 @@ class RunConfig(Section):
 
     @property
     def relation(self) -> Adjacency | None:
-        """Which data sets the run's statements call neighbours; None for a run without protection."""
+        """Which data sets the run's statements call neighbours, or None without protection."""
         if self.protection.kind == "none":
             return None
         if self.protection.kind != "record":

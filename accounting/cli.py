@@ -14,16 +14,16 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from accounting import convex_cli
-from accounting.convex_mechanisms import ConvexLastIterate
+from accounting.convex import cli as convex_cli
+from accounting.convex.mechanisms import ConvexLastIterate
 from accounting.guarantee import Guarantee
-from accounting.label_mechanisms import LabelAmplified, LabelBudget, LabelOnce
+from accounting.labels.mechanisms import LabelAmplified, LabelBudget, LabelOnce
 from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, RandomizedResponse
-from accounting.pdfa_mechanisms import PublishedLayer, PublishedPdfa
-from accounting.record_mechanisms import RecordCentral
-from accounting.selection_mechanism import PrivateSelection
-from accounting.ulr_mechanisms import PublishedUlr, RejectionGaussian
-from accounting.zo_mechanisms import ZoGaussian, ZoLaplace
+from accounting.pdfa.mechanisms import PublishedLayer, PublishedPdfa
+from accounting.records.mechanisms import RecordCentral
+from accounting.selection.mechanism import PrivateSelection
+from accounting.ulr.mechanisms import PublishedUlr, RejectionGaussian
+from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
 
 app = typer.Typer(
     name="account",
@@ -60,7 +60,7 @@ def photon_counts_command(
     import numpy as np
 
     from accounting import arguments
-    from accounting.device_noise import DeviceReadings, device_readings_guarantee
+    from accounting.devices.readings import DeviceReadings, device_readings_guarantee
     from opusim.noise import PhotonCountNoise
 
     arguments.count(pixels=pixels)

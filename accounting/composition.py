@@ -1,14 +1,19 @@
-"""Guarantees of everything that ran: descriptions are merged, handed to their accountant, and stated together."""
+"""A budget stops training before the step that would exceed it.
+
+Guarantees of everything that ran: descriptions are merged, handed to their accountant, and stated together.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 
 from accounting import arguments
-from accounting.errors import NoGuarantee
-from accounting.guarantee import Guarantee
+from accounting.errors import BudgetExceeded, NoGuarantee
+from accounting.guarantee import Adjacency, Guarantee, Unit
 from accounting.mechanisms import Mechanism
 
 
@@ -47,3 +52,106 @@ def merge(mechanisms: Iterable[Mechanism]) -> list[Mechanism]:
         steps[one] = steps.get(one, 0) + mechanism.steps
     ordered = sorted(steps.items(), key=lambda item: json.dumps(item[0].to_json(), sort_keys=True))
     return [one.repeated(count) for one, count in ordered]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The most epsilon at a delta that may be spent, as proven guarantees count it.
+
+    Attributes:
+        epsilon: Above 0, finite.
+        delta: In [0, 1).
+        unit: What is protected; None for whatever the mechanisms protect.
+        adjacency: The relation; None for whatever the mechanisms state.
+    """
+
+    epsilon: float
+    delta: float
+    unit: Unit | None = None
+    adjacency: Adjacency | None = None
+    _known: dict[tuple[Mechanism, ...], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _fitting: dict[Mechanism, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        arguments.positive(epsilon=self.epsilon)
+        arguments.share(delta=self.delta)
+
+    def spent(self, mechanisms: Sequence[Mechanism]) -> float:
+        """Epsilon that these mechanisms have cost together; 0 for none, infinity without a proven guarantee."""
+        merged = tuple(merge(mechanisms))
+        if not merged:
+            return 0.0
+        if merged not in self._known:
+            proven = [
+                guarantee for guarantee in guarantees(merged, delta=self.delta) if self._counts(guarantee)
+            ]
+            self._known[merged] = min((guarantee.epsilon for guarantee in proven), default=math.inf)
+        return self._known[merged]
+
+    def would_exceed(self, paid: Sequence[Mechanism], more: Sequence[Mechanism]) -> bool:
+        """Whether more on top of what is paid costs above the budget.
+
+        Fewer steps of one mechanism never cost more, so what fits with more steps is not computed again.
+        """
+        total = merge([*paid, *more])
+        one = total[0].repeated(1) if len(total) == 1 else None
+        if one is not None and total[0].steps <= self._fitting.get(one, 0):
+            return False
+        exceeds = not self.spent(total) <= self.epsilon  # NaN would exceed
+        if one is not None and not exceeds:
+            self._fitting[one] = total[0].steps
+        return exceeds
+
+    def affordable(
+        self, paid: Sequence[Mechanism], step: Sequence[Mechanism], wanted: int, *, ahead: int = 0
+    ) -> int:
+        """How many steps of up to `wanted` fit; one look where all of them do.
+
+        Args:
+            paid: What was spent before.
+            step: What one step costs.
+            wanted: Steps asked for, at least 1.
+            ahead: Steps that may be asked for in the end; where all fit, later questions need no look of their own.
+        """
+        arguments.count(wanted=wanted)
+        if ahead > wanted:
+            self.would_exceed(paid, [mechanism.repeated(ahead * mechanism.steps) for mechanism in step])
+
+        def too_many(steps: int) -> bool:
+            return self.would_exceed(
+                paid, [mechanism.repeated(steps * mechanism.steps) for mechanism in step]
+            )
+
+        if not too_many(wanted):
+            return wanted
+        fits, exceeds = 0, wanted
+        while exceeds - fits > 1:
+            middle = (fits + exceeds) // 2
+            fits, exceeds = (fits, middle) if too_many(middle) else (middle, exceeds)
+        return fits
+
+    def require(self, paid: Sequence[Mechanism], step: Sequence[Mechanism]) -> None:
+        """Refuse a step that would exceed the budget.
+
+        Raises:
+            BudgetExceeded: It would; it must not be taken.
+            NoGuarantee: No proven guarantee covers it at all.
+        """
+        if not self.would_exceed(paid, step):
+            return
+        if math.isinf(self.spent(step)):
+            raise NoGuarantee(
+                f"budget of epsilon {self.epsilon:g} at delta {self.delta:g}: {step[0].describe()} has no proven "
+                "finite guarantee; choose a protection that has one"
+            )
+        raise BudgetExceeded(
+            f"budget: the next step would cost more than epsilon {self.epsilon:g} at delta {self.delta:g} "
+            f"(spent {self.spent(paid):.4g}); it was not taken. Use more noise, fewer steps or a larger budget"
+        )
+
+    def _counts(self, guarantee: Guarantee) -> bool:
+        fits_unit = self.unit is None or guarantee.unit is self.unit
+        fits_relation = self.adjacency is None or guarantee.adjacency is self.adjacency
+        return guarantee.is_proven and fits_unit and fits_relation

@@ -26,10 +26,10 @@ import numpy as np
 from accounting import arguments
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, Guarantee
-from accounting.loss_bounds import ROUNDING, EpsilonBounds
 from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, RandomizedResponse
-from accounting.proven import about_relation, proven_guarantee, stated
-from accounting.sampled_noise import sampled_noise_bounds
+from accounting.numerics.loss_bounds import ROUNDING, EpsilonBounds
+from accounting.numerics.sampled_noise import sampled_noise_bounds
+from accounting.statement import about_relation, proven_guarantee, stated
 
 Noise = PoissonGaussian | PoissonLaplace | Gaussian
 

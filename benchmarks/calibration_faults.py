@@ -15,8 +15,8 @@ import numpy as np
 from benchmarks.results_file import save_results
 from opusim.calibration.gaussian_shape import shape_p_values
 from opusim.calibration.independence import independence_p_values
-from opusim.calibration.light_noise import LightNoise
-from opusim.calibration.property_tests import FAMILY_ALARM
+from opusim.calibration.photon_transfer import LightNoise
+from opusim.p_values import FAMILY_ALARM
 
 INPUTS, READINGS, OUTPUTS, LIGHT_RUNS = 4, 500, 4000, 400
 PROPERTIES, CAMERA_PROPERTIES = 7, 20  # that share the family's alarm level; a camera's ten have half of it

@@ -16,7 +16,7 @@ import typer
 
 from benchmarks.convex import PAPER, best_point, run_once
 from benchmarks.results_file import save_results
-from training.runs.figures import new_figure, save_figure, style
+from training.reports.run_figures import new_figure, save_figure, style
 
 EPSILONS, SEED, DATA = (1.0, 3.0, 8.0, 0.5), 0, "mnist"
 ROWS = (

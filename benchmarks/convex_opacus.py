@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.convex import NAME, best_point, configuration
 from benchmarks.convex_rows import EPSILONS
 from benchmarks.results_file import load_results, save_results
-from training.assembly import load_data
 from training.config import load_config
 from training.config.run import RunConfig
+from training.engine.assembly import load_data
 
 ROW, DATA, SEED, WIDTH = "ReLU network, DP-SGD", "mnist", 0, 200
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.pdfa_step import void
 from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
-from opusim.randomness import noise_stream
+from opusim.randomness.streams import noise_stream
 from training.convex.gated import GatedNetwork, GatedRecords, GatedRelu
 from training.convex.objectives import Objective
 from training.convex.trainer import ConvexTrainer, Descent

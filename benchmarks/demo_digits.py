@@ -19,7 +19,7 @@ from rich.table import Table
 
 import training
 from benchmarks.results_file import save_results
-from training.runs import figures
+from training.reports import run_figures as figures
 from training.runs.run import Run
 
 DEVICE_FILE = Path("examples/opu.toml")

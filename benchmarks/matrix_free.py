@@ -21,14 +21,14 @@ from rich.table import Table
 
 from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
-from opusim.medium import Medium
+from opusim.medium.transmission import Medium
 
 N_OUTPUTS, SLICE, DEPTH = 10**6, 2048, 8192
 BARS = {1024: 0.7, 64: 0.4}
 LIMIT_MIB = 1024
 MEMORY = """
 import json, sys, torch
-from opusim.medium import Medium
+from opusim.medium.transmission import Medium
 def peak():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))

@@ -3,7 +3,7 @@
     python -m benchmarks.mechanism_selftest measure     (resumes; some 6 minutes of one core)
     python -m benchmarks.mechanism_selftest show
 
-Every fault of tests.faults is planted in every trainer and mode that it reaches, 20 times for `pdfa` and `ulr` and the
+Every fault of `tests.support` is planted in every trainer and mode that it reaches, 20 times for `pdfa` and `ulr` and the
 faults of `NAMED`, once otherwise; and the product as it is, without a fault, is tested many times.
 """
 
@@ -19,8 +19,8 @@ import torch
 from benchmarks.console import print_table
 from benchmarks.mechanism_pages import COLUMNS, NAME, table_rows
 from benchmarks.results_file import load_results, save_results
-from tests.faults import FAULTS
-from tests.faults.base import FEEDBACKS, MODES, STEPWISE
+from tests.support.faults import FAULTS
+from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
 from training import audit_mechanism
 
 LEVEL = 1e-4

@@ -15,7 +15,7 @@ import typer
 
 from accounting.tables import print_rows
 from benchmarks.results_file import save_results
-from opusim.description import load_description
+from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described
 from opusim.errors import DeviceFault, NoiseBelowCertificate

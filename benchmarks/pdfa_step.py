@@ -14,11 +14,11 @@ from torch import nn
 from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
 from opusim import open_device
-from training.config.feedback import FeedbackConfig
-from training.config.optimizer import OptimizerConfig
+from training.config.sections import OptimizerConfig
+from training.engine.optimizers import make_optimizer
+from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
-from training.optimizers import make_optimizer
 
 BATCH, REPEATS, STEPS = 256, 15, 40
 

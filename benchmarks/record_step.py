@@ -21,12 +21,12 @@ from benchmarks.pdfa_step import BATCH, REPEATS, STEPS, new_model, void
 from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
 from opusim import open_device
-from opusim.randomness import noise_stream
-from training.config.feedback import FeedbackConfig
-from training.config.optimizer import OptimizerConfig
+from opusim.randomness.streams import noise_stream
+from training.config.sections import OptimizerConfig
+from training.engine.optimizers import make_optimizer
+from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
-from training.optimizers import make_optimizer
 from training.protections.record import RecordProtection
 
 CLIP_NORM, NOISE_MULTIPLIER = 1.0, 1.0

@@ -21,9 +21,9 @@ from benchmarks.pdfa_step import void
 from benchmarks.record_step import CLIP_NORM, NOISE_MULTIPLIER, REFERENCE, ghost_step
 from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
-from opusim.randomness import noise_stream
-from training.config.optimizer import OptimizerConfig
-from training.optimizers import make_optimizer
+from opusim.randomness.streams import noise_stream
+from training.config.sections import OptimizerConfig
+from training.engine.optimizers import make_optimizer
 from training.protections.record import RecordProtection
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence

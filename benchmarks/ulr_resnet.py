@@ -20,8 +20,8 @@ import training
 from benchmarks.results_file import save_results
 from training.data import Dataset, load_dataset
 from training.data.samplers import ShuffledEpochsSampler
-from training.runs.evaluation import evaluate_split
 from training.runs.folder import RunFolder
+from training.runs.run import evaluate_split
 
 FOLDER = Path("runs/ulr-resnet")
 BATCH, COPIES, SIGMA, LR = 64, 2, 0.3, 0.002

@@ -34,7 +34,7 @@ from benchmarks.ulr_epoch import paper_model
 from benchmarks.ulr_paper import PAPER
 from training.data import load_dataset
 from training.data.samplers import ShuffledEpochsSampler
-from training.runs.evaluation import evaluate_split
+from training.runs.run import evaluate_split
 
 FOLDER = Path("runs/ulr-table1")
 EPOCHS, COPIES = 25, 30

@@ -26,19 +26,18 @@ from accounting import RecordCentral, ZoGaussian, calibrate
 from benchmarks.console import print_table
 from benchmarks.results_file import load_results, save_results
 from benchmarks.sst2 import N_TRAIN, NORM, embeddings
-from opusim.randomness import SeededStream, derive_seed
+from opusim.randomness.streams import SeededStream, derive_seed
 from training.attacks.base import Scores
 from training.attacks.canaries import auc_error, own_features, pooled, record_losses
 from training.config import load_config
 from training.data.samplers import make_sampler
-from training.feedback.options import feedback_options
+from training.engine.optimizers import make_optimizer
+from training.engine.trainer import Trainer
+from training.feedback.algorithm import feedback_options
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, LayerShape, build_model
-from training.optimizers import make_optimizer
 from training.protections.record import RecordProtection
-from training.trainer import Trainer
-from training.zo.scalar_noise import GaussianScalars
-from training.zo.trainer import ScalarRelease, ZoTrainer
+from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
 
 NAME = "zo_membership"
 DELTA, CANARIES, SIZES = 1e-5, 32, (1, 5)

@@ -9,7 +9,7 @@ seconds of processor time on one thread.
 
 - inference: the losses of the batch, twice, without a graph, in a process that has loaded the same libraries and
   kernels as zo; inference, bare: in one that has loaded torch alone.
-- zo: `training.zo.trainer.ZoTrainer`, whole model; zo, lora: rank 8 on the attention's projections; bfloat16: of the
+- zo: `ZoTrainer`, whole model; zo, lora: rank 8 on the attention's projections; bfloat16: of the
   model's parameters, whose float32 copies stand on disk.
 - dp-sgd, hooks; ghost; lora; bitfit: Opacus, per-sample gradients of the whole model, ghost clipping of the whole
   model, and per-sample gradients of the same LoRA factors, and of the biases alone (Zaken et al. 2022). Opacus has no
@@ -155,8 +155,7 @@ def inference(
     shape: Shape, *, bare: bool = False, half: bool = False, passes: int = 1
 ) -> Callable[[], object]:
     if not bare:
-        from opusim.directions import Direction
-        from training.zo import trainer  # noqa: F401
+        from opusim.medium.directions import Direction
 
         Direction(0).add_to(torch.zeros(1), 0, 1.0)  # loads the compiled kernels
         Direction(0).return_and_move(torch.zeros(1), 0, back=1.0, keep=1.0, move=1.0)
@@ -172,8 +171,8 @@ def inference(
 
 def zeroth_order(shape: Shape, *, lora: bool, half: bool) -> Callable[[], object]:
     from training.config import load_config
-    from training.zo.network import ModuleNetwork
-    from training.zo.trainer import ScalarRelease, ZoTrainer
+    from training.zeroth_order.network import ModuleNetwork
+    from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
     config = load_config({"trainer": {"kind": "zo"}, "optimizer": {"lr": 1e-6}})
     ids, y = batch(shape)

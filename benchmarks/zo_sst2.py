@@ -34,18 +34,17 @@ from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate
 from benchmarks.console import print_table
 from benchmarks.results_file import load_results, save_results
 from benchmarks.sst2 import N_TRAIN, NORM, embeddings
-from opusim.randomness import SeededStream, derive_seed
+from opusim.randomness.streams import SeededStream, derive_seed
 from training.config import load_config
 from training.data.samplers import make_sampler
-from training.feedback.options import feedback_options
+from training.engine.optimizers import make_optimizer, set_learning_rate
+from training.engine.trainer import Trainer
+from training.feedback.algorithm import feedback_options
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, LayerShape, build_model
-from training.optimizers import make_optimizer, set_learning_rate
 from training.protections.record import RecordProtection
-from training.trainer import Trainer
-from training.zo.network import ModuleNetwork
-from training.zo.scalar_noise import GaussianScalars, LaplaceScalars
-from training.zo.trainer import ScalarRelease, ZoTrainer
+from training.zeroth_order.network import ModuleNetwork
+from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, ScalarRelease, ZoTrainer
 
 NAME, BASELINE = "zo_sst2", "dp-sgd"
 DELTA, EPSILONS, SEEDS, PILOTS = 1e-5, (0.5, 1.0, 4.0), (0, 1, 2, 3, 4), (100, 101, 102)

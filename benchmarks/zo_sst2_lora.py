@@ -29,13 +29,12 @@ from benchmarks.console import print_table
 from benchmarks.results_file import load_results, save_results
 from benchmarks.sst2 import CACHE, MAX_TOKENS, N_TRAIN, NORM, load_encoder, read_sentences
 from benchmarks.zo_sst2 import BASELINE, DELTA, PHI, PILOTS, SEEDS, key_of, sentences_of, shown, zo_rate
-from opusim.randomness import SeededStream, derive_seed
+from opusim.randomness.streams import SeededStream, derive_seed
 from training.config import load_config
 from training.data.samplers import make_sampler
-from training.optimizers import set_learning_rate
-from training.zo.network import ModuleNetwork
-from training.zo.scalar_noise import GaussianScalars
-from training.zo.trainer import ScalarRelease, ZoTrainer
+from training.engine.optimizers import set_learning_rate
+from training.zeroth_order.network import ModuleNetwork
+from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
 
 NAME, RANK, LENGTH, HELD_OUT = "zo_sst2_lora", 8, 40, 2000
 EPSILONS, CLIP = (4.0, 1.0, 0.5), 0.05

@@ -1,1 +1,1 @@
-"""Which devices are described here? One TOML file for each; `opusim.description` reads them."""
+"""Which devices are described here? One TOML file for each; `opusim.description.loading` reads them."""

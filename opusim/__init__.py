@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from opusim.description import load_description
-    from opusim.description_schema import DeviceDescription
+    from opusim.description.loading import load_description
+    from opusim.description.schema import DeviceDescription
     from opusim.devices.base import NoisyDevice
     from opusim.devices.registry import list_devices, open_device, register_device
     from opusim.encodings import binarize, bit_planes, split_frames, ternarize
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
         NoiseBelowCertificate,
         OpusimError,
     )
-    from opusim.medium import Medium
+    from opusim.medium.transmission import Medium
     from opusim.noise import DiscreteNoise, GaussianNoise, NoiseModel, PhotonCountNoise
-    from opusim.randomness import NoiseStream, SeededStream, SystemStream, derive_seed, noise_stream
-    from opusim.temperature import TemperatureLaw
+    from opusim.randomness.streams import NoiseStream, SeededStream, SystemStream, derive_seed, noise_stream
+    from opusim.temperature.law import TemperatureLaw
     from opusim.usage import Usage
 
 __all__ = [

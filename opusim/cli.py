@@ -12,7 +12,7 @@ from opusim.tables import print_table
 from opusim.units import unit_of
 
 if TYPE_CHECKING:
-    from opusim.description_schema import DeviceDescription
+    from opusim.description.schema import DeviceDescription
 
 app = typer.Typer(name="device", help="Show, record, calibrate and check devices.", no_args_is_help=True)
 
@@ -29,7 +29,7 @@ def list_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the devices that come with opusim."""
-    from opusim.description import load_description, packaged_names
+    from opusim.description.loading import load_description, packaged_names
 
     found = [load_description(name) for name in packaged_names()]
     if as_json:
@@ -49,7 +49,7 @@ def show_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show a device: each number with its unit, status and source, and what its noise is."""
-    from opusim.description import load_description
+    from opusim.description.loading import load_description
 
     description = load_description(name)
     if as_json:
@@ -75,7 +75,7 @@ def _noise_line(description: DeviceDescription) -> str:
     """What the noise of a reading is, in one line."""
     noise = description.noise
     if description.camera is not None:
-        from opusim.camera.summary import camera_lines
+        from opusim.camera.twin import camera_lines
 
         return camera_lines(description.camera)
     if noise is None:

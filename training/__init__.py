@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from training.attacks.run_audit import audit_run as audit_run
     from training.config import RunConfig as RunConfig
     from training.config import load_config as load_config
-    from training.runs.report import write_comparison as write_comparison
-    from training.runs.report import write_report as write_report
+    from training.engine.session import train as train
+    from training.reports.run_report import write_comparison as write_comparison
+    from training.reports.run_report import write_report as write_report
     from training.runs.run import Run as Run
     from training.runs.run import load_run as load_run
-    from training.session import train as train
 
 # Names are imported when they are first used, so that `opusim --help` need not load torch.
 _HOMES = {
@@ -22,9 +22,9 @@ _HOMES = {
     "audit_run": "training.attacks.run_audit",
     "load_config": "training.config",
     "load_run": "training.runs.run",
-    "train": "training.session",
-    "write_comparison": "training.runs.report",
-    "write_report": "training.runs.report",
+    "train": "training.engine.session",
+    "write_comparison": "training.reports.run_report",
+    "write_report": "training.reports.run_report",
 }
 
 __all__ = sorted(_HOMES)

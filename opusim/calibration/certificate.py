@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from opusim.description_schema import DeviceDescription
+from opusim.description.schema import DeviceDescription
+from opusim.description.section import Section
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
-from opusim.settings import Section
 
 
 class Limits(Section):

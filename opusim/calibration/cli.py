@@ -14,8 +14,7 @@ from opusim.progress import Progress
 from opusim.tables import print_table
 
 if TYPE_CHECKING:
-    from opusim.calibration.calibrate import Calibration
-    from opusim.calibration.plan import Plan
+    from opusim.calibration.calibrate import Calibration, Plan
     from opusim.devices.base import NoisyDevice
 
 _NAME = Annotated[str, typer.Argument(help="A device's name, or a path ending in .toml.")]
@@ -37,7 +36,7 @@ def record_command(
     seed: _SEED = 0,
 ) -> None:
     """Record frames under uniform light in the layout of the EMVA 1288 standard."""
-    from opusim.calibration.recording import Recording, record, shape_of
+    from opusim.calibration.flat_series import Recording, record, shape_of
     from opusim.devices.camera import CameraDevice
     from opusim.errors import ConfigError
 
@@ -85,8 +84,7 @@ def calibrate_command(
     seed: _SEED = 0,
 ) -> None:
     """Calibrate a device from frames alone: a dated certificate (TOML) and a report with the curves."""
-    from opusim.calibration.calibrate import calibrate
-    from opusim.calibration.plan import Plan
+    from opusim.calibration.calibrate import Plan, calibrate
     from opusim.calibration.report import write_report
     from opusim.errors import ConfigError
 
@@ -113,10 +111,9 @@ def check_command(
     seed: _SEED = 1,
 ) -> None:
     """Compare a device with its certificate; exits with 3 where its noise is below the certified."""
-    from opusim.calibration.calibrate import calibrate
+    from opusim.calibration.calibrate import Plan, calibrate
     from opusim.calibration.certificate import load_certificate
     from opusim.calibration.check import compare, require_noise
-    from opusim.calibration.plan import Plan
     from opusim.errors import ConfigError
 
     old = load_certificate(certificate)
@@ -159,9 +156,9 @@ def temperature_command(
     import numpy as np
     import torch
 
-    from opusim.camera.temperature_noise import temperature_noise
     from opusim.devices.camera import CameraDevice
     from opusim.errors import ConfigError
+    from opusim.temperature.noise import temperature_noise
 
     if figure is not None:
         require_writable(figure, "--figure", FIGURES)
@@ -186,7 +183,7 @@ def temperature_command(
     if std is not None:
         typer.echo(f"a noise of {std:g} projection units needs {law.temperature_c(std):.2f} °C")
     if figure is not None:
-        from opusim.calibration.figures import temperature_figure
+        from opusim.calibration.report import temperature_figure
 
         temperature_figure(law, device.name).savefig(figure, dpi=110)
         typer.echo(f"figure: {figure}")
@@ -224,7 +221,7 @@ def _frames_of(plan: Plan, device: NoisyDevice, readings: int) -> int:
 
 def _open(name: str, inputs: int, outputs: int, seed: int) -> NoisyDevice:
     """A window of the device, no larger than it is."""
-    from opusim.description import load_description
+    from opusim.description.loading import load_description
     from opusim.devices.registry import open_described
 
     description = load_description(name)

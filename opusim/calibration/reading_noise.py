@@ -18,8 +18,8 @@ import numpy as np
 from opusim import checks
 from opusim.calibration.gaussian_shape import shape_p_values
 from opusim.calibration.independence import independence_p_values, standardised
-from opusim.calibration.property_tests import FAMILY_ALARM, PropertyTest, decide
 from opusim.noise import smallest_variance, variance_lower_limit
+from opusim.p_values import FAMILY_ALARM, PropertyTest, decide
 
 _CORRELATED = 5.0  # standard errors of the correlation of successive readings
 

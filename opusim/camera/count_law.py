@@ -51,7 +51,7 @@ class CountLaw:
         offset_e: fixed offset of each output's pixel, electrons, shape (n_outputs,).
         exposure_us: the description's exposure, microseconds.
         temperature_c: the description's; None where dark current is off.
-        dark: the `opusim.camera.dark_current.DarkCurrent`; None where it is off.
+        dark: the `opusim.temperature.dark_current.DarkCurrent`; None where it is off.
         sensor: the stages behind the light.
         recovery: with the anchor known exactly.
     """

@@ -14,7 +14,7 @@ import numpy as np
 
 from opusim import checks
 from opusim.camera.number_moments import number_moments, rounding_limit
-from opusim.medium import Medium
+from opusim.medium.transmission import Medium
 
 _PRNU_PLANE, _DSNU_PLANE = 16, 17  # counter words that no medium uses
 MAX_PRNU = 0.2
@@ -140,7 +140,7 @@ class Sensor:
         return min(well, (self.top_dn - self.black_level_dn) / self.gain_dn_per_e)
 
     def numbers(self) -> tuple[float, float, float, float, float, float]:
-        """The stages as the kernels of `opusim.camera.count_kernels` take them."""
+        """The stages as the kernels of `opusim.camera.kernels` take them."""
         well = math.inf if self.full_well_e is None else float(self.full_well_e)
         top = -1.0 if self.adc_bits is None else self.top_dn
         shot = 1.0 if self.shot_noise else 0.0

@@ -1,4 +1,7 @@
-"""From a description to the objects of the twin."""
+"""A camera in three lines for people.
+
+From a description to the objects of the twin.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ import numpy as np
 from opusim.camera.exposure import Exposure
 from opusim.camera.speckle import SpeckleLaw
 from opusim.camera.stages import FixedPattern, Light, Sensor
-from opusim.camera_schema import CameraSettings
-from opusim.description_schema import DeviceDescription, MediumSettings
+from opusim.description.camera import CameraSettings
+from opusim.description.schema import DeviceDescription, MediumSettings
 from opusim.errors import ConfigError
-from opusim.philox import derive_seed
+from opusim.randomness.philox import derive_seed
 
 
 def speckle_law_of(description: DeviceDescription, n_inputs: int) -> SpeckleLaw:
@@ -101,3 +104,28 @@ def sections_of(description: DeviceDescription) -> tuple[CameraSettings, MediumS
         key = "medium" if description.medium is None else "camera"
         raise ConfigError(description.name, key, "missing; a camera needs [medium] and [camera]")
     return description.camera, description.medium
+
+
+def camera_lines(camera: CameraSettings) -> str:
+    """Where the light of a mean pixel goes, and what share of its variance each stage makes."""
+    light, sensor = Light(**camera.light.model_dump()), sensor_of(camera)
+    dark = dark_charge_e(camera, light.exposure_us)
+    shot = sensor.variance_dn2(1.0) - sensor.variance_dn2(0.0)  # DN² per electron
+    parts = {
+        "photon shot noise": shot * light.anchor_e,
+        "bias light": shot * light.bias_e,
+        "dark current": shot * dark,
+        "read noise": (sensor.gain_dn_per_e * sensor.read_noise_e) ** 2,
+        "rounding": 0.0 if sensor.adc_bits is None else 1 / 12,
+    }
+    total = sum(float(part) for part in parts.values())
+    shares = (
+        ", ".join(f"{name} {float(part) / total:.3%}" for name, part in parts.items()) if total else "none"
+    )
+    at = "" if camera.dark is None else f" at {camera.dark.temperature_c:g} °C"
+    return (
+        f"a mean pixel of the anchor frame: {light.anchor_e:.4g} e⁻ of light, {light.bias_e:.4g} e⁻ of bias light, "
+        f"{dark:.4g} e⁻ of dark charge{at}; {sensor.gain_dn_per_e * light.anchor_e:.4g} DN above black, saturated at "
+        f"{sensor.saturation_e:.5g} e⁻\nvariance of a frame there: {total:.4g} DN²: {shares}\n"
+        "noise: Poisson counts, whose rates depend on what is shown; a reading takes four frames"
+    )

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.description_schema import DeviceDescription
+from opusim.description.schema import DeviceDescription
 from opusim.devices.access import Access
-from opusim.devices.inputs import Array, drawn_shape, like_input, ternary_batch
-from opusim.devices.readings import check_reading
+from opusim.devices.inputs import Array, check_reading, drawn_shape, like_input, ternary_batch
 from opusim.errors import ConfigError, DeviceError, DeviceUnavailable, NoiseUnknown
 from opusim.noise import GaussianNoise, NoiseModel
-from opusim.randomness import MODES
+from opusim.randomness.streams import MODES
 from opusim.usage import Usage, UsageMeter
 
 if TYPE_CHECKING:

@@ -9,17 +9,16 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.camera.exposure import Exposure
+from opusim.camera.exposure import MOST_SATURATED, Exposure, saturated_shares
 from opusim.camera.recovery import FRAMES_PER_TERNARY, Recovery
-from opusim.camera.saturation import MOST_SATURATED, saturated_shares
 from opusim.camera.speckle import IMAGINARY_PLANE, REAL_PLANE, Speckle
 from opusim.camera.twin import exposure_of, sections_of, speckle_law_of
-from opusim.description_schema import DeviceDescription
+from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import binary_batch
 from opusim.errors import ConfigError, NoiseUnknown
 from opusim.noise import PhotonCountNoise
-from opusim.randomness import noise_stream
+from opusim.randomness.streams import noise_stream
 
 _NUMBERS_AT_ONCE = 2**24  # standard normal numbers of one reading of the stream: 64 MiB
 _SIGNS = np.array([1.0, -1.0, -1.0, 1.0])  # of the frames p, a - p, n and a - n in a reading
@@ -267,7 +266,7 @@ class CameraDevice(NoisyDevice):
         """Moves the medium to a time since time 0, seconds; the anchor stays as it was measured.
 
         Entries of the field's two real media are stationary Ornstein-Uhlenbeck processes with correlation
-        exp(-|t - s| / decorrelation_s) between any two times (`opusim.camera.drift`).
+        exp(-|t - s| / decorrelation_s) between any two times (`opusim.camera.speckle`).
 
         Raises:
             ConfigError: the description has no drift.

@@ -1,7 +1,11 @@
-"""The one check of what a caller hands to a device, and the way back to the caller's array library."""
+"""The one check of what a device hands back.
+
+The one check of what a caller hands to a device, and the way back to the caller's array library.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -10,6 +14,7 @@ import torch
 
 from opusim import checks
 from opusim.encodings import check_ternary
+from opusim.errors import DeviceFault
 
 Array = TypeVar("Array", torch.Tensor, np.ndarray)
 
@@ -87,3 +92,26 @@ def drawn_shape(shape: Sequence[int], n_outputs: int, *, uniform: bool) -> tuple
             f"n_outputs = {n_outputs}; draw that, and take the outputs you need"
         )
     return tuple(int(length) for length in shape)
+
+
+def check_reading(y: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
+    """Refuses what no reading can be.
+
+    Args:
+        y: what the device's class returned.
+        shape: what it was asked for.
+        name: the device's name.
+
+    Raises:
+        DeviceFault: no float32 tensor, another shape, or an entry that is not finite.
+    """
+    if not isinstance(y, torch.Tensor) or y.dtype != torch.float32:
+        found = f"a tensor of {y.dtype}" if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
+        raise DeviceFault(f"device {name!r} returned {found}, not a float32 tensor; mend its class")
+    if tuple(y.shape) != shape:
+        raise DeviceFault(
+            f"device {name!r} returned shape {tuple(y.shape)} where {shape} was asked for; reset the device"
+        )
+    # one bad entry spoils the sum, which is cheap; a sum that overflows is looked at entry by entry
+    if y.numel() and not math.isfinite(float(y.sum())) and not bool(torch.isfinite(y).all()):
+        raise DeviceFault(f"device {name!r} returned NaN or infinity; reset the device")

@@ -8,13 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from opusim.description_schema import DeviceDescription
+from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
-from opusim.devices.lightonml_driver import import_lightonml, quiet, translated
+from opusim.devices.lightonml_driver import (
+    import_lightonml,
+    quiet,
+    require_configuration,
+    require_lightonml,
+    translated,
+)
 from opusim.errors import ConfigError, NoiseUnknown
 from opusim.noise import GaussianNoise
-from opusim.presence import require_configuration, require_lightonml
-from opusim.randomness import noise_stream
+from opusim.randomness.streams import noise_stream
 
 _WORD = 2**32
 

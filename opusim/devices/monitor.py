@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from opusim import checks as check_arguments
-from opusim.access_schema import MonitorSettings
+from opusim.description.schema import MonitorSettings
 from opusim.devices.baseline import (
     Baseline,
     blank_readings,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from opusim import checks
-from opusim.description import load_description, packaged_names
-from opusim.description_schema import DeviceDescription
+from opusim.description.loading import load_description, packaged_names
+from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError, DeviceUnavailable
 
@@ -23,8 +23,8 @@ serves."""
 ENTRY_POINT_GROUP = "opusim.devices"
 _BUILTIN = {
     "camera": "opusim.devices.camera:CameraDevice",
-    "gaussian": "opusim.devices.gaussian:GaussianDevice",
-    "ideal": "opusim.devices.ideal:IdealDevice",
+    "gaussian": "opusim.devices.simulated:GaussianDevice",
+    "ideal": "opusim.devices.simulated:IdealDevice",
     "lighton": "opusim.devices.lighton:LightonDevice",
 }
 _registered: dict[str, DeviceFactory] = {}
@@ -80,7 +80,7 @@ def open_device(
 
     Args:
         name_or_path: name of a packaged description, or a path ending in ``.toml``.
-        mode: ``experiment`` or ``release`` (see `opusim.randomness`).
+        mode: ``experiment`` or ``release`` (see `opusim.randomness.streams`).
         seed: seed of the noise in ``experiment``, in [0, 2^64). The medium's own seed is part of the
             description.
         torch_device: where a simulation computes.

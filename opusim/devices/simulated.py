@@ -1,4 +1,9 @@
-"""What simulated devices share: a medium computed from its seed."""
+"""The Gaussian device: equation 10 of the photonic DFA paper (arXiv 2106.03645).
+
+What simulated devices share: a medium computed from its seed.
+
+The noiseless device: the baseline of every imperfection.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from opusim.description_schema import DeviceDescription
+from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
-from opusim.medium import Medium
+from opusim.medium.transmission import Medium
+from opusim.noise import GaussianNoise
+from opusim.randomness.streams import noise_stream
 
 
 class SimulatedDevice(NoisyDevice):
-    """A device whose B is a `opusim.medium.Medium` with the description's seed.
+    """A device whose B is a `opusim.medium.transmission.Medium` with the description's seed.
 
     Args:
         description: a description with a section ``[medium]`` and no ``[options]``.
@@ -64,3 +71,77 @@ class SimulatedDevice(NoisyDevice):
         """
         variance = torch.as_tensor(np.array(self.noise.variance_bounds()[1]))
         return variance.expand(x.shape[0], self.n_outputs)
+
+
+class IdealDevice(SimulatedDevice):
+    """y = B x, exact; `draw` gives zeros.
+
+    Its noise is the Gaussian law of standard deviation 0, from which accounting concludes that nothing is
+    protected.
+
+    Args:
+        description: one without a section ``[noise]``.
+        **window: as for `opusim.devices.base.NoisyDevice`.
+
+    Raises:
+        ConfigError: the description has noise.
+    """
+
+    def __init__(self, description: DeviceDescription, **window: Any) -> None:
+        super().__init__(description, **window)
+        if description.noise is not None:
+            raise ConfigError(
+                description.name, "noise", "the kind 'ideal' has none; remove it, or use 'gaussian'"
+            )
+        self._noise = GaussianNoise(std=0.0, n_outputs=self.n_outputs)
+
+    @property
+    def described_noise(self) -> GaussianNoise:
+        """Standard deviation 0."""
+        return self._noise
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        return self._medium.project(x)
+
+    def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=self._torch_device)
+
+    def _seek(self, step: int) -> None:
+        """Nothing to position."""
+
+
+class GaussianDevice(SimulatedDevice):
+    """y = B x + N(0, sigma^2 I), sigma given directly or through the temperature law.
+
+    The product is exact before the noise is added (see `Medium`), so results do not depend on
+    tiling or thread count. `project` and `draw` take consecutive readings of one stream: no two share noise.
+
+    Args:
+        description: one with a section ``[noise]``.
+        **window: as for `opusim.devices.base.NoisyDevice`.
+
+    Raises:
+        ConfigError: the description has no noise.
+    """
+
+    def __init__(self, description: DeviceDescription, **window: Any) -> None:
+        super().__init__(description, **window)
+        if description.noise is None:
+            raise ConfigError(description.name, "noise", "missing; give noise.sigma, or use the kind 'ideal'")
+        self._std = description.noise.value()
+        self._noise = GaussianNoise(std=self._std, n_outputs=self.n_outputs)
+        self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
+
+    @property
+    def described_noise(self) -> GaussianNoise:
+        """One standard deviation for all outputs."""
+        return self._noise
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        return self._stream.add_to(self._medium.project(x), self._std)
+
+    def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._stream.normal(shape, device=self._torch_device).mul_(self._std)
+
+    def _seek(self, step: int) -> None:
+        self._stream.seek(step)

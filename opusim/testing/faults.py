@@ -13,12 +13,12 @@ import torch
 
 from opusim.camera.exposure import Exposure
 from opusim.camera.speckle import Speckle
-from opusim.description_schema import DeviceDescription
+from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import device_factory
 from opusim.errors import ConfigError, DeviceBusy, DeviceUnavailable
-from opusim.medium import TABLE_STEP
+from opusim.medium.transmission import TABLE_STEP
 from opusim.noise import NoiseModel
 
 KIND = "faulty"

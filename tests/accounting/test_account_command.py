@@ -13,9 +13,9 @@ from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
 
 from accounting.composition import guarantees
 from accounting.explanation import explain, most_hits
-from accounting.ledger import Ledger
+from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Gaussian
-from accounting.record_mechanisms import RecordCentral, Unprotected
+from accounting.records.mechanisms import RecordCentral, Unprotected
 from training.cli import main
 
 DELTA = ["--delta", "1e-5"]

@@ -15,14 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accounting import mechanisms as kinds
-from accounting.budget import Budget
 from accounting.calibration import calibrate
-from accounting.composition import guarantees, merge
-from accounting.convex_mechanisms import ConvexLastIterate, RecordReplaced
+from accounting.composition import Budget, guarantees, merge
+from accounting.convex.mechanisms import ConvexLastIterate, RecordReplaced
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Adjacency, Status, Unit
-from accounting.label_mechanisms import LabelAmplified, LabelBudget, LabelOnce
-from accounting.ledger import Ledger, read_ledger
+from accounting.labels.mechanisms import LabelAmplified, LabelBudget, LabelOnce
+from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms import (
     Gaussian,
     Mechanism,
@@ -31,11 +30,11 @@ from accounting.mechanisms import (
     RandomizedResponse,
     mechanism_from_json,
 )
-from accounting.pdfa_mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
-from accounting.record_mechanisms import RecordCentral, Unprotected
-from accounting.selection_mechanism import PrivateSelection
-from accounting.ulr_mechanisms import PublishedUlr, RejectionGaussian
-from accounting.zo_mechanisms import ZoGaussian, ZoLaplace
+from accounting.pdfa.mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
+from accounting.records.mechanisms import RecordCentral, Unprotected
+from accounting.selection.mechanism import PrivateSelection
+from accounting.ulr.mechanisms import PublishedUlr, RejectionGaussian
+from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
 
 DELTA = 1e-5
 RECORD = RecordCentral(

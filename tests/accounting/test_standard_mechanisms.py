@@ -21,7 +21,7 @@ from accounting.mechanisms import (
 )
 from accounting.schemes import require_scheme
 from accounting.standard import gaussian_bounds
-from accounting.zo import composed_pure_epsilon
+from accounting.zeroth_order.scalar_noise import composed_pure_epsilon
 
 
 def only(mechanism: object, delta: float) -> Guarantee:

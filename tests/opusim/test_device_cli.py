@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from opusim.cli import app
-from opusim.description import load_description, packaged_names
+from opusim.description.loading import load_description, packaged_names
 from opusim.errors import ConfigError
 
 RUNNER = CliRunner(env={"COLUMNS": "200"})

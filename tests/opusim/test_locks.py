@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse, lock_file, lock_folder
 from opusim.errors import DeviceUnavailable
-from opusim.exclusive import FOLDER_VARIABLE, ExclusiveUse, lock_file, lock_folder
 from opusim.locks import LockHeld, held
 from training.errors import RunFolderError
 from training.runs.locking import LOCK_FILE, only_writer

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from opusim.calibration.property_tests import decide
-from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, gamma_p_value, normal_p_value
+from opusim.p_values import (
+    bonferroni,
+    chi_squared_p_value,
+    cosine_p_value,
+    decide,
+    gamma_p_value,
+    normal_p_value,
+)
 from training.attacks.mechanism.checks import noise_checks
 
 

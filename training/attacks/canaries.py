@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim import checks
-from opusim.randomness import derive_seed
+from opusim.randomness.streams import derive_seed
 from training.attacks.base import Scores
 from training.config.run import LossName
 from training.networks.losses import LOSSES

@@ -18,9 +18,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from training.attacks.base import Attack, Candidates, Records, Sight
-from training.attacks.stage import Shadow
-from training.attacks.updates import layer_gradient
+from training.attacks.base import Attack, Candidates, Records, Sight, layer_gradient
+from training.attacks.replay import Shadow
 from training.networks.clipping import ActivationClipping
 from training.networks.network import FullyConnected
 from training.protections.base import with_constant

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from training.attacks.base import Attack, Candidates, Records, Sight, Trial
-from training.attacks.stage import Shadow
+from training.attacks.replay import Shadow
 
 _LEAST = 1e-30
 _CERTAIN = 30.0

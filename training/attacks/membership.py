@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from accounting.guarantee import Adjacency
-from opusim.randomness import derive_seed
-from training.assembly import configured_sampler
+from opusim.randomness.streams import derive_seed
 from training.attacks.base import Candidates, Game, Sight, Trial
-from training.attacks.stage import Stage
+from training.attacks.replay import Stage
+from training.engine.assembly import configured_sampler
 
 _DRAWN = 4  # candidate, rival, and two strangers
 

@@ -17,10 +17,18 @@ from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from opusim import checks
-from opusim.description import parse_description
+from opusim.description.loading import parse_description
 from opusim.files import make_private_folder
-from opusim.randomness import derive_seed
-from training.assembly import (
+from opusim.randomness.streams import derive_seed
+from training.attacks.applicable import fitting_attacks
+from training.attacks.base import Attack, Scores, play
+from training.attacks.findings import Finding, Role, RunAudit
+from training.attacks.membership import MembershipGame
+from training.attacks.replay import RunParts, shadowed, staged
+from training.config.run import RunConfig
+from training.data import Dataset
+from training.engine.algorithm import family_of
+from training.engine.assembly import (
     Arrays,
     check_torch_device,
     configured_sampler,
@@ -30,18 +38,10 @@ from training.assembly import (
     moved,
     torch_threads,
 )
-from training.attacks.base import Attack, Scores, play
-from training.attacks.choice import fitting_attacks
-from training.attacks.findings import Finding, Role, RunAudit
-from training.attacks.membership import MembershipGame
-from training.attacks.stage import RunParts, shadowed, staged
-from training.config.run import RunConfig
-from training.data import Dataset
 from training.errors import RunFolderError
-from training.family import family_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import AUDIT_FILE, RunFolder
-from training.runs.kinds import require_kind
+from training.runs.locking import require_kind
 from training.runs.storage import write_json
 
 FEWEST_TRIALS = 40

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from accounting.ledger import LedgerContent
+    from accounting.ledger.ledger import LedgerContent
     from training.runs.folder import RunFolder
 
 
@@ -42,7 +42,7 @@ def account_run(
 
 def _content(path: Path, folder: RunFolder) -> LedgerContent:
     """The ledger, checked against the run's checkpoint and summary if it stands in a run folder."""
-    from accounting.ledger import read_ledger
+    from accounting.ledger.ledger import read_ledger
 
     if not folder.started or path not in (folder.path, folder.ledger_file):
         return read_ledger(path)

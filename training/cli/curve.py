@@ -56,11 +56,11 @@ def curve(
     import os
 
     from accounting.tables import print_rows
+    from training.cli.progress import SweepProgress
+    from training.reports.sweep_report import setting_rows, write_sweep
     from training.sweeps.curves import SweepResult
     from training.sweeps.execution import run_sweep
-    from training.sweeps.folder import SweepFolder
-    from training.sweeps.progress import SweepProgress
-    from training.sweeps.report import setting_rows, write_sweep
+    from training.sweeps.rows import SweepFolder
 
     folder = SweepFolder(out or Path("runs") / spec.stem)
     if draw_only:

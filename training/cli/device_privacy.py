@@ -27,16 +27,16 @@ def account_device(
 ) -> None:
     """What a device's own noise is worth for labels read once: sigma, temperature and epsilon, both ways."""
     from accounting.tables import print_rows
-    from opusim.description import load_description
+    from opusim.description.loading import load_description
     from opusim.files import FIGURES, require_writable
-    from training.device_privacy import device_levels, level_rows
+    from training.device_privacy.levels import device_levels, level_rows
 
     if figure is not None:
         require_writable(figure, "--figure", FIGURES)
     targets, description = target_epsilon or [8.0, 3.0, 1.0], load_description(name)
     if description.camera is not None:
         from opusim.progress import Progress
-        from training.camera_privacy import evaluations, label_counts, print_account
+        from training.device_privacy.camera import evaluations, label_counts, print_account
 
         with Progress("account device", "evaluations") as progress:
             counts = label_counts(

@@ -29,7 +29,7 @@ def audit_mechanism_command(
     from opusim.files import require_writable
     from opusim.progress import Progress
     from training.attacks.mechanism.audit import audit_mechanism
-    from training.attacks.mechanism.words import report_text
+    from training.attacks.mechanism.report import report_text
     from training.runs.storage import write_json
 
     if out is not None:

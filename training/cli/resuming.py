@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from opusim.description import parse_description
-from opusim.presence import require_present
+from opusim.description.loading import parse_description
+from opusim.devices.lightonml_driver import require_present
 from training.cli.options import Quiet
 from training.cli.training_runs import watched
 
@@ -31,8 +31,8 @@ def train_resume(
     ] = False,
 ) -> None:
     """Resume a run that was stopped or killed, from its newest checkpoint."""
+    from training.engine.session import train
     from training.runs.folder import RunFolder
-    from training.session import train
 
     folder = RunFolder(run)
     device = folder.read_facts()["device"]

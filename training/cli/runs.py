@@ -30,7 +30,7 @@ def evaluate(
     """Loss and accuracy of a run's model on test records."""
     import json
 
-    from training.runs.run_evaluation import evaluate_run
+    from training.runs.run import evaluate_run
 
     figures = evaluate_run(run, data=data, arrays=arrays)
     if as_json:
@@ -54,7 +54,7 @@ def report(
     ] = None,
 ) -> None:
     """Draw a run's pictures and write its self-contained HTML report (several runs: one page for all)."""
-    from training.runs.report import run_name, write_comparison, write_report
+    from training.reports.run_report import run_name, write_comparison, write_report
     from training.runs.run import load_run
 
     loaded = [load_run(path) for path in runs]
@@ -159,10 +159,9 @@ def _audit_run(
 
     from opusim.progress import Progress
     from training.attacks.run_audit import audit_run
+    from training.reports.run_report import NOT_FOR_RELEASE, write_report
     from training.runs.folder import AUDIT_FILE
-    from training.runs.report import NOT_FOR_RELEASE, write_report
-    from training.runs.run import load_run
-    from training.runs.run_evaluation import read_npz
+    from training.runs.run import load_run, read_npz
 
     data = None if arrays is None else read_npz(arrays)
     with Progress("audit", "trials") as progress:
@@ -185,7 +184,7 @@ def _audit_run(
         return
     from accounting.tables import print_rows
     from opusim.tables import wrapped
-    from training.attacks.words import finding_rows, paragraphs
+    from training.attacks.findings import finding_rows, paragraphs
 
     print_rows(finding_rows(found))
     for text in paragraphs(found):

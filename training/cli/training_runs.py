@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from opusim.description import load_description
+from opusim.description.loading import load_description
+from opusim.devices.lightonml_driver import require_present
 from opusim.errors import ConfigError
-from opusim.presence import require_present
 
 if TYPE_CHECKING:
     from training.config.run import RunConfig
-    from training.engine import Watcher
+    from training.engine.loop import Watcher
     from training.runs.run import Run
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -93,7 +93,7 @@ def train_configured(
 
     if resolved.uses_device:
         require_present(load_description(resolved.device.name, resolved.device.overrides))
-    from training.session import train
+    from training.engine.session import train
 
     watched(resolved, quiet, lambda watcher: train(resolved, folder=out, watcher=watcher))
 
@@ -122,8 +122,8 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run
 
     What a kill would cost is said when training begins, quiet or not.
     """
-    from training.runs.progress import Announced, RunProgress
-    from training.runs.report import write_report
+    from training.cli.progress import Announced, RunProgress
+    from training.reports.run_report import write_report
 
     warning = caution(config)
 
@@ -145,7 +145,7 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run
 def _print_run(run: Run, report_file: Path) -> None:
     from accounting.tables import guarantee_rows, print_rows
     from opusim.tables import wrapped
-    from training.runs.report import RELEASE_DASHES, run_name, summary_row
+    from training.reports.run_report import RELEASE_DASHES, run_name, summary_row
 
     print_rows([summary_row(run, run_name(run))])
     if run.config.mode == "release":

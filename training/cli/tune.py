@@ -50,7 +50,7 @@ def tune(
     """Choose a convex run's settings privately: the best of a Poisson number of trials, and the epsilon of it all."""
     from opusim import checks
     from training.config.reading import load_config
-    from training.tuning.choices import parse_choices
+    from training.tuning.grid import parse_choices
     from training.tuning.search import Search
 
     checks.positive(trials=trials, remedy="such as 5")

@@ -10,20 +10,23 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, model_validator
 
 from accounting.guarantee import Adjacency
-from training.config.checkpoint import CheckpointConfig
 from training.config.completion import completed
-from training.config.convex import ConvexConfig
-from training.config.data import DataConfig, SplitRule
-from training.config.device import DeviceChoice
 from training.config.effect import require_used
-from training.config.feedback import FeedbackConfig
-from training.config.network import ModelConfig
-from training.config.optimizer import OptimizerConfig
-from training.config.protection import ProtectionConfig
-from training.config.sampler import SamplerConfig
 from training.config.section import Section
-from training.config.ulr import UlrConfig
-from training.config.zo import ZoConfig
+from training.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    DeviceChoice,
+    ModelConfig,
+    OptimizerConfig,
+    SamplerConfig,
+    SplitRule,
+)
+from training.convex.config import ConvexConfig
+from training.feedback.config import FeedbackConfig
+from training.protections.config import ProtectionConfig
+from training.ulr.config import UlrConfig
+from training.zeroth_order.config import ZoConfig
 
 LossName = Literal["cross-entropy", "squared-error"]
 TrainerConfig = Annotated[FeedbackConfig | UlrConfig | ZoConfig | ConvexConfig, Discriminator("kind")]

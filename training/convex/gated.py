@@ -1,4 +1,6 @@
-"""The gated ReLU model: linear in its weights, nonlinear in a record through fixed gates.
+"""Where the hyperplanes of the gates come from: a generator, or a device's own scattering medium.
+
+The gated ReLU model: linear in its weights, nonlinear in a record through fixed gates.
 
 f_c(x) = sum_p 1[u_p . x >= 0] x . v_pc / R(x),   R(x) = |x| sqrt(number of open gates)
 
@@ -19,8 +21,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from opusim.devices.base import NoisyDevice
 from training.networks.base import Network
-from training.networks.norms import bounded_factors, finite_rows, full_precision, norm_bounds, row_norms
+from training.networks.clipping import bounded_factors, finite_rows, full_precision, norm_bounds, row_norms
 
 _AT_ONCE = 2**20
 """Numbers that are held in float64 at once, 8 MiB."""
@@ -183,3 +186,34 @@ class GatedNetwork(Network):
             "hyperplanes": len(self.model.hyperplanes),
             "centre": self.model.centre,
         }
+
+
+_ROWS = 256
+
+
+def seeded_hyperplanes(count: int, n_inputs: int, generator: torch.Generator) -> Tensor:
+    """Rows u_p ~ N(0, I), shape (count, n_inputs)."""
+    return torch.randn(count, n_inputs, generator=generator)
+
+
+def device_hyperplanes(device: NoisyDevice, *, readings: int) -> Tensor:
+    """The device's matrix as it reads it: unit vector e_i is projected `readings` times, and the mean is column i of B.
+
+    Exact up to noise of 1 / sqrt(readings) of a reading's; whatever it is, the result is the matrix that the gates use
+    from then on, in training and at inference, so its noise costs nothing but a slightly different random matrix.
+
+    Args:
+        device: Open; its inputs are the features, its outputs the hyperplanes.
+        readings: Readings of each unit vector, at least 1.
+
+    Returns:
+        B, shape (device.n_outputs, device.n_inputs), on the CPU.
+    """
+    units = torch.eye(device.n_inputs)
+    columns = []
+    for block in units.split(_ROWS):
+        total = torch.zeros(len(block), device.n_outputs)
+        for _ in range(readings):
+            total += device.project(block).cpu()
+        columns.append(total / readings)
+    return torch.cat(columns).t().contiguous()

@@ -1,7 +1,7 @@
 """Residuals of the convex objectives: what a record's logits leave to be desired, with a bound on its norm.
 
 A record's gradient is x~ residual^T, of norm |x~| |residual|, so a bound on the residual is one on the gradient.
-accounting.convex_constants has each residual's formula, its Lipschitz constant and its bound.
+accounting.convex.constants has each residual's formula, its Lipschitz constant and its bound.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accounting.convex_constants import residual_bound
-from training.config.convex import ConvexConfig
-from training.networks.norms import bounded_factors, finite_rows, row_norms
+from accounting.convex.constants import residual_bound
+from training.convex.config import ConvexConfig
+from training.networks.clipping import bounded_factors, finite_rows, row_norms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
-from opusim.randomness import NoiseStream
+from opusim.randomness.streams import NoiseStream
 from opusim.usage import Usage
 from training.config.run import LossName
-from training.convex.gated import GatedNetwork, GatedRelu
-from training.convex.hyperplanes import device_hyperplanes
+from training.convex.gated import GatedNetwork, GatedRelu, device_hyperplanes
 from training.convex.objectives import Objective
+from training.engine.trainer import StepRecord, Trainer
+from training.networks.clipping import full_precision
 from training.networks.losses import LOSSES
-from training.networks.norms import full_precision
-from training.trainer import StepRecord, Trainer
 
 
 @dataclass(frozen=True, kw_only=True)

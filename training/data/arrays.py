@@ -6,11 +6,10 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.randomness import derive_seed
-from training.config.data import SplitRule
-from training.data.dataset import Dataset, Split
-from training.data.holding_out import Ids, hold_out, hold_out_by_content, hold_out_by_id
-from training.data.standardisation import Standardisation
+from opusim.randomness.streams import derive_seed
+from training.config.sections import SplitRule
+from training.data.dataset import Dataset, Split, Standardisation
+from training.data.splits import Ids, hold_out, hold_out_by_content, hold_out_by_id
 
 Array = np.ndarray | torch.Tensor
 

@@ -1,4 +1,9 @@
-"""The data sets that are known by name, their public constants, and how they are loaded."""
+"""The data set that a configuration names.
+
+Download MNIST and its kin from openml.org through scikit-learn, which keeps a copy.
+
+The data sets that are known by name, their public constants, and how they are loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,76 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Literal
+from urllib.error import HTTPError
 
 import numpy as np
 import torch
 
+from opusim.errors import ConfigError
+from training.config.effect import OWN_ARRAYS as OWN_ARRAYS
+from training.config.sections import DataConfig, SplitRule
 from training.data.arrays import from_arrays
 from training.data.cifar10 import ARCHIVE, read_cifar10
-from training.data.dataset import Dataset
-from training.data.errors import DataError
-from training.data.folder import VARIABLE, read_labelled_images
-from training.data.holding_out import hold_out
-from training.data.openml import OpenmlSource, download_labelled_images
-from training.data.standardisation import Standardisation
+from training.data.dataset import DataError, Dataset, Standardisation
+from training.data.formats import VARIABLE, read_labelled_images
+from training.data.splits import hold_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenmlSource:
+    """A data set on openml.org whose first records are for training and whose last are for testing.
+
+    Attributes:
+        data_id: Its number there, which never changes its meaning.
+        name: Its name there, for messages.
+        n_train: Number of records for training, the first ones.
+        n_test: Number of records for testing, the rest.
+    """
+
+    data_id: int
+    name: str
+    n_train: int
+    n_test: int
+
+
+def download_labelled_images(source: OpenmlSource) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Fetch a data set, from scikit-learn's copy if it has one.
+
+    The file is read by a parser in plain Python, which needs nothing else and is slow for 70,000 images.
+
+    Returns:
+        Under ``"train"`` and ``"test"``, the pixels, shape (n, d), float32 from 0 to 255, and the labels,
+        shape (n,), int64.
+
+    Raises:
+        DataError: The download failed, or what came is not what `source` says.
+    """
+    from sklearn.datasets import fetch_openml
+
+    try:
+        pixels, labels = fetch_openml(
+            data_id=source.data_id, as_frame=False, parser="liac-arff", return_X_y=True
+        )
+    except (OSError, HTTPException, ValueError) as error:  # no network, a broken answer, a wrong checksum
+        if isinstance(error, HTTPError):
+            error.close()  # it holds the connection
+        raise DataError(
+            f"{source.name} could not be downloaded from openml.org ({error}); check the network and try "
+            f"again, or set {VARIABLE} to a folder that holds the data in the layout that torchvision writes"
+        ) from error
+    if len(pixels) != source.n_train + source.n_test:
+        raise DataError(
+            f"{source.name} from openml.org holds {len(pixels)} records, not "
+            f"{source.n_train + source.n_test}; delete scikit-learn's copy "
+            "(sklearn.datasets.get_data_home() says where it is) and try again"
+        )
+    x, y = pixels.astype(np.float32), labels.astype(np.int64)
+    n = source.n_train
+    return {"train": (x[:n], y[:n]), "test": (x[n:], y[n:])}
+
 
 Parts = dict[str, tuple[np.ndarray, np.ndarray]]
 
@@ -192,3 +253,47 @@ CATALOGUE: dict[str, Entry] = {
 The constants are statistics of published benchmarks that everyone has, and count as public for that reason
 alone: a person's own data need constants that were fixed without looking at them (see `Standardisation`).
 """
+
+
+def chosen_constants(options: DataConfig) -> Standardisation | None:
+    """The constants that a configuration gives itself, or None."""
+    if options.mean is None or options.std is None:
+        return None
+    return Standardisation(
+        mean=options.mean, std=options.std, source="data.mean and data.std of the configuration"
+    )
+
+
+def configured_dataset(options: DataConfig, split: SplitRule | None = None) -> Dataset:
+    """Load a known data set as a configuration asks for it.
+
+    Args:
+        options: Its section `data`.
+        split: The rule by which records are held out (`RunConfig.split`); None takes data.split, or else index.
+
+    Raises:
+        DataError: It cannot be read.
+        ConfigError: The name stands for a person's own arrays, or an option does not apply to a known data set.
+        ValueError: The name is not known.
+    """
+    if options.name == OWN_ARRAYS:
+        raise ConfigError(
+            "configuration",
+            "data.name",
+            "stands for user-supplied arrays, which no file holds; give them again: "
+            "training.train(..., data=(x, y)), with folder=... and resume=True to resume a run",
+        )
+    if options.n_classes is not None:
+        reason = f"{options.n_classes} is for user-supplied arrays; leave it out for {options.name}"
+        raise ConfigError("configuration", "data.n_classes", reason)
+    rule = split or options.split or "index"
+    if rule == "id":
+        reason = f"'id' is for arrays that are given with IDs; use 'index' or 'content' for {options.name}"
+        raise ConfigError("configuration", "data.split", reason)
+    return load_dataset(
+        options.name,
+        validation_fraction=options.validation_fraction,
+        split_seed=options.split_seed,
+        split=rule,
+        standardise=chosen_constants(options) or options.standardise,
+    )

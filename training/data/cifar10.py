@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from opusim.files import open_to_read
-from training.data.errors import DataError
-from training.data.npz import read_arrays
+from training.data.dataset import DataError
+from training.data.formats import read_arrays
 
 ARCHIVE = "CIFAR10-jpeg/cifar10-jpeg.tar.xz"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -1,16 +1,113 @@
-"""What a trainer is given: records with labels, in parts that never mix."""
+"""Fewer features: the principal components of the training records, for features that are public.
+
+The error that a data set raises when it is missing, damaged or not what its name says.
+
+How features are centred and scaled, and whether those constants are public.
+
+What a trainer is given: records with labels, in parts that never mix.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from training.data.standardisation import Standardisation
+from opusim.errors import OpusimError
 
-if TYPE_CHECKING:
-    from training.data.components import PrincipalComponents
+
+class DataError(OpusimError, ValueError):
+    """A data set cannot be used: a file is missing, cut short or of another kind, or a download failed.
+
+    The message names the file or data set, what is wrong with it, and what to do. It is also a
+    ``ValueError``, which is what wrong values in a person's own arrays raise.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standardisation:
+    """The affine map ``(x - mean) / std``, applied alike to every record.
+
+    A mean and a standard deviation that are computed from the records being trained on depend on each of
+    them, so they are released without noise with every model: no guarantee covers that. Constants that were
+    published before, or chosen without looking, cost nothing. `public` says which of the two this is, and a
+    run that is asked for a guarantee refuses ``public=False``.
+
+    Attributes:
+        mean: What is subtracted, in the features' units: one number, or one for each feature.
+        std: What is divided by, in the features' units, above 0: one number, or one for each feature.
+        source: Where the two come from, for the run's report.
+        public: Whether they were fixed without the records that they are applied to.
+    """
+
+    mean: float | tuple[float, ...]
+    std: float | tuple[float, ...]
+    source: str
+    public: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "std"):
+            if not np.all(np.isfinite(getattr(self, name))):
+                raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
+        if not np.all(np.asarray(self.std) > 0):
+            raise ValueError(
+                f"std must be above 0 everywhere, got {self.std}; give a feature that never changes std 1"
+            )
+        if len({len(v) for v in (self.mean, self.std) if isinstance(v, tuple)}) > 1:
+            raise ValueError("mean and std must be single numbers or have one entry for each feature")
+
+    @classmethod
+    def identity(cls) -> Self:
+        """Return the map that leaves features as they are."""
+        return cls(mean=0.0, std=1.0, source="none: features are used as they are")
+
+    @classmethod
+    def from_data(cls, x: np.ndarray | torch.Tensor) -> Self:
+        """Return the mean and standard deviation of each feature of `x`, marked as not public.
+
+        A feature that is constant in `x` gets std 1, so that it becomes 0 rather than a division by 0.
+
+        Args:
+            x: Records, shape (n, d), n at least 1, finite.
+
+        Raises:
+            ValueError: `x` is not two-dimensional, is empty or is not finite.
+        """
+        values = torch.as_tensor(x).to(torch.float64)  # (n, d)
+        if values.ndim != 2 or len(values) == 0:
+            raise ValueError(f"x must have shape (n, d) with n at least 1, got {tuple(values.shape)}")
+        std = values.std(dim=0, correction=0)
+        constant = values.amax(dim=0) == values.amin(dim=0)
+        return cls(
+            mean=tuple(values.mean(dim=0).tolist()),
+            std=tuple(torch.where(constant, 1.0, std).tolist()),
+            source=f"each feature's mean and standard deviation over {len(values)} records of the data",
+            public=False,
+        )
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``(x - mean) / std`` as float32.
+
+        Args:
+            x: Records, shape (n, d).
+
+        Returns:
+            The standardised records, shape (n, d), float32, a new tensor.
+
+        Raises:
+            ValueError: There are constants for each feature, and not as many as `x` has features.
+        """
+        for constants in (self.mean, self.std):
+            if isinstance(constants, tuple) and (x.ndim != 2 or len(constants) != x.shape[1]):
+                raise ValueError(
+                    f"these constants are for {len(constants)} features, x has shape {tuple(x.shape)}"
+                )
+        mean = torch.tensor(self.mean, dtype=torch.float32, device=x.device)
+        std = torch.tensor(self.std, dtype=torch.float32, device=x.device)
+        return (x.to(torch.float32) - mean) / std
 
 
 @dataclass(frozen=True)
@@ -69,3 +166,85 @@ class Dataset:
     def n_features(self) -> int:
         """Number of features of a record."""
         return self.train.x.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrincipalComponents:
+    """The affine map x -> (x - mean) axes.
+
+    It is computed from all training records without noise, so it is admissible only where their features are public.
+
+    Attributes:
+        mean: Shape (d,), float64.
+        axes: Orthogonal columns, each scaled, shape (d, k), float64.
+    """
+
+    mean: np.ndarray
+    axes: np.ndarray
+
+    @classmethod
+    def of(cls, x: Tensor, n_components: int, *, whitening: float) -> PrincipalComponents:
+        """The leading components of some records.
+
+        Component j has standard deviation proportional to s_j^(1 - whitening), s_j its own, and the mean of the
+        variances is 1. The sign makes each axis' largest entry positive.
+
+        Args:
+            x: Records, shape (n, d).
+            n_components: k, from 1 to d.
+            whitening: From 0 (components as they are) to 1 (all of the same variance).
+
+        Raises:
+            ValueError: k exceeds the features, or the number of components with any variance.
+        """
+        values = x.double().cpu().numpy()
+        if n_components > values.shape[1]:
+            raise ValueError(
+                f"data.components = {n_components} exceeds the {values.shape[1]} features; lower it"
+            )
+        mean = values.mean(axis=0)
+        variances, vectors = np.linalg.eigh((values - mean).T @ (values - mean) / len(values))
+        largest = np.argsort(variances)[::-1][:n_components]
+        stds, vectors = np.sqrt(np.maximum(variances[largest], 0.0)), vectors[:, largest]
+        if not stds[-1] > 1e-6 * stds[0]:
+            raise ValueError(
+                f"data.components = {n_components}: the records vary in {int(np.sum(stds > 1e-6 * stds[0]))} "
+                "directions only; lower it"
+            )
+        signs = np.sign(vectors[np.argmax(np.abs(vectors), axis=0), np.arange(n_components)])
+        scaled = stds ** (1 - whitening)
+        return cls(mean=mean, axes=vectors * signs * stds**-whitening / np.sqrt(np.mean(scaled**2)))
+
+    @classmethod
+    def from_array(cls, rows: np.ndarray) -> PrincipalComponents:
+        """What `to_array` gave."""
+        return cls(mean=rows[0], axes=rows[1:].T)
+
+    def to_array(self) -> np.ndarray:
+        """The mean, then the axes, as rows, shape (k + 1, d)."""
+        return np.vstack([self.mean, self.axes.T])
+
+    @property
+    def n_features(self) -> int:
+        """Number d of original features."""
+        return len(self.mean)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Components of records (n, d), float32, shape (n, k)."""
+        mean, axes = torch.from_numpy(self.mean).to(x.device), torch.from_numpy(self.axes).to(x.device)
+        return ((x.double() - mean) @ axes).float()
+
+
+def reduced(dataset: Dataset, components: PrincipalComponents) -> Dataset:
+    """The data set with every record's features replaced by their components."""
+
+    def transform(split: Split) -> Split:
+        return Split(components.apply(split.x), split.y)
+
+    return replace(
+        dataset,
+        train=transform(dataset.train),
+        validation=transform(dataset.validation),
+        test=None if dataset.test is None else transform(dataset.test),
+        components=components,
+    )

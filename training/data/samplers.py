@@ -29,7 +29,7 @@ import torch
 from scipy.special import bdtrc
 
 from opusim import checks
-from opusim.randomness import SystemUniforms, derive_seed
+from opusim.randomness.streams import SystemUniforms, derive_seed
 
 _LEAST_ACCEPTANCE = 1e-3
 """Rejection below this probability of success is refused: a batch would take over 1,000 draws on average."""

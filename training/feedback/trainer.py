@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
-from opusim.medium import Medium
-from opusim.randomness import NoiseStream
+from opusim.medium.transmission import Medium
+from opusim.randomness.streams import NoiseStream
 from opusim.usage import Usage
-from training.config.feedback import FeedbackConfig
 from training.config.run import LossName
+from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
+from training.feedback.config import FeedbackConfig
 from training.feedback.rules import (
     Alignment,
     Backpropagation,
@@ -35,7 +36,6 @@ from training.networks.losses import LOSSES
 from training.networks.network import ForwardPass, FullyConnected
 from training.protections.base import Protection
 from training.protections.noisy_labels import NoisyLabels
-from training.trainer import StepRecord, Trainer
 
 
 class FeedbackTrainer(Trainer):

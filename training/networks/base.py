@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.networks.norms import Clip
+from training.networks.clipping import Clip
 
 
 class Network(ABC):

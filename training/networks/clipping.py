@@ -1,14 +1,196 @@
-"""The clip, scale and offset operators of the PDFA paper (section 3.1, eqs. 8 and 9)."""
+"""The clip, scale and offset operators of the PDFA paper (section 3.1, eqs. 8 and 9).
+
+Norms of records and the factors that clip them, right for every finite float32 number.
+
+A clip holds only if it holds in the arithmetic that runs. Three things break it in float32:
+
+- squares below 7e-46 vanish and squares above 3e38 overflow, so a norm of tiny or huge numbers is 0 or infinite;
+- long sums round: the norm of 10^6 nearly equal numbers may be 0.1 % off;
+- sums of many signed products cancel: what is left is rounding, and no norm of the exact sum bounds it.
+
+So norms are accumulated in float64, whose range holds every product of four float32 numbers; a factor times a row is
+formed in float32 only if no result is near the smallest float32; and where a contribution is itself a sum of products,
+its norm is rounded up by what that sum can be off (`product_slack`). tests/training/test_clips_hold.py measures the
+result: whatever a record holds, its contribution has norm at most C (1 + 1e-6).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from training.config.clips import ClippedLayers, WidthRule
-from training.networks.norms import multipliers, row_norms
+from training.config.sections import ClippedLayers, WidthRule
+
+_AT_ONCE = 2**20
+"""Numbers that are held in float64 at once, 8 MiB."""
+_SHORT = 1600
+"""Numbers up to which the rounding of a float32 sum of squares costs less than 1e-4 of the norm, whatever its order."""
+_SAFE = (1e-15, 1e15)
+"""Float32 norms whose squares neither overflowed nor lost terms: vanished squares are below 1e-45 each."""
+_SMALL = 2.0**-60
+"""Numbers below it may become subnormal in a product, and are then rounded by more than 2^-24 of themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """How the contributions of a batch's records to one layer are scaled.
+
+    Attributes:
+        factors: What each contribution is multiplied by, in [0, 1], float64, shape (batch,); 0 leaves a record out,
+            whatever it holds.
+        norms: The norms that the factors rest on, float64, shape (batch,); a layer that computes a contribution anew
+            must not let it exceed factor times norm.
+    """
+
+    factors: Tensor
+    norms: Tensor
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """Euclidean norm of each record's numbers, float64, shape (batch,).
+
+    Finite for all finite float32 numbers, relative error below 1e-12; NaN or infinite only if a number is.
+
+    Args:
+        rows: Shape (batch, ...).
+    """
+    flat = rows.flatten(1) if rows.ndim > 1 else rows[:, None]
+    parts = flat.split(max(1, _AT_ONCE // max(flat.shape[1], 1)))
+    norms = [torch.linalg.vector_norm(part.double(), dim=1) for part in parts]
+    return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+
+def norm_bounds(rows: Tensor) -> Tensor:
+    """A bound on the norm of each record's numbers, at most 1e-4 above it, float64, shape (batch,).
+
+    Rows of up to 1,600 numbers whose norms are neither tiny nor huge take half the time of `row_norms`: the norm in
+    float32, rounded up by (n + 8) 2^-24, what a float32 sum of n squares may be off in any order of summation. Each
+    row's bound depends on that row only: if one record decided how others are bounded, it would move their factors.
+
+    Args:
+        rows: Shape (batch, ...).
+    """
+    flat = rows.flatten(1)
+    if flat.shape[1] <= _SHORT:
+        norms = torch.linalg.vector_norm(flat, dim=1)
+        safe = safe_in_float32(norms)
+        bounds = norms.double() * (1 + (flat.shape[1] + 8) * 2.0**-24)
+        return bounds if bool(safe.all()) else torch.where(safe, bounds, row_norms(flat))
+    return row_norms(flat)
+
+
+def safe_in_float32(norms: Tensor) -> Tensor:
+    """Whether float32 holds products of numbers of rows with these norms, up to 1e-15 of the largest; (batch,)."""
+    return (norms > _SAFE[0]) & (norms < _SAFE[1])
+
+
+def bounded_factors(norms: Tensor, bound: float) -> Tensor:
+    """min(1, bound / norm) for each record, and 0 if the norm is not finite, float64, shape (batch,)."""
+    exact = norms.double()
+    factors = (bound / exact.clamp_min(torch.finfo(exact.dtype).tiny)).clamp(max=1.0)
+    return torch.where(torch.isfinite(exact), factors, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledRows:
+    """Factors times rows, each row right to 2^-22 of its own norm.
+
+    Which row float32 cannot hold is decided row by row, and such rows are kept apart: if one record moved the others'
+    sums from float32 to float64, their rounding would change by up to the batch size times 2^-24 of what they add up
+    to, which is more than a clip from a few thousand records on.
+
+    Attributes:
+        rows: float32, shape (batch, ...); 0 for those that are apart.
+        apart: Places of rows that would be subnormal in float32, shape (m,), int64.
+        exact: These rows, float64, shape (m, ...); sums of their products must be in float64.
+    """
+
+    rows: Tensor
+    apart: Tensor
+    exact: Tensor
+
+    def totals(self, others: Tensor, products: Callable[[Tensor, Tensor], list[Tensor]]) -> list[Tensor]:
+        """Sums over records of products of these rows and others, float32.
+
+        Args:
+            others: float32, shape (batch, ...).
+            products: Maps rows and others of one type to sums over records.
+        """
+        totals = products(self.rows, others)
+        if not len(self.apart):
+            return totals
+        added = products(self.exact, others[self.apart].double())
+        return [(total.double() + more).float() for total, more in zip(totals, added, strict=True)]
+
+
+def scaled_rows(rows: Tensor, factors: Tensor) -> ScaledRows:
+    """Factors times rows.
+
+    Args:
+        rows: Finite, float32, shape (batch, ...).
+        factors: In [0, 1], float64, shape (batch,).
+    """
+    scaled = rows * by_record(factors.float(), rows)
+    norms = norm_bounds(scaled)
+    normal = (factors > _SMALL) & ((norms == 0) | (norms > _SMALL)) | (factors == 0) | (factors == 1)
+    apart = torch.nonzero(~normal).flatten()
+    exact = rows[apart].double() * by_record(factors[apart], rows)
+    return ScaledRows(rows=finite_rows(scaled, normal) if len(apart) else scaled, apart=apart, exact=exact)
+
+
+def multipliers(factors: Tensor) -> Tensor:
+    """Factors rounded to float32, but for those that would be subnormal or infinite there.
+
+    Each is rounded or not by itself: if one record's factor decided for all, others would change in their last bits.
+
+    Args:
+        factors: At least 0 or NaN, float64.
+
+    Returns:
+        float32, or float64 if some factor needs it; products with float32 rows, rounded to float32, are equal.
+    """
+    extreme = ((factors > 0) & (factors < _SMALL)) | (factors > 1 / _SMALL)
+    rounded = factors.float()
+    return torch.where(extreme, factors, rounded.double()) if bool(extreme.any()) else rounded
+
+
+def product_slack(terms: int) -> float:
+    """How far a float32 sum of `terms` products may be off, over the sum of the products' magnitudes.
+
+    (terms + 7) 2^-24 in any order of summation, with one rounding for each product and four for scaling (Higham 2002,
+    section 3.1), doubled. By Cauchy and Schwarz, sum_p |a_p| |b_p| <= |a| |b| over all positions p.
+    """
+    return (terms + 7) * 2.0**-23
+
+
+def finite_rows(rows: Tensor, keep: Tensor) -> Tensor:
+    """The rows (batch, ...) that `keep` marks; zero elsewhere, so that a factor of 0 meets no NaN."""
+    return torch.where(by_record(keep, rows), rows, 0.0)
+
+
+def by_record(values: Tensor, rows: Tensor) -> Tensor:
+    """One value for each record, shape (batch,), with the axes that broadcast it over rows (batch, ...)."""
+    return values.view(-1, *[1] * (rows.ndim - 1))
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute products of float32 numbers in float32, though the process may allow TF32 (11 bits) or bfloat16 (8).
+
+    cuDNN's convolutions are left out too: their fast algorithms round by more than `product_slack`.
+    """
+    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.enabled
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = cudnn
+        torch.set_float32_matmul_precision(precision)
 
 
 def clip_entries(v: Tensor, bound: float) -> Tensor:

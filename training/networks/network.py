@@ -1,4 +1,7 @@
-"""Fully connected networks with every layer's gradient in closed form (no autograd in a step)."""
+"""The fully connected network that a configuration asks for.
+
+Fully connected networks with every layer's gradient in closed form (no autograd in a step).
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from training.config.run import RunConfig
+from training.config.seeds import generator_for
+from training.data import Dataset
 from training.networks.activations import ACTIVATIONS, Activation, activation_of
 from training.networks.base import LayeredNetwork
-from training.networks.clipping import ClippedNeurons
-from training.networks.norms import Clip, norm_bounds, scaled_rows
+from training.networks.clipping import Clip, ClippedNeurons, norm_bounds, scaled_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,3 +330,42 @@ def _check_layers(linears: list[nn.Linear]) -> None:
                 f"model: layer {number + 1} takes {linear.in_features} inputs but layer {number} gives "
                 f"{linears[number - 1].out_features}; make them equal"
             )
+
+
+def configured_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
+    """The network of the section `model`, freshly initialised, as wide as the data."""
+    options = config.model
+    layers = [
+        LayerShape(
+            n_outputs=width,
+            activation=options.activation,
+            bias=options.bias,
+            tau_h_max=options.tau_h_max,
+            tau_h_min=options.tau_h_min,
+        )
+        for width in options.hidden
+    ]
+    layers.append(
+        LayerShape(n_outputs=dataset.n_classes, activation=options.output_activation, bias=options.bias)
+    )
+    generator = generator_for(config, "initialisation")
+    return build_model(dataset.n_features, layers, generator=generator, gain=options.initial_gain)
+
+
+def fitting_network(config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected:
+    """A person's own fully connected module where it fits the data, or a new one as the configuration says.
+
+    Raises:
+        TypeError, ValueError: See FullyConnected; or its widths are not those of the data.
+    """
+    if model is None:
+        return FullyConnected(configured_model(config, dataset))
+    network = FullyConnected(model)
+    wanted = (dataset.n_features, dataset.n_classes)
+    found = (network.n_inputs, network.widths[-1])
+    if wanted != found:
+        raise ValueError(
+            f"model maps {found[0]} inputs to {found[1]} outputs, but the data have {wanted[0]} features and "
+            f"{wanted[1]} classes; change its first or last layer"
+        )
+    return network

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opusim.randomness import NoiseStream
+from opusim.randomness.streams import NoiseStream
+from training.networks.clipping import bounded_factors, finite_rows
 from training.networks.network import FullyConnected
-from training.networks.norms import bounded_factors, finite_rows
 from training.protections.base import Protection, noise_std, with_constant, write_gradient
 from training.protections.metric import Metric, equalised_weights
 

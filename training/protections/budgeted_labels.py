@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.label_filter import LabelFilter
-from accounting.label_leverage import step_mu_bound
-from opusim.randomness import NoiseStream
+from accounting.labels.budget import LabelFilter
+from accounting.labels.leverage import step_mu_bound
+from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import scale_to_ball
 from training.networks.network import FullyConnected
 from training.protections.base import Protection, noise_std, with_constant, write_gradient

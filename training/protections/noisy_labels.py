@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.label_leverage import label_distance
-from accounting.label_mechanisms import LabelOnce
-from accounting.label_once import reading_log_likelihood
+from accounting.labels.leverage import label_distance
+from accounting.labels.mechanisms import LabelOnce
+from accounting.labels.once import reading_log_likelihood
+from accounting.labels.randomized_response import UniformSource, respond, response_log_likelihood
 from accounting.mechanisms import Mechanism, RandomizedResponse
-from accounting.randomized_response import UniformSource, respond, response_log_likelihood
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
-from opusim.randomness import NoiseStream
-from training.protections.device_normals import creditable_law
+from opusim.randomness.streams import NoiseStream
+from training.protections.base import creditable_law
 
 LABEL_STEP = 2**64 - 1
 """The step number under which labels are read, so that no training step repeats their noise."""

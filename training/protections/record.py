@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opusim.randomness import NoiseStream
+from opusim.randomness.streams import NoiseStream
 from training.networks.base import LayeredNetwork
-from training.networks.norms import Clip, bounded_factors, finite_rows, full_precision
+from training.networks.clipping import Clip, bounded_factors, finite_rows, full_precision
 from training.protections.base import Protection, noise_std
 
 
@@ -43,7 +43,7 @@ class RecordProtection(Protection):
 
     Guarantees, for every batch whatever it holds:
         - a record's contribution, as float32 arithmetic forms it, has norm at most C (1 + 1e-6), whatever finite
-          numbers the record holds (training.networks.norms); so adding or removing a record changes the sum of
+          numbers the record holds (training.networks.clipping); so adding or removing a record changes the sum of
           contributions by at most that, up to the rounding of the sum itself;
         - a record whose contribution is not finite counts as zero, and nothing about it is reported;
         - an empty batch takes the same noisy step.

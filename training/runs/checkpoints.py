@@ -1,4 +1,6 @@
-"""Checkpoints: one safetensors file each, replaced at once, with its facts as JSON in the header.
+"""A finished run under a ledger that pays for more than the run itself, such as for the choice among several runs.
+
+Checkpoints: one safetensors file each, replaced at once, with its facts as JSON in the header.
 
 Nothing in a checkpoint executes when it is read. The header (`training.runs.seal`) holds schema version, step, the
 engine's running sums, a digest of the tensors, what the other files of the run were, and a digest of all that.
@@ -17,14 +19,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from training.averaging import TailAverage
+from accounting.ledger.journal import head_file, read_position
+from training.engine.optimizers import TailAverage, load_optimizer_tensors, optimizer_tensors
+from training.engine.trainer import Trainer
 from training.errors import RunFolderError
-from training.optimizers import load_optimizer_tensors, optimizer_tensors
+from training.runs.folder import RunFolder
 from training.runs.seal import REMEDY, Header, Seal, read_header
 from training.runs.seal import checkpoint_path as checkpoint_path
 from training.runs.seal import list_checkpoints as list_checkpoints
 from training.runs.storage import write_file
-from training.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,3 +170,24 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         state.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return state.hexdigest()
+
+
+def adopt_ledger(folder: RunFolder, source: Path) -> None:
+    """Put another ledger in the place of a finished run's own, and have checkpoint and summary know it.
+
+    Args:
+        folder: Of the run; its own ledger is lost.
+        source: The other ledger, whose head stands beside it; copied.
+
+    Raises:
+        LedgerCorrupt: The other ledger was changed, cut or reordered.
+        RunFolderError: The run is not done, or its checkpoint or summary is damaged.
+    """
+    position, summary = read_position(source), folder.require_summary()
+    write_file(folder.ledger_file, source.read_bytes())
+    write_file(head_file(folder.ledger_file), head_file(source).read_bytes())
+    newest = list_checkpoints(folder.checkpoints)[-1]
+    seal = read_header(newest).seal
+    if seal is not None:
+        reseal_checkpoint(newest, replace(seal, ledger=position))
+    folder.finish(summary, position)

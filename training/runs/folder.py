@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from accounting.errors import LedgerCorrupt
-from accounting.journal import Position, Witness
-from accounting.ledger import LEDGER_FILE, LedgerContent, read_ledger
+from accounting.ledger.journal import Position, Witness
+from accounting.ledger.ledger import LEDGER_FILE, LedgerContent, read_ledger
 from opusim.errors import ConfigError
 from opusim.files import make_folder, read_bytes
 from training.config.reading import stored_config
 from training.config.run import RunConfig
 from training.errors import RunFolderError
-from training.runs.kinds import require_kind
-from training.runs.locking import LOCK_FILE, only_writer
+from training.runs.locking import LOCK_FILE, only_writer, require_kind
 from training.runs.seal import Header, Seal, facts_digest, list_checkpoints, read_header
 from training.runs.storage import (
     append_line,

@@ -1,4 +1,9 @@
-"""A trained run, read back from its folder: predict, evaluate, look at its metrics."""
+"""Measuring a run's model on its own test records, on a known data set, or on a person's file.
+
+Loss and accuracy of a model on records.
+
+A trained run, read back from its folder: predict, evaluate, look at its metrics.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,51 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from accounting.guarantee import Guarantee
-from training.config.run import RunConfig
-from training.data import Split
+from training.config.run import LossName, RunConfig
+from training.data import Split, load_dataset
 from training.data.arrays import check_lengths, check_range, checked_features, checked_labels
-from training.data.components import PrincipalComponents
-from training.data.standardisation import Standardisation
+from training.data.catalogue import OWN_ARRAYS
+from training.data.dataset import DataError, PrincipalComponents, Standardisation
+from training.data.formats import read_arrays
+from training.engine.algorithm import family_of
 from training.errors import RunFolderError
-from training.family import family_of
+from training.networks.losses import LOSSES
 from training.runs.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
-from training.runs.evaluation import evaluate_split, model_outputs
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
+
+_CHUNK = 4096
+
+
+def model_outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """Outputs h_L for records, computed a few thousand at a time.
+
+    Args:
+        model: Takes (batch, d), gives (batch, n_classes).
+        x: Shape (n, d).
+    """
+    with torch.no_grad():
+        return torch.cat([model(chunk) for chunk in x.split(_CHUNK)])
+
+
+def evaluate_split(model: nn.Module, split: Split, loss: LossName) -> dict[str, float]:
+    """Mean loss and accuracy, as {"loss": ..., "accuracy": ...}; the accuracy lies in [0, 1].
+
+    Args:
+        model: Takes (batch, d), gives (batch, n_classes).
+        split: At least one record.
+        loss: Which loss.
+    """
+    output = model_outputs(model, split.x)
+    per_record = LOSSES[loss](output, split.y).per_record
+    return {
+        "loss": float(per_record.mean(dtype=torch.float64)),
+        "accuracy": float((output.argmax(dim=1) == split.y).double().mean()),
+    }
 
 
 class Run:
@@ -156,3 +192,62 @@ def read_standardisation(data_facts: dict[str, Any]) -> Standardisation:
     facts = data_facts["standardisation"]
     mean, std = (tuple(v) if isinstance(v, list) else v for v in (facts["mean"], facts["std"]))
     return Standardisation(mean=mean, std=std, source=facts["source"], public=facts["public"])
+
+
+def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = None) -> dict[str, Any]:
+    """Loss and accuracy of the model in a run folder.
+
+    Args:
+        path: The run folder.
+        data: A known data set; its test records are taken. None for the run's own.
+        arrays: An .npz file with x (n, d) and y (n,) instead.
+
+    Returns:
+        {"data": name, "records": n, "loss": ..., "accuracy": ...}.
+
+    Raises:
+        DataError: The records cannot be read, or the run was trained on arrays and none are given.
+        RunFolderError: There is no run there.
+        ValueError: Both data and arrays are given.
+    """
+    if data is not None and arrays is not None:
+        raise ValueError(
+            f"data = {data!r} and arrays = {str(arrays)!r}: one of them is enough; leave the other out"
+        )
+    run = load_run(path)
+    if arrays is not None:
+        x, y = read_npz(arrays)[:2]
+        figures = run.evaluate(x, y)  # it checks the arrays, whose length is asked for next
+        return {"data": arrays.name, "records": len(x), **figures}
+    if data is None and run.config.data.name == OWN_ARRAYS:
+        raise DataError(
+            f"run {path} was trained on a person's own arrays; give test records with --arrays FILE.npz"
+        )
+    name = data or run.config.data.name
+    split = _test_records(run, name)
+    return {"data": name, "records": len(split), **run.evaluate(split.x, split.y)}
+
+
+def _test_records(run: Run, name: str) -> Split:
+    """Test records of a known data set, features in [0, 1] as the run's own standardisation takes them."""
+    dataset = load_dataset(name, split_seed=run.config.data.split_seed, standardise=False)
+    if dataset.n_features != run.n_features:
+        raise DataError(
+            f"data set {name} has {dataset.n_features} features, the run's network takes "
+            f"{run.n_features}; evaluate it on data of that width"
+        )
+    if dataset.test is None:
+        raise DataError(f"data set {name} has no test records; give some with --arrays FILE.npz")
+    return dataset.test
+
+
+def read_npz(
+    path: Path,
+) -> tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The arrays x and y of a user-supplied .npz file, and ids if it holds them.
+
+    Raises:
+        DataError: It cannot be read, or holds other arrays.
+    """
+    x, y, *ids = read_arrays(path, ("x", "y"), optional=("ids",))
+    return (x, y, ids[0]) if ids else (x, y)

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from safetensors import SafetensorError, safe_open
 
-from accounting.journal import Position
+from accounting.ledger.journal import Position
 from opusim.files import parse_json, require_regular
 from training.errors import RunFolderError
 from training.runs.storage import digest_of

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.sweeps.folder import SweepFolder
 from training.sweeps.points import Point
-from training.sweeps.rows import Row, audited_epsilon
+from training.sweeps.rows import Row, SweepFolder, audited_epsilon
 from training.sweeps.spec import SweepSpec
 
 _NOISE_KEYS = ("sigma", "temperature_c", "exposure_us", "noise_multiplier", "epsilon")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opusim.description import load_description
+from opusim.description.loading import load_description
 from opusim.errors import ConfigError
 from training.config.reading import flat, load_config, merged, nested
 from training.config.run import RunConfig

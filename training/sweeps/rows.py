@@ -1,4 +1,7 @@
-"""What a sweep keeps of each run: a row of figures, or the reason why there are none."""
+"""A sweep is a folder: the spec, a run folder for each configuration, a row for each run, figures and a report.
+
+What a sweep keeps of each run: a row of figures, or the reason why there are none.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from training.attacks.findings import Role, read_audit
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.folder import AUDIT_FILE
-from training.runs.run import Run
-from training.runs.run_evaluation import evaluate_run
+from training.runs.run import Run, evaluate_run
 from training.runs.storage import read_json, write_json
+from training.sweeps.points import Point
 
 SCHEMA_VERSION = 1
 
@@ -142,10 +145,42 @@ def _noise_std(device: Mapping[str, Any] | None) -> float | None:
     """The standard deviation that a device's description gives its readings directly or by a temperature."""
     if not device or not device.get("noise"):
         return None
-    from opusim.description_schema import NoiseSettings
+    from opusim.description.schema import NoiseSettings
 
     return NoiseSettings.model_validate(device["noise"]).value()
 
 
 def _kept(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
+
+
+class SweepFolder:
+    """Paths and files of a sweep.
+
+    Files: `runs/` (ordinary run folders, named by their configuration's digest, so that points of one configuration
+    share one), `rows/` (a JSON file a run), `table.csv` and `sweep.json` (all rows), `figures/` (PNG and data),
+    `report.html`, `lock`.
+
+    Args:
+        path: The folder; it need not exist yet.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.figures = self.path / "figures"
+        self.table_file = self.path / "table.csv"
+        self.data_file = self.path / "sweep.json"
+        self.report_file = self.path / "report.html"
+
+    def run_path(self, point: Point) -> Path:
+        """The run folder of a point."""
+        return self.path / "runs" / point.identity
+
+    def row_path(self, point: Point) -> Path:
+        """Where the row of a point's run is kept."""
+        return self.path / "rows" / f"{point.identity}.json"
+
+    def rows(self, points: Sequence[Point]) -> dict[str, Row]:
+        """The rows that are there, by the run's identity."""
+        found = {point.identity: read_row(self.row_path(point)) for point in points}
+        return {identity: row for identity, row in found.items() if row is not None}

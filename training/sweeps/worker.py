@@ -7,14 +7,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from accounting.errors import BudgetExceeded
-from training.config.data import DataConfig, SplitRule
 from training.config.run import RunConfig
+from training.config.sections import DataConfig, SplitRule
 from training.data import Dataset
-from training.data.records import configured_dataset
+from training.data.catalogue import configured_dataset
+from training.engine.session import train_on
 from training.errors import FolderBusy, RunInterrupted
 from training.runs.folder import RunFolder
 from training.runs.run import Run, load_run
-from training.session import train_on
 from training.sweeps.rows import Row, failed_row, row_of, write_row
 
 _POLL_S = 1.0

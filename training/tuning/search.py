@@ -2,7 +2,7 @@
 
 Each trial is mu-GDP in its model and its score together: the model because its last iterate is (training records), the
 score because it is the accuracy on n held-out records plus N(0, (1 / (n mu))^2), which a held-out record moves by 1 / n
-(held-out records; a record is one or the other). accounting.private_selection prices the choice.
+(held-out records; a record is one or the other). accounting.selection.private_selection prices the choice.
 
 **Every search is paid for before its number of trials is drawn.** A search that was stopped resumes without a second
 payment as long as its `tuning.json` is there: the draw stands, finished trials keep their scores, and a trial that was
@@ -26,26 +26,24 @@ from pathlib import Path
 from accounting.calibration import calibrate
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
-from accounting.ledger import LEDGER_FILE, Ledger
-from accounting.selection_mechanism import PrivateSelection
+from accounting.ledger.ledger import LEDGER_FILE, Ledger
+from accounting.selection.mechanism import PrivateSelection
 from accounting.standard import gaussian_bounds
 from opusim.errors import ConfigError
 from opusim.files import make_folder
-from opusim.randomness import derive_seed, noise_stream
-from training.assembly import configured_sampler, load_data
+from opusim.randomness.streams import derive_seed, noise_stream
 from training.config.reading import load_config
 from training.config.run import RunConfig
+from training.engine.algorithm import family_of
+from training.engine.assembly import configured_sampler, load_data
+from training.engine.session import train
 from training.errors import RunFolderError
-from training.family import family_of
-from training.runs.adopted_ledger import adopt_ledger
-from training.runs.evaluation import evaluate_split
+from training.runs.checkpoints import adopt_ledger
 from training.runs.folder import RunFolder
-from training.runs.kinds import require_kind
-from training.runs.locking import LOCK_FILE, only_writer
-from training.runs.run import Run, load_run
+from training.runs.locking import LOCK_FILE, only_writer, require_kind
+from training.runs.run import Run, evaluate_split, load_run
 from training.runs.storage import write_file, write_json
-from training.session import train
-from training.tuning.choices import Draw, draw_trials
+from training.tuning.grid import Draw, draw_trials
 from training.tuning.state import STATE_FILE, SearchState
 
 OnTrial = Callable[[int, int], None]

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from training.errors import RunFolderError
 from training.runs.storage import read_json, write_json
-from training.tuning.choices import Draw, draw_from_json, draw_to_json
+from training.tuning.grid import Draw, draw_from_json, draw_to_json
 
 STATE_FILE = "tuning.json"
 SCHEMA_VERSION = 2

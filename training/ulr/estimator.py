@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opusim.randomness import NoiseStream
-from training.config.ulr import Reduction
-from training.networks.norms import by_record
+from opusim.randomness.streams import NoiseStream
+from training.networks.clipping import by_record
+from training.ulr.config import Reduction
 from training.ulr.network import ModuleSequence, Outputs
 
 Losses = Callable[[Tensor, slice], Tensor]

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
-from training.networks.network import outer_squared_norms
-from training.networks.norms import (
+from training.networks.clipping import (
     Clip,
     finite_rows,
     norm_bounds,
@@ -24,6 +23,7 @@ from training.networks.norms import (
     safe_in_float32,
     scaled_rows,
 )
+from training.networks.network import outer_squared_norms
 
 _MATERIALISED = 2**24
 """Numbers of per-record gradients or unfolded inputs that are held at once, counted in float32."""

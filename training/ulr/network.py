@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from training.networks.base import LayeredNetwork
+from training.networks.clipping import Clip
 from training.networks.network import FullyConnected, write_linear_gradient
-from training.networks.norms import Clip
 from training.ulr.jacobians import Jacobian, LinearJacobian, jacobian_of
 
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from accounting.errors import NoGuarantee
-from opusim.randomness import NoiseStream
-from training.config.ulr import UlrConfig
-from training.networks.norms import (
+from opusim.randomness.streams import NoiseStream
+from training.networks.clipping import (
     Clip,
     bounded_factors,
     by_record,
@@ -27,10 +26,10 @@ from training.networks.norms import (
     row_norms,
     scaled_rows,
 )
+from training.ulr.config import UlrConfig
 from training.ulr.estimator import Estimator, Losses
 from training.ulr.network import ModuleSequence, Outputs
-from training.ulr.parameter_noise import parameter_estimates
-from training.ulr.updates import Update, used_records
+from training.ulr.updates import Update, parameter_estimates, used_records
 
 _RANK = 1e-10
 """Share of the largest eigenvalue below which a direction counts as having no noise."""

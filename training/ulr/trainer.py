@@ -15,9 +15,9 @@ from torch import Tensor
 from opusim.devices.base import NoisyDevice
 from opusim.usage import Usage
 from training.config.run import LossName
+from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
 from training.networks.losses import LOSS_VALUES
-from training.trainer import StepRecord, Trainer
 from training.ulr.network import ModuleSequence
 from training.ulr.updates import Update
 

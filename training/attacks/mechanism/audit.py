@@ -12,9 +12,9 @@ from typing import Any
 
 from accounting.errors import NoGuarantee
 from opusim import checks
-from opusim.description import load_description
+from opusim.description.loading import load_description
 from opusim.errors import ConfigError
-from opusim.randomness import MODES, derive_seed
+from opusim.randomness.streams import MODES, derive_seed
 from training.attacks.mechanism.checks import checked
 from training.attacks.mechanism.labels import noisy_readings, response_checks, responses
 from training.attacks.mechanism.observations import Released
@@ -23,12 +23,12 @@ from training.attacks.mechanism.report import Check, MechanismAudit
 from training.attacks.mechanism.subjects import SUBJECTS, Subject
 from training.config.reading import flat, load_config, merged, parse_setting
 from training.config.run import RunConfig
-from training.config.zo import ZoConfig
-from training.convex.plan import largest_gradient
+from training.convex.planning import largest_gradient
 from training.data import Dataset
+from training.engine.session import train
 from training.runs.folder import RunFolder
-from training.session import train
-from training.zo.plan import clip_of
+from training.zeroth_order.config import ZoConfig
+from training.zeroth_order.planning import clip_of
 
 RUNS = 2
 FEWEST_STEPS = 40

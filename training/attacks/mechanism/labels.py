@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import scipy.stats
 
-from accounting.ledger import read_ledger
+from accounting.ledger.ledger import read_ledger
 from opusim.p_values import bonferroni, normal_p_value
 from training.attacks.mechanism.checks import LAGS, shared
 from training.attacks.mechanism.observations import Released

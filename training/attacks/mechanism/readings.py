@@ -16,25 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting.ledger import read_ledger
+from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
-from opusim.description import parse_description
-from opusim.description_schema import NoiseSettings
-from opusim.directions import Direction
-from training.assembly import opened_device
+from opusim.description.loading import parse_description
+from opusim.description.schema import NoiseSettings
+from opusim.medium.directions import Direction
 from training.attacks.base import Records
 from training.attacks.mechanism.observations import BatchLaw, Released, Sums
 from training.attacks.mechanism.subjects import Subject
-from training.attacks.stage import Shadow
+from training.attacks.replay import Shadow
 from training.config.run import RunConfig
-from training.convex.plan import convex_options
+from training.convex.planning import convex_options
 from training.data import Dataset
-from training.family import family_of
+from training.engine.algorithm import family_of
+from training.engine.assembly import opened_device
 from training.networks.losses import LOSSES
-from training.protections.plan import divisor_of
+from training.protections.planning import divisor_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
-from training.zo.step_log import LOG_FILE, LogContent
+from training.zeroth_order.step_log import LOG_FILE, LogContent
 
 _BEYOND = 1.5
 """By how much a record's gradient must exceed the clip in every layer."""

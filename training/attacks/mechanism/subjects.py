@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from training.convex.gated import GatedRelu
 from training.data import Dataset, Split
-from training.data.standardisation import Standardisation
+from training.data.dataset import Standardisation
 
 _TOUCHED = 8
 _UNIT = 2.0**-12

@@ -1,0 +1,1 @@
+"""Convex training, of which only the last iterate is released."""

@@ -1,0 +1,130 @@
+"""From a target epsilon to a descent: the least noise, the least regularisation, or the most epochs that reach it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from accounting import arguments
+from accounting.calibration import calibrate
+from accounting.convex.constants import smoothness
+from accounting.convex.last_iterate import learning_rates, proven_mu
+from accounting.convex.mechanisms import ConvexLastIterate
+from accounting.errors import NoGuarantee
+from accounting.standard import gaussian_bounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One way to reach an epsilon.
+
+    Attributes:
+        mechanism: The descent with its noise.
+        epsilon: What it costs, at most the target.
+        weight_noise: Standard deviation of all noise on a weight at lambda = 0, in units of C / records: what a test
+            record's logit suffers at most. The utility of plans of one learning rate, batch and length compares by it.
+    """
+
+    mechanism: ConvexLastIterate
+    epsilon: float
+    weight_noise: float
+
+
+def plans(
+    mechanism: ConvexLastIterate, *, target_epsilon: float, delta: float, epochs: tuple[int, ...]
+) -> list[Plan]:
+    """The least noise at each number of epochs: fewer epochs take less noise, so take as many as learning needs.
+
+    Args:
+        mechanism: All other parameters.
+        target_epsilon: Above 0.
+        delta: In (0, 1).
+        epochs: Numbers to try.
+    """
+    found = []
+    for number in epochs:
+        one, guarantee = calibrate(
+            replace(mechanism, epochs=number), target_epsilon=target_epsilon, delta=delta
+        )
+        rates = learning_rates(one)
+        shares = math.hypot(math.sqrt(float(rates @ rates)), one.final_noise * one.learning_rate)
+        noise = shares * one.noise_multiplier * one.batches
+        found.append(Plan(mechanism=one, epsilon=guarantee.epsilon, weight_noise=noise))
+    return found
+
+
+def least_regularisation(
+    mechanism: ConvexLastIterate, *, target_epsilon: float, delta: float
+) -> ConvexLastIterate:
+    """The least lambda with which this noise reaches the target: the paper's way, forgetting instead of less noise.
+
+    Args:
+        mechanism: All other parameters; its own lambda is where the search begins.
+        target_epsilon: Above 0.
+        delta: In (0, 1).
+
+    Raises:
+        NoGuarantee: No lambda reaches it.
+    """
+    arguments.positive(target_epsilon=target_epsilon)
+
+    def costs(regularisation: float) -> float:
+        return _epsilon(replace(mechanism, regularisation=regularisation), delta)
+
+    # beyond 1 / eta - beta / 2 the steepest direction overshoots, and c grows again
+    low, high = 0.0, 1 / mechanism.learning_rate - smoothness(mechanism.objective) / 2
+    if high <= 0 or costs(high) > target_epsilon:
+        raise NoGuarantee(
+            f"target_epsilon = {target_epsilon:g}: no regularisation up to {max(high, 0.0):g} reaches it with "
+            f"noise_multiplier = {mechanism.noise_multiplier:g}; use more noise or fewer epochs"
+        )
+    if costs(low) <= target_epsilon:
+        return replace(mechanism, regularisation=low)
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2 if low else high / 2
+        low, high = (middle, high) if costs(middle) > target_epsilon else (low, middle)
+        if high < 1e-12:
+            break
+    return replace(mechanism, regularisation=high)
+
+
+def most_epochs(mechanism: ConvexLastIterate, *, target_epsilon: float, delta: float) -> ConvexLastIterate:
+    """The most epochs that this noise allows within the target, up to 2^20 steps.
+
+    Args:
+        mechanism: All other parameters.
+        target_epsilon: Above 0.
+        delta: In (0, 1).
+
+    Raises:
+        NoGuarantee: Not even one does.
+    """
+    arguments.positive(target_epsilon=target_epsilon)
+
+    def fits(epochs: int) -> bool:
+        return _epsilon(replace(mechanism, epochs=epochs), delta) <= target_epsilon
+
+    if not fits(1):
+        raise NoGuarantee(
+            f"target_epsilon = {target_epsilon:g}: one epoch with noise_multiplier = {mechanism.noise_multiplier:g} "
+            "costs more; use more noise"
+        )
+    largest = max(2**20 // mechanism.batches, 1)
+    return replace(mechanism, epochs=_last(fits, largest))
+
+
+def _last(fits: Callable[[int], bool], largest: int) -> int:
+    """The largest number up to `largest` that fits, 1 being one."""
+    low = high = 1
+    while high < largest and fits(min(2 * high, largest)):
+        low = high = min(2 * high, largest)
+    high = min(2 * high, largest + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _epsilon(mechanism: ConvexLastIterate, delta: float) -> float:
+    return gaussian_bounds(proven_mu(mechanism), delta).upper

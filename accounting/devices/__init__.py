@@ -1,0 +1,1 @@
+"""What a device's own readings release."""

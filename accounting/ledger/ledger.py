@@ -1,0 +1,296 @@
+"""What a run has paid for: every step's mechanism is on disk, synced, before the step is computed.
+
+    with Ledger(folder / "ledger.jsonl", mode="experiment", delta=1e-5, block=64) as ledger:
+        for step in range(total):
+            ledger.pay(step, mechanism, until=total)
+            ...  # compute the step
+
+A killed run may have paid for steps that it did not compute; it never computed one that it had not paid for. Steps
+are reserved in blocks, one line for each, so a sync is not paid at every step.
+
+- experiment mode: noise is keyed by the step, so a re-executed step repeats its release and is paid once.
+- release mode: a re-executed step draws afresh and is charged again. A kill also loses the rest of a block. A
+  process that stops cleanly returns that rest (`Ledger.give_back`) and says so for what it paid once (`note_stop`).
+
+Entries of the file (`accounting.ledger.journal`): the first has `mode`, `delta` and `enforced`. The others are
+
+| keys | meaning |
+| --- | --- |
+| `first_step`, `steps`, `mechanisms` | a block of steps is paid for; the descriptions are of a single step |
+| `name`, `mechanisms` | something that is released once is paid for |
+| `returned`: `first_step`, `steps` | the end of the block in the line before was never computed |
+| `stopped`: `step`, `checkpoint` | the run stopped cleanly, and this checkpoint holds all that it did |
+| `resumed`: `checkpoint` | it was opened again, from this checkpoint or none; a `stopped` counts once |
+
+What is paid covers what is computed, in release mode also each repetition of a step, whatever is killed and whenever:
+1. A step is computed only after `pay(step)` returned, which took this step out of the process's credit. The credit is
+   the end of the block in the last line of steps that this process wrote; no other process ever has it.
+2. `give_back` first forgets the credit, then writes the line. What the line returns was in the credit, so no `pay` was
+   ever asked for it, and none can be answered from it later. After it every such step is paid for by a new line.
+3. A kill before the line is whole returns nothing. A kill after it finds a process that computes nothing any more.
+4. The reader accepts a return only as the end, and never as the whole, of the block in the line directly before, so
+   each block is shortened at most once, and by steps that were paid for. An earlier reader refuses the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from accounting import arguments
+from accounting.composition import Budget
+from accounting.errors import BudgetExceeded, LedgerCorrupt
+from accounting.guarantee import Guarantee
+from accounting.ledger.content import Coverage, Mode, Payment, content_of, shortened
+from accounting.ledger.content import LedgerContent as LedgerContent
+from accounting.ledger.journal import Journal, Position, Witness, read_journal
+from accounting.mechanisms import Mechanism
+
+LEDGER_FILE = "ledger.jsonl"
+
+
+class Ledger:
+    """Pays for steps before they are computed. One writer; the run folder's lock sees to that.
+
+    Args:
+        path: The file; a new one is begun, an old one goes on.
+        mode: "experiment" or "release", as the run's configuration says.
+        delta: At which the run states its guarantees, in [0, 1).
+        enforced: Whether the caller checks the mechanisms' assumptions.
+        block: Steps reserved by one line, at least 1.
+        budget: Stops the run before the step that would exceed it.
+        witnesses: What other files know of the ledger; an older or another one is refused.
+        resumed_from: Digest of the checkpoint that the run resumes from, or None for a new run. If the last line is a
+            clean stop at this checkpoint, what was paid for the whole run is not charged again (see `pay_once`).
+
+    Raises:
+        LedgerCorrupt: The file was changed, cut or reordered, or contradicts a witness.
+        ValueError: An old ledger has another mode, delta or enforcement.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        mode: Mode,
+        delta: float,
+        enforced: bool = False,
+        block: int = 1,
+        budget: Budget | None = None,
+        witnesses: Sequence[Witness] = (),
+        resumed_from: str | None = None,
+    ) -> None:
+        arguments.count(block=block)
+        if mode not in ("experiment", "release"):
+            raise ValueError(f"mode = {mode!r}: must be 'experiment' or 'release'")
+        arguments.share(delta=delta)
+        self._journal = Journal(path, witnesses=witnesses)
+        self._block, self._budget = block, budget
+        self._resumes = False
+        opening = {"mode": mode, "delta": float(delta), "enforced": bool(enforced)}
+        if not self._journal.entries:
+            self._journal.append(opening)
+        self._content = content_of(Path(path), self._journal.entries)
+        kept = {key: getattr(self._content, key) for key in opening}
+        if kept != opening:
+            self._journal.close()
+            raise ValueError(
+                f"{path}: the ledger was begun with {kept}, not {opening}; start a new run folder"
+            )
+        self._payments = list(self._content.payments)
+        self._coverage = Coverage(self._payments)
+        self._credit: tuple[int, int, tuple[Mechanism, ...]] = (0, 0, ())
+        if self._content.stopped is not None:  # it counts for this opening only, used or not
+            self._resumes = self._content.stopped == resumed_from
+            self._journal.append({"resumed": {"checkpoint": resumed_from}})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._journal.close()
+
+    @property
+    def position(self) -> Position:
+        """How far the file goes, for a witness."""
+        return self._journal.position
+
+    @property
+    def content(self) -> LedgerContent:
+        """What is paid for so far."""
+        return LedgerContent(
+            mode=self._content.mode,
+            delta=self._content.delta,
+            enforced=self._content.enforced,
+            payments=tuple(self._payments),
+        )
+
+    def guarantees(self, *, delta: float | None = None) -> list[Guarantee]:
+        """What the run guarantees so far; replaying the file gives the same."""
+        return self.content.guarantees(delta=delta)
+
+    def pay(self, step: int, *mechanisms: Mechanism, until: int | None = None) -> None:
+        """Make sure that a step is paid for; when this returns it may be computed.
+
+        Args:
+            step: The step's number, from 0.
+            *mechanisms: What the step releases, at least one.
+            until: Steps of the whole run: no block reaches beyond.
+
+        Raises:
+            BudgetExceeded: The step would exceed the budget; nothing was written.
+            LedgerCorrupt: Experiment mode, and the step was paid for as something else.
+            OSError: The line could not be written; the step must not be computed.
+        """
+        start, end, held = self._credit
+        if start <= step < end and held == mechanisms:
+            if self._content.mode == "release":
+                if step == start:
+                    self._credit = (start + 1, end, held)
+                    return
+            else:
+                return
+        self._reserve(step, mechanisms, until)
+
+    def pay_once(self, name: str, *mechanisms: Mechanism, whole_run: bool = False) -> None:
+        """Make sure that something released once is paid for, such as a label table, or a budget for all steps.
+
+        In experiment mode the same name is paid once. In release mode every call is charged, except for a payment for
+        the whole run in a process that resumes from the checkpoint of a clean stop: the steps so far and those to come
+        are one adaptive release under one budget, whose state the checkpoint holds, and nothing was computed since.
+
+        Args:
+            name: What the ledger calls it.
+            *mechanisms: What is released, at least one.
+            whole_run: Whether the steps of the run spend it little by little, and a checkpoint holds how much.
+
+        Raises:
+            BudgetExceeded: It would exceed the budget.
+            LedgerCorrupt: It need not be charged again, but was paid for as something else.
+        """
+        _require_mechanisms(mechanisms)
+        earlier = [payment for payment in self._payments if payment.name == name]
+        if earlier and (self._content.mode == "experiment" or (whole_run and self._resumes)):
+            if earlier[-1].mechanisms != mechanisms:
+                raise LedgerCorrupt(f"{self._journal.path}: {name!r} was paid for as another mechanism")
+            return
+        if self._budget:
+            if earlier and self._budget.would_exceed(self.content.mechanisms, mechanisms):
+                raise BudgetExceeded(
+                    f"budget: {name!r} was paid for, and the process that paid was killed or left no checkpoint of "
+                    f"all that it did. To resume would cost it again: more than epsilon {self._budget.epsilon:g} at "
+                    f"delta {self._budget.delta:g}; it was not taken. Start a new run folder"
+                )
+            self._budget.require(self.content.mechanisms, mechanisms)
+        self._write(Payment(first_step=None, steps=1, mechanisms=mechanisms, name=name))
+
+    def give_back(self) -> None:
+        """Return the steps that this process reserved and did not ask `pay` for; only in release mode.
+
+        In experiment mode a resumed run finds its reserved steps paid for and need not have them back.
+
+        Raises:
+            OSError: The line could not be written; the steps stay paid for.
+        """
+        start, end, _ = self._credit
+        self._credit = (0, 0, ())
+        if self._content.mode != "release" or start >= end or "first_step" not in self._journal.entries[-1]:
+            return
+        payment, kept = self._payments[-1], shortened(self._payments[-1], start, end - start)
+        self._journal.append({"returned": {"first_step": start, "steps": end - start}})
+        self._payments[-1] = kept
+        self._coverage.exchange(payment, kept)
+
+    def note_stop(self, step: int, checkpoint: str) -> None:
+        """Write that the run stopped cleanly; call it last, when nothing was computed that the checkpoint lacks.
+
+        Args:
+            step: Steps done.
+            checkpoint: Digest of the checkpoint that holds them.
+
+        Raises:
+            OSError: The line could not be written; a resumed run pays again.
+        """
+        self._journal.append({"stopped": {"step": step, "checkpoint": checkpoint}})
+
+    def require_covers(self, steps: int) -> None:
+        """Check that the steps computed so far, 0 to steps - 1, are all paid for.
+
+        Raises:
+            LedgerCorrupt: One is not: the ledger belongs to another run, or was cut with its head.
+        """
+        missing = self._coverage.first_gap()
+        if missing < steps:
+            raise LedgerCorrupt(
+                f"{self._journal.path}: step {missing} was computed ({steps} steps were) but is not paid for; "
+                "the ledger is of another run or was cut; restore it from a copy"
+            )
+
+    def _reserve(self, step: int, mechanisms: tuple[Mechanism, ...], until: int | None) -> None:
+        arguments.count(minimum=0, step=step)
+        _require_mechanisms(mechanisms)
+        wanted = max(1, min(self._block, (until - step) if until is not None else self._block))
+        if self._content.mode == "experiment":
+            paid = self._coverage.find(step)
+            if paid is not None:
+                self._reuse(step, mechanisms, paid)
+                return
+            wanted = self._coverage.room(step, wanted)
+        if self._budget:
+            spent = self.content.mechanisms
+            ahead = 0 if until is None else until - step
+            wanted = self._budget.affordable(spent, mechanisms, wanted, ahead=ahead)
+            if wanted == 0:
+                self._budget.require(spent, mechanisms)
+        self._write(Payment(first_step=step, steps=wanted, mechanisms=mechanisms))
+        used = 1 if self._content.mode == "release" else 0
+        self._credit = (step + used, step + wanted, mechanisms)
+
+    def _reuse(self, step: int, mechanisms: tuple[Mechanism, ...], paid: Payment) -> None:
+        if paid.mechanisms != mechanisms:
+            raise LedgerCorrupt(
+                f"{self._journal.path}: step {step} was paid for as {paid.mechanisms[0].describe()!r}, "
+                f"not {mechanisms[0].describe()!r}; start a new run folder"
+            )
+        first = paid.first_step or 0
+        self._credit = (first, first + paid.steps, mechanisms)
+
+    def _write(self, payment: Payment) -> None:
+        entry: dict[str, Any] = {"mechanisms": [mechanism.to_json() for mechanism in payment.mechanisms]}
+        if payment.first_step is None:
+            entry = {"name": payment.name, **entry}
+        else:
+            entry = {"first_step": int(payment.first_step), "steps": int(payment.steps), **entry}
+        self._journal.append(entry)
+        self._payments.append(payment)
+        self._coverage.add(payment)
+
+
+def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> LedgerContent:
+    """Read a ledger back, from the file or the run folder that holds it.
+
+    The ledger of a run folder is checked against its checkpoints by `training.load_run(folder).guarantees` and by
+    `opusim account run`; this function knows the ledger and its head only.
+
+    Args:
+        path: The file or the folder.
+        witnesses: What other files know of the ledger.
+
+    Raises:
+        FileNotFoundError: There is none.
+        LedgerCorrupt: It was changed, cut or reordered, or contradicts a witness; the message names file and line.
+    """
+    file = Path(path) / LEDGER_FILE if Path(path).is_dir() else Path(path)
+    return content_of(file, read_journal(file, witnesses=witnesses))
+
+
+def _require_mechanisms(mechanisms: tuple[Mechanism, ...]) -> None:
+    if not mechanisms:
+        raise ValueError(
+            "mechanisms: must name at least one; a step that releases nothing need not be paid for"
+        )

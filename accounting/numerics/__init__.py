@@ -1,0 +1,1 @@
+"""Numerical bounds that statements rest on, with their rounding."""

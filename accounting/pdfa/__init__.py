@@ -1,0 +1,1 @@
+"""What the paper on photonic direct feedback alignment claims."""

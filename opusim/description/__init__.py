@@ -1,0 +1,1 @@
+"""Device descriptions: what a TOML file says of a device, read and checked."""

@@ -1,0 +1,297 @@
+"""The frozen description of a device, as its configuration file gives it.
+
+Every number of a device has its unit in its name, and a source and a status in the table ``[provenance]``; a
+stage of a camera that is switched off by 0 needs none.
+The meaning of a key never changes under one `schema` number.
+
+What a description says of a device behind lightonml.
+
+How a device is used: how long it may take, who else may have it, and how it is watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from opusim.description.camera import CameraSettings
+from opusim.description.section import Section
+from opusim.temperature.law import TemperatureLaw
+
+
+class LightonSettings(Section):
+    """Which OPU lightonml is to drive, and how.
+
+    Attributes:
+        simulated: lightonml's own simulated device, a noiseless product, instead of hardware.
+        config_file: lightonml's configuration of the appliance, a path from / or an http address; empty for the one
+            that the machine names under /etc/lighton.
+        exposure_us: exposure of the camera, microseconds; None leaves lightonml's own.
+    """
+
+    simulated: bool = False
+    config_file: str = ""
+    exposure_us: float | None = Field(default=None, gt=0)
+
+
+class AccessSettings(Section):
+    """Patience with a device; the defaults are those of a simulation, which never fails.
+
+    Attributes:
+        timeout_s: longest time of one call, seconds; None waits for ever.
+        attempts: how often a call is tried, reconnecting in between, before its failure is reported.
+        backoff_s: wait before the second try, seconds; it doubles from try to try.
+        exclusive: whether only one process on this machine may have the device open.
+    """
+
+    timeout_s: float | None = Field(default=None, gt=0)
+    attempts: int = Field(default=1, ge=1, le=100)
+    backoff_s: float = Field(default=0.5, ge=0)
+    exclusive: bool = False
+
+
+class MonitorSettings(Section):
+    """Blank and reference frames between the data, which show whether the device is still what it was.
+
+    Attributes:
+        every_steps: steps from one check to the next.
+        blank_readings: readings of nothing in a check, at least 2; narrow windows take more, to hold 4,096 numbers.
+        reference_vectors: fixed ternary vectors that a check projects.
+        baseline_readings: readings of each reference vector that the first look, at opening, averages, at least 8, and
+            half the least number of blank ones; narrow windows take more of these, to hold 65,536 numbers.
+        false_alarm_per_run: probability that a device within its tolerances is stopped in its first `checks` checks.
+        checks: how many checks of one opening that probability covers.
+        least_correlation: of the reference readings with their first ones, noise taken out.
+        gain_tolerance: tolerated relative change of the readings' size.
+        noise_tolerance: tolerated relative change of the noise's variance.
+        silent_outputs: share of the outputs that may stop responding, or lose more than `gain_tolerance` and
+            1 - `least_correlation` together.
+        saturated_outputs: share of the outputs that may be saturated in a frame, or read one extreme value.
+    """
+
+    every_steps: int = Field(default=10, ge=1)
+    blank_readings: int = Field(default=4, ge=2)
+    reference_vectors: int = Field(default=8, ge=1)
+    baseline_readings: int = Field(default=32, ge=8)
+    false_alarm_per_run: float = Field(default=1e-6, gt=0, lt=0.01)
+    checks: int = Field(default=100_000, ge=1)
+    least_correlation: float = Field(default=0.98, gt=0, lt=1)
+    gain_tolerance: float = Field(default=0.03, gt=0)
+    noise_tolerance: float = Field(default=0.05, gt=0)
+    silent_outputs: float = Field(default=0.01, ge=0, lt=1)
+    saturated_outputs: float = Field(default=0.02, gt=0, lt=1)
+
+
+Status = Literal["measured", "datasheet", "assumed", "override"]
+Number = int | float | list[float]
+EXEMPT_FROM_PROVENANCE = ("schema", "medium", "access", "monitor")
+"""Numbers that describe the file, the simulation or its use, not a physical device."""
+_OWN_SECTION = {"camera": "camera", "gaussian": None, "ideal": None, "lighton": "lighton"}
+"""The section that describes each of opusim's own kinds beyond the shared ones; a registered kind may take either."""
+
+LARGEST_SIGMA = 1e12
+"""Squares and sums of such noise stay far below the largest float32, 3e38."""
+
+
+class MediumSettings(Section):
+    """The scattering medium (see `opusim.medium.transmission`).
+
+    Attributes:
+        seed: which matrix this device has, in [0, 2^63), the largest integer that TOML holds.
+        dense_limit_mib: largest matrix kept in memory, MiB; does not change results.
+    """
+
+    seed: int = Field(ge=0, lt=2**63)
+    dense_limit_mib: float = Field(default=1024.0, ge=0)
+
+
+class FrameSettings(Section):
+    """Time and energy of the frames.
+
+    Attributes:
+        frame_period_us: time from frame to frame, microseconds.
+        power_w: power drawn while running, watts.
+        frames_per_projection: frames that one ternary projection takes: 2, for its positive and its negative
+            part.
+    """
+
+    frame_period_us: float = Field(gt=0)
+    power_w: float = Field(ge=0)
+    frames_per_projection: int = Field(default=2, ge=1)
+
+
+class TemperatureSettings(Section):
+    """The numbers of `opusim.temperature.law.TemperatureLaw`, and the temperature the device is at.
+
+    Attributes:
+        temperature_c: operating temperature, degrees Celsius; the other keys are the law's.
+    """
+
+    sigma_0: float = Field(ge=0)
+    variance_per_e: float = Field(gt=0)
+    exposure_us: float = Field(gt=0)
+    dark_current_ref_e_per_s: float = Field(ge=0)
+    temperature_ref_c: float
+    doubling_k: float = Field(gt=0)
+    temperature_min_c: float = Field(ge=-273.15)
+    temperature_max_c: float
+    temperature_c: float
+
+    @model_validator(mode="after")
+    def _temperature_in_range(self) -> Self:
+        if not self.temperature_min_c <= self.temperature_c <= self.temperature_max_c:
+            raise ValueError(
+                f"temperature_c = {self.temperature_c:g}: must lie between temperature_min_c = "
+                f"{self.temperature_min_c:g} and temperature_max_c = {self.temperature_max_c:g}"
+            )
+        return self
+
+    def law(self) -> TemperatureLaw:
+        """The law, without the operating temperature."""
+        return TemperatureLaw(**self.model_dump(exclude={"temperature_c"}))
+
+
+class NoiseSettings(Section):
+    """Gaussian noise of a reading, given directly or through a temperature: exactly one of the two.
+
+    Attributes:
+        sigma: standard deviation in projection units (an entry of B has standard deviation 1).
+        temperature_law: the law and the temperature that give it.
+    """
+
+    sigma: float | None = Field(default=None, ge=0)
+    temperature_law: TemperatureSettings | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.sigma is None) == (self.temperature_law is None):
+            raise ValueError("give exactly one of sigma and temperature_law")
+        if self.sigma is not None and self.sigma > LARGEST_SIGMA:
+            raise ValueError(
+                f"sigma = {self.sigma:g} exceeds {LARGEST_SIGMA:g}, beyond which float32 overflows; lower it"
+            )
+        return self
+
+    def value(self) -> float:
+        """The standard deviation in projection units."""
+        if self.temperature_law is not None:
+            return self.temperature_law.law().sigma(self.temperature_law.temperature_c)
+        return float(self.sigma or 0.0)
+
+
+class Provenance(Section):
+    """Where a number comes from.
+
+    Attributes:
+        status: measured on this device, from a datasheet, assumed, or overridden by the caller.
+        source: paper, page, date or person; not empty.
+    """
+
+    status: Status
+    source: str = Field(min_length=1)
+
+
+class DeviceDescription(Section):
+    """Everything that a configuration file says of a device.
+
+    Attributes:
+        schema_version: version of the keys' meaning; written ``schema`` in files.
+        name: the device's own name.
+        kind: which class runs it: ``ideal``, ``gaussian``, ``camera``, or a registered kind.
+        title: one line for people.
+        n_inputs: largest number of inputs; a caller may open a smaller window.
+        n_outputs: largest number of outputs, likewise.
+        medium: the simulated medium; None for hardware.
+        frames: time and energy.
+        noise: noise of a reading; None where the kind has no noise or brings its own.
+        camera: the physical twin's numbers, for the kind ``camera`` and registered subclasses of `CameraDevice`.
+        lighton: which OPU lightonml drives, for the kind ``lighton`` and registered subclasses of `LightonDevice`.
+        access: patience with a device that may fail, and who may have it.
+        monitor: how it is watched; None for a device that is not.
+        options: keys of a registered kind, checked by its factory.
+        provenance: for each dotted key that holds a number, its status and source.
+    """
+
+    schema_version: Literal[1] = Field(alias="schema")
+    name: str = Field(min_length=1)
+    kind: str = Field(min_length=1)
+    title: str
+    n_inputs: int = Field(ge=1, le=2**32)
+    n_outputs: int = Field(ge=1, le=2**35)
+    medium: MediumSettings | None = None
+    frames: FrameSettings
+    noise: NoiseSettings | None = None
+    camera: CameraSettings | None = None
+    lighton: LightonSettings | None = None
+    access: AccessSettings | None = None
+    monitor: MonitorSettings | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    provenance: dict[str, Provenance] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _every_number_has_provenance(self) -> Self:
+        found = {k: v for k, v in self.numbers().items() if k.split(".")[0] not in EXEMPT_FROM_PROVENANCE}
+        numbers = set(found)
+        switched_off = {key for key, value in found.items() if key.startswith("camera.") and value == 0}
+        missing = sorted(numbers - switched_off - set(self.provenance))
+        if missing:
+            raise ValueError(
+                f"no provenance for {', '.join(missing)}; add to [provenance], for each, "
+                '"key" = {status = "measured" or "datasheet" or "assumed", source = "..."}'
+            )
+        idle = sorted(set(self.provenance) - numbers)
+        if idle:
+            raise ValueError(f"provenance for {', '.join(idle)}, which is no number of this file; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _sections_fit_the_kind(self) -> Self:
+        if self.kind in _OWN_SECTION:
+            for section in ("camera", "lighton"):
+                if (getattr(self, section) is not None) != (_OWN_SECTION[self.kind] == section):
+                    raise ValueError(
+                        f'a section [{section}] and kind = "{section}" belong together; give both or neither, '
+                        "or the kind that your own class is registered under"
+                    )
+        elif self.camera is not None and self.lighton is not None:
+            raise ValueError("sections [camera] and [lighton] describe two devices; remove one")
+        return self
+
+    @model_validator(mode="after")
+    def _camera_fits_its_frames(self) -> Self:
+        if self.camera is None:
+            return self
+        if self.noise is not None:
+            raise ValueError("noise: a camera's noise comes from its stages; remove it")
+        if self.frames.frames_per_projection != 4:
+            raise ValueError("frames.frames_per_projection: a camera shows 4 for a ternary vector; write 4")
+        if self.camera.light.exposure_us > self.frames.frame_period_us:
+            raise ValueError(
+                f"camera.light.exposure_us = {self.camera.light.exposure_us:g}: is longer than "
+                f"frames.frame_period_us = {self.frames.frame_period_us:g}; lengthen the period"
+            )
+        return self
+
+    def dump(self) -> dict[str, Any]:
+        """Plain values under the files' keys, fit for TOML and JSON; the loader takes them back."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+    def numbers(self) -> dict[str, Number]:
+        """Every number, and every list of numbers, under its dotted key, in the files' order."""
+        content = self.dump()
+        content.pop("provenance", None)
+        return dict(_numbers("", content))
+
+
+def _numbers(prefix: str, content: Mapping[str, Any]) -> list[tuple[str, Number]]:
+    """The dotted keys that hold a number or a list of them, in order."""
+    found: list[tuple[str, Number]] = []
+    for key, value in content.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found += _numbers(f"{dotted}.", value)
+        elif isinstance(value, (int, float, list)) and not isinstance(value, bool):
+            found.append((dotted, value))
+    return found

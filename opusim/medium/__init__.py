@@ -1,0 +1,1 @@
+"""The scattering medium: its transmission matrix, and directions drawn from it."""

@@ -1,0 +1,258 @@
+"""The scattering medium: a Gaussian matrix of any size that is computed, not stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from opusim import checks
+from opusim.medium.kernels import OUTPUTS_PER_BLOCK, fill_tile
+from opusim.randomness.philox import MAX_SEED, philox_torch, split_key
+from opusim.randomness.threads import run_split
+
+MAX_INPUTS = 2**32
+MAX_OUTPUTS = OUTPUTS_PER_BLOCK * 2**32
+TABLE_STEP = 2.0**-12
+_OUTPUTS_PER_TILE = 2048
+_INPUTS_PER_TILE = 2048  # with the above, tiles of 16 MiB
+_INPUTS_PER_EXACT_SUM = 2**17
+_TORCH_ROWS = 2**19  # counters encrypted at a time by the torch path; each takes about 100 bytes meanwhile
+
+
+@cache
+def gaussian_table() -> np.ndarray:
+    """The 65,536 values that an entry of the medium can take, float32, read-only.
+
+    Value k is Phi^-1((k + 1/2) / 65536), divided by the root mean square of all values, then rounded to a
+    multiple of 2^-12. The table is odd (value 65535 - k is minus value k). Measured on the table: mean 0
+    exactly, variance 1 - 8.8e-7, kurtosis 2.9992 (a Gaussian: 3), largest magnitude 4.32495, beyond which a
+    Gaussian has probability 1.53e-5; 19,323 distinct values. tests/opusim/medium/test_medium.py computes these
+    figures and pins the table's bytes.
+    """
+    from scipy.special import ndtri
+
+    values = ndtri((np.arange(65536) + 0.5) / 65536)
+    values /= np.sqrt(np.mean(values**2))
+    table = (np.rint(values / TABLE_STEP) * TABLE_STEP).astype(np.float32)
+    table.flags.writeable = False
+    return table
+
+
+class Medium:
+    """The matrix B of a device, shape (n_outputs, n_inputs), entries N(0, 1).
+
+    In law, that is, up to the rounding and the tail cut of `gaussian_table`.
+
+    Rule of the entries, fixed for ever: entry (j, i) is ``gaussian_table()[h]``, where h is the 16-bit half
+    number j mod 8 (low half of word 0 first) of the Philox4x32-10 block with the counter (j // 8, i, plane,
+    epoch) and the seed as key. Entries never depend on n_inputs or n_outputs: a window of a larger device has
+    the same entries. They are small integers over 4096, equal to the last bit on every processor, thread
+    count and tiling.
+
+    Exactness: with x in {-1, 0, 1} every sum of entries below 4096 in magnitude is exact in float32, and so are
+    2^17 inputs at 11 standard deviations. Longer sums are added up in float64 from blocks of 2^17 inputs and
+    rounded once. Hence `project` of a ternary x depends on neither tiling nor order. Reduced-precision products (TF32,
+    bfloat16) would break this: leave `torch.set_float32_matmul_precision` at "highest". The tail cut makes
+    the medium unfit as privacy noise.
+
+    Args:
+        n_inputs: number of inputs, 1 to 2^32.
+        n_outputs: number of outputs, 1 to 2^35.
+        seed: in [0, 2^64).
+        plane: counter word 2, tells apart matrices of one seed (real and imaginary part), in [0, 2^32).
+        epoch: counter word 3, tells apart states of a drifting medium, in [0, 2^32).
+        dense_limit_mib: largest matrix, in MiB, that is kept in memory once computed; at least 0.
+
+    Raises:
+        TypeError, ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        n_inputs: int,
+        n_outputs: int,
+        seed: int,
+        *,
+        plane: int = 0,
+        epoch: int = 0,
+        dense_limit_mib: float = 1024,
+    ) -> None:
+        checks.integer(n_inputs=n_inputs, minimum=1, maximum=MAX_INPUTS)
+        checks.integer(n_outputs=n_outputs, minimum=1, maximum=MAX_OUTPUTS)
+        checks.integer(seed=seed, minimum=0, maximum=MAX_SEED)
+        checks.integer(plane=plane, epoch=epoch, minimum=0, maximum=2**32 - 1)
+        checks.non_negative(dense_limit_mib=dense_limit_mib)
+        self.n_inputs = int(n_inputs)
+        self.n_outputs = int(n_outputs)
+        self.seed = int(seed)
+        self.plane = int(plane)
+        self.epoch = int(epoch)
+        self.dense_limit_mib = dense_limit_mib
+        self._dense: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def fits_dense(self) -> bool:
+        """Whether the float32 matrix is within dense_limit_mib."""
+        return 4 * self.n_inputs * self.n_outputs <= self.dense_limit_mib * 2**20
+
+    def tile(
+        self, outputs: slice | range, inputs: slice | range, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:  # (inputs, outputs)
+        """A tile of the transposed matrix, computed afresh.
+
+        Args:
+            outputs: contiguous outputs, step 1.
+            inputs: contiguous inputs, step 1.
+            device: torch device of the result.
+
+        Returns:
+            float32, shape (len(inputs), len(outputs)): row i holds input i's weight at each output.
+
+        Raises:
+            ValueError: a range is not contiguous or leaves the medium.
+        """
+        columns = _window("outputs", outputs, self.n_outputs)
+        rows = _window("inputs", inputs, self.n_inputs)
+        if torch.device(device).type != "cpu":
+            return self._torch_tile(columns, rows, torch.device(device))
+        tile = torch.empty((len(rows), len(columns)), dtype=torch.float32)
+        self._fill(tile.numpy(), columns, rows)
+        return tile
+
+    def _fill(self, array: np.ndarray, columns: range, rows: range) -> None:
+        """Writes a tile into an array of its shape, on the CPU."""
+        table, key = gaussian_table(), split_key(self.seed)
+
+        def work(start: int, stop: int) -> None:
+            fill_tile(
+                array[start:stop], table, rows.start + start, columns.start, self.plane, self.epoch, key
+            )
+
+        run_split(work, len(rows), grain=max(1, 2**17 // max(1, len(columns))))
+
+    def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:  # (n_inputs, n_outputs)
+        """The whole transposed matrix, float32, shape (n_inputs, n_outputs), kept after the first call.
+
+        Raises:
+            ValueError: it exceeds dense_limit_mib.
+        """
+        if not self.fits_dense:
+            size = 4 * self.n_inputs * self.n_outputs / 2**20
+            raise ValueError(
+                f"dense_limit_mib = {self.dense_limit_mib:g}: the dense matrix takes {size:.0f} MiB; "
+                "raise the limit, or use project() and tile(), which compute what they need"
+            )
+        where = torch.empty(0, device=device).device  # resolves "cuda" to "cuda:0"
+        matrix = self._dense.get(where)
+        if matrix is None:
+            matrix = self._dense[where] = self.tile(range(self.n_outputs), range(self.n_inputs), where)
+        return matrix
+
+    def project(
+        self, x: torch.Tensor, outputs: slice | range | None = None
+    ) -> torch.Tensor:  # (batch, n_inputs) -> (batch, outputs)
+        """B x for each row of x.
+
+        Args:
+            x: float32, shape (batch, n_inputs), on any torch device.
+            outputs: contiguous outputs to compute, step 1; None for all.
+
+        Returns:
+            float32, shape (batch, number of outputs), on the same device. Exact for a ternary x (see the class), else
+            within float32 rounding of the sum. Beyond the dense limit tiles of 16 MiB are computed one after
+            the other.
+
+        Raises:
+            TypeError, ValueError: x is not a float32 tensor of that shape, or outputs leave the medium.
+        """
+        checks.instance(torch.Tensor, x=x)
+        checks.shape((None, self.n_inputs), x=x)
+        if x.dtype != torch.float32:
+            raise TypeError(f"x has dtype {x.dtype}: must be torch.float32; use x.float()")
+        wanted = range(self.n_outputs) if outputs is None else _window("outputs", outputs, self.n_outputs)
+        if self.fits_dense and self.n_inputs <= _INPUTS_PER_EXACT_SUM:
+            return x @ self.dense(x.device)[:, wanted.start : wanted.stop]
+        y = torch.empty((x.shape[0], len(wanted)), dtype=torch.float32, device=x.device)
+        for part in _blocks(len(wanted), _OUTPUTS_PER_TILE):
+            columns = range(wanted.start + part.start, wanted.start + part.stop)
+            y[:, part.start : part.stop] = self._project_onto(columns, x)
+        return y
+
+    def _project_onto(self, columns: range, x: torch.Tensor) -> torch.Tensor:
+        """B x at some outputs, shape (batch, len(columns)), summed over tiles of the inputs."""
+        if self.fits_dense:
+            dense = self.dense(x.device)[:, columns.start : columns.stop]
+            return exact_product(x, lambda rows: dense[rows.start : rows.stop], len(columns))
+        if x.device.type != "cpu":
+            return exact_product(x, lambda rows: self.tile(columns, rows, x.device), len(columns))
+        room = torch.empty((min(_INPUTS_PER_TILE, self.n_inputs), len(columns)), dtype=torch.float32)
+
+        def tile(rows: range) -> torch.Tensor:
+            part = room[: len(rows)]
+            self._fill(part.numpy(), columns, rows)  # fresh memory would cost as much as the entries
+            return part
+
+        return exact_product(x, tile, len(columns))
+
+    def _torch_tile(self, columns: range, rows: range, device: torch.device) -> torch.Tensor:
+        """A tile through torch operations, a bounded number of rows at a time."""
+        table = torch.from_numpy(gaussian_table().copy()).to(device)
+        first = columns.start // OUTPUTS_PER_BLOCK
+        last = -(-columns.stop // OUTPUTS_PER_BLOCK)
+        skip = columns.start - first * OUTPUTS_PER_BLOCK
+        tile = torch.empty((len(rows), len(columns)), dtype=torch.float32, device=device)
+        blocks = torch.arange(first, last, dtype=torch.int64, device=device)
+        at_once = max(1, _TORCH_ROWS // max(1, last - first))
+        for part in _blocks(len(rows), at_once):
+            inputs = torch.arange(
+                rows.start + part.start, rows.start + part.stop, dtype=torch.int64, device=device
+            )
+            words = philox_torch(blocks, inputs[:, None], self.plane, self.epoch, self.seed)
+            halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
+            tile[part.start : part.stop] = table[halves.flatten(1)[:, skip : skip + len(columns)]]
+        return tile
+
+
+def exact_product(
+    x: torch.Tensor, tile: Callable[[range], torch.Tensor], n_outputs: int
+) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
+    """The product of x with a matrix in tiles, added up in float64 from blocks of 2^17 inputs and rounded once.
+
+    Args:
+        x: float32, shape (batch, n_inputs).
+        tile: gives the matrix's rows of a range of inputs, float32, shape (len(range), n_outputs), on x's device.
+        n_outputs: columns of the matrix.
+
+    Returns:
+        float32, shape (batch, n_outputs); exact before the one rounding if entries are multiples of 2^-12 and x is
+        ternary (see `Medium`).
+    """
+    total = torch.zeros((x.shape[0], n_outputs), dtype=torch.float64, device=x.device)
+    partial = torch.zeros_like(total, dtype=torch.float32)
+    for rows in _blocks(x.shape[1], _INPUTS_PER_TILE):
+        partial.addmm_(x[:, rows.start : rows.stop], tile(rows))
+        if rows.stop % _INPUTS_PER_EXACT_SUM == 0 or rows.stop == x.shape[1]:
+            total += partial
+            partial.zero_()
+    return total.float()
+
+
+def _blocks(length: int, size: int) -> Iterator[range]:
+    """[0, length) in ranges of at most size."""
+    return (range(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _window(name: str, window: slice | range, length: int) -> range:
+    """A contiguous window of [0, length) as a range."""
+    named: dict[str, Any] = {name: window}
+    checks.instance((slice, range), **named)
+    resolved = range(*window.indices(length)) if isinstance(window, slice) else window
+    if resolved.step != 1 or resolved.start < 0 or resolved.stop > length or resolved.stop < resolved.start:
+        raise ValueError(
+            f"{name} = {window}: must be contiguous and within [0, {length}); use a range of step 1"
+        )
+    return resolved

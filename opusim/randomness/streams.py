@@ -1,0 +1,237 @@
+"""Streams of standard normal noise: seeded and replayable, or from the operating system and never replayable.
+
+Two modes, named in every run's configuration. `experiment`: a `SeededStream`, whose noise can be rebuilt from
+the seed and is therefore not for release. `release`: a `SystemStream`, whose key nobody keeps. A stream is
+not to be shared by threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+
+from opusim import checks
+from opusim.randomness.kernels import CHUNK, PAIRS, add_from_philox, fill_from_philox, fill_from_words
+from opusim.randomness.philox import derive_seed, split_key
+from opusim.randomness.threads import run_split
+
+__all__ = [
+    "MODES",
+    "NoiseStream",
+    "SeededStream",
+    "SystemStream",
+    "SystemUniforms",
+    "derive_seed",
+    "noise_stream",
+]
+
+MODES = ("experiment", "release")
+MAX_ELEMENTS = 2**33  # a draw's pairs are counted by one 32-bit word
+_MAX_READINGS = 2**32
+_LEAST_STD, _LARGEST_STD = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+_CHUNKS_PER_THREAD = 512  # below, a second thread meets a core on which torch still spins, and loses
+_CHUNKS_PER_CIPHER_CALL = 32  # 196 kB of words, small enough for the second-level cache
+
+
+class NoiseStream(ABC):
+    """A source of independent N(0, 1) numbers."""
+
+    @abstractmethod
+    def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
+        """A fresh reading: independent N(0, 1), float32, of the given shape, on the given torch device.
+
+        Raises:
+            TypeError, ValueError: a length is not an integer of at least 0, or the draw exceeds 2^33 numbers.
+        """
+
+    def add_to(self, y: torch.Tensor, std: float) -> torch.Tensor:
+        """Adds std times a fresh reading of y's shape to y, in place; the numbers are those of `normal`.
+
+        Args:
+            y: float32 tensor that needs no gradient.
+            std: factor of the reading: 0, or a normal float32 number above 0.
+
+        Returns:
+            y itself.
+
+        Raises:
+            ValueError: float32 would round std to 0, to infinity, or to few digits: the noise would not be as stated.
+        """
+        return y.add_(self.normal(y.shape, device=y.device).mul_(_checked_std(std)))
+
+    @abstractmethod
+    def seek(self, step: int) -> None:
+        """Positions the stream at the start of a training step, in [0, 2^64)."""
+
+
+class SeededStream(NoiseStream):
+    """Replayable noise, keyed by (seed, purpose, step, reading within the step, element).
+
+    On the CPU: Philox4x32-10 words through `opusim.randomness.kernels`; the counter is (block, reading, step), the
+    key a hash of seed and purpose. The numbers depend neither on the thread count nor on the processor, and a
+    shorter draw is the beginning of a longer one. After `seek(step)` the same readings give the same numbers,
+    so a re-executed step repeats its noise; consecutive readings, other steps and other purposes are
+    independent. On another torch device: a `torch.Generator` of that device, seeded from the same four; its
+    numbers differ from the CPU's, but repeat in the same way.
+
+    Args:
+        seed: in [0, 2^64).
+        purpose: what the noise is for; streams of different purposes are independent.
+    """
+
+    def __init__(self, seed: int, purpose: str) -> None:
+        checks.instance(str, purpose=purpose)
+        self._seed = derive_seed(seed, "noise", purpose)
+        self._key = split_key(self._seed)
+        self._step = 0
+        self._reading = 0
+
+    def seek(self, step: int) -> None:
+        """Positions the stream at reading 0 of a training step, in [0, 2^64)."""
+        checks.integer(step=step, minimum=0, maximum=2**64 - 1)
+        self._step = int(step)
+        self._reading = 0
+
+    def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The next reading of this step; see the base class."""
+        _check_shape(shape)
+        where = torch.device(device)
+        if where.type == "cpu":
+            out = torch.empty(tuple(shape), dtype=torch.float32)
+            self._run(out.view(-1).numpy(), fill_from_philox)
+            return out
+        generator = torch.Generator(device=where)
+        seed = derive_seed(self._seed, self._step, self._next_reading())
+        generator.manual_seed(seed >> 1)  # 63 bits, which every torch generator takes
+        return torch.randn(tuple(shape), generator=generator, device=where, dtype=torch.float32)
+
+    def add_to(self, y: torch.Tensor, std: float) -> torch.Tensor:
+        """Adds std times the next reading to y, in place; on the CPU without a second array."""
+        if y.device.type != "cpu" or y.dtype != torch.float32 or not y.is_contiguous():
+            return super().add_to(y, std)
+        _check_shape(y.shape)
+        self._run(y.view(-1).numpy(), partial(_add_scaled, np.float32(_checked_std(std))))
+        return y
+
+    def _run(self, out: np.ndarray, kernel: Callable[..., None]) -> None:
+        """Runs a kernel over a flat array with the numbers of the next reading, in parallel if it is long."""
+        keys = (self._next_reading(), *split_key(self._step), *self._key)
+
+        def work(start: int, stop: int) -> None:
+            kernel(out[start * CHUNK : stop * CHUNK], start, *keys)
+
+        run_split(work, -(-out.size // CHUNK), grain=_CHUNKS_PER_THREAD)
+
+    def _next_reading(self) -> int:
+        """The number of this reading within the step."""
+        if self._reading >= _MAX_READINGS:
+            raise ValueError("a step holds at most 2^32 readings; call seek(step) at the start of every step")
+        self._reading += 1
+        return self._reading - 1
+
+
+class SystemStream(NoiseStream):
+    """Noise that nobody can replay: AES-256 in counter mode under a key from the operating system's entropy.
+
+    The key is drawn from `os.urandom`, lives in memory only, and is drawn anew in a forked child, so two
+    processes never share noise. The words go through the same Box-Muller kernel as the seeded stream's. Other
+    torch devices get their numbers copied from the CPU. Out of scope: attacks on the floating-point
+    representation of the released numbers (Mironov 2012); float32 noise added to a real number is not the
+    real-valued Gaussian of a privacy theorem in its last bits.
+    """
+
+    def __init__(self) -> None:
+        self._owner = -1
+        self._cipher: CipherContext | None = None
+
+    def seek(self, step: int) -> None:
+        """Checks the step and changes nothing: a re-executed step draws afresh."""
+        checks.integer(step=step, minimum=0, maximum=2**64 - 1)
+
+    def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Fresh noise; see the base class."""
+        _check_shape(shape)
+        out = torch.empty(tuple(shape), dtype=torch.float32)
+        flat = out.view(-1).numpy()
+        block = _CHUNKS_PER_CIPHER_CALL * CHUNK
+        for start in range(0, flat.size, block):
+            part = flat[start : start + block]
+            fill_from_words(part, self._words(-(-part.size // CHUNK)))
+        return out.to(device)
+
+    def _words(self, chunks: int) -> np.ndarray:
+        """Random words, uint32, shape (chunks, 3, PAIRS)."""
+        stream = self._current_cipher().update(bytes(chunks * 3 * PAIRS * 4))
+        return np.frombuffer(stream, dtype=np.uint32).reshape(chunks, 3, PAIRS)
+
+    def _current_cipher(self) -> CipherContext:
+        """The cipher of the running process; a fork gets a key of its own."""
+        if self._cipher is None or self._owner != os.getpid():
+            self._owner = os.getpid()
+            self._cipher = Cipher(algorithms.AES(os.urandom(32)), modes.CTR(os.urandom(16))).encryptor()
+        return self._cipher
+
+    def __reduce__(self) -> tuple[type[SystemStream], tuple[()]]:
+        """Pickles as a new stream: the key never leaves the process."""
+        return type(self), ()
+
+
+def noise_stream(mode: str, seed: int | None, purpose: str) -> NoiseStream:
+    """The stream of a mode.
+
+    Args:
+        mode: ``experiment`` (seeded, replayable) or ``release`` (from the operating system).
+        seed: in [0, 2^64) for ``experiment``; not used, and not kept, for ``release``.
+        purpose: what the noise is for.
+
+    Raises:
+        ValueError: an unknown mode, or no seed in ``experiment``.
+    """
+    checks.choice(MODES, mode=mode)
+    if mode == "release":
+        return SystemStream()
+    if seed is None:
+        raise ValueError(
+            "seed = None: the mode 'experiment' needs a seed; give an integer, or use mode='release'"
+        )
+    return SeededStream(seed, purpose)
+
+
+class SystemUniforms:
+    """Uniform numbers in [0, 1) from the operating system's cryptographic generator; never replayable."""
+
+    def random(self, size: int | tuple[int, ...]) -> np.ndarray:
+        """Multiples of 2^-53, float64, of the given shape."""
+        shape = size if isinstance(size, tuple) else (size,)
+        words = np.frombuffer(os.urandom(8 * math.prod(shape)), dtype=np.uint64).reshape(shape)
+        return (words >> np.uint64(11)) * 2.0**-53
+
+
+def _checked_std(std: float) -> float:
+    """The standard deviation, if float32 holds it as a normal number or it is 0."""
+    if std and not _LEAST_STD <= std <= _LARGEST_STD:
+        raise ValueError(
+            f"std = {std:g}: must be 0 or lie in [{_LEAST_STD:g}, {_LARGEST_STD:g}], the normal float32 numbers; "
+            "rescale what the noise is added to"
+        )
+    return std
+
+
+def _add_scaled(scale: np.float32, out: np.ndarray, *position: int) -> None:
+    """The adding kernel with its factor in front."""
+    add_from_philox(out, scale, *position)
+
+
+def _check_shape(shape: Sequence[int]) -> None:
+    """A draw's shape: integers of at least 0, at most 2^33 numbers in all."""
+    for length in shape:
+        checks.integer(length=length, minimum=0)
+    if math.prod(shape) > MAX_ELEMENTS:
+        raise ValueError(f"shape = {tuple(shape)}: a draw holds at most 2^33 numbers; draw it in parts")

@@ -1,0 +1,1 @@
+"""What temperature does to a device: dark current and noise."""

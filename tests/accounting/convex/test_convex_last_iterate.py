@@ -1,0 +1,326 @@
+"""The last iterate's mu against exact linear instances, an optimiser, high-precision numbers and the paper's claim."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import mpmath
+import numpy as np
+import pytest
+from dp_accounting import get_epsilon_gaussian
+from scipy.optimize import minimize
+
+from accounting.calibration import calibrate
+from accounting.convex.constants import log_expansion, residual_bound, smoothness, softmax_gap
+from accounting.convex.last_iterate import (
+    claimed_mu,
+    guarantees,
+    learning_rates,
+    mu_general,
+    mu_of_schedule,
+    proven_mu,
+)
+from accounting.convex.mechanisms import ConvexLastIterate
+from accounting.convex.planning import least_regularisation, most_epochs, plans
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency, Release, Status
+
+DELTA = 1e-5
+RUN = ConvexLastIterate(
+    objective="squared", clip=0.5, learning_rate=0.5, batches=60, epochs=40, noise_multiplier=5.0
+)
+
+
+def exact_mu(rates: np.ndarray, noises: np.ndarray, factors: np.ndarray, batches: int) -> float:
+    """The largest mu over positions of x <- factor x + shift + noise, where shifts of 2 eta all point one way."""
+    later = np.concatenate([np.cumprod(factors[::-1])[::-1][1:], [1.0]])
+    deviation = math.sqrt(float(np.sum((later * noises) ** 2)))
+    return max(abs(float(np.sum((2 * rates * later)[j::batches]))) / deviation for j in range(batches))
+
+
+def noises_of(run: ConvexLastIterate) -> np.ndarray:
+    noises = learning_rates(run) * run.noise_multiplier
+    noises[-1] = math.hypot(noises[-1], run.final_noise * run.learning_rate * run.noise_multiplier)
+    return noises
+
+
+@pytest.mark.parametrize("final_noise", [0.0, 2.7])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("regularisation", [0.0, 2e-4, 0.02, 1.0])
+@pytest.mark.parametrize(("batches", "epochs"), [(1, 7), (4, 1), (6, 10), (60, 40)])
+def test_never_below_an_exact_linear_instance(
+    batches: int, epochs: int, regularisation: float, schedule: str, final_noise: float
+) -> None:
+    """Gradients that do not depend on the weights, so that a step contracts by 1 - eta lambda exactly."""
+    run = replace(
+        RUN,
+        batches=batches,
+        epochs=epochs,
+        regularisation=regularisation,
+        schedule=schedule,
+        final_noise=final_noise,
+    )
+    rates = learning_rates(run)
+    exact = exact_mu(rates, noises_of(run), 1 - rates * regularisation, batches)
+    assert proven_mu(run) >= exact * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("batches", "epochs", "contraction", "exact", "bound"), [(60, 400, 1e-4, 2.158, 2.366)]
+)
+def test_the_reference_instance_within_15_percent(
+    batches: int, epochs: int, contraction: float, exact: float, bound: float
+) -> None:
+    run = replace(RUN, batches=batches, epochs=epochs, regularisation=contraction / RUN.learning_rate)
+    rates = learning_rates(run)
+    found = exact_mu(rates, noises_of(run), 1 - rates * run.regularisation, batches)
+    mu0 = 2 / run.noise_multiplier
+    assert found / mu0 == pytest.approx(exact, abs=1e-3)
+    assert proven_mu(run) / mu0 == pytest.approx(bound, abs=1e-3)
+    assert found <= proven_mu(run) <= 1.15 * found
+
+
+@pytest.mark.parametrize("final_noise", [math.sqrt(59.0), 20.0])
+def test_noise_at_the_end_is_credited_almost_exactly(final_noise: float) -> None:
+    run = replace(RUN, final_noise=final_noise)
+    rates = learning_rates(run)
+    exact = exact_mu(rates, noises_of(run), np.ones_like(rates), run.batches)
+    assert exact <= proven_mu(run) <= 1.03 * exact
+    assert proven_mu(run) < 0.65 * proven_mu(replace(run, final_noise=0.0))
+
+
+@pytest.mark.parametrize(("batches", "epochs"), [(1, 5), (60, 40), (480, 10)])
+def test_one_more_epochs_noise_at_the_end_wastes_only_the_first(batches: int, epochs: int) -> None:
+    run = replace(RUN, batches=batches, epochs=epochs, final_noise=math.sqrt(batches - 1))
+    assert proven_mu(run) == pytest.approx(2 / run.noise_multiplier * math.sqrt(epochs / batches), rel=1e-9)
+
+
+def test_planted_fault_noise_before_a_shift_is_credited() -> None:
+    """A record whose gradients agree until the last epoch: its last step is all there is, and a line is below it."""
+    straight = 2 * RUN.epochs * RUN.learning_rate / math.sqrt(float(np.sum(noises_of(RUN) ** 2)))
+    last_step_alone = 2 / RUN.noise_multiplier
+    assert straight < 0.85 * last_step_alone
+    assert proven_mu(RUN) >= last_step_alone
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_schedule_against_an_optimiser(seed: int) -> None:
+    """min sum (a / w)^2 under z >= 0, by sequential quadratic programming; c on both sides of 1."""
+    generator = np.random.default_rng(seed)
+    steps = int(generator.integers(2, 9))
+    shifts = generator.uniform(0.1, 1.0, steps) * (generator.random(steps) < 0.6)
+    shifts[int(generator.integers(steps))] = 0.7
+    noises = generator.uniform(0.3, 2.0, steps)
+    c = generator.uniform(0.6, 1.3, steps)
+
+    def left(a: np.ndarray) -> np.ndarray:
+        z, path = 0.0, []
+        for t in range(steps):
+            z = c[t] * z + shifts[t] - a[t]
+            path.append(z)
+        return np.array(path)
+
+    found = minimize(
+        lambda a: float(np.sum((a / noises) ** 2)),
+        shifts,
+        bounds=[(0, None)] * steps,
+        constraints=[
+            {"type": "ineq", "fun": lambda a: left(a)[:-1]},
+            {"type": "eq", "fun": lambda a: left(a)[-1]},
+        ],
+        options={"ftol": 1e-14, "maxiter": 2000},
+    )
+    assert found.success
+    assert mu_of_schedule(shifts, noises, np.log(c)) == pytest.approx(math.sqrt(found.fun), rel=1e-5)
+
+
+@pytest.mark.parametrize("c", [0.3, 0.9, 0.999, 1.0, 1.001, 1.05])
+@pytest.mark.parametrize(("batches", "epochs"), [(2, 2), (5, 4), (10, 20), (60, 40)])
+def test_closed_form_against_the_optimal_schedule(batches: int, epochs: int, c: float) -> None:
+    shifts = np.zeros(batches * epochs)
+    shifts[batches - 1 :: batches] = 1.0
+    optimum = mu_of_schedule(shifts, np.ones_like(shifts), np.full_like(shifts, math.log(c)))
+    closed = mu_general(1.0, batches, epochs, math.log(c))
+    assert closed >= optimum * (1 - 1e-9)
+    assert closed == pytest.approx(optimum, rel=2e-7 if c <= 1 else 0.02)
+
+
+def printed_formula(batches: int, epochs: int, c: mpmath.mpf) -> float:
+    """Theorem 2.8 as it is printed, at 60 digits."""
+    share = c ** (2 * batches - 2) * (1 - c**2) / (1 - c**batches) ** 2
+    power = c ** (batches * (epochs - 1))
+    return float(mpmath.sqrt(1 + share * (1 - power) / (1 + power)))
+
+
+@pytest.mark.parametrize("exponent", [*range(-18, 0)])
+@pytest.mark.parametrize(("batches", "epochs"), [(1, 7), (60, 40), (60, 400), (600, 5)])
+def test_closed_form_is_stable_near_one(batches: int, epochs: int, exponent: int) -> None:
+    with mpmath.workdps(60):
+        contraction = mpmath.mpf(10) ** exponent
+        expected = printed_formula(batches, epochs, 1 - contraction)
+    found = mu_general(1.0, batches, epochs, math.log1p(-(10.0**exponent)))
+    assert found == pytest.approx(expected, rel=3e-7)
+
+
+def test_closed_form_falls_with_contraction_from_0_to_1() -> None:
+    contractions = np.concatenate([[0.0], np.logspace(-18, -0.001, 400)])
+    mus = [mu_general(1.0, 60, 400, math.log1p(-x)) for x in contractions]
+    assert np.all(np.diff(mus) <= 2e-7 * mus[0])
+    assert mus[0] == pytest.approx(2.7659, abs=1e-4)
+    assert mu_general(1.0, 60, 400, -math.inf) == 1.0
+    assert mu_general(1.0, 60, 400, math.log1p(-1e-4)) < mus[0] < mu_general(1.0, 60, 400, 1e-6)
+
+
+# The paper's claim
+
+
+ETA = 2.05 / 4.5
+
+
+def four_gates() -> tuple[float, float]:
+    """(claimed, exact) mu over mu0: four gates open for x = 1, one feature, squared loss, lambda 0.5, k 2, E 50."""
+    gates, eta, lam, batches, epochs = 4, ETA, 0.5, 2, 50
+    claimed_c = max(abs(1 - eta * lam), abs(1 - eta * (1 + lam)))
+    assert eta < 2 / (1 + lam)  # the paper's own condition
+    rho = 1 - eta * (gates + lam)  # along (1, 1, 1, 1) / 2, where the Hessian is 4 |x|^2, not |x|^2
+    steps = batches * epochs
+    later = rho ** np.arange(steps - 1, -1, -1.0)
+    exact = max(abs(np.sum(later[j::batches])) for j in range(batches)) / math.sqrt(np.sum(later**2))
+    return mu_general(1.0, batches, epochs, math.log(claimed_c)), exact
+
+
+def test_the_claim_is_refuted_by_four_gates() -> None:
+    claimed, exact = four_gates()
+    assert (claimed, exact) == (pytest.approx(1.574, abs=1e-3), pytest.approx(3.255, abs=1e-3))
+    epsilons = [get_epsilon_gaussian(1 / (0.4 * ratio), DELTA) for ratio in (claimed, exact)]
+    assert epsilons == [pytest.approx(2.58, abs=0.01), pytest.approx(5.96, abs=0.01)]
+
+
+def test_the_four_gates_rate_is_refused_with_the_true_smoothness() -> None:
+    """Scaled to features of norm 1: 4 gates of |x|^2 = 1/4, lambda / 4 and 4 eta give the same recursion."""
+    with pytest.raises(
+        NoGuarantee, match=r"learning_rate = 1.82222: must be below 2 / \(beta \+ regularisat"
+    ):
+        proven_mu(replace(RUN, learning_rate=4 * ETA, regularisation=0.5 / 4, batches=2, epochs=50))
+
+
+def test_statements() -> None:
+    proven, claimed = guarantees([replace(RUN, final_noise=7.0)], delta=DELTA, enforced=True)
+    assert (proven.status, claimed.status) == (Status.PROVEN, Status.CLAIMED)
+    for guarantee in (proven, claimed):
+        assert guarantee.adjacency is Adjacency.REPLACE_ONE
+        assert guarantee.release is Release.LAST_ITERATE
+    assert math.isinf(claimed.epsilon)
+    assert claimed.formula_value == pytest.approx(get_epsilon_gaussian(1 / claimed_mu(RUN), DELTA), rel=1e-6)
+    assert [a.holds for a in claimed.assumptions] == [False, True, True]
+    (one_gate,) = guarantees([replace(RUN, hyperplanes=1)], delta=DELTA)[1:]
+    assert math.isfinite(one_gate.epsilon)
+    refused, _ = guarantees([replace(RUN, learning_rate=2.0)], delta=DELTA)
+    assert refused.status is Status.NONE
+    assert "learning_rate = 2" in (refused.reason or "")
+    (device, _) = guarantees([replace(RUN, device_noise=True)], delta=DELTA)
+    assert device.status is Status.PROVEN_UNDER_DEVICE_MODEL
+
+
+def test_runs_compose() -> None:
+    assert proven_mu(RUN.repeated(9)) == pytest.approx(3 * proven_mu(RUN))
+
+
+@pytest.mark.parametrize("epsilon", [1.33, 4.76])
+def test_fewer_epochs_take_less_noise(epsilon: float) -> None:
+    noises = [
+        calibrate(replace(RUN, epochs=epochs), target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
+        for epochs in (10, 40, 400)
+    ]
+    assert noises == sorted(noises)
+
+
+# Constants
+
+
+def test_bounds_and_smoothness() -> None:
+    assert residual_bound("softmax", None, 10) == pytest.approx(math.sqrt(2))
+    assert residual_bound("softmax", 5.0, 10) == pytest.approx(math.sqrt(2))
+    assert residual_bound("one-against-rest", None, 9) == 3.0
+    assert residual_bound("squared", 0.7, 10) == 0.7
+    assert smoothness("softmax") == 0.5
+    with pytest.raises(ValueError, match="clip is missing: nothing else bounds the residual of 'squared'"):
+        residual_bound("squared", None, 10)
+
+
+def test_gap_of_clipped_softmax() -> None:
+    values = {2: 0.0, 3: 0.00683, 5: 0.01046, 10: 0.01254}
+    for n_classes, expected in values.items():
+        assert softmax_gap(n_classes) == pytest.approx(expected, abs=1e-5)
+    pi = np.random.default_rng(0).dirichlet(np.full(9, 0.4), size=200_000)  # 9 wrong classes
+    s2, s3 = (np.sum(pi**m, axis=1) for m in (2, 3))
+    found = float(np.max((s3 - s2**2) / (4 * (1 + s2) ** 1.5)))
+    assert 0.9 * softmax_gap(10) < found <= softmax_gap(10)
+
+
+def test_clipped_softmax_of_the_reference() -> None:
+    """k 60, E 400, lambda 0, noise 5: epsilon at eta 0.1, 0.5, 1, 2, and no contraction for comparison."""
+    run = replace(RUN, objective="softmax", clip=1.0, epochs=400)
+    found = [
+        guarantees([replace(run, learning_rate=eta)], delta=DELTA)[0].epsilon for eta in (0.1, 0.5, 1.0, 2.0)
+    ]
+    assert found == pytest.approx([5.11, 6.05, 7.71, 13.64], abs=0.01)
+    with pytest.raises(NoGuarantee, match="must be below 2"):
+        log_expansion("softmax", 1.0, 10, np.array([4.0]), 0.0)
+
+
+def test_two_classes_clip_without_harm() -> None:
+    rates = np.array([1.0])
+    assert log_expansion("softmax", 0.5, 2, rates, 0.1) == pytest.approx([math.log(0.9)])
+    assert log_expansion("softmax", 0.5, 3, rates, 0.1) > math.log(0.9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"objective": "hinge"}, "objective = 'hinge': must be one of squared, margin"),
+        ({"clip": None}, "clip is missing"),
+        ({"schedule": "step"}, "schedule = 'step': must be one of constant"),
+        ({"noise_multiplier": 0.0}, "noise_multiplier = 0.0: must be finite and above 0"),
+        ({"batches": 0}, "batches = 0: must be at least 1"),
+        ({"regularisation": -1.0}, "regularisation = -1.0"),
+    ],
+)
+def test_bad_parameters_are_named(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(RUN, **change)
+
+
+# Plans
+
+
+def test_plans_reach_their_target_with_less_noise_at_fewer_epochs() -> None:
+    found = plans(RUN, target_epsilon=3.0, delta=DELTA, epochs=(1, 10, 100))
+    assert all(2.98 < plan.epsilon <= 3.0 for plan in found)
+    multipliers = [plan.mechanism.noise_multiplier for plan in found]
+    assert multipliers == sorted(multipliers)
+    one = found[0]
+    assert one.weight_noise == pytest.approx(0.5 * math.sqrt(60) * one.mechanism.noise_multiplier * 60)
+
+
+@pytest.mark.parametrize(("epsilon", "contraction"), [(4.76, 3.76e-5), (1.33, 5.61e-5)])
+def test_the_papers_contraction_for_its_epsilons(epsilon: float, contraction: float) -> None:
+    """400 epochs of 60 batches at noise 5 and 15: eta lambda of the reference, solved from epsilon."""
+    run = replace(RUN, epochs=400, noise_multiplier=5.0 if epsilon > 2 else 15.0)
+    found = least_regularisation(run, target_epsilon=epsilon, delta=DELTA)
+    assert run.learning_rate * found.regularisation == pytest.approx(contraction, rel=0.01)
+    assert guarantees([found], delta=DELTA)[0].epsilon <= epsilon
+
+
+def test_most_epochs() -> None:
+    found = most_epochs(RUN, target_epsilon=3.0, delta=DELTA)
+    assert guarantees([found], delta=DELTA)[0].epsilon <= 3.0
+    assert guarantees([replace(found, epochs=found.epochs + 1)], delta=DELTA)[0].epsilon > 3.0
+
+
+def test_targets_out_of_reach_are_refused() -> None:
+    with pytest.raises(NoGuarantee, match="no regularisation up to 1.5 reaches it with noise_multiplier = 5"):
+        least_regularisation(RUN, target_epsilon=0.5, delta=DELTA)
+    with pytest.raises(NoGuarantee, match="one epoch with noise_multiplier = 5 costs more"):
+        most_epochs(RUN, target_epsilon=0.5, delta=DELTA)

@@ -1,0 +1,206 @@
+"""Device noise by its law: exact divergences, corners of boxes, certificates and their coverage, refusals."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations
+
+import mpmath
+import numpy as np
+import pytest
+from dp_accounting import get_epsilon_gaussian
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accounting.devices.photon_counts import (
+    ORDERS,
+    box_rdp,
+    box_variation,
+    epsilon_of_curve,
+    epsilon_of_divergence,
+    pattern_rdp,
+    pattern_variation,
+    poisson_divergence,
+)
+from accounting.devices.readings import (
+    DeviceReadings,
+    device_readings_guarantee,
+    known_counts_guarantee,
+)
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Status
+from opusim.noise import DiscreteNoise, GaussianNoise, PhotonCountNoise
+
+DELTA = 1e-5
+GRID = DiscreteNoise(values=np.array([-1.0, 0.0, 1.0]), log_masses=np.log([0.25, 0.5, 0.25]))
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.3, 0.5), (5.0, 4.0), (20.0, 20.001), (0.0, 2.0), (7.0, 7.0)])
+@pytest.mark.parametrize("order", [1.01, 2.0, 7.5])
+def test_poisson_divergence_equals_the_sum_over_counts(a: float, b: float, order: float) -> None:
+    with mpmath.workdps(40):
+        low, high, alpha = mpmath.mpf(a), mpmath.mpf(b), mpmath.mpf(order)
+        terms = (
+            (mpmath.exp(-low) * low**k / mpmath.factorial(k)) ** alpha
+            * (mpmath.exp(-high) * high**k / mpmath.factorial(k)) ** (1 - alpha)
+            for k in range(200)
+        )
+        exact = float(mpmath.log(mpmath.fsum(terms)) / (alpha - 1))
+    found = float(poisson_divergence(a, b, order))
+    assert found == pytest.approx(exact, rel=1e-3, abs=1e-11)
+    assert found >= exact * (1 - 1e-12) - 1e-30  # rounded up
+
+
+def test_no_light_is_infinite_and_more_light_is_less_private() -> None:
+    assert math.isinf(float(poisson_divergence(1e-9, 0.0, 2.0)))
+    assert float(poisson_divergence(0.0, 0.0, 2.0)) == 0.0
+    one, three = (float(poisson_divergence(2.0 * c, 1.5 * c, 3.0)) for c in (1.0, 2.7))
+    assert three == pytest.approx(2.7 * one, rel=1e-9)
+
+
+def test_the_corner_of_a_box_is_the_worst_pair(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    low = generator.uniform(0.2, 3, size=5)
+    box = PhotonCountNoise(rate_low=low, rate_high=low + generator.uniform(0, 3, size=5))
+    for order in (1.5, 4.0):
+        for _ in range(300):
+            rates = generator.uniform(box.rate_low, box.rate_high, size=(2, 5))
+            assert pattern_rdp(rates, order) <= box_rdp(box, order) * (1 + 1e-9)
+        corners = np.stack([box.rate_high, box.rate_low])
+        assert pattern_rdp(corners, order) == pytest.approx(box_rdp(box, order))
+
+
+def test_known_patterns_are_compared_pair_by_pair(seed: int) -> None:
+    """The matrix product against the elementwise divergences, near and far, and rates of 0."""
+    generator = np.random.default_rng(seed)
+    for spread in (1e-4, 0.3, 3.0):
+        rates = 40 * np.exp(spread * generator.standard_normal((4, 300)))
+        for order in (1.01, 2.7, 30.0):
+            pairs = [poisson_divergence(a, b, order).sum() for a, b in permutations(rates, 2)]
+            assert pattern_rdp(rates, order) == pytest.approx(max(pairs), rel=1e-4)
+            assert pattern_rdp(rates, order) != pytest.approx(min(pairs), rel=1e-4)
+    dark = np.array([[1.0, 0.0, 2.0], [2.0, 0.0, 2.0]])
+    assert pattern_rdp(dark, 2.0) == pytest.approx(0.5 * 2)  # max of a^2/b - 2a + b over the two directions
+    assert math.isinf(pattern_rdp(dark[:, [1, 2]] + [[0.0, 0.0], [1.0, 0.0]], 2.0))
+    assert pattern_rdp(np.zeros((2, 3)), 2.0) == 0
+
+
+def test_known_counts_are_sharper_than_the_boxes_around_them() -> None:
+    rates = np.array([[50.0, 55.0], [55.0, 50.0], [50.0, 50.0]])
+    box = PhotonCountNoise(rate_low=rates.min(0), rate_high=rates.max(0))
+    loose = device_readings_guarantee(DeviceReadings(noise=box, readings=1), DELTA)
+    sharp = known_counts_guarantee(rates[[0, 2]], delta=DELTA)
+    known = known_counts_guarantee(rates, delta=DELTA)
+    assert sharp.epsilon < known.epsilon < loose.epsilon
+    assert known_counts_guarantee(rates, delta=DELTA, beta=5e-6).epsilon > known.epsilon
+    assert sharp.status is Status.PROVEN_UNDER_DEVICE_MODEL
+    with pytest.raises(NoGuarantee, match="must exceed beta"):
+        known_counts_guarantee(rates, delta=DELTA, beta=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.01, 1.0, 30.0, 1e4])
+def test_orders_that_cannot_matter_change_no_epsilon(scale: float) -> None:
+    seen = []
+
+    def divergence(order: float) -> float:
+        seen.append(order)
+        return scale * float(poisson_divergence(3.0, 2.0, order))
+
+    found = epsilon_of_divergence(divergence, DELTA)
+    curve = [scale * float(poisson_divergence(3.0, 2.0, order)) for order in ORDERS]
+    assert found == epsilon_of_curve(curve, DELTA)
+    assert len(seen) < len(ORDERS)
+
+
+def test_photon_epsilon_is_above_the_exact_hockey_stick_divergence() -> None:
+    """One pixel, two rates: delta(epsilon) summed over counts is at most the delta asked for."""
+    noise = PhotonCountNoise(rate_low=50.0, rate_high=55.0)
+    guarantee = device_readings_guarantee(DeviceReadings(noise=noise, readings=1), DELTA)
+    counts = np.arange(400)
+    logs = [counts * np.log(r) - r - np.array([math.lgamma(k + 1) for k in counts]) for r in (55.0, 50.0)]
+    for p, q in (logs, logs[::-1]):
+        assert np.sum(np.maximum(np.exp(p) - np.exp(guarantee.epsilon + q), 0)) <= DELTA
+    assert guarantee.status is Status.PROVEN_UNDER_DEVICE_MODEL
+    assert 2 < guarantee.epsilon < 5
+
+
+def exact_variation(a: float, b: float) -> float:
+    """Total variation of two Poisson laws, summed over counts."""
+    counts = np.arange(int(max(a, b) + 20 * math.sqrt(max(a, b)) + 60))
+    logs = [-r + counts * math.log(r) - np.array([math.lgamma(k + 1) for k in counts]) for r in (a, b)]
+    return float(0.5 * np.sum(np.abs(np.exp(logs[0]) - np.exp(logs[1]))))
+
+
+@pytest.mark.parametrize("a", [1e-7, 0.03, 2.7, 300.0])
+@pytest.mark.parametrize("step", [1e-7, 1e-3, 0.5])
+def test_the_limit_of_total_variation_holds_and_is_near(a: float, step: float) -> None:
+    found, exact = pattern_variation(np.array([[a], [a + step]])), exact_variation(a, a + step)
+    assert exact * (1 - 1e-6) <= found <= 1.6 * exact
+    box = PhotonCountNoise(rate_low=np.array([a]), rate_high=np.array([a + step]))
+    assert box_variation(box) == pytest.approx(found, rel=1e-6)
+    assert box_variation(box, 3) >= found
+
+
+def test_epsilon_is_zero_where_total_variation_proves_it() -> None:
+    rates = np.array([[300.0, 40.0], [300.00032, 40.0]])
+    assert exact_variation(300.0, 300.00032) < DELTA
+    known = known_counts_guarantee(rates, delta=DELTA)
+    assert known.epsilon == 0
+    assert known.status is Status.PROVEN_UNDER_DEVICE_MODEL
+    box = PhotonCountNoise(rate_low=rates.min(0), rate_high=rates.max(0))
+    assert device_readings_guarantee(DeviceReadings(noise=box, readings=1), DELTA).epsilon == 0
+    assert device_readings_guarantee(DeviceReadings(noise=box, readings=100), DELTA).epsilon > 0
+    beta = DELTA - 1e-7  # what is left of delta is less than the distance
+    assert known_counts_guarantee(rates, delta=DELTA, beta=beta).epsilon > 0
+    gaussian = GaussianNoise(std=1.0, n_outputs=2)
+    near = DeviceReadings(noise=gaussian, readings=1, distance=2.5e-5)  # erf(mu / sqrt 8) = 0.997e-5
+    assert device_readings_guarantee(near, DELTA).epsilon == 0
+    far = DeviceReadings(noise=gaussian, readings=1, distance=2.6e-5)
+    assert device_readings_guarantee(far, DELTA).epsilon > 0
+    dark = np.array([[0.0, 5.0], [1e-6, 5.0]])  # no Renyi divergence is finite
+    assert known_counts_guarantee(dark, delta=DELTA).epsilon == 0
+    assert math.isinf(known_counts_guarantee(dark * [[1], [100]], delta=DELTA).epsilon)
+
+
+def test_a_rate_of_zero_is_infinite_with_its_reason() -> None:
+    noise = PhotonCountNoise(rate_low=np.array([1.0, 0.0]), rate_high=np.array([1.0, 0.1]))
+    guarantee = device_readings_guarantee(DeviceReadings(noise=noise, readings=1), DELTA)
+    assert (guarantee.epsilon, guarantee.reason) == (math.inf, "a rate may be 0 in its box")
+    assert guarantee.status is Status.NONE
+
+
+def test_gaussian_readings_compose_and_use_the_smallest_deviation() -> None:
+    noise = GaussianNoise(std=np.array([4.0, 2.7]), n_outputs=2, beta=1e-6)
+    guarantee = device_readings_guarantee(DeviceReadings(noise=noise, readings=9, distance=0.9), DELTA)
+    assert guarantee.epsilon == pytest.approx(get_epsilon_gaussian(1.0, 9e-6))
+    silent = DeviceReadings(noise=GaussianNoise(std=0.0, n_outputs=2), readings=1, distance=1.0)
+    assert math.isinf(device_readings_guarantee(silent, DELTA).epsilon)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(0.5, 50), st.floats(1.0, 3.0), st.integers(1, 50))
+def test_more_dark_light_never_raises_and_more_readings_never_lower(rate: float, more: float, n: int) -> None:
+    def epsilon(dark: float, readings: int) -> float:
+        noise = PhotonCountNoise(rate_low=dark, rate_high=dark + 1.0)
+        return device_readings_guarantee(DeviceReadings(noise=noise, readings=readings), DELTA).epsilon
+
+    assert epsilon(rate * more, n) <= epsilon(rate, n)
+    assert epsilon(rate, n + 1) >= epsilon(rate, n)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("std", [1e-300, 1e-12, 1e7, 1e200])
+def test_readings_of_extreme_noise_are_stated_without_a_warning(std: float) -> None:
+    noise = GaussianNoise(std=std, n_outputs=4)
+    guarantee = device_readings_guarantee(DeviceReadings(noise=noise, readings=1, distance=1.0), 1e-12)
+    assert math.isinf(guarantee.epsilon) == (std < 1)
+    assert guarantee.status is (Status.NONE if std < 1 else Status.PROVEN_UNDER_DEVICE_MODEL)
+
+
+def test_laws_without_a_theorem_are_refused_by_name() -> None:
+    with pytest.raises(NoGuarantee, match="noise law 'discrete': no theorem"):
+        device_readings_guarantee(DeviceReadings(noise=GRID, readings=1), DELTA)
+    law = GaussianNoise(std=1.0, n_outputs=1, beta=DELTA)
+    readings = DeviceReadings(noise=law, readings=1, distance=1.0)
+    with pytest.raises(NoGuarantee, match="must exceed beta"):
+        device_readings_guarantee(readings, DELTA)

@@ -1,0 +1,109 @@
+"""The strongest attack on labels under amplification: secret batches, weights, a public covariance, several steps.
+
+The attacker knows everything but record 0's coins and label (the others' coins and labels too), so its
+log-likelihood ratio L is exact, and delta(epsilon) = E (1 - e^(epsilon - L))_+ is estimated without bias.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dp_accounting import NeighboringRelation
+from dp_accounting.pld import privacy_loss_distribution as pld
+from scipy.stats import norm
+
+from accounting.labels.amplified import record_weights, whitened_norms
+from accounting.labels.leverage import LayerReadings, public_leverages
+
+_SPEC = importlib.util.spec_from_file_location(
+    "label_simulation", Path(__file__).parents[2] / "oracles" / "label_simulation.py"
+)
+simulation = sys.modules["label_simulation"] = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(simulation)
+
+Q, CLIP, STEPS, TRIALS = 0.4, 0.6, 3, 20_000
+EPSILONS = np.array([0.25, 0.5, 1.0, 1.5])
+
+
+def _layers(generator: np.random.Generator) -> list[simulation.Layer]:
+    """Record 0's two labels send opposite signals, large enough to be clipped."""
+    layers = simulation.random_layers(generator, m=8, labels=2, floor=0.5)
+    for layer in layers:
+        layer.signals[0] = 10 * layer.signals[0] / np.linalg.norm(layer.signals[0], axis=1, keepdims=True)
+        layer.signals[0, 1] = -layer.signals[0, 0]
+    return [replace(layer, sigma=2 * layer.sigma) for layer in layers]
+
+
+def _public_scores(layers: list[simulation.Layer]) -> list[np.ndarray]:
+    """Leverages in the covariance of the first four records' features, which are public and fixed."""
+    scores = []
+    for layer in layers:
+        records = LayerReadings(activations=layer.h[:, :-1], slopes=layer.slopes)
+        reference = LayerReadings(activations=layer.h[:4, :-1], slopes=layer.slopes[:4], floor=layer.floor)
+        scores.append(public_leverages(records, reference, 2.0))
+    return scores
+
+
+def _step_ratio(
+    layers: list[simulation.Layer], weights: np.ndarray, generator: np.random.Generator
+) -> np.ndarray:
+    """The attacker's log-likelihood ratio of label 0 against label 1 of record 0, when it is 0, shape (TRIALS,)."""
+    joins = (generator.random(TRIALS) < Q)[:, None]
+    exponents = np.zeros((3, TRIALS))  # record 0 absent, present with label 0, present with label 1
+    for layer in layers:
+        for j in range(layer.slopes.shape[1]):
+            rows = layer.slopes[:, [j]] * layer.h
+            covariance = layer.sigma**2 * (2.0 * rows[:4].T @ rows[:4] + layer.floor * np.eye(rows.shape[1]))
+            first, second = (weights[0] * layer.signals[0, label, j] * rows[0] for label in (0, 1))
+            noise = generator.standard_normal((TRIALS, len(first))) @ np.linalg.cholesky(covariance).T
+            released = noise + joins * first
+            for k, mean in enumerate((np.zeros_like(first), first, second)):
+                away = released - mean
+                exponents[k] -= np.einsum("td,td->t", away, np.linalg.solve(covariance, away.T).T) / 2
+    absent = np.log(1 - Q) + exponents[0]
+    one, other = (np.logaddexp(absent, np.log(Q) + exponents[k]) for k in (1, 2))
+    return one - other
+
+
+def _excess(ratios: np.ndarray, loss: pld.PrivacyLossDistribution) -> float:
+    """The largest violation of delta(epsilon), in standard errors of the estimate."""
+    allowed = np.asarray(loss.self_compose(STEPS).get_delta_for_epsilon(EPSILONS))
+    spent = np.maximum(1 - np.exp(EPSILONS[:, None] - ratios[None]), 0)  # (epsilons, trials)
+    errors = spent.std(axis=1) / len(ratios) ** 0.5
+    return float(np.max((spent.mean(axis=1) - allowed) / np.maximum(errors, 1e-12)))
+
+
+def _claimed(relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE) -> pld.PrivacyLossDistribution:
+    return pld.from_gaussian_mechanism(
+        1 / CLIP, sampling_prob=Q, value_discretization_interval=1e-3, neighboring_relation=relation
+    )
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_the_strongest_attack_stays_within_the_account_and_reaches_it(case: int, seed: int) -> None:
+    generator = np.random.default_rng([seed, case])
+    layers = _layers(generator)
+    scores = _public_scores(layers)
+    norms = whitened_norms([layer.signals for layer in layers], scores, [layer.sigma for layer in layers])
+    weights = record_weights(norms, CLIP)
+    assert norms[0] > CLIP  # so record 0 sits at the bound, with opposite contributions: the worst pair
+    ratios = sum(_step_ratio(layers, weights, generator) for _ in range(STEPS))
+    assert _excess(ratios, _claimed()) < 5
+    assert (
+        _excess(ratios, _claimed(NeighboringRelation.ADD_OR_REMOVE_ONE)) > 10
+    )  # planted: the wrong relation
+    unclipped = sum(_step_ratio(layers, np.ones(8), generator) for _ in range(STEPS))
+    assert _excess(unclipped, _claimed()) > 10  # planted: weights left out
+
+
+def test_planted_noise_of_the_batchs_own_readings_is_caught() -> None:
+    """Noise that shows who is in the batch leaves q delta_mu, mu = 2 C, which exceeds what sampling would allow."""
+    revealed = Q * (
+        norm.cdf(CLIP - EPSILONS / 2 / CLIP) - np.exp(EPSILONS) * norm.cdf(-CLIP - EPSILONS / 2 / CLIP)
+    )
+    assert np.all(revealed > 1.1 * np.asarray(_claimed().get_delta_for_epsilon(EPSILONS)))

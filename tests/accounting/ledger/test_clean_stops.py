@@ -1,0 +1,308 @@
+"""What a clean stop returns was never computed: whatever is killed and whenever, payments cover computations."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accounting.composition import Budget
+from accounting.errors import BudgetExceeded, LedgerCorrupt
+from accounting.labels.mechanisms import LabelBudget
+from accounting.ledger.journal import Journal, Position, Witness, read_journal, read_position
+from accounting.ledger.ledger import Ledger, read_ledger
+from accounting.mechanisms import PoissonGaussian
+
+STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
+TOTAL = 40
+WHOLE = LabelBudget(budget_mu=0.5)
+
+
+def opened(path: Path, **options: object) -> Ledger:
+    return Ledger(path, mode="release", delta=1e-5, block=7, **options)  # type: ignore[arg-type]
+
+
+def paid(path: Path) -> Counter[int]:
+    """How often each step is paid for, as a reader finds it."""
+    found: Counter[int] = Counter()
+    for payment in read_ledger(path).payments:
+        assert payment.first_step is not None
+        found.update(range(payment.first_step, payment.first_step + payment.steps))
+    return found
+
+
+def live(path: Path, moments: random.Random) -> list[str]:
+    """A release run through many processes, each killed, stopped cleanly or failing; says where it computed unpaid."""
+    computed: Counter[int] = Counter()
+    step, problems = 0, []
+    while step < TOTAL:
+        ledger, checkpoint = opened(path), step
+        ledger.require_covers(step)
+        for _ in range(moments.randrange(1, 12)):
+            if step == TOTAL:
+                break
+            ledger.pay(step, STEP, until=TOTAL)
+            computed[step] += 1
+            step += 1
+        end = moments.choice(["kill", "kill after the return", "clean stop"])
+        if end != "kill":
+            ledger.give_back()
+        if end != "clean stop":  # back to the checkpoint, of which this process wrote none
+            step = checkpoint
+        ledger.close()
+        problems += [f"step {s}: {n} times" for s, n in computed.items() if paid(path)[s] < n]
+        if end == "clean stop" and not problems and sum(paid(path).values()) < sum(computed.values()):
+            problems.append("the sum does not cover")
+        if moments.random() < 0.1:
+            step = TOTAL  # given up
+    return problems
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_payments_cover_what_was_computed_whatever_happens(tmp_path: Path, number: int, seed: int) -> None:
+    assert live(tmp_path / "ledger.jsonl", random.Random(f"{seed} {number}")) == []
+
+
+def test_planted_fault_a_return_of_a_computed_step_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_back = Ledger.give_back
+
+    def one_too_many(self: Ledger) -> None:
+        start, end, held = self._credit
+        self._credit = (start - 1, end, held)
+        give_back(self)
+
+    monkeypatch.setattr(Ledger, "give_back", one_too_many)
+    found = []
+    for number in range(5):
+        try:
+            found += live(tmp_path / f"{number}.jsonl", random.Random(number))
+        except ValueError as error:  # LedgerCorrupt is one
+            found.append(str(error))
+    assert found
+
+
+def test_planted_fault_steps_computed_from_what_was_returned_are_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keeps_its_credit(self: Ledger) -> None:
+        credit = self._credit
+        give_back(self)
+        self._credit = credit
+
+    give_back = Ledger.give_back
+    monkeypatch.setattr(Ledger, "give_back", keeps_its_credit)
+    with opened(tmp_path / "ledger.jsonl") as ledger:
+        for step in range(3):
+            ledger.pay(step, STEP, until=TOTAL)
+        ledger.give_back()
+        ledger.pay(3, STEP, until=TOTAL)
+    assert (
+        paid(tmp_path / "ledger.jsonl")[3] == 0
+    )  # computed, not paid for: what the order in give_back prevents
+
+
+def test_a_clean_stop_costs_what_was_computed_and_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    for start, end in ((0, 3), (3, 12), (12, 20)):
+        with opened(path) as ledger:
+            for step in range(start, end):
+                ledger.pay(step, STEP, until=20)
+            ledger.give_back()
+            ledger.give_back()  # nothing is left
+            assert ledger.content.payments == read_ledger(path).payments
+    assert paid(path) == Counter(range(20))
+    (guarantee,) = read_ledger(path).guarantees()
+    with opened(tmp_path / "unbroken.jsonl") as ledger:
+        for step in range(20):
+            ledger.pay(step, STEP, until=20)
+        assert ledger.guarantees() == [guarantee]
+
+
+def test_returned_steps_are_paid_for_again_and_free_the_budget(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(tmp_path / "all.jsonl", mode="release", delta=1e-5) as ledger:
+        for step in range(20):
+            ledger.pay(step, STEP)
+        budget = Budget(epsilon=ledger.guarantees()[0].epsilon, delta=1e-5)
+    for start, end in ((0, 3), (3, 11), (11, 20)):
+        with opened(path, budget=budget) as ledger:
+            for step in range(start, end):
+                ledger.pay(step, STEP, until=30)
+            ledger.give_back()
+    with opened(path, budget=budget) as ledger, pytest.raises(BudgetExceeded):
+        ledger.pay(20, STEP, until=30)
+
+
+def test_experiment_mode_returns_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path, mode="experiment", delta=1e-5, block=7) as ledger:
+        ledger.pay(0, STEP, until=20)
+        ledger.give_back()
+    assert paid(path) == Counter(range(7))
+
+
+FORGED = {
+    "the whole block": {"first_step": 0, "steps": 7},
+    "a step before it": {"first_step": -1, "steps": 8},
+    "its middle": {"first_step": 3, "steps": 2},
+    "more than it has": {"first_step": 3, "steps": 9},
+    "no step": {"first_step": 7, "steps": 0},
+    "a word": {"first_step": "3", "steps": 4},
+}
+
+
+@pytest.mark.parametrize("name", list(FORGED))
+def test_a_return_of_anything_but_the_end_of_the_block_before_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with opened(path) as ledger:
+        ledger.pay(0, STEP, until=20)
+    journal = Journal(path)
+    journal.append({"returned": FORGED[name]})
+    journal.close()
+    with pytest.raises(LedgerCorrupt, match="line 3: "):
+        read_ledger(path)
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_a_second_return_or_one_in_experiment_mode_is_refused(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path, mode=mode, delta=1e-5, block=7) as ledger:  # type: ignore[arg-type]
+        ledger.pay(0, STEP, until=20)
+    journal = Journal(path)
+    journal.append({"returned": {"first_step": 5, "steps": 2}})
+    if mode == "release":
+        assert paid(path) == Counter(range(5))
+        journal.append({"returned": {"first_step": 3, "steps": 2}})
+    journal.close()
+    with pytest.raises(LedgerCorrupt, match="the line before reserves none"):
+        read_ledger(path)
+
+
+# What was paid once for the whole run
+
+
+def begun(path: Path) -> None:
+    with opened(path, budget=Budget(epsilon=3.0, delta=1e-5)) as ledger:
+        ledger.pay_once("label budget", WHOLE, whole_run=True)
+        ledger.note_stop(5, "a checkpoint")
+
+
+def goes_on(path: Path, checkpoint: str | None, *, whole_run: bool = True) -> int:
+    """Opens the ledger as a resumed run does; how often the budget is paid for afterwards."""
+    with opened(path, resumed_from=checkpoint) as ledger:
+        ledger.pay_once("label budget", WHOLE, whole_run=whole_run)
+    return len(read_ledger(path).payments)
+
+
+def test_a_clean_stop_lets_one_process_go_on_under_the_same_budget(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    begun(path)
+    assert goes_on(path, "a checkpoint") == 1
+    assert (
+        goes_on(path, "a checkpoint") == 2
+    )  # that process was killed: the checkpoint is no longer all there is
+    assert goes_on(path, "a checkpoint") == 3
+
+
+@pytest.mark.parametrize("checkpoint", ["another", None])
+def test_another_checkpoint_pays_again_and_uses_the_stop_up(tmp_path: Path, checkpoint: str | None) -> None:
+    path = tmp_path / "ledger.jsonl"
+    begun(path)
+    assert goes_on(path, checkpoint) == 2
+    assert goes_on(path, "a checkpoint") == 3
+
+
+def test_what_is_drawn_at_once_is_paid_for_again(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    begun(path)
+    assert goes_on(path, "a checkpoint", whole_run=False) == 2
+
+
+def test_a_killed_budget_says_what_ended_it(tmp_path: Path) -> None:
+    path, budget = tmp_path / "ledger.jsonl", Budget(epsilon=2.0, delta=1e-5)
+    with opened(path, budget=budget) as ledger:
+        ledger.pay_once("label budget", WHOLE, whole_run=True)
+    with opened(path, budget=budget) as ledger:
+        message = "'label budget' was paid for.*was killed.*more than epsilon 2.*Start a new run folder"
+        with pytest.raises(BudgetExceeded, match=message):
+            ledger.pay_once("label budget", WHOLE, whole_run=True)
+
+
+# Witnesses
+
+
+def written(path: Path, *, multiplier: float = 2.0, steps: int = 20) -> Position:
+    with opened(path) as ledger:
+        for step in range(steps):
+            ledger.pay(
+                step, PoissonGaussian(noise_multiplier=multiplier, sampling_probability=0.1), until=steps
+            )
+        return ledger.position
+
+
+def test_a_witness_knows_a_prefix(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    assert read_position(path) == Position()
+    position = written(path)
+    assert read_position(path) == position
+    assert Position.from_json(json.loads(json.dumps(position.to_json()))) == position
+    witness = Witness(name="checkpoint step-5", position=position)
+    last = Witness(name="summary.json", position=position, final=True)
+    read_ledger(path, witnesses=[witness, last])
+    with opened(path) as ledger:
+        ledger.pay(20, STEP)
+    read_ledger(path, witnesses=[witness, Witness(name="the first", position=Position())])
+    with pytest.raises(LedgerCorrupt, match="line 5: was added after summary.json"):
+        read_ledger(path, witnesses=[last])
+
+
+def older(path: Path) -> None:
+    entries = read_journal(path)
+    rewrite(path, entries[:2])
+
+
+def dearer(path: Path) -> None:
+    path.unlink()
+    path.with_suffix(".head").unlink()
+    written(path, multiplier=9.0)
+
+
+def rewrite(path: Path, entries: list[dict]) -> None:
+    """A valid journal with other lines: the hashes have no key."""
+    path.unlink()
+    path.with_suffix(".head").unlink()
+    journal = Journal(path)
+    for entry in entries:
+        journal.append(entry)
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    ("attack", "message"), [(older, "line 3: is missing: checkpoint step-5"), (dearer, "line 4: is not the line")]
+)  # fmt: skip
+def test_an_older_or_rewritten_ledger_is_refused(
+    tmp_path: Path, attack: Callable[[Path], None], message: str
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    witness = Witness(name="checkpoint step-5", position=written(path))
+    attack(path)
+    read_ledger(path)  # by itself it is a ledger
+    before = path.read_bytes()
+    for read in (lambda: read_ledger(path, witnesses=[witness]), lambda: opened(path, witnesses=[witness])):
+        with pytest.raises(LedgerCorrupt, match=message):
+            read()
+    assert path.read_bytes() == before
+
+
+def test_require_covers_finds_a_step_that_is_not_paid_for(tmp_path: Path) -> None:
+    written(tmp_path / "ledger.jsonl", steps=4)
+    with opened(tmp_path / "ledger.jsonl") as ledger:
+        ledger.require_covers(4)
+        with pytest.raises(LedgerCorrupt, match="step 4 was computed .5 steps were. but is not paid for"):
+            ledger.require_covers(5)

@@ -1,0 +1,140 @@
+"""Selection among a Poisson number of trials: known values, an exact instance, high precision, the paper's numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.integrate import quad
+from scipy.optimize import brentq
+from scipy.special import ndtr
+from scipy.stats import norm
+
+from accounting.composition import guarantees
+from accounting.guarantee import Adjacency, Release, Status
+from accounting.selection.mechanism import PrivateSelection
+from accounting.selection.private_selection import (
+    gaussian_delta,
+    refined_delta,
+    refined_epsilon,
+    renyi_epsilon,
+    selection_bounds,
+    theorem_epsilon,
+)
+
+DELTA = 1e-5
+MUS = {1.33: 0.3473, 4.76: 1.0749}
+"""mu of the paper's two base epsilons at delta 1e-5."""
+
+
+@pytest.mark.parametrize(
+    ("base", "mean", "theorem", "refined", "renyi"),
+    [(1.33, 20, 4.32, 3.72, 3.78), (4.76, 20, 13.64, 12.51, 12.77), (1.33, 10, 2.89, None, None),
+     (4.76, 10, 9.40, None, None), (1.33, 5, None, 2.01, None), (4.76, 5, None, 6.93, None)],
+)  # fmt: skip
+def test_known_values(base: float, mean: float, theorem: float, refined: float, renyi: float) -> None:
+    values = ((theorem_epsilon, theorem), (refined_epsilon, refined), (renyi_epsilon, renyi))
+    for bound, expected in values:
+        if expected is not None:
+            assert bound(MUS[base], mean, DELTA) == pytest.approx(expected, abs=0.025)
+
+
+@pytest.mark.parametrize(("base", "claimed"), [(1.33, 2.88), (4.76, 8.91)])
+def test_the_papers_numbers_are_not_what_its_theorem_gives_at_20_trials(base: float, claimed: float) -> None:
+    assert theorem_epsilon(MUS[base], 20, DELTA) > 1.45 * claimed
+    fitting = brentq(lambda m: theorem_epsilon(MUS[base], m, DELTA) - claimed, 1, 20)
+    assert 8.5 < fitting < 10.5
+
+
+def exact_delta(mu: float, mean: float, epsilon: float) -> float:
+    """The score is the output itself, N(0, 1) against N(mu, 1), both directions: densities in closed form."""
+
+    def density(y: float, shift: float) -> float:
+        return mean * math.exp(-mean * ndtr(shift - y)) * norm.pdf(y - shift)
+
+    def excess(y: float, first: float, second: float) -> float:
+        return max(density(y, first) - math.exp(epsilon) * density(y, second), 0.0)
+
+    return max(
+        quad(excess, -9, 9 + mu, args=pair, limit=400, epsabs=1e-12)[0] for pair in ((0.0, mu), (mu, 0.0))
+    )
+
+
+@pytest.mark.parametrize("mean", [0.5, 5.0, 20.0])
+@pytest.mark.parametrize("mu", [0.3473, 1.0749])
+def test_no_bound_is_below_an_exact_instance(mu: float, mean: float) -> None:
+    for epsilon in (0.5, 2.0, 5.0):
+        assert refined_delta(mu, mean, epsilon) >= exact_delta(mu, mean, epsilon)
+    bounds = selection_bounds(mu, mean, DELTA)
+    assert exact_delta(mu, mean, bounds.upper) <= DELTA
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-9])
+@pytest.mark.parametrize("mean", [0.5, 20.0])
+@pytest.mark.parametrize("mu", [5.0, 8.0, 24.0])
+def test_weakly_private_trials_do_not_lose_the_upper_tail(mu: float, mean: float, delta: float) -> None:
+    """The exact instance again, on a grid: its delta lies where 1 - Phi is below the rounding of doubles."""
+    y = np.linspace(mu - 9, mu + 9, 100_001)
+
+    def log_density(shift: float) -> np.ndarray:
+        return math.log(mean) - mean * ndtr(shift - y) + norm.logpdf(y - shift)
+
+    epsilon = selection_bounds(mu, mean, delta).upper
+    excess = np.exp(log_density(mu)) - np.exp(log_density(0.0) + epsilon)
+    assert np.trapezoid(np.maximum(excess, 0), y) <= delta
+
+
+def test_the_exact_instance_of_20_trials() -> None:
+    for base, expected in ((1.33, 2.72), (4.76, 8.24)):
+        found = brentq(lambda e, mu=MUS[base]: exact_delta(mu, 20, e) - DELTA, 0.8 * expected, 1.2 * expected)
+        assert found == pytest.approx(expected, abs=0.02)
+
+
+def test_planted_fault_the_base_epsilon_alone_is_refuted() -> None:
+    """What a search that forgot its trials would print."""
+    for base, mu in MUS.items():
+        assert exact_delta(mu, 20, base) > 2 * DELTA
+
+
+@pytest.mark.parametrize("mu", [0.05, 0.3473, 1.0749, 3.0])
+@pytest.mark.parametrize("mean", [1.0, 8.0])
+def test_the_refined_bound_against_direct_integration(mu: float, mean: float) -> None:
+    """The integrand at a fine grid of a, without cells or envelopes, is at most the bound and close to it."""
+    a = np.concatenate([[0.0], np.logspace(-12, 0, 4000)])
+    gain = ndtr(mu + norm.ppf(a)) - a
+
+    def integrand(x: float, epsilon: float) -> float:
+        ratio = math.exp(mu * x - mu**2 / 2)
+        best = np.max(np.exp(-mean * a) * (ratio - np.exp(epsilon - mean * gain)))
+        return max(float(best), 0.0) * norm.pdf(x)
+
+    epsilon = refined_epsilon(mu, mean, 1e-3)
+    x = np.linspace(-8, 8 + mu, 3000)
+    direct = mean * float(np.trapezoid([integrand(v, epsilon) for v in x], x))
+    assert 0.9 * direct <= 1e-3 * 1.001
+    assert refined_delta(mu, mean, epsilon) >= direct * 0.999
+
+
+def test_more_trials_and_less_noise_cost_more() -> None:
+    by_mean = [selection_bounds(0.5, m, DELTA).upper for m in (0.5, 1, 2, 5, 10, 20, 50)]
+    by_mu = [selection_bounds(mu, 5, DELTA).upper for mu in (0.01, 0.1, 0.3, 1.0, 3.0)]
+    assert by_mean == sorted(by_mean)
+    assert by_mu == sorted(by_mu)
+
+
+def test_gaussian_profile() -> None:
+    assert gaussian_delta(0.3473, 0.0) == pytest.approx(0.1379, abs=1e-4)
+    assert gaussian_delta(1.0749, 4.76) == pytest.approx(DELTA, rel=0.02)
+
+
+def test_statement_and_several_searches() -> None:
+    one = PrivateSelection(mean=5, mu=0.3473)
+    (guarantee,) = guarantees([one], delta=DELTA, enforced=True)
+    assert guarantee.status is Status.PROVEN
+    assert (guarantee.adjacency, guarantee.release) == (Adjacency.REPLACE_ONE, Release.LAST_ITERATE)
+    assert guarantee.epsilon == pytest.approx(2.01, abs=0.01)
+    (two,) = guarantees([one.repeated(2)], delta=DELTA)
+    assert two.epsilon == pytest.approx(2 * selection_bounds(0.3473, 5, DELTA / 2).upper)
+    with pytest.raises(ValueError, match=r"mean = 0: must be finite and above 0"):
+        PrivateSelection(mean=0, mu=1.0)

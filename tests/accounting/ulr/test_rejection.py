@@ -1,0 +1,160 @@
+"""The sampled Gaussian mechanism with rejection: the bound against quadrature in both directions, and known values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+from scipy.stats import binom, norm
+
+from accounting.composition import guarantees
+from accounting.guarantee import Adjacency, Status
+from accounting.mechanisms import Gaussian
+from accounting.ulr.mechanisms import PublishedUlr, RejectionGaussian
+from accounting.ulr.published import published_rdp
+from accounting.ulr.rejection import mixture_of, renyi_curve
+
+CASES = ((24, 0.2, 4, 4.0), (100, 0.2, 20, 4.0), (100, 0.2, 20, 1.0), (50, 0.05, 5, 0.7), (40, 0.5, 1, 2.0))
+"""N, q, N_B, z."""
+ALL_VALUES = (-1.0, 0.0, 1.0)
+
+
+def run_of(n: int, q: float, least: int, z: float, steps: int = 1) -> RejectionGaussian:
+    return RejectionGaussian(
+        noise_multiplier=z, sampling_probability=q, n_records=n, min_batch_size=least, steps=steps
+    )
+
+
+def densities(n: int, q: float, least: int, z: float, others: float, new: float) -> tuple[np.ndarray, ...]:
+    """Grid spacing, output densities without and with the new record, the others all alike, by their definition."""
+    reach = n * abs(others) + 2 + 14 * z
+    grid = np.linspace(-reach, reach, 60_001)
+    without, with_new = np.zeros_like(grid), np.zeros_like(grid)
+    for k in range(n + 1):
+        mass = binom.pmf(k, n, q)
+        if k >= least:
+            without += mass * norm.pdf(grid, k * others, z)
+            with_new += (1 - q) * mass * norm.pdf(grid, k * others, z)
+        if k + 1 >= least:
+            with_new += q * mass * norm.pdf(grid, k * others + new, z)
+    step = grid[1] - grid[0]
+    return np.array(step), without / (without.sum() * step), with_new / (with_new.sum() * step)
+
+
+def renyi(order: float, step: np.ndarray, p: np.ndarray, q: np.ndarray) -> float:
+    keep = (p > 1e-300) & (q > 1e-300)
+    logs = order * np.log(p[keep]) - (order - 1) * np.log(q[keep])
+    return float(np.log(np.exp(logs).sum() * step) / (order - 1))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_neighbours_exceed_the_bound_in_either_direction(case: tuple[int, float, int, float]) -> None:
+    exceeded = False
+    for others, new in product(ALL_VALUES, (-1.0, 1.0)):
+        step, without, with_new = densities(*case, others, new)
+        for order, bound in zip((2.0, 4.0, 8.0), renyi_curve(run_of(*case), (2.0, 4.0, 8.0)), strict=True):
+            exact = max(renyi(order, step, without, with_new), renyi(order, step, with_new, without))
+            assert exact <= bound * (1 + 1e-6)
+            plain = renyi_curve(run_of(case[0], case[1], 1, case[3]), (order,))[
+                0
+            ]  # planted: rejection ignored
+            exceeded |= exact > plain * (1 + 1e-6)
+    assert exceeded or case[2] == 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_hockey_sticks_stay_below_the_mixture_that_is_composed(case: tuple[int, float, int, float]) -> None:
+    mixture, z = mixture_of(case[1], case[0], case[2]), case[3]
+    for others, new in product(ALL_VALUES, (-1.0, 1.0)):
+        step, without, with_new = densities(*case, others, new)
+        for direction, p, q in (
+            (AdjacencyType.REMOVE, with_new, without),
+            (AdjacencyType.ADD, without, with_new),
+        ):
+            for epsilon in (0.0, 0.05, 0.3, 1.0):
+                exact = float(np.maximum(p - math.exp(epsilon) * q, 0).sum() * step)
+                bound = sum(
+                    share
+                    * GaussianPrivacyLoss(
+                        noise, sampling_prob=mixture.probability, adjacency_type=direction
+                    ).get_delta_for_epsilon(epsilon)
+                    for share, noise in ((1 - mixture.share, z), (mixture.share, z / 2))
+                )
+                assert exact <= bound + 1e-7  # the quadrature's own error
+
+
+def test_the_reference_cases() -> None:
+    """Order 4, N = 100, q = 0.2, N_B = 20, z = 4: exact 1.59e-2, eq. 10 5.63e-2, the bound 2.28e-2."""
+    case = (100, 0.2, 20, 4.0)
+    found = []
+    for others, new in product(ALL_VALUES, (-1.0, 1.0)):
+        step, without, with_new = densities(*case, others, new)
+        found += [renyi(4.0, step, without, with_new), renyi(4.0, step, with_new, without)]
+    assert max(found) == pytest.approx(1.59e-2, rel=5e-3)
+    assert renyi_curve(run_of(*case), (4.0,))[0] == pytest.approx(2.28e-2, rel=5e-3)
+    paper = PublishedUlr(
+        target_std=4,
+        sampling_probability=0.2,
+        n_records=100,
+        min_batch_size=20,
+        modules=1,
+        largest_module=1,
+        sampled=True,
+    )
+    assert published_rdp(paper, 4.0) == pytest.approx(5.63e-2, rel=5e-3)
+
+
+@pytest.mark.parametrize(("z", "renyi_value"), [(1, 17.8), (2, 2.50), (4, 0.873), (8, 0.397)])
+def test_composed_epsilon_is_at_most_the_references(z: float, renyi_value: float) -> None:
+    """N = 60,000, batches of at least 500 = q N, 25 epochs, by Renyi divergences there; sharper here."""
+    (guarantee,) = guarantees([run_of(60_000, 1 / 120, 500, z, steps=3000)], delta=1e-5)
+    assert 0.85 * renyi_value < guarantee.epsilon <= renyi_value * 1.004
+    assert (guarantee.status, guarantee.adjacency) == (Status.PROVEN, Adjacency.ADD_OR_REMOVE_ONE)
+
+
+def test_no_rejection_is_the_plain_sampled_gaussian() -> None:
+    mixture = mixture_of(0.1, 1000, 1)
+    assert mixture.probability == pytest.approx(0.1, rel=1e-9)
+    assert mixture.share < 1e-9
+    assert mixture_of(1.0, 50, 20).share == 0
+
+
+@pytest.mark.parametrize(("q", "least"), [(0.01, 10), (0.05, 50), (0.2, 150), (0.5, 480)])
+def test_both_parameters_fall_as_the_data_set_grows(q: float, least: int) -> None:
+    """What lets N be a lower limit."""
+    found = [mixture_of(q, n, least) for n in range(1000, 3000, 50)]
+    for earlier, later in pairwise(found):
+        assert later.probability <= earlier.probability * (1 + 1e-9)
+        assert later.share <= earlier.share + 1e-9
+
+
+def test_parameters_against_sums_over_batch_sizes() -> None:
+    n, q, least = 30, 0.3, 8
+    mass = binom.pmf(np.arange(n + 1), n, q)
+    above, near = mass[least:].sum(), mass[least - 1 :].sum()
+    mean = (np.arange(least, n + 1) * mass[least:]).sum() / above
+    mean_near = (np.arange(least - 1, n + 1) * mass[least - 1 :]).sum() / near
+    mixture = mixture_of(q, n, least)
+    assert mixture.probability == pytest.approx(q * near / (q * near + (1 - q) * above), rel=1e-9)
+    assert mixture.share == pytest.approx(mean - mean_near, rel=1e-9)
+
+
+def test_batches_too_rare_for_doubles_count_as_the_worst_pair() -> None:
+    """P(X >= N_B) is below 1e-308: no sampling, and 2 C apart, so a Gaussian of half the noise."""
+    (guarantee,) = guarantees([run_of(1000, 1e-100, 10, 8.0)], delta=1e-5)
+    (plain,) = guarantees([Gaussian(noise_multiplier=4.0)], delta=1e-5)
+    assert plain.epsilon <= guarantee.epsilon <= 1.01 * plain.epsilon
+
+
+def test_orders_that_fail_are_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    guarantees([run_of(1000, 0.5, 10, 1e5)], delta=1e-5)
+    assert not caplog.records
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match="min_batch_size = 31: must be at most n_records = 30"):
+        replace(run_of(30, 0.1, 3, 1.0), min_batch_size=31)

@@ -1,0 +1,185 @@
+"""Zeroth-order training: published noise levels, closed forms, several directions on one batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import mpmath
+import numpy as np
+import pytest
+
+from accounting import Adjacency, Status, Unit, ZoGaussian, ZoLaplace, calibrate, guarantees
+from accounting.guarantee import Guarantee
+from accounting.mechanisms import Mechanism, PoissonGaussian, PoissonLaplace, mechanism_from_json
+from accounting.zeroth_order.scalar_noise import composed_pure_epsilon, cut_delta, sampled_pure_epsilon
+
+DELTA = 1e-5
+GAUSSIAN = ZoGaussian(
+    noise_multiplier=16.4, sampling_probability=16 / 1000, clip_norm=0.05, divisor=16, steps=75_000
+)
+LAPLACE = ZoLaplace(scale=10.5, sampling_probability=20 / 1000, clip_norm=0.05, divisor=20, steps=2000)
+
+
+def _only(mechanism: Mechanism, delta: float) -> Guarantee:
+    (guarantee,) = guarantees([mechanism], delta=delta)
+    return guarantee
+
+
+def test_published_gaussian_row() -> None:
+    """Table 16 of the paper: sigma 16.4 for epsilon 1."""
+    found = _only(GAUSSIAN, DELTA)
+    assert round(found.epsilon, 2) == 1.0
+    assert (found.unit, found.adjacency, found.status) == (
+        Unit.RECORD,
+        Adjacency.ADD_OR_REMOVE_ONE,
+        Status.PROVEN,
+    )
+    device = _only(replace(GAUSSIAN, device_noise=True), DELTA)
+    assert (device.status, device.epsilon) == (Status.PROVEN_UNDER_DEVICE_MODEL, found.epsilon)
+
+
+@pytest.mark.parametrize(
+    ("scale", "records", "epsilon"), [(10.5, 1000, 4), (4.5, 1000, 10), (3.2, 1000, 15), (2.5, 5000, 4)]
+)
+def test_published_pure_rows(scale: float, records: int, epsilon: int) -> None:
+    """Table 12, and the closed form written out."""
+    q = 20 / records
+    found = _only(replace(LAPLACE, scale=scale, sampling_probability=q), 0.0)
+    assert round(found.epsilon) == epsilon
+    assert found.epsilon == pytest.approx(2000 * math.log(1 + q * (math.exp(1 / scale) - 1)), rel=1e-12)
+
+
+@pytest.mark.parametrize(("directions", "steps"), [(1, 2000), (3, 7)])
+def test_a_pure_statement_names_what_cut_tails_cost(directions: int, steps: int) -> None:
+    """Each released number is off with probability 2^-63: N of them in total variation N 2^-63."""
+    mechanism = replace(LAPLACE, directions=directions, steps=steps)
+    found = _only(mechanism, 0.0)
+    expected = (1 + math.exp(found.epsilon)) * directions * steps * 2.0**-63
+    assert cut_delta([mechanism], found.epsilon) == pytest.approx(expected, rel=1e-12)
+    (tails,) = [a for a in found.assumptions if "tail" in a.text]
+    assert tails.holds is None
+    assert f"adds {expected:.1g} to delta = 0" in tails.text
+    assert cut_delta([mechanism, mechanism], found.epsilon) == pytest.approx(2 * expected, rel=1e-12)
+    assert cut_delta([mechanism], math.inf) == 1.0
+    assert not [a for a in _only(GAUSSIAN, DELTA).assumptions if "tail" in a.text]
+
+
+def test_gaussian_noise_has_no_pure_epsilon() -> None:
+    found = _only(GAUSSIAN, 0.0)
+    assert math.isinf(found.epsilon)
+    assert found.reason
+
+
+def test_a_delta_makes_laplace_cheaper_than_its_closed_form() -> None:
+    """Table 13: b = 16.3 over 75,000 steps gives 1, where the closed form gives 76."""
+    ran = ZoLaplace(scale=16.3, sampling_probability=16 / 1000, clip_norm=0.05, divisor=16, steps=75_000)
+    assert round(_only(ran, DELTA).epsilon, 2) == 0.99
+    assert _only(ran, 0.0).epsilon > 70
+
+
+def test_directions_of_one_batch_cost_more_than_steps_of_their_own() -> None:
+    """The planted fault would count n directions as n separately sampled steps."""
+    together = _only(replace(GAUSSIAN, directions=4, steps=1000), DELTA).epsilon
+    fault = _only(replace(GAUSSIAN, steps=4000), DELTA).epsilon
+    alike = PoissonGaussian(noise_multiplier=8.2, sampling_probability=0.016, steps=1000)
+    assert together == _only(alike, DELTA).epsilon
+    assert together > fault
+    pure = _only(replace(LAPLACE, directions=4), 0.0).epsilon
+    assert pure == pytest.approx(2000 * math.log(1 + 0.02 * (math.exp(4 / 10.5) - 1)), rel=1e-12)
+    assert pure > _only(replace(LAPLACE, steps=8000), 0.0).epsilon
+
+
+def test_one_direction_is_the_standard_mechanism() -> None:
+    alike = PoissonLaplace(scale=10.5, sampling_probability=0.02, steps=2000)
+    for delta in (0.0, DELTA):
+        assert _only(LAPLACE, delta).epsilon == _only(alike, delta).epsilon
+
+
+def test_pure_steps_against_the_binomial_law() -> None:
+    """The oracle: n responses have the loss (2 k - n) epsilon with k binomial, and delta is a finite sum."""
+    step, n = 0.3, 7
+    keep = 1 / (1 + math.exp(-step))
+    epsilon = composed_pure_epsilon(step, n, 0.01)
+    masses = [math.comb(n, k) * keep**k * (1 - keep) ** (n - k) for k in range(n + 1)]
+    losses = [(2 * k - n) * step for k in range(n + 1)]
+    spent = sum(m * max(0.0, 1 - math.exp(epsilon - loss)) for m, loss in zip(masses, losses, strict=True))
+    assert spent == pytest.approx(0.01, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("step", "n", "delta"),
+    [(0.3, 50, 1e-16), (0.01, 1000, 1e-16), (1e-4, 10**6, 1e-5), (1e-4, 10**6, 1e-10), (1e-4, 10**7, 1e-5)],
+)
+def test_many_pure_steps_hold_in_high_precision(step: float, n: int, delta: float) -> None:
+    """The same sum in 40 digits: what a Fourier transform of 10^6 steps rounds away is above a small delta."""
+    epsilon = composed_pure_epsilon(step, n, delta)
+    with mpmath.workdps(40):
+        odds = mpmath.exp(mpmath.mpf(step))
+        k = math.floor((epsilon / step + n) / 2) + 1
+        mass = mpmath.exp(
+            mpmath.loggamma(n + 1) - mpmath.loggamma(k + 1) - mpmath.loggamma(n - k + 1)
+            + k * mpmath.log(odds / (1 + odds)) - (n - k) * mpmath.log(1 + odds)
+        )  # fmt: skip
+        spent = mpmath.mpf(0)
+        while k <= n and mass > delta * mpmath.mpf(10) ** -12:
+            spent += mass * (1 - mpmath.exp(epsilon - (2 * k - n) * mpmath.mpf(step)))
+            mass *= mpmath.mpf(n - k) / (k + 1) * odds
+            k += 1
+    assert 0.999 * delta < spent <= delta
+
+
+def test_two_laplace_directions_against_enumeration() -> None:
+    """The true delta of one step at the stated epsilon, integrated on a grid, stays below the stated one."""
+    b, q, delta = 2.0, 0.3, 0.02
+    ran = ZoLaplace(scale=b, sampling_probability=q, clip_norm=1.0, divisor=1.0, directions=2)
+    epsilon = _only(ran, delta).epsilon
+    step = 0.02
+    grid = np.arange(-40, 41, step) + step / 2
+    with_record, without = (np.exp(-np.abs(grid - shift) / b) / (2 * b) * step for shift in (1.0, 0.0))
+    here = np.outer(without, without)
+    there = (1 - q) * here + q * np.outer(with_record, with_record)
+    for first, second in ((there, here), (here, there)):
+        assert np.maximum(first - math.exp(epsilon) * second, 0).sum() <= delta
+    assert epsilon < sampled_pure_epsilon(2 / b, q)
+
+
+@pytest.mark.parametrize("delta", [0.0, DELTA])
+def test_calibration_reaches_its_target_from_below(delta: float) -> None:
+    for start in [LAPLACE] if delta == 0 else [LAPLACE, GAUSSIAN]:
+        found, guarantee = calibrate(start, target_epsilon=4.0, delta=delta)
+        assert 3.99 < guarantee.epsilon <= 4.0
+        assert _only(found.with_noise(found.noise * 0.99), delta).epsilon > 4.0
+
+
+def test_ledger_form_and_description() -> None:
+    for mechanism, more in product((GAUSSIAN, LAPLACE), (1, 3)):
+        ran = replace(mechanism, directions=more)
+        assert mechanism_from_json(ran.to_json()) == ran
+        assert f"{more} direction" in ran.describe()
+
+
+def test_events_compose_directions_within_the_sample() -> None:
+    from dp_accounting.pld import PLDAccountant
+
+    ran = replace(GAUSSIAN, directions=4, steps=100)
+    theirs = PLDAccountant().compose(ran.event()).get_epsilon(DELTA)
+    assert _only(ran, DELTA).epsilon == pytest.approx(theirs, rel=5e-3)
+    assert not PLDAccountant().supports(replace(LAPLACE, directions=2).event())
+    assert PLDAccountant().supports(replace(LAPLACE, directions=1).event())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip_norm": 0.0}, "clip_norm = 0.0: must be finite and above 0"),
+        ({"directions": 0}, "directions = 0: must be at least 1"),
+        ({"sampling_probability": 0.0}, "sampling_probability = 0.0"),
+        ({"divisor": math.inf}, "divisor = inf"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, float], message: str) -> None:
+    for mechanism in (GAUSSIAN, LAPLACE):
+        with pytest.raises(ValueError, match=message):
+            replace(mechanism, **change)

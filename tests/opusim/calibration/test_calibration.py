@@ -1,0 +1,218 @@
+"""Certificates: limits that hold, laws that are refused, files that come back, devices that are compared."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opusim.calibration.calibrate import Calibration, Plan, calibrate
+from opusim.calibration.certificate import load_certificate
+from opusim.calibration.check import compare, require_noise
+from opusim.calibration.drift import decorrelation_time, sparse_patterns
+from opusim.calibration.reading_noise import evaluate_readings, std_lower_limit
+from opusim.calibration.report import write_report
+from opusim.description.loading import load_description
+from opusim.devices.registry import open_device
+from opusim.errors import ConfigError, NoiseBelowCertificate
+from opusim.noise import GaussianNoise, PhotonCountNoise
+from opusim.testing.faults import Fault, faulty_device
+
+pytestmark = pytest.mark.compiled
+
+PLAN = Plan(frames=12, light_levels=10, dark_levels=4)
+WINDOW = {"n_inputs": 12, "n_outputs": 600}
+
+
+def calibration(name: str, seed: int, **options: object) -> Calibration:
+    with open_device(name, seed=seed, **WINDOW | options) as device:
+        return calibrate(device, plan=PLAN, readings=60, beta=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "camera", "camera_low_light"])
+def test_a_certificate_comes_back_and_is_stated_by_the_device(name: str, tmp_path: Path, seed: int) -> None:
+    found = calibration(name, seed)
+    path = tmp_path / "certificate.toml"
+    found.certificate.write(path)
+    assert load_certificate(path) == found.certificate
+    with (
+        open_device(name, seed=seed, **WINDOW) as plain,
+        open_device(name, seed=seed, certificate=path, **WINDOW) as sure,
+    ):
+        assert sure.noise.beta == 1e-4
+        assert plain.noise.beta == 0
+        described, stated = plain.noise, sure.noise
+    if isinstance(stated, GaussianNoise):
+        assert 0.45 * described.min_std < stated.min_std < described.min_std
+    else:
+        assert np.all(stated.rate_low <= described.rate_low)
+        assert np.all(stated.rate_low > 0.8 * np.asarray(described.rate_low))
+        assert np.all(
+            (stated.rate_high >= described.rate_high) & (stated.rate_high < 1.2 * described.rate_high)
+        )
+
+
+def test_the_gaussian_limit_is_passed_as_rarely_as_it_says(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    beta, runs = 0.05, 1500
+    above = dict.fromkeys((1, 5), 0)
+    for outputs in above:
+        for _ in range(runs):
+            readings = 2.7 * random.standard_normal((60, outputs))
+            above[outputs] += std_lower_limit([readings], beta=beta) > 2.7
+    tolerance = 5 * np.sqrt(beta * (1 - beta) / runs)
+    assert abs(above[1] / runs - beta) < tolerance  # exact for one output
+    assert above[5] / runs < beta + tolerance
+
+
+def test_what_a_reading_adds_to_its_predecessor_is_certified(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    values, fresh = np.zeros((4000, 3)), random.standard_normal((4000, 3))
+    for t in range(1, 4000):
+        values[t] = 0.8 * values[t - 1] + fresh[t]
+    found = evaluate_readings(values, beta=0.05)
+    assert found.successive == pytest.approx(0.8, abs=0.05)
+    assert found.smallest_std_low == pytest.approx(1.0, abs=0.1)
+
+
+def test_quantised_readings_of_a_gaussian_device_get_no_certificate(seed: int) -> None:
+    with open_device("gaussian", seed=seed, noise={"sigma": 0.1}, **WINDOW) as device:
+        project = device._project
+        device._project = lambda x: project(x).mul(5).round().div(5)
+        found = calibrate(device, readings=60)
+        assert found.certificate.noise is None
+        with pytest.raises(ConfigError, match="certifies no law"):
+            device.attach_certificate(found.certificate)
+
+
+@pytest.mark.slow
+def test_drift_time_is_covered_at_its_rate(seed: int) -> None:
+    drift = {"decorrelation_s": 50.0, "seconds_per_step": 1.0}
+    hits = []
+    for number in range(400):
+        window = {"n_inputs": 30, "n_outputs": 400, "seed": seed + number, "medium": {"seed": seed + number}}
+        with open_device(
+            "camera_low_light", camera={"drift": drift, "anchor": {"frames": 0}}, **window
+        ) as device:
+            patterns = sparse_patterns(30, 10, number)
+            first, again = (device.intensities(patterns).numpy() for _ in range(2))
+            device.drift_to(15.0)
+            later = device.intensities(patterns).numpy()
+        found = decorrelation_time(first, again, later, elapsed_s=15.0, confidence=0.9)
+        hits.append((found.covers(50.0), found.covers(65.0)))
+    covered, wrong = np.mean(hits, axis=0)
+    assert abs(covered - 0.9) < 5 * np.sqrt(0.9 * 0.1 / 400), covered
+    assert abs(wrong - 0.9) > 5 * np.sqrt(0.9 * 0.1 / 400), wrong
+
+
+def test_drift_time_is_found(seed: int) -> None:
+    drift = {"decorrelation_s": 50.0, "seconds_per_step": 1.0}
+    found = calibration("camera_low_light", seed, camera={"drift": drift}).certificate.estimates[
+        "decorrelation_s"
+    ]
+    assert found.low < 50 * 1.2
+    assert found.high > 50 * 0.8
+    assert found.high - found.low < 25
+
+
+def test_a_device_that_has_not_changed_agrees_with_its_certificate(seed: int) -> None:
+    old, new = calibration("camera_low_light", seed), calibration("camera_low_light", seed + 1)
+    assert all(row.agrees for row in compare(old.certificate, new))
+    require_noise(old.certificate, new)
+
+
+def test_a_colder_or_brighter_device_is_below_its_certificate(seed: int) -> None:
+    old = calibration("camera_low_light", seed).certificate
+    cold = calibration("camera_low_light", seed, camera={"dark": {"temperature_c": 10.0}})
+    assert not next(row for row in compare(old, cold) if row.name == "dark_current_e_per_s").agrees
+    with pytest.raises(NoiseBelowCertificate, match="the dark charge is at most"):
+        require_noise(old, cold)
+    bright = calibration("camera_low_light", seed, camera={"light": {"anchor_flux_per_s": 1250.0}})
+    law = bright.certificate.noise.model_copy(update={"light_ratio_low": 1.3})
+    with pytest.raises(NoiseBelowCertificate, match="the light is at least 1.3"):
+        require_noise(old, replace(bright, certificate=bright.certificate.model_copy(update={"noise": law})))
+
+
+def test_a_quieter_gaussian_device_is_below_its_certificate(seed: int) -> None:
+    old = calibration("gaussian", seed).certificate
+    quiet = calibration("gaussian", seed, noise={"sigma": 0.02})
+    with pytest.raises(NoiseBelowCertificate, match="the smallest standard deviation is at most"):
+        require_noise(old, quiet)
+
+
+def test_a_check_does_not_pass_without_a_law_or_on_readings_that_fail(seed: int) -> None:
+    """Planted: a certificate without a law, and a device whose new frames certify none, were both said to be sound."""
+    old, new = calibration("camera_low_light", seed), calibration("camera_low_light", seed + 1)
+    without = old.certificate.model_copy(update={"noise": None})
+    with pytest.raises(ConfigError, match="certifies no law"):
+        require_noise(without, new)
+    failed = [test.model_copy(update={"holds": False}) for test in new.certificate.tests[:1]]
+    worse = new.certificate.model_copy(update={"noise": None, "tests": failed})
+    with pytest.raises(
+        NoiseBelowCertificate, match="tests now speak against the certified law: light does not"
+    ):
+        require_noise(old.certificate, replace(new, certificate=worse))
+
+
+def test_a_certificate_of_another_device_or_state_is_refused(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "certificate.toml"
+    calibration("gaussian", seed).certificate.write(path)
+    with pytest.raises(ConfigError, match="is that of 'gaussian'"):
+        open_device("camera", certificate=path, **WINDOW)
+    with pytest.raises(ConfigError, match="was made for another description"):
+        open_device("gaussian", certificate=path, noise={"sigma": 0.2}, **WINDOW)
+    with pytest.raises(
+        ConfigError, match="covers 600 outputs, the window has 601; calibrate with --outputs 601"
+    ):
+        open_device("gaussian", certificate=path, n_inputs=12, n_outputs=601)
+    open_device("gaussian", certificate=path, n_inputs=12, n_outputs=599)
+    path.write_text(path.read_text().replace("beta = 0.0001", "beta = 2.0"))
+    with pytest.raises(ConfigError, match="beta: Input should be less than 1"):
+        load_certificate(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_certificate(tmp_path / "none.toml")
+    path.write_text(path.read_text().replace("schema = 2", "schema = 1"))
+    with pytest.raises(ConfigError, match="schema: 1 rests on tests that miss light that varies"):
+        load_certificate(path)
+
+
+def test_the_report_holds_everything_it_shows(tmp_path: Path, seed: int) -> None:
+    for name in ("camera", "gaussian"):
+        path = tmp_path / f"{name}.html"
+        found = calibration(name, seed)
+        write_report(found, path)
+        text = path.read_text()
+        assert text.count("data:image/png;base64,") == (2 if name == "camera" else 1)
+        assert "http" not in text
+        assert "Certified noise" in text
+
+
+def test_photon_count_weights_carry_through_json() -> None:
+    noise = PhotonCountNoise(
+        rate_low=np.ones((2, 3)),
+        rate_high=np.full((2, 3), 2.7),
+        weight=np.ones((2, 3)) * 0.5,
+        added_variance=0.1,
+        beta=0.01,
+    )
+    assert PhotonCountNoise.from_json(noise.to_json()) == noise
+    low, high = noise.variance_bounds()
+    np.testing.assert_allclose(low, 2 * 0.25 + 0.1)
+    np.testing.assert_allclose(high, 2 * 0.25 * 2.7 + 0.1)
+
+
+def test_the_scale_of_a_devices_readings_is_measured_and_compared(seed: int) -> None:
+    """Light twice as strong leaves the noise as it is: the scale alone tells."""
+    found = []
+    for amount in (1.0, 2.0):
+        options = {"kind": "gaussian", "fault": Fault.LIGHT_CHANGED.value, "at_step": -1, "amount": amount}
+        changed = load_description("gaussian").model_copy(update={"kind": "faulty", "options": options})
+        with faulty_device(changed, n_inputs=64, n_outputs=400, seed=seed).open() as device:
+            found.append(calibrate(device, readings=60, confidence=0.999999))
+    for amount, calibration in zip((1.0, 2.0), found, strict=True):
+        assert calibration.certificate.noise is not None
+        scale = calibration.certificate.estimates["entry_std"]
+        assert scale.low < amount < scale.high
+        assert scale.high - scale.low < amount
+    assert not compare(found[0].certificate, found[1])[0].agrees
+    assert compare(found[0].certificate, found[0])[0].agrees

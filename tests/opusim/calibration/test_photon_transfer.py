@@ -1,0 +1,106 @@
+"""Photon transfer finds what was configured, from frames alone, as often as its limits say."""
+
+import numpy as np
+import pytest
+
+from opusim.calibration.calibrate import Plan, take_photon_transfer
+from opusim.calibration.flat_series import Level, take_series
+from opusim.calibration.jackknife import Estimate, jackknife
+from opusim.calibration.photon_transfer import PhotonTransfer
+from opusim.devices.registry import open_device
+
+pytestmark = pytest.mark.compiled
+
+CONFIDENCE = 0.9
+PRESETS = ("camera", "camera_low_light")
+
+
+def calibrated(name: str, seed: int, **camera: object) -> tuple[dict[str, Estimate], dict[str, float]]:
+    """Estimates of one cheap calibration of a sensor of its own, and what was configured."""
+    anchor = {"frames": 0, "lowest": 1e-6, "highest": None, "most_saturated": 0.5}  # no anchor is looked at
+    settings = {"anchor": anchor} | camera
+    with open_device(
+        name, n_inputs=2, n_outputs=1200, seed=seed, medium={"seed": seed}, camera=settings
+    ) as device:
+        section, light = device.description.camera, device.description.camera.light
+        warm = section.dark.temperature_c + 15
+        plan = Plan(
+            frames=12, light_levels=10, dark_levels=4, temperatures_c=(section.dark.temperature_c, warm)
+        )
+        transfer = take_photon_transfer(device.flat_frames, plan, exposure_us=light.exposure_us)
+        truth = {
+            "quantum_efficiency": light.quantum_efficiency,
+            "dark_current_e_per_s": section.dark.doubling.dark_current_ref_e_per_s,
+            "doubling_k": section.dark.doubling.doubling_k,
+            "saturation_e": device.exposure.sensor.saturation_e,
+        }
+        keys = ("gain_dn_per_e", "black_level_dn", "read_noise_e", "prnu", "dsnu_e")
+        return transfer.estimates(CONFIDENCE), truth | {key: getattr(section.sensor, key) for key in keys}
+
+
+def rate_fits(hits: np.ndarray, rate: float) -> bool:
+    """Two-sided, five standard errors of a share."""
+    return bool(abs(hits.mean() - rate) <= 5 * np.sqrt(rate * (1 - rate) / hits.size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_limits_cover_each_configured_constant_at_their_rate(name: str, seed: int) -> None:
+    runs = [calibrated(name, seed + number) for number in range(400)]
+    for key in runs[0][1]:
+        hits = np.array([found[key].covers(truth[key]) for found, truth in runs])
+        assert rate_fits(hits, CONFIDENCE), (key, hits.mean())
+        wrong = np.array(
+            [
+                found[key].covers(truth[key] + 2.0 * (found[key].high - found[key].low))
+                for found, truth in runs
+            ]
+        )
+        assert not rate_fits(wrong, CONFIDENCE), key
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_one_calibration_finds_each_constant(name: str, seed: int) -> None:
+    found, truth = calibrated(name, seed)
+    assert set(found) == set(truth)
+    for key, estimate in found.items():
+        width = estimate.high - estimate.low
+        assert abs(estimate.value - truth[key]) < 2 * width, key
+        assert width < 0.3 * truth[key], key
+
+
+def test_a_wrong_gain_is_noticed(seed: int) -> None:
+    found, _ = calibrated("camera_low_light", seed, sensor={"gain_dn_per_e": 1.1})
+    assert found["gain_dn_per_e"].low > 1.0
+    assert abs(found["gain_dn_per_e"].value - 1.1) < 0.02
+
+
+def jackknife_hits(seed: int, truth: float) -> np.ndarray:
+    """Whether each of 2,000 intervals of a ratio of means, 2.7, covers a number."""
+    random = np.random.default_rng(seed)
+    hits = []
+    for _ in range(2000):
+        sums = np.stack([random.normal(1.0, 0.1, 40), random.normal(2.7, 1.0, 40)], axis=1)
+        hits.append(
+            jackknife(sums, lambda s: {"ratio": s[1] / s[0]}, confidence=CONFIDENCE)["ratio"].covers(truth)
+        )
+    return np.array(hits)
+
+
+def test_jackknife_limits_hold_at_their_rate(seed: int) -> None:
+    assert rate_fits(jackknife_hits(seed, 2.7), CONFIDENCE)
+    assert not rate_fits(jackknife_hits(seed, 2.7 * 1.1), CONFIDENCE)
+
+
+def test_levels_that_cannot_be_used_are_named() -> None:
+    with pytest.raises(ValueError, match="do not saturate the sensor"):
+        take_photon_transfer(lambda count, **level: np.full((count, 100), 4.0), Plan(), exposure_us=400.0)
+    with pytest.raises(ValueError, match="pixels = 79: must be an integer in .80"):
+        take_series(lambda count, **level: np.zeros((count, 79)), [Level(photons=0.0)], frames=2)
+    flat = take_series(
+        lambda count, photons, **level: np.full((count, 80), min(photons, 9.0)),
+        [Level(photons=float(p)) for p in range(12)],
+        frames=2,
+    )
+    with pytest.raises(ValueError, match="light has 0 levels between rounding and saturation"):
+        PhotonTransfer(light=flat, dark=flat, exposure_us=400.0).used()

@@ -1,0 +1,242 @@
+"""Readings whose weakest noise is far below their standard deviation: each fault fails the test made for it."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from opusim.calibration.independence import _product_variance, independence_p_values
+from opusim.calibration.reading_noise import ReadingNoise, evaluate_readings
+from opusim.p_values import FAMILY_ALARM, PropertyTest, decide
+
+OUTPUTS, READINGS = "outputs do not correlate", "readings do not repeat or follow from earlier ones"
+SIZES, SIZES_IN_TIME = (
+    "sizes of the outputs' noises do not correlate",
+    "sizes of noise do not follow from earlier ones",
+)
+LAW, GRID, INPUTS = (
+    "each output is Gaussian",
+    "readings lie on no grid",
+    "noise is the same at every input",
+)
+N = 500
+Random = np.random.Generator
+
+
+def normal(random: Random, *shape: int) -> np.ndarray:
+    return random.standard_normal(shape)
+
+
+def common_mode(random: Random, share: float) -> np.ndarray:
+    signs = random.choice([-1.0, 1.0], 600)
+    return (1 - share) ** 0.5 * normal(random, N, 600) + share**0.5 * normal(random, N, 1) * signs
+
+
+def copies(random: Random) -> np.ndarray:
+    return np.tile(normal(random, N, 300), 2)
+
+
+def mixture(random: Random) -> np.ndarray:
+    """Half of the outputs rotated by a matrix into the other half: no pair correlates by more than chance."""
+    half = normal(random, N, 300)
+    return np.hstack([half, half @ np.linalg.qr(normal(random, 300, 300))[0]])
+
+
+def two_tails(random: Random) -> np.ndarray:
+    """Fourth moments 1.8 and 4.2, which average to a Gaussian's 3."""
+    wide = (1.4 / 3 * 3 - 1) / (0.1 * 0.9)
+    scales = np.where(random.random((N, 50)) < 0.1, 1 + 0.9 * wide**0.5, 1 - 0.1 * wide**0.5)
+    heavy = np.sqrt(scales) * normal(random, N, 50)
+    return np.hstack([3**0.5 * random.uniform(-1, 1, (N, 50)), heavy])
+
+
+def one_tail(random: Random) -> np.ndarray:
+    return np.hstack([normal(random, N, 99), 3**0.5 * random.uniform(-1, 1, (N, 1))])
+
+
+def regression(random: Random, lag: int, strength: float, signs: np.ndarray) -> np.ndarray:
+    """Autoregression at a lag, of a sign for each output."""
+    fresh = normal(random, N, signs.size)
+    values = fresh.copy()
+    for i in range(lag, N):
+        values[i] = strength * signs * values[i - lag] + (1 - strength**2) ** 0.5 * fresh[i]
+    return values
+
+
+def common_scale(random: Random) -> np.ndarray:
+    return normal(random, N, 100) * (1 + 0.2 * normal(random, N, 1))
+
+
+def signed_copies(random: Random) -> np.ndarray:
+    """The second half has the sizes of the first and signs of its own: nothing correlates but sizes."""
+    half = normal(random, N, 50)
+    return np.hstack([half, half * random.choice([-1.0, 1.0], half.shape)])
+
+
+def slow_scale(random: Random) -> np.ndarray:
+    """Sizes follow a slow wave of another phase at each output."""
+    phases = 2 * np.pi * random.random(100)
+    return normal(random, N, 100) * (1 + 0.2 * np.sin(2 * np.pi * np.arange(N)[:, None] / 100 + phases))
+
+
+FAULTS: dict[str, tuple[str, Callable[[Random], np.ndarray]]] = {
+    "common mode of random signs": (OUTPUTS, lambda r: common_mode(r, 0.9)),
+    "common mode, 99.9 %": (OUTPUTS, lambda r: common_mode(r, 0.999)),
+    "common mode, 2 %": (OUTPUTS, lambda r: common_mode(r, 0.02)),
+    "copies": (OUTPUTS, copies),
+    "one copy of 40 %": (
+        OUTPUTS,
+        lambda r: (lambda z: np.hstack([z, 0.4 * z[:, :1] + 0.84**0.5 * normal(r, N, 1)]))(normal(r, N, 100)),
+    ),
+    "sums of many outputs": (OUTPUTS, mixture),
+    "neighbours, 5 %": (OUTPUTS, lambda r: (lambda z: z[:, 1:] + 0.05 * z[:, :-1])(normal(r, N, 601))),
+    "lag 2": (READINGS, lambda r: regression(r, 2, 0.95, np.ones(100))),
+    "lag 7 of random signs": (READINGS, lambda r: regression(r, 7, 0.3, r.choice([-1.0, 1.0], 100))),
+    "period 250": (READINGS, lambda r: np.tile(normal(r, 250, 100), (2, 1))),
+    "period 250 of one output": (
+        READINGS,
+        lambda r: np.hstack([normal(r, N, 99), np.tile(normal(r, 250, 1), (2, 1))]),
+    ),
+    "one reading twice": (READINGS, lambda r: (lambda z: np.vstack([z, z[:1]]))(normal(r, N, 100))),
+    "slow drift": (READINGS, lambda r: normal(r, N, 100) + np.linspace(0, 0.5, N)[:, None]),
+    "common scale": (SIZES, common_scale),
+    "signed copies": (SIZES, signed_copies),
+    "slow scale": (SIZES_IN_TIME, slow_scale),
+    "half light, half heavy tails": (LAW, two_tails),
+    "one uniform output": (LAW, one_tail),
+    "mixture of two scales": (
+        LAW,
+        lambda r: normal(r, N, 100) * np.where(r.random((N, 100)) < 0.05, 2, 1),
+    ),
+    "grid of 0.02": (GRID, lambda r: np.round(normal(r, N, 100) / 0.02) * 0.02),
+    "grid of 0.005": (GRID, lambda r: np.round(normal(r, N, 100) / 0.005) * 0.005),
+    "grid of 0.005, blurred": (
+        GRID,
+        lambda r: np.round(normal(r, N, 100) / 0.005) * 0.005 + 1e-5 * normal(r, N, 100),
+    ),
+    "rounded off": (GRID, lambda r: (normal(r, N, 100) + 1e5).astype(np.float32)),
+}
+
+
+def property_of(found: ReadingNoise, name: str) -> PropertyTest:
+    return next(test for test in found.tests if test.text.startswith(name))
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_each_fault_fails_its_own_test(fault: str, seed: int) -> None:
+    name, make = FAULTS[fault]
+    found = evaluate_readings(make(np.random.default_rng(seed)), beta=1e-6)
+    assert not property_of(found, name).holds
+    assert not found.is_gaussian
+
+
+def test_sound_readings_fail_none(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for number_type in (np.float64, np.float32):
+        for shape in ((N, 600), (4, 60, 100), (30, 1), (2, 200, 3)):
+            found = evaluate_readings(
+                (3 + 2.7 * random.standard_normal(shape)).astype(number_type), beta=1e-6
+            )
+            assert found.is_gaussian, [test for test in found.tests if not test.holds]
+
+
+def test_noise_that_depends_on_the_input_is_seen(seed: int) -> None:
+    """Of all outputs by 4 %, of each output by 10 % up or down, of one output by half."""
+    random = np.random.default_rng(seed)
+    sound = normal(random, 4, N, 100)
+    assert property_of(evaluate_readings(sound, beta=1e-6), INPUTS).holds
+    one = np.ones(100)
+    one[7] = 1.5
+    for factor in (1.04 * np.ones(100), random.choice([0.9, 1.1], 100), one):
+        faulty = sound.copy()
+        faulty[2] *= factor
+        assert not property_of(evaluate_readings(faulty, beta=1e-6), INPUTS).holds
+
+
+def test_noise_used_again_at_another_input_is_seen(seed: int) -> None:
+    sound = normal(np.random.default_rng(seed), 3, N, 100)
+    faulty = np.concatenate([sound, 3 * sound[1:2] + 10])
+    found = evaluate_readings(faulty, beta=1e-6)
+    assert "largest cosine of two readings" in property_of(found, READINGS).text
+
+
+def test_the_certified_deviation_is_the_quietest_inputs(seed: int) -> None:
+    values = normal(np.random.default_rng(seed), 4, N, 100)
+    values[3] *= 0.5
+    found = evaluate_readings(values, beta=1e-6)
+    assert found.smallest_std_low < 0.5
+    alone = evaluate_readings(values[3], beta=1e-6 / 4)
+    assert found.smallest_std_low == alone.smallest_std_low
+
+
+def test_what_readings_cannot_bound_is_said(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    few, many = (evaluate_readings(normal(random, *shape), beta=1e-6) for shape in ((60, 100), (200, 20)))
+    assert "60 readings cannot bound the smallest eigenvalue of 100 outputs" in few.assumptions[0]
+    assert "the limit holds for correlated outputs too" in many.assumptions[0]
+
+
+def test_constant_outputs_are_refused_by_name(seed: int) -> None:
+    values = normal(np.random.default_rng(seed), 60, 20)
+    values[:, 3] = 1.0
+    assert "constant outputs" in property_of(evaluate_readings(values, beta=1e-6), LAW).text
+    assert not evaluate_readings(np.zeros((60, 20)), beta=1e-6).is_gaussian
+
+
+def test_variances_over_all_orders_are_exact() -> None:
+    """Against all 720 orders of six numbers."""
+    from itertools import permutations
+
+    values = np.array([-1.7, -0.3, 0.2, 0.9, 1.4, -0.5])
+    values = (values - values.mean()) / values.std()
+    orders = np.array(list(permutations(values)))
+    for lag in (1, 2, 4):
+        products = np.sum(orders[:, lag:] * orders[:, :-lag], axis=1)
+        assert products.mean() == pytest.approx(-(6 - lag) / 5)
+        assert products.var() == pytest.approx(float(_product_variance(6, lag, np.mean(values**4))))
+
+
+def test_whole_numbers_are_tested_by_ranks(seed: int) -> None:
+    """Codes of a coarse converter, some outputs nearly constant: no false alarm by ranks; a copied output is seen."""
+    random = np.random.default_rng(seed)
+    means = random.uniform(-0.5, 0.5, 300)
+    for _ in range(10):
+        codes = np.rint(means + 0.3 * normal(random, 100, 300))
+        found = decide(independence_p_values([codes[:50], codes[50:]], ranked=True))
+        assert all(test.holds for test in found), found
+    codes = np.rint(3 * normal(random, N, 300))
+    codes[:, 200] = codes[:, 20]
+    assert not decide(independence_p_values([codes], ranked=True))[0].holds
+
+
+def least_p_values(seed: int, runs: int, **options: bool) -> np.ndarray:
+    """Of each run the smallest p-value times the number of properties: below alpha at a rate of at most alpha."""
+    shapes = [(4, 60, 40), (1, 200, 150), (2, 100, 300), (4, 40, 8), (10, 30, 60)]
+    least = np.empty(runs)
+    for number in range(runs):
+        random = np.random.default_rng([seed, number])
+        values = random.standard_normal(shapes[number % len(shapes)])
+        if options:
+            values = np.rint(3 * values)
+        tests = evaluate_readings(values, beta=1e-6, gaussian=not options).tests
+        needed = [test.p_value for test in tests if test.needed]
+        least[number] = min(needed) * len(needed)
+    return least
+
+
+def assert_alarm_rate(least: np.ndarray) -> None:
+    """At five standard errors of the nominal rate, upwards: Bonferroni may stay below it."""
+    for level in (0.1, 0.02):
+        assert np.mean(least < level) < level + 5 * (level * (1 - level) / least.size) ** 0.5
+    assert np.mean(least < FAMILY_ALARM) < FAMILY_ALARM + 5 * (FAMILY_ALARM / least.size) ** 0.5
+    assert np.mean(least < 0.5) > 0.1  # the tests are not idle
+
+
+def test_sound_readings_alarm_at_the_stated_rate_at_most(seed: int) -> None:
+    assert_alarm_rate(least_p_values(seed, 60))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codes", [False, True])
+def test_two_thousand_sound_calibrations_alarm_at_the_stated_rate_at_most(codes: bool, seed: int) -> None:
+    assert_alarm_rate(least_p_values(seed, 2000, **({"codes": True} if codes else {})))

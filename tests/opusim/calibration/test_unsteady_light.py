@@ -1,0 +1,244 @@
+"""Cameras whose light varies from frame to frame: constants stay right, and no law is certified."""
+
+import numpy as np
+import pytest
+import torch
+
+from opusim.calibration.calibrate import Calibration, Plan, calibrate
+from opusim.calibration.flat_series import Level, take_series
+from opusim.calibration.jackknife import jackknife
+from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer
+from opusim.description.loading import load_description
+from opusim.devices.camera import CameraDevice
+
+pytestmark = pytest.mark.compiled
+
+PLAN = Plan(frames=32)
+SIGNS = np.array([1.0, -1.0, -1.0, 1.0])  # of the four frames of a reading
+STEADY = "light does not vary from frame to frame"
+
+
+class UnsteadyCamera(CameraDevice):
+    """A camera whose light is multiplied, in every frame anew, by a number of mean 1.
+
+    Attributes:
+        spread: relative standard deviation of the light of each frame.
+        where: which light varies: flat frames, anchor frames and readings are separate sources.
+        by_pixel: whether each pixel's light varies by itself instead.
+    """
+
+    spread = 0.0
+    where = ("flat", "anchor", "project")
+    by_pixel = False
+    power = np.random.default_rng(3)
+
+    def drawn(self, *shape: int) -> np.ndarray:
+        return np.maximum(1 + self.spread * self.power.standard_normal(shape), 0)
+
+    def flat_frames(self, count: int, *, photons: float = 0.0, **level: object) -> np.ndarray:
+        if "flat" not in self.where or photons == 0 or self.spread == 0:
+            return super().flat_frames(count, photons=photons, **level)
+        if self.by_pixel:
+            frames = super().flat_frames(count, photons=photons, **level)
+            light = photons * self.exposure.light.quantum_efficiency * self.exposure.sensor.gain_dn_per_e
+            return np.rint(frames + light * (self.drawn(*frames.shape) - 1)).astype(np.float32)
+        one = super().flat_frames
+        return np.concatenate([one(1, photons=photons * float(w), **level) for w in self.drawn(count)])
+
+    def anchor_frames(self, count: int) -> np.ndarray:
+        if "anchor" not in self.where:
+            return super().anchor_frames(count)
+        field = torch.from_numpy(self._speckle.anchor.astype(np.float32))[:, None, :]
+        roots = torch.from_numpy(np.sqrt(self.drawn(count, 1)).astype(np.float32))
+        return self.exposure.expose(field * roots, self._stream).numpy()
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        y = super()._project(x)
+        if "project" not in self.where or self.spread == 0:
+            return y
+        light = self.frame_rates(x) - self.exposure.dark_e  # (4, batch, n_outputs)
+        change = (SIGNS[:, None, None] * (self.drawn(4, len(x), 1) - 1) * light).sum(0)
+        return (
+            y
+            + torch.from_numpy(
+                change * self.exposure.sensor.gain_dn_per_e * self.recovery.decode()[0]
+            ).float()
+        )
+
+
+def calibrated(name: str, seed: int, **faults: object) -> tuple[Calibration, UnsteadyCamera]:
+    with UnsteadyCamera(load_description(name), n_inputs=12, n_outputs=1000, seed=seed) as device:
+        for key, value in (faults | {"power": np.random.default_rng([seed, 3])}).items():
+            setattr(device, key, value)
+        return calibrate(device, plan=PLAN, readings=100), device
+
+
+def failed(found: Calibration) -> list[str]:
+    return [test.text for test in found.certificate.tests if test.needed and not test.holds]
+
+
+@pytest.mark.parametrize(("name", "spread"), [("camera_low_light", 0.003), ("camera", 0.01)])
+def test_unsteady_light_is_measured_and_gets_no_certificate(name: str, spread: float, seed: int) -> None:
+    found, device = calibrated(name, seed, spread=spread)
+    assert found.certificate.noise is None
+    assert any(STEADY in text for text in failed(found))
+    assert any(text.startswith("frames: outputs do not correlate") for text in failed(found))
+    estimates, sensor = found.certificate.estimates, device.exposure.sensor
+    light = estimates["light_noise"]
+    assert 0.8 * spread < light.value < 1.2 * spread
+    assert spread < light.high < 1.6 * spread
+    truths = {"gain_dn_per_e": sensor.gain_dn_per_e, "read_noise_e": sensor.read_noise_e}
+    for key, truth in truths.items():
+        width = estimates[key].high - estimates[key].low
+        assert abs(estimates[key].value - truth) < 2 * width, key
+    assert any("no law is certified" in remark for remark in found.certificate.remarks)
+
+
+def test_without_the_common_part_taken_off_the_gain_is_overstated(seed: int) -> None:
+    """Planted: a straight line through variances over time, as the photon transfer was once fitted."""
+    with UnsteadyCamera(load_description("camera"), n_inputs=12, n_outputs=1000, seed=seed) as device:
+        device.spread, device.power = 0.01, np.random.default_rng([seed, 4])
+        photons = np.linspace(2000, 14000, 8)
+        frames = [device.flat_frames(64, photons=float(p)) for p in photons]
+    means = [level.mean() for level in frames]
+    plain = np.polyfit(means, [level.var(axis=0, ddof=1).mean() for level in frames], 1)[0]
+    rest = [level - level.mean(axis=1, keepdims=True) for level in frames]
+    common_off = np.polyfit(means, [level.var(axis=0, ddof=1).mean() for level in rest], 1)[0]
+    assert plain > 1.3 * 0.01889
+    assert abs(common_off - 0.01889) < 0.05 * 0.01889
+
+
+@pytest.mark.parametrize("where", ["flat", "anchor", "project"])
+def test_each_source_of_unsteady_light_is_seen_by_itself(where: str, seed: int) -> None:
+    found, _ = calibrated("camera", seed, spread=0.01, where=(where,))
+    assert found.certificate.noise is None
+    assert any(("outputs do not" if where == "project" else STEADY) in text for text in failed(found))
+
+
+def test_steady_light_is_certified_about_the_truth(seed: int) -> None:
+    for name in ("camera", "camera_low_light"):
+        found, device = calibrated(name, seed)
+        law = found.certificate.noise
+        assert law is not None, failed(found)
+        assert law.light_ratio_low < 1 < law.light_ratio_high
+        assert law.dark_e_low < device.exposure.dark_current_e < law.dark_e_high
+        assert found.certificate.estimates["light_noise"].high < 1e-3
+
+
+def test_a_bent_photon_transfer_is_refused(seed: int) -> None:
+    """Light that varies at each pixel by itself: nothing is common, only the curvature tells."""
+    found, _ = calibrated("camera_low_light", seed, spread=0.03, by_pixel=True, where=("flat",))
+    assert found.certificate.noise is None
+    assert any(text.startswith("the variance is a straight line in the mean") for text in failed(found))
+
+
+def transfer_of(
+    seed: int, spread: float, *, common: bool, drift_dn: float = 0.0, dark_spread: float = 0.0
+) -> PhotonTransfer:
+    """Photon transfer of Gaussian counts of gain 1, 500 electrons a level, with dark levels at 20."""
+    random, time = np.random.default_rng(seed), [0]
+    dark_rate = 1e-3 * (1 + dark_spread * random.standard_normal(400))
+
+    def take(count: int, *, photons: float, exposure_us: float | None = None, **_: object) -> np.ndarray:
+        time[0] += 1
+        light = photons * (1 + spread * random.standard_normal((count, 1 if common else 400)))
+        rate = np.broadcast_to(light + 20 + dark_rate * float(exposure_us or 0), (count, 400))
+        frames = rate + np.sqrt(np.maximum(rate, 0)) * random.standard_normal(rate.shape)
+        return np.minimum(frames + drift_dn * time[0], 20000.0)
+
+    lights = [Level(photons=float(p), exposure_us=1.0) for p in [*np.linspace(0, 5000, 11), 1e6]]
+    dark = [Level(photons=100.0, exposure_us=float(t)) for t in np.linspace(1e3, 1e5, 6)]
+    series = [take_series(take, levels, frames=16) for levels in (lights, dark)]
+    return PhotonTransfer(light=series[0], dark=series[1], exposure_us=1.0, is_rounded=False)
+
+
+@pytest.mark.parametrize("runs", [30, pytest.param(400, marks=pytest.mark.slow)])
+def test_limits_hold_at_their_rate_whatever_the_light_does(runs: int, seed: int) -> None:
+    """A gain of 1 under light of 2 %, common to all pixels or of each pixel; the straight line misses the latter."""
+    confidence = 0.9
+    tolerance = 5 * (confidence * (1 - confidence) / runs) ** 0.5
+    for common in (True, False):
+        hits = []
+        for number in range(runs):
+            transfer = transfer_of(seed + number, 0.02, common=common)
+            found = transfer._jackknife(confidence)
+            hits.append((found["unbent_gain"].covers(1.0), found["gain_dn_per_e"].covers(1.0)))
+        unbent_rate, straight_rate = np.mean(hits, axis=0)
+        assert abs(unbent_rate - confidence) < tolerance, (common, unbent_rate)
+        assert bool(abs(straight_rate - confidence) < tolerance) is common, straight_rate
+
+
+def test_a_steady_drift_moves_no_slope_and_a_bent_one_is_seen(seed: int) -> None:
+    """Levels are visited there and back, so a linear drift in time does not look like dark current."""
+    still, drifting = (transfer_of(seed, 0.0, common=True, drift_dn=d) for d in (0.0, 2.0))
+    slopes = [np.polyfit(np.arange(6), part.dark.means(), 1)[0] for part in (still, drifting)]
+    assert abs(slopes[1] - slopes[0]) < 0.1  # a drift of 2 DN a level, unseen, adds 2
+    assert drifting.light_noise().p_value < 1e-9
+    assert still.light_noise().p_value > 1e-5
+
+
+def test_dark_levels_off_their_line_are_seen(seed: int) -> None:
+    text = "the dark mean is a straight line in the exposure"
+    steady, varying = (transfer_of(seed, spread, common=True) for spread in (0.0, 0.5))
+    assert steady.property_p_values()[text]["residuals"] > 1e-5
+    assert varying.property_p_values()[text]["residuals"] < 1e-9
+
+
+def test_dark_current_that_differs_over_pixels_is_seen(seed: int) -> None:
+    """The certified dark charge is a mean; a pixel with less would be less private."""
+    text = "dark current is the same at all pixels"
+    same, varied = (transfer_of(seed, 0.0, common=True, dark_spread=s) for s in (0.0, 0.2))
+    assert same.property_p_values()[text]["spread over pixels"] > 1e-5
+    assert varied.property_p_values()[text]["spread over pixels"] < 1e-6
+
+
+def test_the_upper_limit_of_light_noise_is_passed_as_rarely_as_it_says(seed: int) -> None:
+    random, runs, beta = np.random.default_rng(seed), 2000, 0.05
+    own, light, spread = np.array([0.01, 0.03, 0.1]), np.array([10.0, 40.0, 100.0]), 0.003
+    freedom = np.array([15, 15, 31])
+    passed, alarms, limits = 0, 0, []
+    for _ in range(runs):
+        chi2 = random.chisquare(freedom) / freedom
+        noisy = LightNoise(
+            frame_variances=chi2 * (own + np.square(spread * light)), freedom=freedom, own=own, light=light
+        )
+        still = LightNoise(frame_variances=chi2 * own, freedom=freedom, own=own, light=light)
+        limits.append(noisy.upper(beta))
+        passed += limits[-1] < spread
+        alarms += still.p_value < beta
+    tolerance = 5 * (beta * (1 - beta) / runs) ** 0.5
+    assert abs(passed / runs - beta) < tolerance
+    assert abs(alarms / runs - beta) < tolerance
+    assert np.mean(np.array(limits) < 1.2 * spread) > beta + tolerance  # planted: a truth that is larger
+
+
+def test_the_variance_does_not_depend_on_the_halves(seed: int) -> None:
+    """Two halves put together are the variance over all frames, frame means taken off."""
+    random = np.random.default_rng(seed)
+    frames = random.standard_normal((11, 90)) + 5 * random.standard_normal((11, 1))
+    parts = iter([frames[:6], frames[6:]])
+    series = take_series(lambda count, **level: next(parts), [Level(photons=0.0)], frames=11, groups=10)
+    rest = frames - frames.mean(axis=1, keepdims=True)
+    assert series.variances()[0] == pytest.approx(rest.var(axis=0, ddof=1).mean() * 90 / 89)
+    assert series.means()[0] == pytest.approx(frames.mean())
+    found = jackknife(series.sums[:, 0], lambda total: {"v": total[2] / total[0]}, confidence=0.999)["v"]
+    assert found.covers(1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["camera", "camera_low_light"])
+def test_steady_cameras_are_refused_at_the_stated_rate_at_most(name: str, seed: int) -> None:
+    """Of 300 sensors each: no refusal, and limits that cover the truth."""
+    least = []
+    for number in range(300):
+        found, device = calibrated(name, seed + number)
+        law = found.certificate.noise
+        assert law is not None, (number, failed(found))
+        assert law.light_ratio_low < 1 < law.light_ratio_high
+        assert law.dark_e_low < device.exposure.dark_current_e < law.dark_e_high
+        least.append(max(test.standard_errors for test in found.certificate.tests if test.needed))
+    from scipy.stats import norm
+
+    tests = sum(test.needed for test in found.certificate.tests)
+    rate = np.mean(2 * norm.sf(np.array(least)) * tests < 0.05)
+    assert rate < 0.05 + 5 * (0.05 * 0.95 / 300) ** 0.5

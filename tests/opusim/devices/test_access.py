@@ -1,0 +1,174 @@
+"""Patience with devices: time-outs, reconnection, one holder, and checks of what they return."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opusim.description.loading import load_description
+from opusim.devices.access import FOLDER_VARIABLE, lock_file
+from opusim.devices.simulated import GaussianDevice
+from opusim.errors import DeviceBusy, DeviceFault, DeviceTimeout, DeviceUnavailable
+
+X = torch.randint(-1, 2, (4, 12), generator=torch.Generator().manual_seed(2))
+
+
+class Scripted(GaussianDevice):
+    """Does what the test tells it to before it reads."""
+
+    opened = 0
+
+    def __init__(self, *arguments: Any, **window: Any) -> None:
+        super().__init__(*arguments, **window)
+        self.before: Any = lambda: None
+        self.after: Any = lambda y: y
+
+    def _open(self) -> None:
+        self.opened += 1
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        self.before()
+        return self.after(super()._project(x))
+
+
+def scripted(**access: Any) -> Scripted:
+    description = load_description("gaussian", {"access": access})
+    return Scripted(description, n_inputs=12, n_outputs=40).open()
+
+
+class Failing:
+    """Raises an error the first few times."""
+
+    def __init__(self, error: Exception, times: int) -> None:
+        self.error, self.left = error, times
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left >= 0:
+            raise self.error
+
+
+@pytest.mark.parametrize("kind", [DeviceTimeout, DeviceUnavailable, DeviceBusy])
+def test_a_failure_that_passes_is_survived_by_reconnecting(kind: type[Exception]) -> None:
+    with scripted(attempts=4, backoff_s=0.0) as device, scripted() as healthy:
+        device.before = Failing(kind("gone"), 3)
+        device.seek(5)
+        healthy.seek(5)
+        assert torch.equal(device.project(X), healthy.project(X))
+        assert device.opened == 4
+
+
+def test_a_failure_that_stays_is_reported_with_its_tries() -> None:
+    with scripted(attempts=3, backoff_s=0.0) as device:
+        device.before = Failing(DeviceUnavailable("gone"), 3)
+        with pytest.raises(DeviceUnavailable, match=r"gone \(tried 3 times\)"):
+            device.project(X)
+
+
+def test_a_fault_is_not_tried_again() -> None:
+    with scripted(attempts=3, backoff_s=0.0) as device:
+        device.before = Failing(DeviceFault("broken"), 1)
+        with pytest.raises(DeviceFault, match="broken$"):
+            device.project(X)
+        assert device.opened == 1
+
+
+def test_waits_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with scripted(attempts=4, backoff_s=0.5) as device:
+        device.before = Failing(DeviceUnavailable("gone"), 3)
+        device.project(X)
+    assert waits == [0.5, 1.0, 2.0]
+
+
+def test_a_call_that_hangs_is_left_behind_and_the_next_is_made() -> None:
+    release = threading.Event()
+    with scripted(timeout_s=0.2) as device:
+        device.before = release.wait
+        with pytest.raises(DeviceTimeout, match=r"'gaussian' did not answer within 0.2 s"):
+            device.project(X)
+        device.before = lambda: None
+        assert device.project(X).shape == (4, 40)
+        release.set()
+
+
+def test_an_error_behind_a_time_out_keeps_its_kind() -> None:
+    with scripted(timeout_s=30.0) as device:
+        device.before = Failing(ValueError("as it was"), 1)
+        with pytest.raises(ValueError, match="as it was"):
+            device.project(X)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda y: y[:, :-1], r"returned shape \(4, 39\) where \(4, 40\) was asked for"),
+        (lambda y: y.double(), "returned a tensor of torch.float64, not a float32 tensor"),
+        (lambda y: y.numpy(), "returned a ndarray, not a float32 tensor"),
+        (lambda y: y.index_fill(0, torch.tensor([1]), torch.nan), "returned NaN or infinity"),
+        (lambda y: y.index_fill(0, torch.tensor([1]), -torch.inf), "returned NaN or infinity"),
+    ],
+)
+def test_impossible_readings_are_refused(spoil: Any, message: str) -> None:
+    with scripted() as device:
+        device.after = spoil
+        with pytest.raises(DeviceFault, match=message):
+            device.project(X)
+
+
+def test_huge_readings_are_no_fault() -> None:
+    with scripted() as device:
+        device.after = lambda y: torch.full_like(y, 3e38)  # their sum is infinite, none of them is
+        assert device.project(X).max() == torch.tensor(3e38)
+
+
+def test_one_holder_whose_name_the_next_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "locks"))
+    code = """
+import sys
+from opusim import open_device
+with open_device("gaussian", n_inputs=4, n_outputs=4, access={"exclusive": True}):
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "open\n"
+        with pytest.raises(DeviceBusy, match=f"'gaussian' is held by process {holder.pid} on .* since"):
+            scripted(exclusive=True)
+        holder.kill()  # the kernel gives the lock back
+        holder.wait()
+        with scripted(exclusive=True) as device:
+            with pytest.raises(DeviceBusy, match="held by process"):
+                scripted(exclusive=True)
+            assert device.project(X).shape == (4, 40)
+        scripted(exclusive=True).close()
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert lock_file("a/b c").name == "a_b_c.lock"
+
+
+def test_a_device_that_does_not_open_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+
+    class Missing(GaussianDevice):
+        def _open(self) -> None:
+            raise DeviceUnavailable("not there")
+
+    description = load_description("gaussian", {"access": {"exclusive": True}})
+    with pytest.raises(DeviceUnavailable, match="not there"):
+        Missing(description, n_inputs=12, n_outputs=40).open()
+    scripted(exclusive=True).close()

@@ -1,0 +1,301 @@
+"""The monitor: healthy devices pass, every fault is found within its rate, and data frames are never looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from opusim.description.loading import load_description
+from opusim.devices.base import NoisyDevice
+from opusim.devices.baseline import Baseline
+from opusim.devices.camera import CameraDevice
+from opusim.devices.registry import open_device, register_device
+from opusim.errors import ConfigError, DeviceFault, NoiseBelowCertificate
+from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
+
+EVERY = 5
+NAMES = {
+    Fault.FROZEN: (DeviceFault, "frozen"),
+    Fault.SATURATED: (DeviceFault, "saturated"),
+    Fault.DARK: (DeviceFault, "is dark"),
+    Fault.NOISE_HALVED: (NoiseBelowCertificate, "scatter 0.5"),
+    Fault.HOTTER: (DeviceFault, "times the noise variance"),
+    Fault.SWAPPED: (DeviceFault, "decorrelated or was swapped"),
+}
+
+
+def broken(fault: Fault, at_step: int, **window: Any) -> NoisyDevice:
+    description = load_description("gaussian", {"monitor": {"every_steps": EVERY}, "noise": {"sigma": 0.5}})
+    options = {"kind": "gaussian", "fault": fault.value, "at_step": at_step}
+    description = description.model_copy(update={"kind": KIND, "options": options})
+    return FaultyDevice(description, **{"n_inputs": 10, "n_outputs": 64, **window}).open()
+
+
+@pytest.mark.parametrize("fault", list(NAMES))
+@pytest.mark.parametrize("n_outputs", [64, 1024])
+def test_a_fault_is_found_and_named_within_the_rate(fault: Fault, n_outputs: int) -> None:
+    kind, words = NAMES[fault]
+    with broken(fault, 7, n_outputs=n_outputs) as device:
+        for step in range(10):
+            device.seek(step)
+        with pytest.raises(kind, match=words):
+            device.seek(10)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gaussian", {"noise": {"sigma": 3.0}}),
+        ("gaussian", {"noise": {"sigma": 0.01}}),
+        ("ideal", {}),
+        ("camera", {}),
+        ("camera_low_light", {}),
+    ],
+)
+def test_a_healthy_device_passes(name: str, options: dict[str, Any], seed: int) -> None:
+    with open_device(
+        name, n_inputs=10, n_outputs=256, seed=seed, monitor={"every_steps": 1}, **options
+    ) as device:
+        for step in range(60):
+            device.seek(step)
+
+
+def test_the_monitor_reads_blank_and_reference_vectors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_device("gaussian", n_inputs=10, n_outputs=64, monitor={"every_steps": 2}) as device:
+        seen: list[torch.Tensor] = []
+        real = type(device)._project
+        monkeypatch.setattr(type(device), "_project", lambda self, x: seen.append(x) or real(self, x))
+        device.seek(1)
+        assert not seen
+        device.seek(2)
+        vectors = {tuple(row.tolist()) for x in seen for row in x}
+        seen.clear()
+        device.seek(4)
+        assert {tuple(row.tolist()) for x in seen for row in x} == vectors
+        data = torch.ones(3, 10)
+        data[:, 0] = -1
+        assert all(tuple(row.tolist()) not in vectors for row in data)
+        assert device.usage.frames > 0
+
+
+def test_its_frames_are_counted() -> None:
+    with open_device("gaussian", n_inputs=10, n_outputs=64, monitor={"every_steps": 2}) as device:
+        before = device.usage.frames
+        device.seek(1)
+        assert device.usage.frames == before
+        device.seek(2)
+        assert device.usage.frames > before
+
+
+def test_a_device_that_was_swapped_between_two_openings_is_found() -> None:
+    window: dict[str, Any] = {"n_inputs": 10, "n_outputs": 64, "monitor": {}}
+    with open_device("gaussian", **window) as device:
+        assert device.baseline is not None
+        kept = device.baseline.to_array()
+    with open_device("gaussian", seed=3, **window) as device:
+        device.compare_with(Baseline.from_array(kept))
+        device.seek(0)
+    with (
+        open_device("gaussian", medium={"seed": 1}, **window) as other,
+        pytest.raises(DeviceFault, match="was swapped"),
+    ):
+        other.compare_with(Baseline.from_array(kept))
+
+
+def test_a_baseline_is_kept_whole() -> None:
+    with open_device("gaussian", n_inputs=10, n_outputs=64, monitor={}) as device:
+        found = device.baseline
+        assert found is not None
+    again = Baseline.from_array(found.to_array())
+    for name in ("reference", "weights", "variance", "reference_variance"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(found, name))
+    assert (again.power, again.spread, again.repeat) == (found.power, found.spread, found.repeat)
+
+
+def test_a_saturated_camera_is_found() -> None:
+    with open_device("camera", n_inputs=10, n_outputs=256, monitor={"every_steps": 1}) as device:
+        device.seek(0)
+    bright = {
+        "light": {"exposure_us": 490.0},
+        "sensor": {"gain_dn_per_e": 1.0},
+        "anchor": {"most_saturated": 1.0},
+    }
+    with (
+        open_device(
+            "camera", n_inputs=10, n_outputs=256, monitor={"every_steps": 1}, camera=bright
+        ) as device,
+        pytest.raises(DeviceFault, match=r"% of its pixels saturated in a frame; shorten the exposure"),
+    ):
+        device.seek(0)
+
+
+def faulty(name: str, fault: Fault, amount: float, seed: int, **overrides: Any) -> NoisyDevice:
+    """A packaged device with 256 outputs, checked at every step, that breaks at step 1."""
+    description = load_description(name, {"monitor": {"every_steps": 1}, **overrides})
+    options = {"kind": description.kind, "fault": fault.value, "at_step": 1, "amount": amount}
+    description = description.model_copy(update={"kind": KIND, "options": options})
+    return faulty_device(description, n_inputs=10, n_outputs=256, seed=seed).open()
+
+
+def checks_until_stop(device: NoisyDevice, most: int) -> tuple[int, str] | None:
+    """How many checks after the fault the device is stopped, and why; None if it is not by then."""
+    with device:
+        device.seek(0)
+        for check in range(1, most + 1):
+            try:
+                device.seek(check)
+            except (DeviceFault, NoiseBelowCertificate) as error:
+                return check, str(error)
+    return None
+
+
+SMALL_FAULTS = {
+    (Fault.LIGHT_CHANGED, 0.9): "times what it read at the beginning: its light changed",
+    (Fault.DEAD_OUTPUTS, 0.05): "% of its outputs silent or stuck",
+    (Fault.HOT_OUTPUTS, 0.015): "% of its outputs silent or stuck",
+    (Fault.DECORRELATED, 0.8): "its medium decorrelated or was swapped",
+}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", ["gaussian", "camera", "camera_low_light"])
+@pytest.mark.parametrize(("fault", "amount"), list(SMALL_FAULTS))
+def test_small_changes_are_found_and_named(name: str, fault: Fault, amount: float, seed: int) -> None:
+    overrides = {"noise": {"sigma": 0.5}} if name == "gaussian" else {}
+    found = checks_until_stop(faulty(name, fault, amount, seed, **overrides), 3)
+    assert found is not None
+    assert SMALL_FAULTS[fault, amount] in found[1]
+
+
+def test_small_changes_add_up_over_checks(seed: int) -> None:
+    """Noise as large as the signal: one check shows nothing, a hundred do."""
+    noise = {"noise": {"sigma": 3.0}}
+    found = checks_until_stop(faulty("gaussian", Fault.LIGHT_CHANGED, 0.8, seed, **noise), 100)
+    assert found is not None
+    assert found[0] > 1
+    assert checks_until_stop(faulty("gaussian", Fault.LIGHT_CHANGED, 1.0, seed, **noise), 100) is None
+
+
+@pytest.mark.parametrize(
+    "change", ["light lost", "correlation", "silent outputs", "variance gained", "variance lost"]
+)
+def test_the_stated_smallest_change_is_found_in_time(change: str, seed: int) -> None:
+    """Of 12 trials at probability 0.99, 9 or fewer succeed with a probability below 3e-4."""
+    faults = {
+        "light lost": (Fault.LIGHT_CHANGED, lambda size: 1 - size),
+        "correlation": (Fault.DECORRELATED, lambda size: size),
+        "silent outputs": (Fault.DEAD_OUTPUTS, lambda size: size),
+        "variance gained": (Fault.HOTTER, lambda size: (1 + size) ** 0.5),
+        "variance lost": (Fault.NOISE_HALVED, lambda size: (1 - size) ** 0.5),
+    }
+    fault, amount_of = faults[change]
+    with open_device("gaussian", n_inputs=10, n_outputs=256, monitor={}, noise={"sigma": 0.5}) as device:
+        size = device.smallest_changes(8)[change]
+    assert 0 < size < 1
+    found = [
+        checks_until_stop(faulty("gaussian", fault, amount_of(size), seed + k, noise={"sigma": 0.5}), 8)
+        for k in range(12)
+    ]
+    assert sum(each is not None for each in found) >= 10
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("name", "window", "overrides"),
+    [
+        ("gaussian", (10, 64), {"noise": {"sigma": 30.0}}),
+        ("gaussian", (2, 3), {"noise": {"sigma": 0.5}}),
+        ("gaussian", (10, 256), {"noise": {"sigma": 3.0}}),
+        ("camera", (10, 8), {}),
+        ("camera", (10, 256), {}),
+        ("camera_low_light", (10, 64), {}),
+    ],
+)
+def test_no_false_alarm_in_many_checks(
+    name: str, window: tuple[int, int], overrides: dict[str, Any], seed: int
+) -> None:
+    """Five runs of 60 checks, each at a level of 0.009 for 100 checks: two alarms have a probability of 8e-4."""
+    watch = {"every_steps": 1, "false_alarm_per_run": 0.009, "checks": 100}
+    alarms = 0
+    for k in range(5):
+        with open_device(
+            name, n_inputs=window[0], n_outputs=window[1], seed=seed + k, monitor=watch, **overrides
+        ) as device:
+            try:
+                for step in range(60):
+                    device.seek(step)
+            except (DeviceFault, NoiseBelowCertificate):
+                alarms += 1
+    assert alarms <= 1
+
+
+@pytest.mark.compiled
+def test_every_frame_of_a_projection_is_looked_at() -> None:
+    """The dimmest frames are dark, complements and the anchor are full."""
+    bright = {"light": {"anchor_flux_per_s": 6e7}, "anchor": {"most_saturated": 1.0}}
+    vectors = torch.zeros(1, 10)
+    vectors[0, 0] = 1
+    with open_device("camera", n_inputs=10, n_outputs=256, camera=bright) as device:
+        assert isinstance(device, CameraDevice)
+        opened = device.usage.frames
+        share = device._saturated_share(vectors)
+        assert device.usage.frames - opened == 4 + 1
+        anchor = np.mean(device.anchor_frames(1) >= 254.5)
+        dim = float((device.intensities(vectors.abs()) >= 254.5).float().mean())
+    assert share is not None
+    assert share >= anchor - 0.02 > 0.3
+    assert dim < 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "camera"),
+    [
+        ("camera_low_light", {"sensor": {"adc_bits": 8}}),
+        ("camera_low_light", {"light": {"exposure_us": 200_000.0, "anchor_flux_per_s": 8000.0}}),
+        ("camera", {"sensor": {"full_well_e": 3000.0}}),
+    ],
+)
+def test_a_configuration_that_saturates_does_not_open(name: str, camera: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"% of the outputs are full in .*; lower sensor.gain_dn_per_e"
+    ) as caught:
+        open_device(name, n_inputs=10, n_outputs=400, camera=camera)
+    assert "\n" not in str(caught.value)
+    camera = {**camera, "anchor": {"most_saturated": 1.0}}
+    with open_device(name, n_inputs=10, n_outputs=400, camera=camera) as device:
+        assert device.is_open
+
+
+def test_a_baseline_of_another_shape_is_refused() -> None:
+    with open_device("gaussian", n_inputs=10, n_outputs=64, monitor={}) as device:
+        assert device.baseline is not None
+        with pytest.raises(ValueError, match="another version kept it"):
+            Baseline.from_array(device.baseline.to_array()[:5])
+        with pytest.raises(ValueError, match="reference vectors where monitor.reference_vectors = 8"):
+            device.compare_with(Baseline.from_array(device.baseline.to_array()[1:]))
+
+
+def test_the_wrapper_is_a_kind_that_can_be_registered() -> None:
+    register_device(KIND, faulty_device)
+    register_device(KIND, faulty_device)
+
+
+@pytest.mark.parametrize(
+    ("fault", "amount"),
+    [(Fault.LIGHT_CHANGED, 1.029), (Fault.LIGHT_CHANGED, 0.971), (Fault.DEAD_OUTPUTS, 2 / 256)],
+)
+def test_changes_within_the_tolerances_pass(fault: Fault, amount: float, seed: int) -> None:
+    """Where hardly any noise hides them."""
+    assert checks_until_stop(faulty("gaussian", fault, amount, seed, noise={"sigma": 0.05}), 40) is None
+
+
+def test_a_medium_that_moves_single_outputs_is_not_called_another_light(seed: int) -> None:
+    """At a correlation of 0.986, above the least, single outputs lose more than 5 %."""
+    overrides = {"noise": {"sigma": 0.05}}
+    found = checks_until_stop(faulty("gaussian", Fault.DECORRELATED, 0.986, seed, **overrides), 5)
+    assert found is not None
+    assert "the medium moved" in found[1]

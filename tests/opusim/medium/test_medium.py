@@ -1,0 +1,173 @@
+import hashlib
+import subprocess
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opusim.medium.transmission import MAX_OUTPUTS, TABLE_STEP, Medium, gaussian_table
+from opusim.medium.transmission import transmission as medium_module
+
+
+def ternary(batch: int, width: int, seed: int) -> torch.Tensor:
+    return torch.randint(-1, 2, (batch, width), generator=torch.Generator().manual_seed(seed)).float()
+
+
+def test_the_table_is_pinned() -> None:
+    digest = hashlib.sha256(gaussian_table().astype("<f4").tobytes()).hexdigest()
+    assert digest == "f32b3e374f6a48d0fce3070d6080b730cb169189d32f1e8ddc2fe121196ba3c2"
+
+
+def test_the_table_has_the_moments_that_its_docstring_states() -> None:
+    table = gaussian_table().astype(np.float64)
+    assert np.all(table == -table[::-1])
+    assert np.all(table / TABLE_STEP == np.rint(table / TABLE_STEP))
+    assert table.mean() == 0
+    assert 1 - table.var() == pytest.approx(8.8e-7, rel=0.01)
+    assert np.mean(table**4) / table.var() ** 2 == pytest.approx(2.9992, abs=1e-4)
+    assert table.max() == pytest.approx(4.32495, abs=1e-5)
+    assert np.unique(table).size == 19323
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    output=st.integers(0, MAX_OUTPUTS - 1),
+    column=st.integers(0, 2**32 - 1),
+    seed=st.integers(0, 2**64 - 1),
+    plane=st.integers(0, 2**32 - 1),
+    epoch=st.integers(0, 2**32 - 1),
+)
+def test_any_entry_follows_the_rule(
+    naive: ModuleType, output: int, column: int, seed: int, plane: int, epoch: int
+) -> None:
+    table = gaussian_table()
+    largest = Medium(2**32, MAX_OUTPUTS, seed, plane=plane, epoch=epoch)
+    tile = largest.tile(range(output, output + 1), range(column, column + 1))
+    assert tile.item() == naive.medium_entry(table, output, column, seed, plane, epoch)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (3, 11), (8, 16), (5, 2100), (2040, 2057), (7, 7)])
+def test_numba_and_torch_tiles_agree_with_the_dense_matrix(first: int, last: int) -> None:
+    medium = Medium(9, 2100, 5)
+    dense = medium.dense()
+    tile = medium.tile(slice(first, last), slice(2, 9))
+    assert torch.equal(tile, dense[2:9, first:last])
+    assert torch.equal(medium._torch_tile(range(first, last), range(2, 9), torch.device("cpu")), tile)
+
+
+def test_a_window_has_the_entries_of_the_whole() -> None:
+    assert torch.equal(Medium(6, 19, 3).dense(), Medium(40, 100, 3).dense()[:6, :19])
+
+
+def test_seed_plane_and_epoch_each_change_the_medium() -> None:
+    media = [Medium(6, 20, 3), Medium(6, 20, 4), Medium(6, 20, 3, plane=1), Medium(6, 20, 3, epoch=1)]
+    assert len({medium.dense().numpy().tobytes() for medium in media}) == 4
+
+
+def test_a_ternary_projection_is_exact_for_every_tiling(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    x = ternary(4, 300, seed)
+    dense = Medium(300, 90, seed)
+    exact = (x.double() @ dense.dense().double()).float()
+    monkeypatch.setattr(medium_module, "_OUTPUTS_PER_TILE", 32)
+    monkeypatch.setattr(medium_module, "_INPUTS_PER_TILE", 64)
+    monkeypatch.setattr(medium_module, "_INPUTS_PER_EXACT_SUM", 128)
+    for limit in (0, 1024):
+        assert torch.equal(Medium(300, 90, seed, dense_limit_mib=limit).project(x), exact)
+    assert torch.equal(dense.project(x), exact)
+    assert torch.equal(dense.project(x.flip(0)).flip(0), exact)
+
+
+def test_the_whole_size_works_without_the_matrix(seed: int) -> None:
+    x = torch.zeros(2, 2**18)
+    x[0, 5], x[1, 2**18 - 1] = 1, -1
+    medium = Medium(2**18, 24, seed, dense_limit_mib=1)
+    y = medium.project(x)
+    assert torch.equal(y[0], medium.tile(range(24), range(5, 6))[0])
+    assert torch.equal(y[1], -medium.tile(range(24), range(2**18 - 1, 2**18))[0])
+
+
+def test_some_outputs_are_those_of_all(seed: int) -> None:
+    x = ternary(3, 70, seed)
+    whole = Medium(70, 5000, seed).project(x)
+    for limit in (0, 1024):
+        medium = Medium(70, 5000, seed, dense_limit_mib=limit)
+        assert torch.equal(medium.project(x, range(1999, 4999)), whole[:, 1999:4999])
+        assert torch.equal(medium.project(x, slice(3)), whole[:, :3])
+    with pytest.raises(ValueError, match="outputs = .*: must be contiguous"):
+        medium.project(x, range(4990, 5001))
+
+
+@pytest.mark.slow
+def test_a_million_inputs_to_a_million_outputs_run_in_a_gibibyte() -> None:
+    code = (
+        "import torch; from opusim.medium.transmission import Medium\n"
+        "x = torch.zeros(16, 10**6); x[:, 7] = 1; x[:, 999_999] = -1\n"
+        "m = Medium(10**6, 10**6, 1)\n"
+        "y = m.project(x, range(999_000, 10**6))\n"
+        "tiles = [m.tile(range(999_000, 10**6), range(i, i + 1))[0] for i in (7, 999_999)]\n"
+        "assert torch.equal(y[3], tiles[0] - tiles[1])\n"
+        "lines = open('/proc/self/status').read().splitlines()\n"
+        "print(next(line.split()[1] for line in lines if line.startswith('VmHWM')))\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert int(out) < 2**20  # KiB
+
+
+def test_threads_do_not_change_entries() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = Medium(700, 1100, 3).dense()
+        torch.set_num_threads(3)
+        assert torch.equal(Medium(700, 1100, 3).dense(), one)
+    finally:
+        torch.set_num_threads(before)
+
+
+def moments_are_standard(entries: np.ndarray) -> bool:
+    """Mean 0, variance 1, fourth moment 3 within five standard errors, and rows and columns uncorrelated."""
+    n = entries.size
+    flat = entries.ravel()
+    gram = entries @ entries.T / entries.shape[1]
+    off = gram[np.triu_indices(len(gram), 1)]
+    return bool(
+        abs(flat.mean()) < 5 / np.sqrt(n)
+        and abs(np.mean(flat**2) - 1) < 5 * np.sqrt(2 / n)
+        and abs(np.mean(flat**4) - 3) < 5 * np.sqrt(96 / n)
+        and abs(off.mean()) < 5 / np.sqrt(off.size * entries.shape[1])
+    )
+
+
+def test_entries_are_gaussian_in_law_and_planted_faults_are_not(seed: int) -> None:
+    entries = Medium(200, 1000, seed).dense().double().numpy()
+    assert moments_are_standard(entries)
+    ratio = 1 + 10 / np.sqrt(2 * entries.size)  # ten standard errors of the scale
+    assert not moments_are_standard(entries * ratio)
+    assert not moments_are_standard(np.repeat(entries[::2], 2, axis=0))
+    assert not moments_are_standard(np.random.default_rng(seed).uniform(-(3**0.5), 3**0.5, entries.shape))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Medium(0, 1, 1), "n_inputs = 0"),
+        (lambda: Medium(1, MAX_OUTPUTS + 1, 1), "n_outputs = "),
+        (lambda: Medium(1, 1, 2**64), "seed = "),
+        (
+            lambda: Medium(100, 100, 1, dense_limit_mib=0).dense(),
+            "dense_limit_mib = 0: the dense matrix takes",
+        ),
+        (lambda: Medium(4, 4, 1).tile(range(0, 4, 2), range(4)), "outputs = .*: must be contiguous"),
+        (lambda: Medium(4, 4, 1).tile(range(4), range(3, 5)), "inputs = .*: must be contiguous"),
+        (lambda: Medium(4, 4, 1).project(torch.zeros(1, 5)), r"x has shape \(1, 5\): must be \(any, 4\)"),
+    ],
+)
+def test_bad_arguments_are_named(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+    with pytest.raises(TypeError, match=r"must be torch.float32"):
+        Medium(4, 4, 1).project(torch.zeros(1, 4, dtype=torch.float64))

@@ -1,0 +1,220 @@
+import multiprocessing
+import pickle
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from opusim.randomness.kernels import PAIRS, fill_from_words
+from opusim.randomness.streams import SeededStream, SystemStream, noise_stream, philox
+from opusim.randomness.streams import kernels as normal_kernels
+from opusim.randomness.streams import streams as randomness
+
+
+def transform(words: np.ndarray) -> np.ndarray:
+    """The kernel on given words, uint32, shape (3, 512), as 512 pairs."""
+    out = np.empty(2 * PAIRS, dtype=np.float32)
+    fill_from_words(out, words[None])
+    return out.reshape(2, PAIRS).T
+
+
+def test_kernel_follows_the_naive_twin(naive: ModuleType, seed: int) -> None:
+    out = np.empty(1500, dtype=np.float32)
+    normal_kernels.fill_from_philox(out, 0, 7, 3, 5, 11, 13)
+    twin = naive.normals(1500, reading=7, step=3 + (5 << 32), key=11 + (13 << 32))
+    np.testing.assert_allclose(out, twin, rtol=0, atol=4e-7 * 5)
+
+
+def test_error_is_below_what_the_docstring_states(naive: ModuleType, seed: int) -> None:
+    words = np.random.default_rng(seed).integers(0, 2**32, (3, PAIRS), dtype=np.uint32)
+    words[:2, :8] = np.array([0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 2, 2**32 - 1, 3037000499])
+    words[0, 8:40] = 2 ** np.arange(32, dtype=np.uint32)
+    words[0, 40:72] = 2**32 - 1 - 2 ** np.arange(32, dtype=np.uint32)
+    words[2, 72:76] = np.array([0, 2**29, 2**30, 2**31])
+    twin = np.array([naive.normal_pair(*(int(word) for word in column)) for column in words.T])
+    radius = np.hypot(twin[:, 0], twin[:, 1])
+    error = np.abs(transform(words) - twin).max(axis=1)
+    assert np.max(error / radius) < 4e-7
+
+
+def test_the_tails_reach_nine_standard_deviations() -> None:
+    words = np.zeros((3, PAIRS), dtype=np.uint32)
+    assert transform(words)[0, 0] == pytest.approx(np.sqrt(2 * 65 * np.log(2)), rel=1e-6)
+    words[:2] = 2**32 - 1
+    smallest = transform(words)[0, 0]
+    assert 0 < smallest < 3e-10
+
+
+def test_a_block_makes_two_pairs_whose_tails_reach_seven_standard_deviations(
+    naive: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(naive, "philox4x32", lambda counter, key: (0, 0, 2**32 - 1, 2**32 - 1))
+    longest, shortest = naive.normals(512, reading=0, step=0, key=0)[0:512:256]
+    assert longest == pytest.approx(np.sqrt(2 * 41 * np.log(2)), rel=1e-6)
+    assert abs(shortest) < 2e-6
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (1023,), (1024,), (1025,), (3, 700), ()])
+def test_a_shorter_draw_is_the_beginning_of_a_longer_one(shape: tuple[int, ...]) -> None:
+    whole = SeededStream(1, "a").normal((4096,))
+    part = SeededStream(1, "a").normal(shape)
+    assert part.shape == shape
+    assert torch.equal(part.reshape(-1), whole[: part.numel()])
+
+
+def test_threads_do_not_change_numbers() -> None:
+    before = torch.get_num_threads()
+    draws = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            draws.append(SeededStream(1, "a").normal((400_000,)))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(draws[0], draws[1])
+    assert torch.equal(draws[0], draws[2])
+
+
+def test_every_key_part_gives_other_numbers_and_seek_repeats() -> None:
+    stream = SeededStream(1, "a")
+    draws = [stream.normal((64,)), stream.normal((64,))]
+    for step in (1, 2**32, 2**64 - 1):
+        stream.seek(step)
+        draws.append(stream.normal((64,)))
+    draws += [SeededStream(2, "a").normal((64,)), SeededStream(1, "b").normal((64,))]
+    assert len({draw.numpy().tobytes() for draw in draws}) == len(draws)
+    stream.seek(0)
+    assert torch.equal(stream.normal((64,)), draws[0])
+    assert torch.equal(stream.normal((64,)), draws[1])
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+@pytest.mark.parametrize("shape", [(3, 5), (40, 2000), (300, 700)])
+def test_adding_is_drawing_and_scaling(
+    mode: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(randomness.os, "urandom", lambda size: bytes(range(size)))  # makes release repeat
+    y = torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape) / 7
+    drawn = noise_stream(mode, 1, "a").normal(shape)
+    expected = y + drawn * 2.7
+    assert torch.equal(noise_stream(mode, 1, "a").add_to(y.clone(), 2.7), expected)
+    columns = y.T.contiguous().T  # not contiguous
+    assert torch.equal(noise_stream(mode, 1, "a").add_to(columns, 2.7), expected)
+    stream = noise_stream(mode, 1, "a")
+    assert not torch.equal(stream.add_to(y.clone(), 2.7), stream.add_to(y.clone(), 2.7))
+
+
+def statistics_are_standard(x: np.ndarray) -> bool:
+    """Moments, tails and neighbours of N(0, 1) at five standard errors, two-sided; KS for shape."""
+    from scipy import stats
+
+    n = x.size
+    tail = 2 * stats.norm.sf(3)
+    neighbours = [
+        np.mean(x[:-lag] * x[lag:]) * np.sqrt(n - lag) for lag in (1, 2, PAIRS // 2, PAIRS, 2 * PAIRS, n // 2)
+    ]
+    squares = [
+        np.mean((x[:-lag] ** 2 - 1) * (x[lag:] ** 2 - 1)) * np.sqrt(n - lag) / 2
+        for lag in (PAIRS // 2, PAIRS)
+    ]
+    return bool(
+        abs(x.mean()) < 5 / np.sqrt(n)
+        and abs(np.mean(x**2) - 1) < 5 * np.sqrt(2 / n)
+        and abs(np.mean(x**3)) < 5 * np.sqrt(15 / n)
+        and abs(np.mean(x**4) - 3) < 5 * np.sqrt(96 / n)
+        and abs(np.mean(np.abs(x) > 3) - tail) < 5 * np.sqrt(tail / n)
+        and all(abs(value) < 5 for value in (*neighbours, *squares))
+        and stats.kstest(x, "norm").pvalue > 5.7e-7
+    )
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_numbers_are_standard_normal(mode: str, seed: int) -> None:
+    assert statistics_are_standard(noise_stream(mode, seed, "test").normal((300_000,)).double().numpy())
+
+
+def test_planted_faults_are_seen(seed: int) -> None:
+    x = SeededStream(seed, "test").normal((300_000,)).double().numpy()
+    step = 10 * np.sqrt(1 / (2 * x.size))  # ten standard errors of the scale
+    assert not statistics_are_standard(x * (1 + step))
+    assert not statistics_are_standard(x / (1 + step))
+    assert not statistics_are_standard(np.clip(x, -3, 3))
+    assert not statistics_are_standard(
+        np.concatenate([x[:150_000], x[:150_000]]) * np.repeat([1, -1], 150_000)
+    )
+    assert not statistics_are_standard(np.repeat(x[::2], 2))
+
+
+def test_readings_steps_and_purposes_are_independent(seed: int) -> None:
+    n = 100_000
+    stream = SeededStream(seed, "a")
+    draws = [stream.normal((n,)), stream.normal((n,))]
+    stream.seek(1)
+    draws += [
+        stream.normal((n,)),
+        SeededStream(seed, "b").normal((n,)),
+        SeededStream(seed + 1, "a").normal((n,)),
+    ]
+    correlation = torch.corrcoef(torch.stack(draws)).numpy()
+    off = correlation[np.triu_indices(len(draws), 1)]
+    assert np.all(np.abs(off) < 5 / np.sqrt(n))
+    assert np.corrcoef(draws[0], draws[0] * 0.9 + draws[1] * 0.1)[0, 1] > 5 / np.sqrt(n)
+
+
+def test_release_noise_never_repeats() -> None:
+    stream = noise_stream("release", None, "a")
+    first = stream.normal((64,))
+    stream.seek(0)
+    others = [
+        stream.normal((64,)),
+        SystemStream().normal((64,)),
+        pickle.loads(pickle.dumps(stream)).normal((64,)),
+    ]
+    assert not any(torch.equal(first, other) for other in others)
+    assert set(vars(stream)) == {
+        "_owner",
+        "_cipher",
+    }  # a process number and an opaque cipher: no key, no seed
+
+
+def _draw_in_child(stream: SystemStream, queue: object) -> None:
+    queue.put(stream.normal((64,)).tolist())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python warns of forks beside threads
+def test_a_forked_child_draws_other_noise() -> None:
+    stream = SystemStream()
+    stream.normal((1,))
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=_draw_in_child, args=(stream, queue))
+    child.start()
+    drawn = queue.get()
+    child.join()
+    assert stream.normal((64,)).tolist() != drawn
+
+
+def test_words_come_from_aes_in_counter_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(randomness.os, "urandom", lambda size: bytes(range(size)))
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    cipher = Cipher(algorithms.AES(bytes(range(32))), modes.CTR(bytes(range(16)))).encryptor()
+    words = np.frombuffer(cipher.update(bytes(2 * 3 * PAIRS * 4)), dtype=np.uint32).reshape(2, 3, PAIRS)
+    expected = np.empty(1500, dtype=np.float32)
+    fill_from_words(expected, words)
+    np.testing.assert_array_equal(SystemStream().normal((1500,)).numpy(), expected)
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="mode = 'live': must be one of 'experiment', 'release'"):
+        noise_stream("live", 1, "a")
+    with pytest.raises(ValueError, match="the mode 'experiment' needs a seed"):
+        noise_stream("experiment", None, "a")
+    with pytest.raises(ValueError, match="length = -1"):
+        SeededStream(1, "a").normal((-1,))
+    with pytest.raises(ValueError, match=r"holds at most 2\^33 numbers"):
+        SeededStream(1, "a").normal((2**20, 2**14))
+    with pytest.raises(ValueError, match="step = -1"):
+        SystemStream().seek(-1)
+    assert randomness.derive_seed is philox.derive_seed

@@ -1,0 +1,50 @@
+"""Planted faults, one file each: ways in which a run would release less protection than it accounts for.
+
+A detector of such faults (a self-test, an audit) is tested against all of `FAULTS`; see `Fault` for
+what each entry says and how it is planted. A new fault is a new file and a line here.
+"""
+
+from tests.support.faults import (
+    batches_repeat_every_epoch,
+    batches_reused,
+    biases_without_noise,
+    clip_too_wide,
+    clipped_by_layer,
+    divided_by_realised_size,
+    fixed_size_batches,
+    fixed_size_batches_on_release,
+    labels_kept_too_often,
+    labels_same_in_every_run,
+    last_layer_without_noise,
+    noise_reused,
+    noise_same_in_every_run,
+    noise_shared_by_coordinates,
+    noise_shared_by_parameters,
+    noise_too_small,
+    sampled_too_often,
+    signal_noise_too_small,
+)
+from tests.support.faults.base import Fault
+
+FAULTS: tuple[Fault, ...] = (
+    noise_too_small.FAULT,
+    noise_reused.FAULT,
+    noise_same_in_every_run.FAULT,
+    noise_shared_by_coordinates.FAULT,
+    noise_shared_by_parameters.FAULT,
+    biases_without_noise.FAULT,
+    last_layer_without_noise.FAULT,
+    signal_noise_too_small.FAULT,
+    clipped_by_layer.FAULT,
+    clip_too_wide.FAULT,
+    fixed_size_batches.FAULT,
+    fixed_size_batches_on_release.FAULT,
+    batches_reused.FAULT,
+    batches_repeat_every_epoch.FAULT,
+    sampled_too_often.FAULT,
+    divided_by_realised_size.FAULT,
+    labels_kept_too_often.FAULT,
+    labels_same_in_every_run.FAULT,
+)
+
+__all__ = ["FAULTS", "Fault"]

@@ -1,0 +1,94 @@
+"""A planted fault: what the registry holds, and how a fault gets into the code that runs.
+
+A fault changes one thing in the product by replacing a name where the product looks it up, and puts it back. It must
+break a guarantee that the ledger still states. Whoever tests a detector plants every fault of `FAULTS`
+that applies:
+
+    for fault in FAULTS:
+        if fault.applies(trainer="pdfa", protection="record", mode="release"):
+            with fault.planted():
+                ...  # the detector must notice
+
+Faults are planted in the running process; start no other process inside `planted`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+FEEDBACKS = ("pdfa", "dfa", "tdfa", "bp")
+STEPWISE = (*FEEDBACKS, "ulr", "zo", "convex")
+"""Trainers whose every update is released."""
+MODES = ("experiment", "release")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One planted fault.
+
+    Attributes:
+        name: As its file is called.
+        breaks: What it does to which promise, one sentence.
+        trainers: Values of trainer.kind that it reaches.
+        protections: Values of protection.kind that it reaches.
+        modes: Modes that it reaches.
+        checks: Names of the self-test's checks of which at least one must raise an alarm.
+        plant: Returns a context in which the product is at fault.
+    """
+
+    name: str
+    breaks: str
+    trainers: tuple[str, ...]
+    protections: tuple[str, ...] = ("record",)
+    modes: tuple[str, ...] = MODES
+    checks: tuple[str, ...]
+    plant: Callable[[], AbstractContextManager[None]]
+
+    def applies(self, *, trainer: str, protection: str = "record", mode: str) -> bool:
+        """Whether there is such a run, and the fault does anything to it; only feedbacks protect labels."""
+        exists = protection == "record" or trainer in FEEDBACKS
+        reached = trainer in self.trainers and protection in self.protections
+        return exists and reached and mode in self.modes
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """The product with this fault, until the context ends."""
+        with self.plant():
+            yield
+
+
+@contextmanager
+def replaced(target: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace a name by what `make` makes of its present value, and put it back.
+
+    Args:
+        target: "module:name" or "module:Class.name".
+        make: Takes the present value.
+
+    Raises:
+        AttributeError: There is no such name: the product moved it, and the fault must follow.
+    """
+    module, _, path = target.partition(":")
+    owner: Any = import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    before = owner.__dict__[name] if name in vars(owner) else getattr(owner, name)
+    setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def all_replaced(targets: dict[str, Callable[[Any], Any]]) -> Iterator[None]:
+    """Several of `replaced` at once."""
+    with ExitStack() as stack:
+        for target, make in targets.items():
+            stack.enter_context(replaced(target, make))
+        yield

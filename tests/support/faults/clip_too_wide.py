@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from tests.support.faults.base import STEPWISE, Fault, all_replaced
+
+
+def _wider(clip: Callable[..., Any]) -> Callable[..., Any]:
+    def widened(values: Any, bound: float) -> Any:
+        return clip(values, 2**0.5 * bound)
+
+    return widened
+
+
+def _wider_residuals(of: Any) -> Any:
+    def objective(cls: Any, options: Any) -> Any:
+        right = of.__func__(cls, options)
+        return replace(right, clip=2**0.5 * right.clip)
+
+    return classmethod(objective)
+
+
+def _wider_differences(clip: Callable[..., Any]) -> Callable[..., Any]:
+    def widened(plus: Any, minus: Any, bound: float | None) -> Any:
+        return clip(plus, minus, None if bound is None else 2**0.5 * bound)
+
+    return widened
+
+
+def plant() -> AbstractContextManager[None]:
+    return all_replaced(
+        {
+            "training.protections.record:bounded_factors": _wider,
+            "training.protections.amplified_labels:bounded_factors": _wider,
+            "training.protections.budgeted_labels:scale_to_ball": _wider,
+            "training.convex.objectives:Objective.of": _wider_residuals,
+            "training.zeroth_order.trainer:loss_differences": _wider_differences,
+        }
+    )
+
+
+FAULT = Fault(
+    name="clip_too_wide",
+    breaks="A record contributes up to sqrt(2) C.",
+    trainers=STEPWISE,
+    protections=("record", "label", "label-amplified"),
+    checks=("sum: mean, in records",),
+    plant=plant,
+)

@@ -1,0 +1,174 @@
+"""Audits of zeroth order, unified likelihood ratio and convex runs: members are found, and noise that is too weak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+import training
+from accounting.errors import NoGuarantee
+from training.attacks.findings import Finding, Role, RunAudit
+from training.attacks.run_audit import audit_run
+from training.convex.trainer import ConvexTrainer, Descent
+from training.protections.record import RecordProtection
+from training.zeroth_order.trainer import ScalarRelease
+
+N, FEATURES, TRIALS = 300, 20, 120
+COMMON: dict[str, Any] = {
+    "epochs": 1,
+    "threads": 1,
+    "data": {"n_classes": 3},
+    "sampler": {"scheme": "poisson", "batch_size": 12},
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "zo": {"trainer": {"kind": "zo"}, "model": {"hidden": [24]}, "optimizer": {"lr": 0.02, "momentum": 0.0}},
+    "zo, laplace": {
+        "trainer": {"kind": "zo", "law": "laplace", "directions": 2},
+        "model": {"hidden": [24]},
+        "optimizer": {"lr": 0.02, "momentum": 0.0, "weight_decay": 0.01},
+    },
+    "ulr": {"trainer": {"kind": "ulr"}, "model": {"hidden": [24]}},
+    "convex": {
+        "trainer": {"kind": "convex", "hyperplanes": 8, "regularisation": 0.01},
+        "optimizer": {"lr": 0.5, "momentum": 0.0},
+    },
+}
+MULTIPLIER = {"zo": 4.0, "zo, laplace": 8.0, "ulr": 4.0, "convex": 8.0}
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(1).normal(size=(N, FEATURES)), np.arange(N) % 3
+
+
+def trained(folder: Path, name: str, **changes: Any) -> Path:
+    training.train({**COMMON, **RUNS[name], **changes}, data=data(), folder=folder)
+    return folder
+
+
+def protected(folder: Path, name: str) -> Path:
+    clip = {"clip_norm": 2e-4} if name.startswith("zo") else {}  # most records reach it
+    protection = {"kind": "record", "noise_multiplier": MULTIPLIER[name], **clip}
+    return trained(folder, name, protection=protection)
+
+
+def of(audit: RunAudit, role: Role) -> Finding:
+    (finding,) = [f for f in audit.findings if f.role is role and f.attack == "difference"]
+    return finding
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_members_of_an_unprotected_step_are_found(tmp_path: Path, name: str) -> None:
+    trainer = {
+        key: value for key, value in RUNS[name]["trainer"].items() if key != "law"
+    }  # of noise: there is none
+    found = audit_run(trained(tmp_path, name, trainer=trainer), data=data(), trials=TRIALS, seed=7)
+    assert of(found, Role.RUN).auc == 1.0
+    assert of(found, Role.RUN).result.epsilon_lower == of(found, Role.RUN).result.ceiling > 1.8
+    assert found.controls_hold
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_protected_step_stays_below_its_theorem(tmp_path: Path, name: str) -> None:
+    found = audit_run(protected(tmp_path, name), data=data(), trials=TRIALS, seed=7)
+    assert found.controls_hold
+    for finding in found.findings:
+        assert finding.role is Role.BROKEN or not finding.refutes
+    expected = 0.25 if "laplace" in name else 0.926
+    for role in (Role.RUN, Role.PROTECTED):
+        assert of(found, role).claim.epsilon == pytest.approx(expected, abs=0.001)
+
+
+def _weaker_scalars(patch: pytest.MonkeyPatch) -> None:
+    before = ScalarRelease.__init__
+
+    def init(self: ScalarRelease, *, scale: float = 0.0, **options: Any) -> None:
+        before(self, scale=0.05 * scale, **options)
+
+    patch.setattr(ScalarRelease, "__init__", init)
+
+
+def _weaker_descent(patch: pytest.MonkeyPatch) -> None:
+    before = ConvexTrainer.__init__
+
+    def init(
+        self: ConvexTrainer, network: Any, optimizer: Any, objective: Any, descent: Descent, **options: Any
+    ) -> None:
+        weak = replace(descent, noise_std=0.05 * descent.noise_std)
+        before(self, network, optimizer, objective, weak, **options)
+
+    patch.setattr(ConvexTrainer, "__init__", init)
+
+
+def _weaker_records(patch: pytest.MonkeyPatch) -> None:
+    before = RecordProtection.__init__
+
+    def init(self: RecordProtection, *, noise_multiplier: float, **options: Any) -> None:
+        before(self, noise_multiplier=0.05 * noise_multiplier, **options)
+
+    patch.setattr(RecordProtection, "__init__", init)
+
+
+WEAKER: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "zo": _weaker_scalars,
+    "zo, laplace": _weaker_scalars,
+    "ulr": _weaker_records,
+    "convex": _weaker_descent,
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_twentieth_of_the_noise_is_found(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: the trainer adds too little, and its theorem is refuted."""
+    run = protected(tmp_path, name)
+    WEAKER[name](monkeypatch)
+    assert of(audit_run(run, data=data(), trials=TRIALS, seed=7), Role.RUN).refutes
+
+
+def test_a_released_run_is_played_with_directions_that_the_attacker_knows(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    protection = {"kind": "record", "noise_multiplier": 0.01, "clip_norm": 2e-4}
+    run = trained(tmp_path, "zo", mode="release", protection=protection)
+    found = audit_run(run, data=data(), out=tmp_path_factory.mktemp("audit"), trials=40, seed=7)
+    assert of(found, Role.RUN).auc == 1.0
+
+
+def test_a_module_of_a_persons_own_is_given_again(tmp_path: Path) -> None:
+    def module() -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 8), nn.Softplus(), nn.Linear(8, 3))
+
+    training.train({**COMMON, **RUNS["zo"], "model": {}}, data=data(), model=module(), folder=tmp_path)
+    found = audit_run(tmp_path, data=data(), model=module(), trials=40, seed=7)
+    assert of(found, Role.RUN).auc == 1.0
+
+
+def test_a_published_likelihood_ratio_is_looked_at_in_its_row_space(tmp_path: Path) -> None:
+    published = {"kind": "ulr", "form": "published", "copies": 4}
+    run = trained(
+        tmp_path,
+        "ulr",
+        trainer=published,
+        sampler={"scheme": "poisson-min-batch", "batch_size": 4, "min_batch_size": 2},
+    )
+    found = audit_run(run, data=data(), trials=40, seed=7)
+    assert {f.attack for f in found.findings if f.role is Role.RUN} == {"row space"}
+    assert {f.attack for f in found.findings if f.role is Role.BROKEN} == {"row space", "difference"}
+
+
+def test_a_last_iterate_has_no_steps_to_show(tmp_path: Path) -> None:
+    run = trained(
+        tmp_path,
+        "convex",
+        sampler={"scheme": "disjoint-cyclic", "batch_size": 50},
+        protection={"kind": "last-iterate", "epsilon": 3.0},
+    )
+    with pytest.raises(NoGuarantee, match="the last model alone.*--method poisson"):
+        audit_run(run, data=data(), trials=40)

@@ -1,0 +1,288 @@
+"""The self-test of the mechanism: quiet on the product as it is, and loud on every planted fault."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import training
+from accounting.errors import NoGuarantee
+from opusim.errors import ConfigError
+from tests.support.faults import FAULTS, Fault
+from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
+from training.attacks.mechanism.checks import checked
+from training.attacks.mechanism.observations import BatchLaw, Released, Sums
+from training.attacks.mechanism.report import Check, MechanismAudit, report_text
+from training.cli.app import app
+
+LEVELS = {"experiment": 1e-6, "release": 1e-9}
+"""No seed fixes a release run, so its alarms by chance must never be met."""
+LABELS = ("label", "label-amplified", "label-once", "label-response")
+QUICK = {"zo": ("trainer.directions=41",)}
+
+
+def self_test(
+    kind: str,
+    mode: str,
+    seed: int,
+    *,
+    level: float | None = None,
+    protection: str = "record",
+    steps: int = 40,
+) -> MechanismAudit:
+    return training.audit_mechanism(
+        kind,
+        mode=mode,
+        steps=steps,
+        settings=[f"protection.kind={protection}", *QUICK.get(kind, ())],
+        seed=seed if mode == "experiment" else None,
+        level=LEVELS[mode] if level is None else level,
+    )
+
+
+def require_found(fault: Fault, kind: str, protection: str, mode: str, seed: int) -> None:
+    with fault.planted():
+        found = self_test(kind, mode, seed, level=1e-4, protection=protection, steps=60)
+    assert {check.name for check in found.alarms} & set(fault.checks), report_text(found)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", STEPWISE)
+def test_trainers_release_what_is_accounted(kind: str, mode: str, seed: int) -> None:
+    found = self_test(kind, mode, seed)
+    assert found.holds, report_text(found)
+    assert found.coordinates >= 40
+
+
+@pytest.mark.parametrize("protection", LABELS)
+def test_label_protections_release_what_is_accounted(protection: str, seed: int) -> None:
+    found = self_test("pdfa", "experiment", seed, protection=protection)
+    assert found.holds, report_text(found)
+
+
+def test_a_sound_clip_by_layer_raises_no_alarm(seed: int) -> None:
+    found = training.audit_mechanism(
+        "ulr", settings=["trainer.clip=module"], steps=40, seed=seed, level=LEVELS["experiment"]
+    )
+    assert found.holds, report_text(found)
+
+
+def test_noise_of_a_device_is_what_is_accounted(seed: int) -> None:
+    found = training.audit_mechanism(
+        "pdfa", settings=["protection.noise=device"], steps=40, seed=seed, level=LEVELS["experiment"]
+    )
+    assert "device noise" in found.accounted
+    assert found.holds, report_text(found)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_is_found_once(fault: Fault, seed: int) -> None:
+    require_found(fault, "pdfa", fault.protections[0], fault.modes[-1], seed)
+
+
+EVERYWHERE = [
+    pytest.param(fault, kind, protection, mode, id=f"{fault.name}-{kind}-{protection}-{mode}")
+    for fault in FAULTS
+    for kind in fault.trainers
+    for protection in fault.protections
+    for mode in fault.modes
+    if fault.applies(trainer=kind, protection=protection, mode=mode)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "kind", "protection", "mode"), EVERYWHERE)
+def test_every_fault_is_found_everywhere(
+    fault: Fault, kind: str, protection: str, mode: str, seed: int
+) -> None:
+    require_found(fault, kind, protection, mode, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", FEEDBACKS)
+@pytest.mark.parametrize("protection", LABELS)
+def test_label_protections_everywhere(protection: str, kind: str, mode: str, seed: int) -> None:
+    found = self_test(kind, mode, seed, protection=protection)
+    assert found.holds, report_text(found)
+
+
+def test_a_seed_repeats_a_self_test() -> None:
+    first, second = (self_test("dfa", "experiment", seed) for seed in (3, 3))
+    assert first.checks == second.checks
+
+
+def synthetic(generator: np.random.Generator, *, z: float, fault: str = "") -> list[Released]:
+    """Two runs of 60 updates, n 400, q 0.1, of a mechanism that is right but for its fault."""
+    runs = []
+    for _ in range(2):
+        noise = generator.normal(size=(60, 40))
+        sizes = generator.binomial(400, 0.1, size=60).astype(float)
+        if fault == "noise":
+            noise *= 0.5**0.5
+        if fault == "reused":
+            noise[1::2] = noise[::2]
+        if fault == "sizes":
+            sizes[:] = 40.0
+        by_layer = np.outer(sizes, [2**-0.5, 2**-0.5]) * (2**0.5 if fault == "layers" else 1.0)
+        by_layer += z * generator.normal(size=(60, 2))
+        runs.append(
+            Released(
+                noise=noise,
+                sums=Sums(
+                    along=by_layer.sum(axis=1) / 2**0.5,
+                    along_std=z,
+                    by_layer=by_layer,
+                    shares=np.full(2, 2**-0.5),
+                ),
+                batch=BatchLaw.binomial(400, 0.1),
+                accounted="synthetic",
+            )
+        )
+    return runs
+
+
+@pytest.mark.parametrize("z", [0.5, 3.0])
+@pytest.mark.parametrize("fault", ["", "noise", "reused", "sizes", "layers"])
+def test_synthetic_updates_alarm_where_they_must(fault: str, z: float, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    for _ in range(20):
+        alarms = [
+            check.name for check in checked(synthetic(generator, z=z, fault=fault), 1e-6) if check.alarm
+        ]
+        assert bool(alarms) == bool(fault), alarms
+
+
+def test_p_values_of_synthetic_updates_are_uniform_enough(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    n, share = 200, 0.05
+    found = [
+        [check.p_value for check in checked(synthetic(generator, z=1.0), 1e-6)] for _ in range(n)
+    ]  # (n, checks)
+    below = np.mean(np.array(found) < share, axis=0)
+    limit = share + 5 * math.sqrt(share * (1 - share) / n)
+    assert np.all(below <= limit), below
+
+
+def test_a_value_that_is_no_number_is_an_alarm() -> None:
+    values = {"name": "x", "expected": 0.0, "standard_error": 1.0, "level": 1e-6, "finds": ""}
+    assert Check(observed=math.nan, p_value=math.nan, **values).alarm
+    assert not Check(observed=0.0, p_value=1.0, **values).alarm
+
+
+def test_the_registry_holds_every_file() -> None:
+    import tests.support.faults.base as base
+
+    files = {path.stem for path in Path(base.__file__).parent.glob("*.py")}
+    assert {fault.name for fault in FAULTS} == files - {"__init__", "base", "streams"}
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+def test_a_planted_fault_leaves_nothing_behind(seed: int) -> None:
+    for fault in FAULTS:
+        with fault.planted():
+            pass
+    with pytest.raises(RuntimeError), FAULTS[0].planted():
+        raise RuntimeError
+    assert self_test("dfa", "experiment", seed).holds
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "error", "message"),
+    [
+        ("convex", ["protection.kind=last-iterate"], NoGuarantee, "releases the last model only"),
+        ("bp", ["protection.kind=none"], NoGuarantee, "nothing is accounted"),
+        ("bp", ["data.name=mnist"], ConfigError, "data.name: belongs to the self-test"),
+        ("bp", ["optimizer.momentum=0.9"], ConfigError, "optimizer.momentum: belongs to the self-test"),
+        ("bp", ["sampler.batch_size=64"], ConfigError, "must divide the self-test's 400 records"),
+        ("bp", ["protection.clip_norm=50"], ValueError, "protection.clip_norm = 50: must be at most"),
+        ("zo", ["trainer.directions=8"], ConfigError, "take at least 41"),
+        ("zo", ["trainer.law=laplace"], ConfigError, "use 'gaussian'"),
+        ("pdfa", ["device.name=camera"], ConfigError, "use 'ideal' or 'gaussian'"),
+        ("pdfa", ["device.noise.sigma=0.5"], ConfigError, "use at most 0.01"),
+        ("adam", [], ValueError, "kind"),
+    ],
+)
+def test_what_cannot_be_tested_is_refused(
+    kind: str, settings: list[str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        training.audit_mechanism(kind, settings=settings, steps=40, seed=1)
+
+
+def test_the_command_prints_and_keeps_a_table(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    arguments = [
+        "audit",
+        "--mechanism",
+        "dfa",
+        "--steps",
+        "40",
+        "--seed",
+        "5",
+        "--level",
+        "1e-6",
+        "--out",
+        str(out),
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    for words in ("noise: variance", "std. error", "agrees", "No alarm", "last iterate"):
+        assert words in result.stdout
+    found = MechanismAudit.from_json(json.loads(out.read_text()))
+    assert found.holds
+    assert found.seed == 5
+    assert json.loads(json.dumps(found.to_json())) == json.loads(out.read_text())
+    with pytest.raises(ValueError, match="schema_version"):
+        MechanismAudit.from_json({"schema_version": 0})
+
+
+def test_the_table_shows_the_p_value_that_decides() -> None:
+    """The largest of thousands of correlations lies many standard errors away, and agrees."""
+    found = self_test("dfa", "experiment", 5)
+    rows = {check.name: check for check in found.checks}
+    largest = rows["noise: any two steps"]
+    assert abs(largest.observed) > 3 * largest.standard_error
+    (line,) = (row for row in report_text(found).splitlines() if row.startswith(largest.name))
+    *_, p_value, verdict = line.split()
+    assert float(p_value) == pytest.approx(largest.p_value, rel=0.05)
+    assert verdict == "agrees"
+    assert f"{largest.level:.2g}" in report_text(found)
+    assert max(map(len, report_text(found).splitlines())) <= 80
+
+
+def test_the_command_ends_with_1_after_an_alarm() -> None:
+    with FAULTS[0].planted():
+        result = CliRunner().invoke(app, ["audit", "--mechanism", "dfa", "--seed", "5"])
+    assert result.exit_code == 1
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "ALARM: the runs did not release what was accounted" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mechanism", "convex", "--set", "protection.kind=last-iterate"], "releases the last model only"),
+        (["--mechanism", "dfa", "runs/x"], "RUN is for the audit of a run"),
+        (["--mechanism", "dfa", "--trials", "9"], "--trials is for the audit of a run"),
+        (["runs/x", "--mode", "release"], "--mode goes with --mechanism KIND only"),
+        ([], "RUN is missing"),
+    ],
+)
+def test_the_command_refuses_bad_input(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from training.cli import main
+
+    monkeypatch.setattr("sys.argv", ["opusim", "audit", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert message in line

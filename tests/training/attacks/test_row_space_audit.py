@@ -1,0 +1,214 @@
+"""Whole audits of small runs: members are found, protected ones are not, and planted faults are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import training
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Status
+from opusim.errors import ConfigError
+from training.attacks.findings import Finding, Role, RunAudit, paragraphs
+from training.attacks.replay import staged
+from training.attacks.run_audit import audit_run, read_parts
+from training.errors import RunFolderError
+from training.protections.record import RecordProtection
+from training.reports.run_report import write_report
+from training.runs.folder import RunFolder
+
+N, FEATURES = 300, 40
+RUN = {
+    "epochs": 1,
+    "threads": 1,
+    "model": {"hidden": [24]},
+    "data": {"n_classes": 3},
+    "sampler": {"batch_size": 12},
+    "device": {"name": "gaussian", "noise": {"sigma": 10.0}},
+}
+PROTECTED = {
+    "sampler": {"scheme": "poisson", "batch_size": 12},
+    "protection": {"kind": "record", "noise_multiplier": 4.0},
+}
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(1).normal(size=(N, FEATURES)), np.arange(N) % 3
+
+
+def trained(folder: Path, **changes: object) -> Path:
+    training.train({**RUN, **changes}, data=data(), folder=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def plain_audit(plain: Path) -> RunAudit:
+    return audit_run(plain, data=data(), trials=200, seed=7)
+
+
+@pytest.fixture(scope="module")
+def protected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("protected"), **PROTECTED)
+
+
+def of(audit: RunAudit, role: Role, attack: str = "row space") -> Finding:
+    (finding,) = [f for f in audit.findings if f.role is role and f.attack == attack]
+    return finding
+
+
+def plant_noise(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Let every protection of records add a share of the noise that it was given."""
+    make = RecordProtection.__init__
+
+    def weaker(self: RecordProtection, *, noise_multiplier: float, **options: object) -> None:
+        make(self, noise_multiplier=share * noise_multiplier, **options)
+
+    monkeypatch.setattr(RecordProtection, "__init__", weaker)
+
+
+def test_an_unprotected_run_is_found_out_as_far_as_the_trials_can_tell(plain_audit: RunAudit) -> None:
+    finding = of(plain_audit, Role.RUN)
+    assert finding.auc == 1.0
+    assert finding.result.epsilon_lower == finding.result.ceiling > 2
+    assert finding.claim is None
+    assert plain_audit.controls_hold
+    assert of(plain_audit, Role.NULL).result.epsilon_lower == 0
+    assert of(plain_audit, Role.PROTECTED).claim.epsilon == pytest.approx(0.926, abs=0.01)
+    assert of(plain_audit, Role.BROKEN).refutes
+
+
+def test_the_words_say_what_was_found(plain_audit: RunAudit) -> None:
+    text = "\n".join(paragraphs(plain_audit))
+    assert "Found: membership" in text
+    assert "no finite epsilon, so there is nothing to refute" in text
+    assert "All came out as they must" in text
+    (guarantee,) = plain_audit.guarantees
+    claimed = replace(guarantee, status=Status.CLAIMED, epsilon=1.0, reason=None)
+    assert "is REFUTED: one step alone costs more" in "\n".join(
+        paragraphs(replace(plain_audit, guarantees=(claimed,)))
+    )
+    formula = replace(guarantee, status=Status.CLAIMED, formula_value=1.0)
+    assert "1.000 for the whole run, is REFUTED" in "\n".join(
+        paragraphs(replace(plain_audit, guarantees=(formula,)))
+    )
+    far = replace(guarantee, status=Status.CLAIMED, formula_value=1e6)
+    assert "above what so many trials can show" in "\n".join(
+        paragraphs(replace(plain_audit, guarantees=(far,)))
+    )
+
+
+def test_the_result_is_kept_and_shown(plain: Path, plain_audit: RunAudit) -> None:
+    kept = RunAudit.from_json(json.loads((plain / "audit.json").read_text()))
+    assert kept == plain_audit
+    page = write_report(training.load_run(plain)).read_text()
+    assert "<h2>Audit</h2>" in page
+    assert "membership found" in page
+    with pytest.raises(ValueError, match="schema_version 9 is not 1; audit the run anew"):
+        RunAudit.from_json({"schema_version": 9})
+
+
+def test_the_same_seed_repeats_an_audit(plain: Path, plain_audit: RunAudit) -> None:
+    again, other = (audit_run(plain, data=data(), trials=40, seed=seed).to_json() for seed in (7, 8))
+    assert again == audit_run(plain, data=data(), trials=40, seed=7).to_json()
+    assert again["findings"] != other["findings"]
+    (plain / "audit.json").write_text(json.dumps(plain_audit.to_json()))
+
+
+def test_a_protected_run_stays_below_its_theorem_and_is_found_without_its_noise(
+    protected: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: the run's own protection forgets its noise, and its theorem is refuted."""
+    honest = audit_run(protected, data=data(), trials=200, seed=7)
+    assert honest.controls_hold
+    for finding in honest.findings:
+        assert finding.role is Role.BROKEN or not finding.refutes
+    assert "is not contradicted" in "\n".join(paragraphs(honest))
+    plant_noise(monkeypatch, 0.0)
+    broken = audit_run(protected, data=data(), trials=200, seed=7)
+    assert of(broken, Role.RUN).refutes
+    assert not broken.controls_hold  # the protected control is broken as well
+    assert "REFUTED: the step does not do" in "\n".join(paragraphs(broken))
+
+
+def test_the_difference_attack_finds_noise_that_is_too_weak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a tenth of the noise. Without device noise the score is N(0 or 1, (z C / ||c||)^2)."""
+    quiet = {"device": {"name": "gaussian", "noise": {"sigma": 0.0}}}
+    run = trained(tmp_path, **PROTECTED, **quiet)
+    assert not of(audit_run(run, data=data(), trials=200, seed=3), Role.RUN, "difference").refutes
+    plant_noise(monkeypatch, 0.1)
+    found = audit_run(run, data=data(), trials=200, seed=3)
+    assert of(found, Role.RUN, "difference").refutes
+    assert not of(found, Role.RUN).refutes  # the row space cannot see it: the noise has full rank
+
+
+def test_batches_above_the_fan_in_are_found_by_what_they_add(tmp_path: Path) -> None:
+    x, y = data()
+    config = {**RUN, "sampler": {"batch_size": 60}, "model": {"hidden": [64]}}
+    training.train(config, data=(x[:, :8], y), folder=tmp_path)
+    found = audit_run(tmp_path, data=(x[:, :8], y), trials=120, seed=7)
+    assert {finding.attack for finding in found.findings} == {"covariance", "difference"}
+    assert of(found, Role.RUN, "difference").auc == 1.0
+    assert of(found, Role.RUN, "covariance").auc > 0.8
+    assert of(found, Role.NULL, "covariance").result.epsilon_lower == 0
+
+
+def test_every_trial_starts_from_the_same_state_with_its_own_noise(plain: Path) -> None:
+    parts = read_parts(RunFolder(plain), data())
+    with staged(parts, parts.config) as stage:
+        batch = torch.arange(12)
+        first, second, again = (stage.weights_after(batch, trial) for trial in (0, 1, 0))
+    assert len(first) == 3  # momentum: one step more is shown
+    for before, other in zip(first[:-1], second[:-1], strict=True):
+        assert all(torch.equal(before[name], other[name]) for name in before)
+    name = "layer1.weight"
+    assert torch.equal(first[-1][name], again[-1][name])
+    assert not torch.equal(first[-1][name], second[-1][name])
+
+
+def test_a_released_run_is_audited_with_the_systems_noise_outside_its_folder(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run, out = trained(tmp_path, mode="release", **PROTECTED), tmp_path_factory.mktemp("audit")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for place in (None, run, run / "audit"):
+        with pytest.raises(RunFolderError, match=r"is for release.*name a folder outside it .*--out"):
+            audit_run(run, data=data(), out=place, trials=40, seed=1)
+    found = audit_run(run, data=data(), out=out, trials=40, seed=1)
+    assert not of(found, Role.RUN).refutes
+    assert (out / "audit.json").exists()
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("kind", ["bp", "dfa"])
+def test_digital_trainers_are_found_out_too(tmp_path: Path, kind: str) -> None:
+    config = {key: value for key, value in RUN.items() if key != "device"}
+    training.train({**config, "trainer": {"kind": kind}}, data=data(), folder=tmp_path)
+    assert of(audit_run(tmp_path, data=data(), trials=40, seed=1), Role.RUN).auc == 1.0
+
+
+def test_what_cannot_be_audited_is_named(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="trials = 10"):
+        audit_run(plain, data=data(), trials=10)
+    x, y = data()
+    with pytest.raises(RunFolderError, match="was trained on other data"):
+        audit_run(plain, data=(x + 1, y), trials=40)
+    with pytest.raises(ConfigError, match="user-supplied arrays"):
+        audit_run(plain, trials=40)
+    labels = {"kind": "label-response", "epsilon": 3.0}
+    with pytest.raises(NoGuarantee, match="protects labels"):
+        audit_run(trained(tmp_path / "labels", protection=labels), data=data(), trials=40)
+    adam = trained(tmp_path / "adam", optimizer={"name": "adam"})
+    with pytest.raises(ConfigError, match="'adam'"):
+        audit_run(adam, data=data(), trials=40)

@@ -1,0 +1,63 @@
+"""`opusim audit` as a person types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-W", "error", "-c", "from training.cli import main; main()"]
+SMALL = [
+    "--epochs",
+    "1",
+    "--set",
+    "model.hidden=[48]",
+    "--set",
+    "threads=1",
+    "--set",
+    "sampler.batch_size=24",
+]
+
+
+def opusim(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    settings = {**os.environ, "COLUMNS": "150", "PYTHONPATH": str(Path(__file__).parents[3])}
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=cwd, env=settings)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("audit")
+    result = opusim("train", "pdfa", *SMALL, "--quiet", "--out", "run", cwd=path)
+    assert result.returncode == 0, result.stderr
+    return path
+
+
+def test_an_audit_prints_a_table_and_its_meaning_and_keeps_them(folder: Path) -> None:
+    result = opusim("audit", "run", "--trials", "80", "--seed", "1", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    for text in ("null control", "broken control", "Found: membership", "nothing to refute", "residual"):
+        assert text in result.stdout
+    assert "membership found" in (folder / "run" / "report.html").read_text()
+    again = opusim("audit", "run", "--trials", "80", "--seed", "1", "--json", cwd=folder)
+    assert json.loads(again.stdout) == json.loads((folder / "run" / "audit.json").read_text())
+    assert json.loads(again.stdout)["schema_version"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["audit", "nowhere"], "holds no run"),
+        (["audit", "run", "--trials", "3"], "trials = 3"),
+        (["audit", "run", "--delta", "2"], "delta"),
+        (["audit", "run", "--arrays", "nowhere.npz"], "nowhere.npz"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(folder: Path, arguments: list[str], message: str) -> None:
+    result = opusim(*arguments, cwd=folder)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

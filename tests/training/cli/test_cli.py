@@ -1,0 +1,278 @@
+"""The command as a person types it: output, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+COMMAND = [sys.executable, "-W", "error", "-c", "from training.cli import main; main()"]
+SMALL = ["--epochs", "2", "--set", "model.hidden=[16]", "--set", "threads=1"]
+
+
+def opusim(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = {**os.environ, "COLUMNS": "140", "PYTHONPATH": str(Path(__file__).parents[3]), **environment}
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=cwd, env=settings)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    result = opusim("train", "pdfa", *SMALL, "--sigma", "0.2", "--out", "run", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert "test accuracy" in result.stdout
+    assert "not for release" in result.stdout
+    return folder / "run"
+
+
+def test_training_leaves_a_report_and_pictures(run: Path) -> None:
+    page = (run / "report.html").read_text()
+    assert "Experiment mode, not for release" in page
+    assert page.count("data:image/png;base64,") == 3
+    assert "http" not in page.replace("http-equiv", "")  # self-contained
+    assert {path.name for path in (run / "figures").iterdir()} == {
+        "learning.png",
+        "alignment.png",
+        "noise.png",
+    }
+    assert json.loads((run / "config.json").read_text())["device"]["noise"]["sigma"] == 0.2
+
+
+def test_a_released_run_keeps_no_private_figure(tmp_path: Path) -> None:
+    arguments = [
+        "--protect",
+        "record",
+        "--noise-multiplier",
+        "1.0",
+        "--release",
+        "--set",
+        "sampler.batch_size=64",
+    ]
+    result = opusim("train", "pdfa", *SMALL, *arguments, "--out", "run", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "proven" in result.stdout
+    assert "not for release" not in result.stdout
+    (row,) = [line for line in result.stdout.splitlines() if "pdfa on digits" in line]
+    assert row.count("–") == 7  # nothing that was withheld is shown as 0
+    run = tmp_path / "run"
+    for record in (run / "metrics.jsonl").read_text().splitlines():
+        assert set(json.loads(record)) == {"schema_version", "epoch", "step"}
+    assert set(json.loads((run / "summary.json").read_text())) == {"schema_version", "steps", "seal"}
+    assert not (run / "timing.jsonl").exists()
+    assert "fingerprint" not in (run / "config.json").read_text()
+    audited = opusim("audit", "run", "--trials", "40", "--out", "audit", cwd=tmp_path)
+    assert "Not for release: this audit holds figures of private records" in audited.stderr
+    assert (tmp_path / "audit" / "audit.json").exists()
+    assert not (run / "audit.json").exists()
+
+
+def test_evaluate_gives_the_figure_of_the_run(run: Path) -> None:
+    result = opusim("evaluate", str(run), "--json", cwd=run.parent)
+    figures = json.loads(result.stdout)
+    summary = json.loads((run / "summary.json").read_text())
+    assert figures["accuracy"] == summary["test_accuracy"]
+    assert "accuracy" in opusim("evaluate", str(run), cwd=run.parent).stdout
+
+
+def test_a_finished_run_without_checkpoints_is_not_sent_in_a_circle(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "checkpoints")
+    result = opusim("evaluate", "copy", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "a finished run without its checkpoints" in result.stderr
+
+
+def test_evaluate_takes_a_persons_file(run: Path) -> None:
+    np.savez(run.parent / "mine.npz", x=np.zeros((3, 64)), y=np.array([0, 1, 2]))
+    result = opusim("evaluate", str(run), "--arrays", "mine.npz", cwd=run.parent)
+    assert "3 records of mine.npz" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: np.savez(file, x=np.float32(1), y=np.int64(0)), "x must"),
+        (lambda file: np.savez(file, x=np.array([None]), y=np.array([0])), "mine.npz is not an .npz file"),
+        (lambda file: _with_a_flipped_bit(file), "mine.npz is not an .npz file"),
+    ],
+)
+def test_a_persons_damaged_file_is_one_line(run: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(run.parent / "mine.npz")
+    result = opusim("evaluate", str(run), "--arrays", "mine.npz", cwd=run.parent)
+    assert result.returncode == 2, result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert message in result.stderr
+
+
+def _with_a_flipped_bit(file: Path) -> None:
+    np.savez(file, x=np.zeros((3, 64)), y=np.array([0, 1, 2]))
+    content = bytearray(file.read_bytes())
+    content[content.index(b"\x93NUMPY") + 200] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_missing_package_is_one_line(tmp_path: Path) -> None:
+    """`python -c` puts the working folder first, so that this module stands for a package that cannot be found."""
+    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('no transformers here')\n")
+    (tmp_path / "texts.tsv").write_text("a film\t0\nanother\t1\n")
+    call = ["train", "zo", "--language-model", "nowhere", "--text", "texts.tsv"]
+    result = opusim(*call, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith(
+        "opusim: transformers is missing; language models need it"
+    )
+    assert "Traceback" not in result.stderr
+
+
+def test_several_runs_share_a_report(run: Path) -> None:
+    other = opusim("train", "bp", *SMALL, "--quiet", "--out", "bp", cwd=run.parent)
+    assert other.stdout.strip() == "bp"
+    result = opusim("report", "run", "bp", "--out", "both.html", cwd=run.parent)
+    assert result.returncode == 0, result.stderr
+    page = (run.parent / "both.html").read_text()
+    assert "bp on digits" in page
+    assert "pdfa on digits" in page
+
+
+def test_the_configuration_of_a_run_redoes_it(run: Path) -> None:
+    result = opusim(
+        "train", "pdfa", "--config", str(run / "config.json"), "--quiet", "--out", "again", cwd=run.parent
+    )
+    assert result.returncode == 0, result.stderr
+    assert (run.parent / "again" / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train", "pdfa", "--set", "trainer.treshold=1"], 2, "did you mean 'threshold'"),
+        (["train", "pdfa", "--sigma", "-1"], 2, "sigma"),
+        (["train", "pdfa", "--data", "mnits"], 2, "data.name = 'mnits'"),
+        (
+            ["train", "pdfa", "--protect", "record", "--epsilon", "3", "--delta", "0"],
+            2,
+            "infinite at delta = 0 whatever the noise; allow a delta",
+        ),
+        (["train", "pdfa", "--config", "nowhere.toml"], 2, "nowhere.toml.*cannot be read"),
+        (["train", "pdfa", "--device", "nowhere.toml"], 2, "nowhere.toml"),
+        (["evaluate", "nowhere"], 2, "holds no run"),
+        (["train", "resume", "nowhere"], 2, "holds no run"),
+        (["report", "nowhere"], 2, "holds no run"),
+        (["train", "bp", "--data", "mnist"], 2, "OPUSIM_DATA"),
+        (["train", "pdfa", "--set", "trainer.kind=bp"], 2, "contradicts the command"),
+        (["train", "pdfa", "--out", "/dev/null/run"], 2, "cannot be used.*choose another folder"),
+        (
+            ["tune", "--epsilon", "3", "--trials", "0", "--out", "search"],
+            2,
+            "trials = 0.0: must be .*above 0",
+        ),
+        (["device", "calibrate", "gaussian", "--out", "/dev/null/x"], 2, "/dev/null/x.*choose another"),
+        (["device", "record", "camera", "--out", "/dev/null/x"], 2, "/dev/null/x.*choose another"),
+        (
+            ["device", "temperature", "camera_low_light", "--figure", "none/x.png"],
+            2,
+            "none/x.png.*cannot be written",
+        ),
+        (
+            ["account", "device", "camera_low_light", "--figure", "none/x.png"],
+            2,
+            "none/x.png.*cannot be written",
+        ),
+        (["account", "device", "camera_low_light", "--figure", "x.txt"], 2, "x.txt.*[.]png"),
+        (
+            ["audit", "--mechanism", "dfa", "--out", "/dev/null/x.json"],
+            2,
+            "/dev/null/x.json.*cannot be written",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_an_exit_code(
+    tmp_path: Path, arguments: list[str], code: int, message: str
+) -> None:
+    result = opusim(*arguments, cwd=tmp_path, OPUSIM_DATA=str(tmp_path))
+    assert result.returncode == code, result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("opusim: ")
+    assert re.search(message, lines[0])
+    assert not list(tmp_path.iterdir())  # nothing is left behind
+
+
+def test_what_a_kill_costs_is_said_when_training_begins_and_not_before_a_refusal(tmp_path: Path) -> None:
+    private = ["--protect", "record", "--epsilon", "3", "--release", "--quiet", *SMALL, "--out", "run"]
+    trained = opusim("train", "bp", *private, cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stderr.startswith("release mode: stop it with Ctrl-C only; a kill")
+    refused = opusim("train", "resume", "run", cwd=tmp_path)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.strip().splitlines()
+    assert "holds a finished run" in line
+
+
+def test_a_disk_without_room_is_named_and_the_run_goes_on_later(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the full disk: the kernel refuses the checkpoint's write."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+
+    arguments = [*COMMAND, "train", "pdfa", "--epochs", "2", "--set", "threads=1", "--out", "run", "--quiet"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "NUMBA_DISABLE_JIT": "0"}
+    result = subprocess.run(
+        arguments, capture_output=True, text=True, cwd=tmp_path, env=environment, preexec_fn=limit
+    )
+    assert result.returncode == 2, result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert re.search(
+        r"File too large; it keeps its old content, make room and go on.*step-\d+.safetensors", lines[0]
+    )
+    assert not (tmp_path / "run" / "config.json").exists()
+    assert opusim("train", "pdfa", "--epochs", "1", "--quiet", "--out", "run", cwd=tmp_path).returncode == 0
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = opusim("evaluate", "nowhere", "--debug", cwd=tmp_path)
+    assert "Traceback" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["train", "pdfa", "--help"],
+        ["device", "--help"],
+        ["evaluate", "--help"],
+        ["report", "--help"],
+        ["train", "resume", "--help"],
+    ],
+)
+def test_every_help_is_a_page(tmp_path: Path, arguments: list[str]) -> None:
+    result = opusim(*arguments, cwd=tmp_path)
+    assert result.returncode == 0
+    assert "Usage" in result.stdout
+
+
+def test_options_lists_every_key(tmp_path: Path) -> None:
+    output = opusim("train", "options", cwd=tmp_path).stdout
+    assert "trainer.tau_b" in output
+    assert "sampler.scheme" in output
+    assert "[bp, dfa, tdfa, pdfa]" in " ".join(output.split())
+
+
+def test_devices_can_be_looked_at(tmp_path: Path) -> None:
+    assert "gaussian" in opusim("device", "list", cwd=tmp_path).stdout
+    shown = opusim("device", "show", "gaussian", cwd=tmp_path).stdout
+    assert "noise.sigma" in shown
+    assert "assumed" in shown

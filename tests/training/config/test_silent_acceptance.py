@@ -1,0 +1,360 @@
+"""What a user gives is honoured or refused: no key, flag or file is passed over in silence."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import training.engine.session
+from opusim.errors import ConfigError
+from training.cli import main
+from training.config import RunConfig, load_config
+from training.config.effect import EFFECTS, unused
+from training.config.reading import flat, merged, nested, option_rows, stored_config
+from training.data import from_arrays
+from training.sweeps.points import points_of
+from training.sweeps.spec import read_spec
+
+ALWAYS = {
+    *("schema_version", "mode", "epochs", "loss", "threads", "torch_device"),
+    *(
+        "data.validation_fraction",
+        "data.split",
+        "data.split_seed",
+        "data.n_classes",
+        "data.standardise",
+        "data.mean",
+        "data.std",
+    ),
+    *("data.components", "model.hidden", "model.activation", "model.output_activation", "model.bias"),
+    *("model.initial_gain", "model.tau_h_max", "optimizer.name", "optimizer.lr", "optimizer.weight_decay"),
+    *(
+        "optimizer.schedule",
+        "optimizer.averaged_tail",
+        "sampler.scheme",
+        "protection.kind",
+        "protection.delta",
+    ),
+    *("checkpoint.every_steps", "checkpoint.keep", "trainer.kind", "trainer.order", "trainer.signal_gain"),
+    *("trainer.tau_b", "trainer.tau_h_max", "trainer.through_clip", "trainer.form", "trainer.copies"),
+    *(
+        "trainer.reduction",
+        "trainer.noise",
+        "trainer.rows_per_pass",
+        "trainer.perturbation",
+        "trainer.directions",
+    ),
+    *("trainer.settle_every", "trainer.keep_base", "trainer.hyperplanes", "trainer.gates", "trainer.centre"),
+    *("trainer.objective", "trainer.regularisation"),
+}
+"""Keys with an effect in every configuration, or which a trainer refuses by name."""
+
+RECORD = {"kind": "record", "noise_multiplier": 1.0}
+USELESS: list[tuple[str, dict[str, Any], Any]] = [
+    ("trainer.threshold", {"trainer": {"kind": "dfa"}}, 0.3),
+    ("trainer.threshold", {"trainer": {"encoding": "planes"}}, 0.3),
+    ("trainer.planes", {"trainer": {"kind": "dfa"}}, 8),
+    ("trainer.planes", {}, 8),
+    ("trainer.gain", {"trainer": {"kind": "bp"}}, 2.0),
+    ("trainer.feedback_seed", {}, 5),
+    ("trainer.clip_width", {}, "layer"),
+    ("trainer.clipped_layers", {}, "hidden"),
+    ("trainer.target_std", {"trainer": {"kind": "ulr"}}, 2.0),
+    ("trainer.remedy", {"trainer": {"kind": "ulr"}}, "none"),
+    ("trainer.clip", {"trainer": {"kind": "ulr"}}, "module"),
+    ("trainer.law", {"trainer": {"kind": "zo"}}, "laplace"),
+    ("trainer.final_noise", {"trainer": {"kind": "convex"}}, 2.0),
+    ("trainer.language.prompt", {"trainer": {"kind": "zo"}}, "{text} is"),
+    ("trainer.language.lora_alpha", {"trainer": {"kind": "zo", "language": {"model": "m"}}}, 8.0),
+    ("model.hidden", {"trainer": {"kind": "zo", "language": {"model": "m"}}}, [3]),
+    ("data.name", {"trainer": {"kind": "zo", "language": {"model": "m"}}}, "mnist"),
+    ("model.initial_output", {"trainer": {"kind": "zo"}}, "feedback"),
+    ("data.whitening", {}, 1.0),
+    ("optimizer.momentum", {"optimizer": {"name": "adam"}}, 0.5),
+    ("optimizer.nesterov", {"optimizer": {"name": "adam"}}, True),
+    ("optimizer.beta1", {}, 0.5),
+    ("optimizer.gamma", {}, 0.5),
+    ("sampler.sampling_probability", {"sampler": {"batch_size": 64}}, 0.1),
+    ("sampler.min_batch_size", {}, 3),
+    ("sampler.drop_last", {"sampler": {"scheme": "poisson"}}, True),
+    ("sampler.batch_size", {"sampler": {"scheme": "full-batch"}}, 10),
+    ("protection.noise_multiplier", {"protection": {"kind": "label-once", "epsilon": 3.0}}, 2.0),
+    ("protection.clip_norm", {"protection": {"kind": "label-once", "epsilon": 3.0}}, 2.0),
+    ("protection.divisor", {"protection": {"kind": "label", "epsilon": 3.0}}, 2.0),
+    ("protection.relation", {}, "zero_out"),
+    ("protection.noise", {}, "device"),
+    ("protection.noise", {"protection": {"kind": "label-response", "epsilon": 3.0}}, "device"),
+    ("protection.floor", {"protection": RECORD}, 0.1),
+    ("protection.reference_size", {"protection": RECORD}, 10),
+    ("protection.equalise", {"protection": RECORD}, True),
+    ("protection.flat_prior", {"protection": RECORD}, 0.1),
+    ("device.noise.sigma", {"trainer": {"kind": "bp"}}, 0.5),
+    ("device.name", {"trainer": {"kind": "ulr"}, "protection": RECORD}, "ideal"),
+    ("seed", {"mode": "release"}, 3),
+]
+
+
+@pytest.mark.parametrize(("key", "base", "value"), USELESS)
+def test_a_key_that_does_nothing_is_refused(key: str, base: dict[str, Any], value: Any) -> None:
+    load_config(base)
+    values = merged(base, nested(key, value))
+    with pytest.raises(
+        ConfigError, match=rf"{key}: .* does nothing here: it needs .*; leave it out"
+    ) as caught:
+        load_config(values)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="does nothing"):
+        RunConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(("key", "base", "value"), USELESS)
+def test_a_key_that_does_nothing_is_refused_at_its_default_too(
+    key: str, base: dict[str, Any], value: Any
+) -> None:
+    default = flat(load_config(base).model_dump()).get(key)
+    if default is None:  # off, or unknown before it is given
+        return
+    with pytest.raises(ConfigError, match=rf"{key}: .* does nothing here"):
+        load_config(merged(base, nested(key, default)))
+
+
+@pytest.mark.parametrize("kind", ["bp", "dfa", "tdfa", "pdfa", "ulr", "zo", "convex"])
+@pytest.mark.parametrize("protection", ["none", "record"])
+def test_a_resolved_configuration_is_taken_back(kind: str, protection: str, tmp_path: Path) -> None:
+    """It names every key, also those that do nothing; a change may bring these to life."""
+    base: dict[str, Any] = {"trainer": {"kind": kind}, "protection": RECORD if protection == "record" else {}}
+    config = load_config(base)
+    assert unused(config)
+    assert load_config(config) == config
+    assert stored_config(json.loads(config.model_dump_json())) == config
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"config": config.model_dump(mode="json")}))
+    assert load_config(file) == config
+    assert load_config(file, ["optimizer.schedule=step", "optimizer.gamma=0.5"]).optimizer.gamma == 0.5
+
+
+def test_every_key_says_when_it_has_an_effect() -> None:
+    conditional = {key for effect in EFFECTS for key in effect.keys}
+    keys = {key for key, _, _ in option_rows()}
+    missing = {
+        key for key in keys - ALWAYS if not any(f"{key}.".startswith(f"{known}.") for known in conditional)
+    }
+    assert not missing
+    assert not ALWAYS - keys
+
+
+class _Resolved(Exception):
+    """No error: it carries what a command resolved."""
+
+
+def resolved_by_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> RunConfig:
+    """What `opusim train` would train."""
+
+    def capture(config: RunConfig, **_: object) -> None:
+        raise _Resolved(config)
+
+    monkeypatch.setattr(training.engine.session, "train", capture)
+    monkeypatch.setattr(sys, "argv", ["opusim", "train", *arguments])
+    with pytest.raises(_Resolved) as caught:
+        main()
+    config: RunConfig = caught.value.args[0]
+    return config
+
+
+SAME: list[tuple[list[str], str]] = [
+    (["pdfa", "--protect", "record", "--epsilon", "3"], 'protection = {kind = "record", epsilon = 3.0}'),
+    (
+        ["bp", "--protect", "label-amplified", "--noise-multiplier", "2"],
+        'protection = {kind = "label-amplified", noise_multiplier = 2.0}',
+    ),
+    (["bp", "--protect", "label", "--epsilon", "3"], 'protection = {kind = "label", epsilon = 3.0}'),
+    (
+        ["zo", "--protect", "record", "--epsilon", "3", "--law", "laplace", "--delta", "0"],
+        'trainer.law = "laplace"\nprotection = {kind = "record", epsilon = 3.0, delta = 0.0}',
+    ),
+    (["zo"], ""),
+    (["convex"], ""),
+    (["convex", "--method", "full"], 'sampler.scheme = "full-batch"'),
+    (["convex", "--epsilon", "3"], "protection.epsilon = 3.0"),
+    (["convex", "--epsilon", "3", "--release"], 'mode = "release"\nprotection.epsilon = 3.0'),
+    (
+        ["convex", "--epsilon", "3", "--method", "poisson"],
+        'sampler.scheme = "poisson"\nprotection.epsilon = 3.0',
+    ),
+    (["convex", "--epsilon", "3", "--method", "poisson"], 'protection = {kind = "record", epsilon = 3.0}'),
+    (["dfa", "--sigma", "0.2"], "trainer.sigma = 0.2"),
+    (["bp", "--sigma", "0"], "trainer.sigma = 0.0"),
+    (["pdfa", "--sigma", "0.2"], "device.noise.sigma = 0.2"),
+    (
+        ["ulr", "--sigma", "0.2", "--device", "ideal"],
+        'trainer = {sigma = 0.2, noise = "device"}\ndevice.name = "ideal"',
+    ),
+    (
+        ["convex", "--epsilon", "3", "--device", "ideal"],
+        'trainer.gates = "device"\nprotection = {epsilon = 3.0, noise = "device"}\ndevice.name = "ideal"',
+    ),
+    (
+        ["zo", "--text", "t.tsv", "--language-model", "hub/name"],
+        'trainer.language = {text = "t.tsv", model = "hub/name"}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "toml"), SAME)
+def test_a_key_means_the_same_from_everywhere(
+    arguments: list[str], toml: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, *flags = arguments
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'{toml}\ntrainer.kind = "{kind}"\n'
+        if "trainer = {" not in toml
+        else toml.replace("trainer = {", f'trainer = {{kind = "{kind}", ')
+    )
+    by_command = resolved_by_command(monkeypatch, kind, *flags)
+    by_file = resolved_by_command(monkeypatch, kind, "--config", str(file))
+    assert by_command == by_file == load_config(file)
+    assert RunConfig.model_validate(_sections(load_config(file))) == by_file
+
+
+def _sections(config: RunConfig) -> dict[str, Any]:
+    """The sections as models, as Python builds them."""
+    return {name: getattr(config, name) for name in config.model_fields_set}
+
+
+def test_another_scheme_than_the_protection_needs_is_refused_not_overridden(tmp_path: Path) -> None:
+    values = {"protection": RECORD, "sampler": {"scheme": "shuffled-epochs"}, "model": {"hidden": [4]}}
+    assert load_config(values).sampler.scheme == "shuffled-epochs"
+    with pytest.raises(ValueError, match="'shuffled-epochs'.*use 'poisson'"):
+        training.train(values, folder=tmp_path)
+
+
+REFUSED: list[tuple[list[str], str]] = [
+    (
+        ["train", "zo", "--text", "t.tsv"],
+        r"trainer.language.text: '.*t.tsv' does nothing here: it needs .*--language-model",
+    ),
+    (
+        ["train", "pdfa", "--config", "zo.toml"],
+        r"zo.toml: trainer.kind: 'zo' contradicts .*use: opusim train zo --config zo.toml",
+    ),
+    (["train", "zo", "--config", "pdfa.json"], r"trainer.kind: 'pdfa' contradicts the command"),
+    (
+        ["train", "pdfa", "--seed", "3", "--release"],
+        r"seed: 3 does nothing here: it needs mode = 'experiment'",
+    ),
+    (["train", "dfa", "--set", "trainer.planes=4"], r"trainer.planes: 4 does nothing here"),
+    (["train", "pdfa", "--set", "optimizer.lr=1e30"], r"lr = 1e\+30 exceeds 10000.*lower it"),
+    (["train", "bp", "--sigma", "1e300"], r"sigma = 1e\+300 exceeds 1e\+12.*lower it"),
+    (["train", "pdfa", "--sigma", "1e300"], r"sigma = 1e\+300 exceeds 1e\+12.*lower it"),
+    (
+        ["train", "zo", "--language-model", "m", "--prompt", "It was"],
+        r"prompt = 'It was' must hold \{text\} once",
+    ),
+    (
+        [
+            "account",
+            "poisson-gaussian",
+            "--target-epsilon",
+            "1",
+            "--noise-multiplier",
+            "2",
+            "--sampling-probability",
+            "0.1",
+        ],
+        r"--noise-multiplier = 2 and --target-epsilon = 1 contradict each other.*leave one of them out",
+    ),
+    (
+        ["evaluate", "run", "--data", "digits", "--arrays", "a.npz"],
+        "one of them is enough; leave the other out",
+    ),
+    (["curve", "spec.toml", "--draw-only", "--jobs", "2"], "--draw-only trains nothing; leave --jobs"),
+    (
+        ["curve", "spec.toml", "--cluster", "tcp://a:1", "--jobs", "2"],
+        "--jobs = 2 does nothing with --cluster",
+    ),
+    (
+        ["account", "convex-plan", "--target-epsilon", "1", "--batches", "9", "--epochs", "3"],
+        r"--epochs = 3 does nothing",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_a_contradiction_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "zo.toml").write_text('trainer.kind = "zo"\n')
+    (tmp_path / "pdfa.json").write_text(json.dumps({"config": RunConfig().model_dump(mode="json")}))
+    before = set(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["opusim", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    output = capsys.readouterr()
+    assert caught.value.code == 2, output
+    (line,) = output.err.strip().splitlines()
+    assert re.search(message, line), line
+    assert set(tmp_path.iterdir()) == before
+
+
+SPEC = """
+title = "t"
+noise = "{noise}"
+config = {{ data.name = "digits", epochs = 1, model.hidden = [], trainer.kind = "bp", loss = "squared-error" }}
+[axes]
+optimizer.lr = [{rate}]
+"""
+
+
+def test_a_noise_key_that_is_no_axis_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "spec.toml"
+    file.write_text(SPEC.format(noise="optimizer.lrr", rate=0.1))
+    with pytest.raises(
+        ConfigError, match=r"line 3: noise: .* no axis of this sweep; did you mean 'optimizer.lr'"
+    ):
+        points_of(*read_spec(file))
+
+
+@pytest.mark.parametrize(("rate", "code"), [(9e3, 1), (0.1, 0)])
+def test_a_sweep_whose_run_failed_says_so_in_its_exit_code(
+    rate: float,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "spec.toml"
+    file.write_text(SPEC.format(noise="optimizer.lr", rate=rate))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["opusim", "curve", str(file), "--jobs", "1"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == code
+    assert ("diverged" in capsys.readouterr().out) is bool(code)
+
+
+def test_release_runs_of_a_sweep_are_repeated_by_the_axis_seed(tmp_path: Path) -> None:
+    file = tmp_path / "spec.toml"
+    file.write_text('title = "t"\nconfig.mode = "release"\naxes.seed = [0, 1]\n')
+    points = points_of(*read_spec(file))
+    assert len({point.identity for point in points}) == 2
+    assert points[0].config == points[1].config
+
+
+def test_labels_that_do_not_begin_at_0_are_refused() -> None:
+    x, y = np.zeros((20, 2)), np.arange(20) % 10 + 1
+    with pytest.raises(ValueError, match="from 0, got 1 to 10: subtract 1 from y, or state n_classes"):
+        from_arrays(x, y, validation_fraction=0.1, split_seed=0)
+    assert from_arrays(x, y - 1, validation_fraction=0.1, split_seed=0).n_classes == 10
+    assert from_arrays(x, y, n_classes=11, validation_fraction=0.1, split_seed=0).n_classes == 11

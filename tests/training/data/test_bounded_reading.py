@@ -1,0 +1,213 @@
+"""Files that promise much, hold more, or are of another kind cost neither memory nor time."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import lzma
+import os
+import struct
+import tarfile
+import tomllib
+import tracemalloc
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from opusim import files
+from training.data import cifar10
+from training.data import formats as idx
+from training.data import formats as npz
+from training.data.dataset import DataError
+
+MIB = 2**20
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """The test takes at most 16 MiB of Python memory beyond what it had."""
+    tracemalloc.start()
+    yield
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 * MIB
+
+
+def idx_header(n: int) -> bytes:
+    return bytes([0, 0, 8, 1]) + struct.pack(">I", n)
+
+
+def test_a_gzip_bomb_is_not_unpacked(tmp_path: Path, little_memory: None) -> None:
+    path = tmp_path / "labels.gz"
+    with gzip.open(path, "wb", compresslevel=1) as stream:
+        stream.write(idx_header(10))
+        for _ in range(128):
+            stream.write(bytes(MIB))
+    with pytest.raises(DataError, match="holds more than the 10 bytes that its header promises"):
+        idx.read_idx(path, n_dimensions=1)
+
+
+def test_an_idx_file_that_promises_too_much_is_refused(tmp_path: Path, little_memory: None) -> None:
+    path = tmp_path / "labels"
+    path.write_bytes(idx_header(2**32 - 1) + bytes(100))
+    with pytest.raises(DataError, match="promises 4,294,967,295 bytes"):
+        idx.read_idx(path, n_dimensions=1)
+
+
+def test_arrays_come_back_and_others_are_named(tmp_path: Path) -> None:
+    x, y = np.arange(6.0).reshape(2, 3), np.array([0, 1])
+    for save in (np.savez, np.savez_compressed):
+        save(tmp_path / "data.npz", x=np.asfortranarray(x), y=y)
+        found = npz.read_arrays(tmp_path / "data.npz", ("y", "x"))
+        assert np.array_equal(found[0], y)
+        assert np.array_equal(found[1], x)
+    with pytest.raises(DataError, match="has no array z"):
+        npz.read_arrays(tmp_path / "data.npz", ("x", "z"))
+
+
+def test_an_npz_bomb_is_not_unpacked(tmp_path: Path, little_memory: None) -> None:
+    path = tmp_path / "bomb.npz"
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "|u1", "fortran_order": False, "shape": (1025 * MIB,)}
+    )
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        with archive.open("x.npy", "w", force_zip64=True) as member:
+            member.write(header.getvalue())
+            for _ in range(1025):
+                member.write(bytes(MIB))
+        archive.writestr("y.npy", b"")
+    with pytest.raises(DataError, match="more than the 1,073,741,824 that its length makes plausible"):
+        npz.read_arrays(path, ("x", "y"))
+
+
+@pytest.mark.parametrize("shape", [(2**40,), (2**62, 4)])
+def test_an_array_that_promises_more_than_it_holds_is_refused(
+    tmp_path: Path, shape: tuple[int, ...], little_memory: None
+) -> None:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(tmp_path / "data.npz", "w") as archive:
+        archive.writestr("x.npy", header.getvalue() + bytes(64))
+        archive.writestr("y.npy", header.getvalue() + bytes(64))
+    with pytest.raises(DataError, match=r"x.npy promises [0-9,]+ bytes and has"):
+        npz.read_arrays(tmp_path / "data.npz", ("x", "y"))
+
+
+def test_objects_are_not_unpickled(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", x=np.array([{}], dtype=object), y=np.zeros(1))
+    with pytest.raises(DataError, match="Python objects"):
+        npz.read_arrays(tmp_path / "data.npz", ("x", "y"))
+
+
+def archive_of(root: Path, members: dict[str, bytes]) -> Path:
+    path = root / cifar10.ARCHIVE
+    path.parent.mkdir(parents=True)
+    with lzma.open(path, "wb", preset=0) as stream, tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def picture(kind: str, side: int) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (side, side)).save(stream, kind)
+    return stream.getvalue()
+
+
+def test_only_jpeg_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An EPS file would be handed to Ghostscript, which runs the program in it."""
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\nshowpage\n"
+    started = []
+
+    def start(*arguments: object, **options: object) -> None:
+        started.append(arguments)
+        raise OSError("Ghostscript was started")
+
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", start)
+    for number, content in enumerate((eps, picture("PNG", 32), picture("GIF", 32))):
+        archive_of(tmp_path / str(number), {"train/airplane/0.jpg": content})
+        with pytest.raises(DataError, match="no readable image"):
+            cifar10.read_cifar10(tmp_path / str(number))
+    assert not started
+
+
+def test_a_large_image_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little_memory: None
+) -> None:
+    monkeypatch.setattr(cifar10, "_IMAGE_LIMIT", MIB, raising=False)
+    archive_of(tmp_path, {"train/airplane/0.jpg": picture("JPEG", 4000)})
+    with pytest.raises(DataError, match="4000 x 4000 pixels, not 32 x 32"):
+        cifar10.read_cifar10(tmp_path)
+
+
+def test_a_large_member_is_not_read(tmp_path: Path, little_memory: None) -> None:
+    archive_of(tmp_path, {"train/airplane/0.jpg": bytes(64 * 2**10 + 1)})
+    with pytest.raises(DataError, match="65,537 bytes, more than 65,536"):
+        cifar10.read_cifar10(tmp_path)
+
+
+def test_an_archive_that_unpacks_to_too_much_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little_memory: None
+) -> None:
+    monkeypatch.setattr(cifar10, "_ARCHIVE_LIMIT", MIB)
+    archive_of(tmp_path, {"padding": bytes(2 * MIB)})
+    with pytest.raises(DataError, match="unpacks to more than 1,048,576 bytes"):
+        cifar10.read_cifar10(tmp_path)
+
+
+def test_an_archive_of_too_many_members_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar10, "_MEMBER_LIMIT", 3)
+    archive_of(tmp_path, {f"notes-{number}": b"" for number in range(4)})
+    with pytest.raises(DataError, match="has more than 3 members"):
+        cifar10.read_cifar10(tmp_path)
+
+
+def test_a_cache_of_another_shape_is_decoded_anew(tmp_path: Path) -> None:
+    members = {
+        f"{part}/{name}/0.jpg": picture("JPEG", 32) for part in ("train", "test") for name in cifar10.CLASSES
+    }
+    cache = archive_of(tmp_path, members).with_name("cifar10.npz")
+    wrong = np.zeros((2, 5), np.uint8)
+    np.savez(cache, train_x=wrong, train_y=wrong[:, 0], test_x=wrong, test_y=wrong[:, 0])
+    assert cifar10.read_cifar10(tmp_path)["train"][0].shape == (10, 3072)
+
+
+@pytest.mark.parametrize("depth", [100, 900, 200_000])
+def test_deep_nesting_is_a_syntax_error(depth: int) -> None:
+    with pytest.raises(json.JSONDecodeError, match="more than 64 tables and lists within each other"):
+        files.parse_json("[" * depth + "]" * depth)
+    with pytest.raises(tomllib.TOMLDecodeError, match="more than 64 tables and lists within each other"):
+        files.parse_toml("a = " + "[" * depth + "]" * depth)
+    if depth < 10_000:  # tomllib walks dotted keys once for each part
+        with pytest.raises(tomllib.TOMLDecodeError, match="more than 64 tables and lists within each other"):
+            files.parse_toml(".".join("a" * depth) + " = 1")
+    assert files.parse_json("[" * 64 + "]" * 64)
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe\x00", b'{"a": "\xff"}', b"9" * 5000])
+def test_other_bytes_are_a_syntax_error(text: bytes) -> None:
+    with pytest.raises(json.JSONDecodeError):
+        files.parse_json(text)
+
+
+def test_reading_is_bounded_and_takes_regular_files(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    os.mkfifo(tmp_path / "pipe")
+    assert files.read_bytes(tmp_path / "link", at_most=5) == b"12345"
+    assert files.read_head(tmp_path / "file", 2) == b"12"
+    with pytest.raises(OSError, match="longer than 4 bytes"):
+        files.read_bytes(tmp_path / "file", at_most=4)
+    for read in (files.read_bytes, files.require_regular):
+        with pytest.raises(OSError, match="not a regular file"):
+            read(tmp_path / "pipe")
+        with pytest.raises(IsADirectoryError):
+            read(tmp_path)

@@ -1,0 +1,196 @@
+"""Holding records out by content and by ID: each record's side is a function of that record alone."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from training.data import Dataset, from_arrays, load_dataset
+from training.data.splits import hold_out_by_content, hold_out_by_id
+
+WIDTH = 4
+FLOATS = hnp.arrays(
+    np.float32, st.tuples(st.integers(1, 30), st.just(WIDTH)), elements=st.floats(width=32, allow_nan=False)
+)
+
+
+def loaded(x: np.ndarray, split: str, ids: Any = None, *, fraction: float = 0.1, seed: int = 0) -> Dataset:
+    y = np.zeros(len(x), dtype=np.int64)
+    options: dict[str, Any] = {"n_classes": 2, "validation_fraction": fraction, "split_seed": seed}
+    return from_arrays(x, y, **options, split=split, ids=ids)
+
+
+def rows(split: Any) -> list[tuple[float, ...]]:
+    return [tuple(row) for row in split.x.tolist()]
+
+
+def sides(x: np.ndarray, fraction: float = 0.4, seed: int = 0) -> list[bool]:
+    """Whether each record is held out."""
+    _, held_out = hold_out_by_content(torch.from_numpy(x), fraction, seed)
+    found = [False] * len(x)
+    for position in held_out.tolist():
+        found[position] = True
+    return found
+
+
+@pytest.mark.parametrize("split", ["content", "id"])
+def test_an_appended_record_moves_no_other(split: str) -> None:
+    """Every n from 1000 to 1100. Split by index, one appended record expels another at eight of these sizes."""
+    x = np.random.default_rng(0).random((1101, 5)).astype(np.float32)
+    ids = [f"person {number}" for number in range(len(x))]
+    before: Dataset | None = None
+    entered = 0
+    for n in range(1000, 1102):
+        now = loaded(x[:n], split, ids[:n] if split == "id" else None)
+        if before is not None:
+            parts = ("train", "validation")
+            old, new = ([rows(getattr(data, part)) for part in parts] for data in (before, now))
+            added = tuple(x[n - 1].tolist())
+            assert new in ([[*old[0], added], old[1]], [old[0], [*old[1], added]])
+            entered += len(new[0]) - len(old[0])
+        before = now
+    assert 70 < entered < 101  # 101 appended, each kept with probability 0.9: 91 +- 3
+
+
+def test_split_by_index_replaces_a_record() -> None:
+    """Why add_or_remove_one refuses it."""
+    x = np.random.default_rng(0).random((1101, 5)).astype(np.float32)
+    replaced = 0
+    for n in range(1000, 1100):
+        old, new = (set(rows(loaded(x[:m], "index").train)) for m in (n, n + 1))
+        replaced += (len(old - new), len(new - old)) == (1, 1)
+    assert replaced > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(FLOATS, st.data())
+def test_a_side_depends_on_the_record_alone(x: np.ndarray, data: st.DataObject) -> None:
+    """Any subset in any order, alone or among copies: the same record falls on the same side."""
+    all_sides = sides(x)
+    order = data.draw(st.permutations(range(len(x))))
+    chosen = order[: data.draw(st.integers(1, len(x)))]
+    assert sides(x[chosen]) == [all_sides[position] for position in chosen]
+    assert sides(np.concatenate([x, x])) == all_sides + all_sides
+
+
+@settings(max_examples=60, deadline=None)
+@given(FLOATS)
+def test_equal_numbers_are_equal_records(x: np.ndarray) -> None:
+    """-0.0 is 0.0, and the memory's layout and byte order do not matter."""
+    negative = np.where(x == 0, np.float32(-0.0), x)
+    assert sides(negative) == sides(np.abs(x) * np.sign(x) + np.float32(0)) == sides(x)
+    features = torch.from_numpy(x)
+    for same in (features.T.contiguous().T, features.clone()):
+        kept = hold_out_by_content(same, 0.4, 0)[0]
+        assert torch.equal(kept, hold_out_by_content(features, 0.4, 0)[0])
+
+
+def test_every_nan_is_one() -> None:
+    """Records with NaN are refused before; the rule has an answer all the same."""
+    bits = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FC12345], dtype=np.uint32)
+    x = np.zeros((len(bits), WIDTH), dtype=np.float32)
+    x[:, 1] = bits.view(np.float32)
+    for seed in range(20):
+        assert len(set(sides(x, seed=seed))) == 1
+
+
+def test_labels_have_no_say() -> None:
+    x = np.random.default_rng(1).normal(size=(200, 3))
+    y = np.random.default_rng(2).integers(0, 2, size=200)
+    options: dict[str, Any] = {
+        "n_classes": 2,
+        "validation_fraction": 0.3,
+        "split_seed": 1,
+        "split": "content",
+    }
+    one, other = from_arrays(x, y, **options), from_arrays(x, 1 - y, **options)
+    assert torch.equal(one.train.x, other.train.x)
+    assert torch.equal(one.train.y, 1 - other.train.y)
+
+
+def test_the_rule_is_the_same_in_every_version() -> None:
+    """Frozen: a run that is resumed, or audited, by a later version must find its own split again."""
+    x = np.arange(40, dtype=np.float32).reshape(10, WIDTH) / 8
+    assert hold_out_by_content(torch.from_numpy(x), 0.5, 7)[1].tolist() == [1, 3, 5, 8]
+    assert hold_out_by_id([f"p{number}" for number in range(10)], 0.5, 7)[1].tolist() == [0, 3, 5, 8]
+    assert hold_out_by_id(np.arange(10), 0.5, 7)[1].tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("rule", ["content", "id"])
+def test_the_share_held_out_is_the_fraction(rule: str, fraction: float) -> None:
+    """Binomial(n, fraction), within 5 standard errors; another seed is another split."""
+    n = 20_000
+    x = torch.from_numpy(np.random.default_rng(5).random((n, 2)).astype(np.float32))
+
+    def held_out(seed: int) -> set[int]:
+        parts = (
+            hold_out_by_content(x, fraction, seed)
+            if rule == "content"
+            else hold_out_by_id(range(n), fraction, seed)
+        )
+        assert sorted(torch.cat(parts).tolist()) == list(range(n))
+        return set(parts[1].tolist())
+
+    first, second = held_out(0), held_out(1)
+    for size, p in ((len(first), fraction), (len(first & second), fraction**2)):
+        assert abs(size - n * p) <= 5 * np.sqrt(n * p * (1 - p))
+
+
+def test_ids_of_any_spelling() -> None:
+    texts = ["7", "8", "Zoë", ""] * 5
+    numbers = [7, 8, 2**70, -1] * 5
+    for values in (texts, numbers):
+        kept, held_out = hold_out_by_id(values, 0.5, 3)
+        by_id = {values[p]: {q % 4 for q in range(20) if values[q] == values[p]} for p in kept.tolist()}
+        assert not set(by_id) & {values[p] for p in held_out.tolist()}  # records of one ID on one side
+    same = [
+        hold_out_by_id(ids, 0.5, 3)[0].tolist() for ids in (np.arange(50), torch.arange(50), list(range(50)))
+    ]
+    assert same[0] == same[1] == same[2]
+    assert hold_out_by_id(np.array(texts), 0.5, 3)[0].tolist() == hold_out_by_id(texts, 0.5, 3)[0].tolist()
+
+
+def test_a_part_may_be_empty_but_not_the_training_records() -> None:
+    x = np.random.default_rng(0).random((3, 2))
+    kept = loaded(x, "content", fraction=1e-9)
+    assert (len(kept.train), len(kept.validation)) == (3, 0)
+    message = "validation_fraction = 1 leaves no record for training under split = 'content'; lower it"
+    with pytest.raises(ValueError, match=message):
+        loaded(x, "content", fraction=1 - 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("split", "ids", "error", "message"),
+    [
+        ("index", [1, 2, 3], ValueError, "split = 'index' with ids: IDs decide for split = 'id' only"),
+        ("content", [1, 2, 3], ValueError, "split = 'content' with ids"),
+        ("id", None, ValueError, "split = 'id' without ids"),
+        ("id", [1, 2], ValueError, "x has 3 records and ids 2 entries; give one ID a record"),
+        ("id", [1.0, 2, 3], TypeError, "ids must be whole numbers or strings, got float at position 0"),
+        ("id", [1, True, 3], TypeError, "got bool at position 1"),
+        ("label", None, ValueError, "split = 'label'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    split: str, ids: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        loaded(np.zeros((3, 2)), split, ids)
+
+
+def test_a_known_data_set_splits_by_content_as_well() -> None:
+    digits = load_dataset("digits", split_seed=0, split="content")
+    index = load_dataset("digits", split_seed=0)
+    assert (digits.split, index.split) == ("content", "index")
+    assert len(digits.train) + len(digits.validation) == len(index.train) + len(index.validation)
+    assert digits.test is not None
+    assert index.test is not None
+    assert torch.equal(digits.test.x, index.test.x)  # a fixed fifth of a public data set

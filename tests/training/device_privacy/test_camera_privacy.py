@@ -1,0 +1,151 @@
+"""Temperature to sigma to epsilon and back, for label readings of a camera."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from accounting.composition import guarantees
+from accounting.guarantee import Status, Unit
+from accounting.labels.leverage import label_distance
+from accounting.labels.mechanisms import LabelOnce
+from opusim.camera.count_law import OperatingPoint
+from opusim.description.loading import load_description
+from opusim.devices.registry import open_device
+from training.cli.app import app
+from training.device_privacy.camera import (
+    LEAST_SHARE,
+    LabelCounts,
+    label_counts,
+    target_rows,
+    temperature_rows,
+)
+
+DELTA = 1e-2
+HOT = OperatingPoint(temperature_c=60.0, light=0.01)
+
+
+@pytest.fixture(scope="module")
+def counts() -> LabelCounts:
+    return label_counts(load_description("camera_low_light"), n_classes=3, n_outputs=64, delta=DELTA)
+
+
+def realised_delta(
+    counts: LabelCounts, point: OperatingPoint, epsilon: float, seed: int
+) -> tuple[float, float]:
+    """E max(0, 1 - exp(epsilon - loss)) over drawn counts, the largest over pairs of labels, and its error."""
+    random = np.random.default_rng(seed)
+    rates = counts.law.rates(point)[:2].transpose(1, 0, 2).reshape(3, -1)
+    found = []
+    for a in range(3):
+        drawn = random.poisson(rates[a], (20_000, rates.shape[1]))
+        for b in {0, 1, 2} - {a}:
+            loss = drawn @ np.log(rates[a] / rates[b]) - (rates[a] - rates[b]).sum()
+            excess = np.maximum(0.0, -np.expm1(epsilon - loss))
+            found.append((float(excess.mean()), float(excess.std() / excess.size**0.5)))
+    return max(found)
+
+
+def test_the_counts_leak_no_more_than_stated_and_more_than_sigma_would_say(
+    counts: LabelCounts, seed: int
+) -> None:
+    delta, error = realised_delta(counts, HOT, counts.epsilon(HOT), seed)
+    assert delta <= DELTA + 5 * error
+    with open_device("camera_low_light", n_inputs=3, n_outputs=64) as device:
+        mu = label_distance(device.matrix().double().numpy()) / counts.law.std(HOT)
+    (gaussian,) = guarantees([LabelOnce(mu=mu, device_law=True)], delta=DELTA)
+    assert gaussian.epsilon < counts.epsilon(HOT)
+    delta, error = realised_delta(counts, HOT, gaussian.epsilon, seed)  # planted fault: a variance for a law
+    assert delta > DELTA + 10 * error
+
+
+def test_the_statement_names_its_law(counts: LabelCounts) -> None:
+    found = counts.guarantee(OperatingPoint())
+    assert found.status is Status.PROVEN_UNDER_DEVICE_MODEL
+    assert found.unit is Unit.LABEL
+    assert "128 photon counts" in found.mechanism
+
+
+def test_epsilon_falls_with_temperature_bias_and_less_light(counts: LabelCounts) -> None:
+    for knob, values in (
+        ("temperature_c", (-30.0, 20.0, 60.0)),
+        ("light", (1.0, 0.1, 0.001)),
+        ("exposure", (1.0, 0.3, 1e-4)),
+        ("bias_e", (0.0, 10.0, 1e4)),
+    ):
+        epsilons = [counts.epsilon(OperatingPoint(**{knob: value})) for value in values]
+        assert epsilons == sorted(epsilons, reverse=True)
+        assert len(set(epsilons)) == 3
+
+
+def test_each_way_back_gives_the_target(counts: LabelCounts) -> None:
+    target = 3.0
+    temperature, light = counts.temperature_for(target, 0.01), counts.share_for(target, "light")
+    exposure, bias = counts.share_for(target, "exposure"), counts.bias_for(target)
+    assert None not in (temperature, light, exposure, bias)
+    for point in (
+        OperatingPoint(temperature_c=temperature, light=0.01),
+        OperatingPoint(light=light),
+        OperatingPoint(exposure=exposure),
+        OperatingPoint(bias_e=bias),
+    ):
+        assert target * (1 - 1e-2) <= counts.epsilon(point) <= target
+    assert counts.temperature_for(target, 1.0) is None
+    assert counts.temperature_for(1e6, 1.0) == -30.0
+    assert counts.share_for(1e6, "light") == 1.0
+    assert replace(counts, delta=1e-12).share_for(0.5, "exposure") is None
+
+
+def test_tables_say_what_no_temperature_can_do(counts: LabelCounts) -> None:
+    forward = temperature_rows(counts, steps=3)
+    assert [row["°C"] for row in forward] == ["-30.0", "15.0", "60.0"]
+    back = {row["by"]: row for row in target_rows(counts, [3.0])}
+    assert back["temperature"]["setting"].startswith("none: -30 to 60 °C give")
+    assert "of the described" in back["laser light"]["setting"]
+    assert back["bias light"]["setting"].endswith("a pixel holds 3995")
+    strict = {row["by"]: row["setting"] for row in target_rows(replace(counts, delta=1e-12), [0.5])}
+    assert strict["exposure"].startswith(f"none: even {LEAST_SHARE:g} of the described proves no less than")
+
+
+def test_a_camera_without_dark_current_has_no_temperatures() -> None:
+    description = load_description("camera_low_light", {"camera": {"dark": None}})
+    found = label_counts(description, n_classes=3, n_outputs=16, delta=DELTA)
+    assert [row["°C"] for row in temperature_rows(found)] == ["off"]
+    assert math.isfinite(found.epsilon(OperatingPoint()))
+    assert {row["by"] for row in target_rows(found, [3.0])} == {"laser light", "exposure", "bias light"}
+
+
+def test_the_command_prints_both_directions_and_draws(tmp_path: Path) -> None:
+    from PIL import Image
+
+    figure = tmp_path / "figure.png"
+    call = [
+        "account",
+        "device",
+        "camera_low_light",
+        "--outputs",
+        "8",
+        "--classes",
+        "2",
+        "--figure",
+        str(figure),
+    ]
+    result = CliRunner().invoke(app, [*call, "--target-epsilon", "2"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "temperature" in result.output
+    assert "proven under a device model" in result.output
+    with Image.open(figure) as drawn:
+        assert drawn.width > 900
+    refused = CliRunner().invoke(app, ["account", "device", "gaussian", "--figure", str(figure)])
+    assert "counts no photons" in str(refused.exception)
+
+
+@pytest.mark.parametrize("target", ["0", "-1", "nan"])
+def test_a_target_that_is_no_epsilon_is_refused_before_anything_is_printed(target: str) -> None:
+    call = ["account", "device", "camera", "--outputs", "8", "--target-epsilon", target]
+    refused = CliRunner().invoke(app, call)
+    assert "target_epsilon = " in str(refused.exception)
+    assert not refused.output

@@ -1,0 +1,66 @@
+"""Ctrl-C at any moment of the start: one line, exit code 130, no traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from training.cli import main
+
+CODE = """
+import sys
+from training import cli
+print("loaded", flush=True)
+cli.main()
+"""
+COMMAND = ["train", "bp", "--data", "digits", "--epochs", "100000", "--quiet", "--out", "run"]
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5])
+def test_ctrl_c_at_the_start_is_one_line(tmp_path: Path, delay: float) -> None:
+    settings = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", CODE, *COMMAND],
+        cwd=tmp_path,
+        env=settings,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "loaded\n"
+    time.sleep(0.02 + delay)  # `main` takes the signal over within its first lines
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 130, printed
+    assert printed.count("\n") == 1, printed
+    assert printed.startswith("opusim: ")
+    assert "interrupted" in printed or "stopped after step" in printed
+
+
+def test_the_signal_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys, "argv", ["opusim", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_too_many_threads_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch ends in a segmentation fault where the system gives it no more threads."""
+    monkeypatch.setattr(sys, "argv", ["opusim", *COMMAND, "--set", "threads=100000"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "threads" in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""A killed run is resumed and equals the unbroken one bit for bit (experiment mode)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import training
+from training.errors import RunFolderError, RunInterrupted
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from training.runs.folder import RunFolder
+
+HARNESS = Path(__file__).parents[2] / "support" / "kill_harness.py"
+CONFIG = {
+    "epochs": 3,
+    "threads": 1,
+    "model": {"hidden": [8]},
+    "sampler": {"batch_size": 16},
+    "device": {"name": "gaussian"},
+}
+
+
+def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(1)
+    return generator.normal(size=(n, 5)), np.arange(n) % 3
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
+
+
+@pytest.mark.parametrize("trainer", ["pdfa", "ulr", "zo"])
+def test_sigkill_at_every_touch_of_the_disk(tmp_path: Path, trainer: str) -> None:
+    command = [sys.executable, str(HARNESS), str(tmp_path), trainer]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    count = int(result.stdout.split()[0])
+    assert count > 60, "the harness found fewer moments than a run has writes"
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [*itertools.product(["pdfa", "bp", "ulr"], ["sgd", "adam", "nadam"]), ("zo", "sgd")],
+)
+def test_ctrl_c_leaves_a_run_that_goes_on_bit_for_bit(
+    tmp_path: Path, kind: str, optimizer: str, ctrl_c_at: type
+) -> None:
+    config = {**CONFIG, "optimizer": {"name": optimizer}, "trainer": {"kind": kind}}
+    if kind != "pdfa":
+        del config["device"]
+    training.train(config, data=data(), folder=tmp_path / "unbroken")
+    with pytest.raises(RunInterrupted, match="after step 5 of 12.*train resume"):
+        training.train(config, data=data(), folder=tmp_path / "broken", watcher=ctrl_c_at(5))
+    training.train(data=data(), folder=tmp_path / "broken", resume=True)
+    expected, found = tensors(tmp_path / "unbroken"), tensors(tmp_path / "broken")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    for name in ("metrics.jsonl", "summary.json"):
+        assert (tmp_path / "unbroken" / name).read_bytes() == (tmp_path / "broken" / name).read_bytes()
+
+
+def test_planted_fault_unkeyed_noise_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type
+) -> None:
+    """If noise did not follow the step, a resumed run would differ."""
+    training.train(CONFIG, data=data(), folder=tmp_path / "unbroken")
+    with pytest.raises(RunInterrupted):
+        training.train(CONFIG, data=data(), folder=tmp_path / "broken", watcher=ctrl_c_at(5))
+    monkeypatch.setattr("opusim.randomness.streams.SeededStream.seek", lambda self, step: None)
+    training.train(data=data(), folder=tmp_path / "broken", resume=True)
+    expected, found = tensors(tmp_path / "unbroken"), tensors(tmp_path / "broken")
+    assert not all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_resuming_with_other_data_or_network_is_refused(tmp_path: Path, ctrl_c_at: type) -> None:
+    with pytest.raises(RunInterrupted):
+        training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
+    x, y = data()
+    with pytest.raises(RunFolderError, match="another data"):
+        training.train(data=(x + 1, y), folder=tmp_path, resume=True)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    with pytest.raises(RunFolderError, match="another network"):
+        training.train(data=data(), model=model, folder=tmp_path, resume=True)
+    assert (
+        list_checkpoints(tmp_path / "checkpoints")[-1].name == "step-0000000002.safetensors"
+    )  # nothing was lost
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path: Path, ctrl_c_at: type) -> None:
+    config = {**CONFIG, "checkpoint": {"every_steps": 1, "keep": 2}}
+    training.train(config, data=data(), folder=tmp_path / "unbroken")
+    with pytest.raises(RunInterrupted):
+        training.train(config, data=data(), folder=tmp_path / "broken", watcher=ctrl_c_at(5))
+    last = list_checkpoints(tmp_path / "broken" / "checkpoints")[-1]
+    content = bytearray(last.read_bytes())
+    content[-3] ^= 1
+    last.write_bytes(content)
+    with pytest.raises(RunFolderError, match="damaged.*delete it to go on"):
+        training.train(data=data(), folder=tmp_path / "broken", resume=True)
+    last.write_bytes(content[:100])
+    with pytest.raises(RunFolderError, match="not a readable checkpoint.*delete it"):
+        training.train(data=data(), folder=tmp_path / "broken", resume=True)
+    last.unlink()
+    training.train(data=data(), folder=tmp_path / "broken", resume=True)
+    expected, found = tensors(tmp_path / "unbroken"), tensors(tmp_path / "broken")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with (
+        folder.writing(new=True),
+        pytest.raises(RunFolderError, match=f"being written by process {os.getpid()}"),
+    ):
+        training.train(CONFIG, data=data(), folder=tmp_path / "run")
+
+
+def test_a_used_folder_is_not_overwritten(tmp_path: Path) -> None:
+    training.train(CONFIG, data=data(), folder=tmp_path)
+    with pytest.raises(RunFolderError, match="already holds a finished run"):
+        training.train(CONFIG, data=data(), folder=tmp_path)
+    with pytest.raises(RunFolderError, match="nothing to resume"):
+        training.train(data=data(), folder=tmp_path, resume=True)
+
+
+def test_resume_takes_no_configuration(tmp_path: Path, ctrl_c_at: type) -> None:
+    with pytest.raises(RunInterrupted):
+        training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
+    with pytest.raises(RunFolderError, match="leave config and settings out"):
+        training.train({"epochs": 7}, data=data(), folder=tmp_path, resume=True)
+
+
+def test_a_configuration_changed_by_hand_is_refused(tmp_path: Path, ctrl_c_at: type) -> None:
+    with pytest.raises(RunInterrupted):
+        training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"lr": 0.01', '"lr": 0.5'))
+    with pytest.raises(RunFolderError, match="config.json is not the file that checkpoint step-0000000002"):
+        training.train(data=data(), folder=tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_a_run_begun_before_a_key_was_there_names_key_and_version(
+    tmp_path: Path, ctrl_c_at: type, mode: str, reseal: Callable[[Path], None]
+) -> None:
+    with pytest.raises(RunInterrupted):
+        training.train({**CONFIG, "mode": mode}, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
+    path = tmp_path / "config.json"
+    whole = path.read_text()
+    facts = json.loads(whole)
+    facts["versions"]["opusim"] = "0.0.1"
+    del facts["config"]["data"]["whitening"], facts["config"]["trainer"]["through_clip"]
+    path.write_text(json.dumps(facts))
+    reseal(tmp_path)
+    message = "begun by opusim 0.0.1, whose configuration had no data.whitening, trainer.through_clip; resume it with"
+    with pytest.raises(RunFolderError, match=message):
+        training.train(data=data(), folder=tmp_path, resume=True)
+    assert training.load_run(tmp_path).step == 2  # it can be read all the same
+    path.write_text(whole)
+    reseal(tmp_path)
+    training.train(data=data(), folder=tmp_path, resume=True)
+
+
+def test_other_versions_are_warned_about(
+    tmp_path: Path, ctrl_c_at: type, reseal: Callable[[Path], None]
+) -> None:
+    with pytest.raises(RunInterrupted):
+        training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "0.1"'))
+    reseal(tmp_path)
+    with pytest.warns(UserWarning, match="other versions of torch"):
+        training.train(data=data(), folder=tmp_path, resume=True)
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(RunFolderError, match="holds other files .metrics.jsonl"):
+        training.train(CONFIG, data=data(), folder=tmp_path)
+
+
+def test_the_device_file_is_not_needed_again(tmp_path: Path, ctrl_c_at: type) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(resources.files("hw_configs").joinpath("gaussian.toml").read_text())
+    config = {**CONFIG, "device": {"name": str(file)}}
+    with pytest.raises(RunInterrupted):
+        training.train(config, data=data(), folder=tmp_path / "run", watcher=ctrl_c_at(2))
+    file.unlink()
+    training.train(data=data(), folder=tmp_path / "run", resume=True)
+
+
+def test_release_mode_stores_no_seed_and_draws_afresh(tmp_path: Path) -> None:
+    config = {**CONFIG, "mode": "release"}
+    for name in ("one", "two"):
+        training.train(config, data=data(), folder=tmp_path / name)
+    assert "seed" not in json.loads((tmp_path / "one" / "config.json").read_text())["config"]
+    one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    assert not any(torch.equal(one[name], two[name]) for name in one if name.endswith("weight"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "wanted"), [("pdfa", 20), ("zo", 50)])
+def test_sigkill_at_random_moments(tmp_path: Path, seed: int, kind: str, wanted: int) -> None:
+    """The installed command, killed from outside at 20 or 50 random moments and resumed each time."""
+    command = [sys.executable, "-c", "from training.cli import main; main()"]
+    options = ["--set", "threads=1", "--set", "checkpoint.every_steps=7", "--epochs", "40", "--quiet"]
+    subprocess.run([*command, "train", kind, *options, "--out", str(tmp_path / "unbroken")], check=True)
+    broken = tmp_path / "broken"
+    moments = random.Random(seed)
+    kills = 0
+    while kills < wanted or not RunFolder(broken).finished:
+        if RunFolder(broken).finished:  # too quick for so many kills: begin once more
+            shutil.rmtree(broken)
+        begun = RunFolder(broken).started
+        verb = ["resume", str(broken), "--quiet"] if begun else [kind, *options, "--out", str(broken)]
+        process = subprocess.Popen([*command, "train", *verb])
+        if kills < wanted:
+            time.sleep(moments.uniform(0.5, 5.0))
+            kills += process.poll() is None
+            process.kill()
+        process.wait()
+    expected, found = tensors(tmp_path / "unbroken"), tensors(broken)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert (tmp_path / "unbroken" / "metrics.jsonl").read_bytes() == (broken / "metrics.jsonl").read_bytes()

@@ -1,0 +1,236 @@
+"""A person's own arrays and module, runs read back, errors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import training
+from opusim.errors import ConfigError, DeviceError
+from training.data.dataset import DataError
+from training.errors import RunFolderError, TrainingDiverged
+from training.reports.run_report import write_report
+from training.runs.run import evaluate_run
+
+CONFIG = {"epochs": 2, "threads": 1, "model": {"hidden": [8]}, "sampler": {"batch_size": 16}}
+
+
+def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(1)
+    y = np.arange(n) % 3
+    return generator.normal(size=(n, 5)) + 2.0 * y[:, None], y
+
+
+def own_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def test_a_persons_own_module_is_trained_in_place_and_comes_back(tmp_path: Path) -> None:
+    model = own_model()
+    before = model[0].weight.detach().clone()
+    run = training.train(CONFIG, data=data(), model=model, folder=tmp_path)
+    assert not torch.equal(before, model[0].weight)
+    back = training.load_run(tmp_path)
+    assert [type(module) for module in back.model] == [nn.Linear, nn.ReLU, nn.Linear]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), back.model.parameters(), strict=True))
+    x, y = data()
+    assert back.evaluate(x, y) == run.evaluate(x, y)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(5, 4), nn.Identity(), nn.Linear(4, 3)),
+        nn.Sequential(OrderedDict(fc1=nn.Linear(5, 4), act=nn.GELU(), fc2=nn.Linear(4, 3, bias=False))),
+    ],
+)
+def test_modules_under_any_name_come_back(tmp_path: Path, model: nn.Sequential) -> None:
+    run = training.train(CONFIG, data=data(), model=model, folder=tmp_path)
+    x = torch.from_numpy(data()[0]).float()
+    torch.testing.assert_close(run.model(x), model(x))
+
+
+def test_models_whose_parameters_cannot_be_trained_alone_are_refused(tmp_path: Path) -> None:
+    frozen = own_model()
+    frozen[0].requires_grad_(False)
+    shared = nn.Linear(5, 5)
+    twice = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(5, 3))
+    for model, message in ((frozen, "layer 1 is frozen"), (twice, "layer 2 is used twice")):
+        with pytest.raises(ValueError, match=message):
+            training.train(CONFIG, data=data(), model=model, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_own_data_is_written_down_as_such(tmp_path: Path) -> None:
+    config = {**CONFIG, "data": {"mean": 2.0, "std": 3.0}}
+    run = training.train(config, data=data(), folder=tmp_path)
+    assert run.config.data.name == "arrays"
+    assert run.facts["data"]["standardisation"]["mean"] == 2.0
+    with pytest.raises(DataError, match="own arrays.*--arrays"):
+        evaluate_run(tmp_path)
+
+
+def test_a_known_data_set_is_evaluated_under_the_runs_own_constants(tmp_path: Path) -> None:
+    config = {**CONFIG, "epochs": 5, "data": {"name": "digits", "mean": 0.1, "std": 0.2}}
+    run = training.train(config, folder=tmp_path)
+    assert run.summary is not None
+    assert evaluate_run(tmp_path)["accuracy"] == run.summary["test_accuracy"]
+
+
+def test_numpy_in_numpy_out_torch_in_torch_out(tmp_path: Path) -> None:
+    run = training.train(CONFIG, data=data(), folder=tmp_path)
+    x, _ = data()
+    classes = run.predict(x)
+    assert isinstance(classes, np.ndarray)
+    assert classes.shape == (60,)
+    assert torch.equal(run.predict(torch.from_numpy(x)), torch.from_numpy(classes))
+
+
+def test_it_learns_and_generalises(tmp_path: Path) -> None:
+    config = {**CONFIG, "epochs": 30, "optimizer": {"lr": 0.05}}
+    run = training.train(config, data=data(300), folder=tmp_path)
+    assert run.evaluate(*data(90))["accuracy"] > 0.9
+
+
+def test_the_folder_holds_what_the_run_was(tmp_path: Path) -> None:
+    run = training.train(CONFIG, data=data(), folder=tmp_path, settings=["device.noise.sigma=0.25"])
+    assert run.facts["device"]["noise"]["sigma"] == 0.25
+    assert run.facts["noise"]["law"] == "gaussian"
+    assert "standard deviation 0.25" in run.facts["noise"]["description"]
+    assert run.config.threads == 1
+    assert [record["epoch"] for record in run.metrics] == [1, 2]
+    assert len(run.metrics[0]["alignment"]) == 2
+    assert run.summary is not None
+    assert run.summary["frames"] == 2 * 2 * 54  # positive and negative frames, two epochs, 54 records
+
+
+def test_a_cameras_law_is_kept_in_a_few_words(tmp_path: Path) -> None:
+    run = training.train({**CONFIG, "device": {"name": "camera_low_light"}}, data=data(), folder=tmp_path)
+    assert run.facts["noise"]["law"] == "photon_count"
+    assert run.folder.config_file.stat().st_size < 20_000
+    assert run.facts["noise"]["description"] in write_report(run).read_text()
+
+
+@pytest.mark.parametrize(
+    "scheme", ["poisson", "fixed-size", "disjoint-cyclic", "full-batch", "shuffled-epochs"]
+)
+def test_every_sampler_trains(tmp_path: Path, scheme: str) -> None:
+    sampler = {"scheme": scheme} if scheme == "full-batch" else {"scheme": scheme, "batch_size": 9}
+    config = {**CONFIG, "sampler": sampler, "data": {"validation_fraction": 0.1}}
+    assert training.train(config, data=data(), folder=tmp_path).summary is not None
+
+
+def test_global_random_state_is_left_alone(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    before, before_numpy = torch.get_rng_state(), np.random.get_state()[1].copy()
+    training.train(CONFIG, data=data(), folder=tmp_path)
+    assert torch.equal(before, torch.get_rng_state())
+    assert np.array_equal(before_numpy, np.random.get_state()[1])
+
+
+def test_threads_are_put_back(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    training.train(CONFIG, data=data(), folder=tmp_path)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"device": {"name": "gausian"}}, ConfigError, "gausian"),
+        ({"device": {"name": "gaussian", "noise": {"sigma": -1.0}}}, ConfigError, "sigma"),
+        ({"device": {"name": "gaussian", "noise": {"sgma": 1.0}}}, ConfigError, "sgma"),
+        ({"model": {"hidden": []}}, ValueError, "no hidden layer"),
+        ({"device": {"name": "gaussian", "seed": 5}}, ConfigError, "seed"),
+        (
+            {"trainer": {"kind": "bp"}, "device": {"name": "gaussian", "nosie": 5}},
+            ConfigError,
+            "device.*does nothing",
+        ),
+        (
+            {"sampler": {"batch_size": 256}},
+            ConfigError,
+            "sampler.batch_size.*exceeds the 54 training records",
+        ),
+        ({"torch_device": "cuda:99" if torch.cuda.is_available() else "cuda"}, ConfigError, "torch_device"),
+        ({"torch_device": "abacus"}, ConfigError, "no torch device"),
+        ({"device": {"name": "gaussian", "noise": {"sigma": 1e30}}}, ConfigError, "exceeds 1e.12"),
+        (
+            {"optimizer": {"lr": 9e3}, "model": {"hidden": [8, 8, 8], "activation": "relu"}},
+            TrainingDiverged,
+            "diverged; start a new run",
+        ),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    tmp_path: Path, change: dict, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        training.train({**CONFIG, **change}, data=data(), folder=tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    if not issubclass(error, TrainingDiverged):
+        good = training.train(CONFIG, data=data(), folder=tmp_path / "run")  # the folder was not burnt
+        assert good.summary is not None
+
+
+def test_a_graphics_card_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="torch_device.*'cuda:2' is not available here"):
+        training.train({**CONFIG, "torch_device": "cuda:2"}, data=data(), folder=tmp_path / "run")
+
+
+def test_models_that_do_not_fit_the_data_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match="maps 6 inputs to 3 outputs.*5 features and 3 classes"):
+        training.train(CONFIG, data=data(), model=model, folder=tmp_path)
+
+
+def test_wrong_records_are_refused_by_a_run(tmp_path: Path) -> None:
+    run = training.train(CONFIG, data=data(), folder=tmp_path)
+    x, y = data()
+    with pytest.raises(ValueError, match=r"4 features a record; this run takes \(n, 5\)"):
+        run.predict(x[:, :4])
+    with pytest.raises(ValueError, match="NaN"):
+        run.predict(np.full((2, 5), np.nan))
+    with pytest.raises(ValueError, match="labels from 0 to 2"):
+        run.evaluate(x, y + 1)
+    with pytest.raises(TypeError, match="whole numbers"):
+        run.evaluate(x, y + 0.5)
+    with pytest.raises(ValueError, match="60 records and y 59 labels"):
+        run.evaluate(x, y[1:])
+
+
+def test_folders_without_a_run_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="holds no run"):
+        training.load_run(tmp_path)
+    with pytest.raises(RunFolderError, match="holds no run"):
+        training.train(folder=tmp_path, resume=True)
+
+
+def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path, reseal: Callable[[Path], None]) -> None:
+    training.train(CONFIG, data=data(), folder=tmp_path / "small")
+    training.train({**CONFIG, "model": {"hidden": [9]}}, data=data(), folder=tmp_path / "large")
+    (source,) = (tmp_path / "large" / "checkpoints").glob("*8.safetensors")
+    (target,) = (tmp_path / "small" / "checkpoints").glob("*8.safetensors")
+    target.write_bytes(source.read_bytes())
+    with pytest.raises(RunFolderError, match="or the checkpoint is of another run"):
+        training.load_run(tmp_path / "small")
+    reseal(tmp_path / "small")
+    with pytest.raises(RunFolderError, match="another network: layer1.bias has shape .9. there and .8. here"):
+        training.load_run(tmp_path / "small")
+
+
+def test_errors_share_the_roots_that_the_command_line_maps() -> None:
+    assert issubclass(DataError, ValueError)
+    assert issubclass(RunFolderError, ValueError)
+    assert not issubclass(ConfigError, DeviceError)

@@ -1,0 +1,88 @@
+"""Release runs under a budget as real processes, stopped by Ctrl-C or killed: they paid for what they did."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from accounting.ledger.ledger import LedgerContent
+from tests.support.stop_harness import STEPS
+from training.runs.folder import RunFolder
+
+HARNESS = Path(__file__).parents[2] / "support" / "stop_harness.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """What became of a run: exit codes of its processes, steps that began, and its ledger."""
+
+    codes: list[int]
+    computed: Counter[int]
+    ledger: LedgerContent
+
+    @property
+    def paid(self) -> Counter[int]:
+        """How often each step is paid for."""
+        found: Counter[int] = Counter()
+        for payment in self.ledger.payments:
+            if payment.first_step is not None:
+                found.update(range(payment.first_step, payment.first_step + payment.steps))
+        return found
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
+    root = tmp_path_factory.mktemp("stories")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, str(HARNESS), str(root)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {
+        name: Story(
+            codes=told["codes"],
+            computed=Counter(told["begun"]),
+            ledger=RunFolder(root / name).read_ledger(),
+        )
+        for name, told in json.loads(done.stdout).items()
+    }
+
+
+def test_ctrl_c_costs_nothing(stories: dict[str, Story]) -> None:
+    story = stories["record-ctrl-c"]
+    assert story.codes == [130, 130, 0]
+    assert story.paid == story.computed == Counter(range(STEPS))
+    (guarantee,) = story.ledger.guarantees()
+    assert 0.99 * 2.0 <= guarantee.epsilon <= 2.0
+
+
+def test_a_kill_costs_what_was_reserved_and_never_less_than_what_was_computed(
+    stories: dict[str, Story],
+) -> None:
+    story = stories["record-kill"]
+    assert story.codes == [130, -signal.SIGKILL, 130, 4]  # the budget ends before the last epoch
+    assert not story.computed - story.paid
+    assert story.paid.total() > story.computed.total()  # the rest of a block is lost
+    (guarantee,) = story.ledger.guarantees()
+    assert guarantee.epsilon <= 2.0
+
+
+def test_a_label_budget_goes_on_after_ctrl_c(stories: dict[str, Story]) -> None:
+    story = stories["label-ctrl-c"]
+    assert story.codes == [130, 130, 0]
+    assert story.computed == Counter(range(STEPS))
+    assert len(story.ledger.payments) == 1
+
+
+def test_a_label_budget_ends_with_a_kill(stories: dict[str, Story]) -> None:
+    story = stories["label-kill"]
+    assert story.codes == [130, -signal.SIGKILL, 4]
+    assert len(story.ledger.payments) == 1

@@ -1,0 +1,150 @@
+"""The error in bit planes through a device, and an output layer that starts as the feedback."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.stats import norm
+from torch import nn
+
+from opusim import open_device
+from opusim.devices.base import NoisyDevice
+from opusim.encodings import bit_planes
+from training.config.sections import OptimizerConfig
+from training.engine.optimizers import make_optimizer
+from training.feedback.config import FeedbackConfig
+from training.feedback.rules import DeviceProjection
+from training.feedback.trainer import FeedbackTrainer
+from training.networks.network import FullyConnected
+
+CLASSES, OUTPUTS, SIGMA, BATCH = 4, 30, 0.37, 9
+
+
+def device_of(seed: int = 3, sigma: float = SIGMA, n_outputs: int = OUTPUTS) -> NoisyDevice:
+    return open_device("gaussian", n_inputs=CLASSES, n_outputs=n_outputs, seed=seed, noise={"sigma": sigma})
+
+
+def errors(batch: int = BATCH) -> torch.Tensor:
+    """Errors of very different size, one of them zero."""
+    generator = torch.Generator().manual_seed(2)
+    error = torch.randn(batch, CLASSES, generator=generator) * torch.logspace(-3, 0, batch)[:, None]
+    error[batch // 2] = 0
+    return error
+
+
+@pytest.mark.parametrize("planes", [1, 2, 5])
+def test_planes_are_the_weighted_sum_of_one_reading_for_each(planes: int) -> None:
+    """The readings of the same step, taken one by one from a second device of the same seed."""
+    error = errors()
+    first, second = device_of(), device_of()
+    found = DeviceProjection(first, threshold=0.1, planes=planes).read(error)
+    scale = error.abs().amax(dim=1, keepdim=True)
+    digits, weights = bit_planes(torch.where(scale > 0, error / scale, 0.0), planes)
+    readings = second.project(digits.reshape(planes * BATCH, CLASSES)).view(planes, BATCH, OUTPUTS)
+    expected = scale * sum(weight * reading for weight, reading in zip(weights, readings, strict=True))
+    torch.testing.assert_close(found, expected)
+    assert first.usage.frames == 2 * planes * BATCH
+    assert not found[BATCH // 2].any()
+
+
+def test_without_noise_planes_project_the_error_itself() -> None:
+    error = errors()
+    exact = error @ device_of().matrix().t()
+    for planes in (3, 12):
+        found = DeviceProjection(device_of(sigma=0.0), threshold=0.1, planes=planes).read(error)
+        largest = error.abs().amax(dim=1, keepdim=True) * 2.0**-planes
+        bound = largest * device_of().matrix().abs().sum(dim=1) + 1e-5
+        assert bool(((found - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("planes", [None, 1, 3, 8])
+def test_the_reported_noise_is_the_measured_one(planes: int | None, seed: int) -> None:
+    """Root mean square over records that share max|e| against noise_std, five standard errors; 5 % off is caught."""
+    n = 2000
+    row = torch.tensor([[0.9, -0.2, -0.5, -0.2]]) * 0.7
+    error = row.expand(n, CLASSES)
+    projection = DeviceProjection(device_of(seed=seed % 2**31), threshold=0.1, planes=planes)
+    silent = DeviceProjection(device_of(sigma=0.0), threshold=0.1, planes=planes)
+    assert torch.equal(device_of(seed=seed % 2**31).matrix(), device_of(sigma=0.0).matrix())
+    noise = (projection.read(error) - silent.read(error)).double()
+    reported = float(projection.noise_std(error)) ** 2
+    standard_error = reported * (2 / noise.numel()) ** 0.5
+    assert abs(float(noise.square().mean()) - reported) < 5 * standard_error
+    assert abs(float((0.95 * noise).square().mean()) - reported) > 5 * standard_error
+    assert abs(float(noise.mean())) < norm.isf(norm.sf(5.0)) * (reported / noise.numel()) ** 0.5
+
+
+def test_the_reported_noise_is_a_mean_over_records() -> None:
+    projection = DeviceProjection(device_of(), threshold=0.1, planes=4)
+    error = errors()
+    each = torch.stack([projection.noise_std(row[None]) for row in error])
+    torch.testing.assert_close(projection.noise_std(error), each.mean())
+
+
+def network_of(*widths: int, bias: bool = True) -> FullyConnected:
+    torch.manual_seed(11)
+    modules: list[nn.Module] = []
+    for fan_in, width in zip((9, *widths), (*widths, CLASSES), strict=True):
+        modules += [nn.Linear(fan_in, width, bias=bias), nn.Tanh()]
+    return FullyConnected(nn.Sequential(*modules[:-1]))
+
+
+def trainer_of(
+    network: FullyConnected, kind: str, device: NoisyDevice | None = None, **options: float
+) -> FeedbackTrainer:
+    config = FeedbackConfig(kind=kind, **options)
+    return FeedbackTrainer(
+        network, make_optimizer(network.parameters, OptimizerConfig(lr=1e-30)), config, device=device
+    )
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(12)
+    return torch.randn(20, 9, generator=generator), torch.randint(0, CLASSES, (20,), generator=generator)
+
+
+@pytest.mark.parametrize("widths", [(12,), (12, 15)])
+@pytest.mark.parametrize("gain", [1.0, 2.7])
+def test_from_the_feedback_the_last_hidden_layers_signal_is_backpropagations(
+    widths: tuple[int, ...], gain: float
+) -> None:
+    """With one hidden layer the whole first update is; with two, that of the last hidden layer."""
+    network = network_of(*widths)
+    trainer = trainer_of(network, "dfa", gain=gain)
+    trainer.start_from_feedback()
+    assert not network.linears[-1].bias.any()
+    trainer.step(*batch(), step=0)
+    found = [network.gradients(layer).clone() for layer in range(network.depth)]
+    trainer_of(network, "bp").step(*batch(), step=0)
+    expected = [network.gradients(layer) for layer in range(network.depth)]
+    for layer in range(len(widths) - 1, network.depth):
+        torch.testing.assert_close(found[layer], expected[layer], rtol=1e-4, atol=1e-6)
+    if len(widths) > 1:
+        assert not torch.allclose(found[0], expected[0], rtol=0.1)
+
+
+def test_planted_fault_random_output_weights_are_not_aligned() -> None:
+    network = network_of(12)
+    trainer_of(network, "dfa").step(*batch(), step=0)
+    found = network.gradients(0).clone()
+    trainer_of(network, "bp").step(*batch(), step=0)
+    assert not torch.allclose(found, network.gradients(0), rtol=0.1)
+
+
+def test_a_noisy_devices_columns_are_means_of_readings(seed: int) -> None:
+    """64 readings of each column: within five standard errors over the family, and not the matrix itself."""
+    network = network_of(12)
+    device = device_of(seed=seed % 2**31, n_outputs=12)
+    trainer_of(network, "pdfa", device=device).start_from_feedback()
+    off = network.linears[-1].weight.detach() * 12**0.5 - device.matrix().t()
+    standard_error = SIGMA / 64**0.5
+    assert float(off.abs().max()) < standard_error * norm.isf(norm.sf(5.0) / off.numel())
+    assert float(off.double().std()) == pytest.approx(standard_error, rel=5 / (2 * off.numel()) ** 0.5)
+
+
+@pytest.mark.parametrize(("kind", "widths"), [("bp", (12,)), ("dfa", ())])
+def test_without_a_feedback_matrix_or_a_hidden_layer_it_is_refused(
+    kind: str, widths: tuple[int, ...]
+) -> None:
+    with pytest.raises(ValueError, match="model.initial_output = 'feedback' takes.*has none: use 'random'"):
+        trainer_of(network_of(*widths), kind).start_from_feedback()

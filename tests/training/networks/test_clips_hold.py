@@ -1,0 +1,469 @@
+"""No record contributes more than the clip, whatever finite numbers it holds: measured on what the code adds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opusim.randomness.streams import SystemStream, noise_stream
+from tests.support.extreme_records import KINDS, LARGEST, SIZES, SUBNORMAL, extreme
+from tests.support.ulr_models import MODELS, Residual
+from training.convex.gated import GatedNetwork, GatedRelu
+from training.convex.objectives import Objective
+from training.convex.trainer import ConvexTrainer, Descent
+from training.feedback.rules import _sum
+from training.networks.base import LayeredNetwork
+from training.networks.clipping import (
+    ball_factors,
+    full_precision,
+    norm_bounds,
+    row_norms,
+    scale_to_ball,
+    scaled_rows,
+    sphere_factors,
+)
+from training.networks.network import FullyConnected
+from training.protections.amplified_labels import AmplifiedLabels
+from training.protections.base import with_constant
+from training.protections.record import RecordProtection
+from training.ulr.network import ModuleSequence
+from training.zeroth_order.trainer import loss_differences
+
+ROUNDING = 1e-5
+CLIPS = (1e-12, 1e-3, 1.0, 1e12)
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def images(*modules: nn.Module, channels: int, side: int) -> tuple[nn.Sequential, int]:
+    return nn.Sequential(nn.Unflatten(1, (channels, side, side)), *modules), channels * side * side
+
+
+def layered() -> dict[str, LayeredNetwork]:
+    """Networks of every kind of layer; of convolutions with many positions, and with few (Gram matrices)."""
+    torch.manual_seed(1)
+    found: dict[str, LayeredNetwork] = {
+        "feedback": FullyConnected(nn.Sequential(nn.Linear(50, 40), nn.Tanh(), nn.Linear(40, 10))),
+        "feedback without bias": FullyConnected(nn.Sequential(nn.Linear(50, 10, bias=False))),
+    }
+    modules = {
+        "wide linear": (nn.Sequential(nn.Linear(20_000, 2)), 20_000),
+        "many positions": images(nn.Conv2d(1, 2, 3), channels=1, side=18),
+        "few positions": images(nn.Conv2d(8, 16, 3), channels=8, side=4),
+        "circular convolution": images(
+            nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular"), channels=1, side=10
+        ),
+        "over positions": (nn.Sequential(nn.Unflatten(1, (6, 40)), nn.Linear(40, 30)), 240),
+        "layer norm": (nn.Sequential(nn.LayerNorm(9)), 9),
+        "residual": (nn.Sequential(Residual(12)), 12),
+    }
+    modules |= {name: (make(), n) for name, (make, n) in MODELS.items()}
+    return found | {name: ModuleSequence(model, n_inputs=n) for name, (model, n) in modules.items()}
+
+
+def shapes(network: LayeredNetwork) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Of each layer's signal and input, one record's."""
+    if isinstance(network, FullyConnected):
+        return [((linear.out_features,), (linear.in_features,)) for linear in network.linears]
+    outputs = network.forward(torch.zeros(1, network.n_inputs))  # type: ignore[attr-defined]
+    return [
+        (tuple(v.shape[1:]), tuple(h.shape[1:])) for v, h in zip(outputs.values, outputs.inputs, strict=True)
+    ]
+
+
+def shield(clip: float, *, by_layer: bool = False) -> RecordProtection:
+    return RecordProtection(
+        clip_norm=clip, noise_multiplier=0.0, divisor=1.0, noise=SystemStream(), by_layer=by_layer
+    )
+
+
+def parameters(network: LayeredNetwork) -> list[nn.Parameter]:
+    return [p for layer in range(network.depth) for p in network.layer_parameters(layer)]
+
+
+def added(
+    network: LayeredNetwork, protection: RecordProtection, deltas: list[Tensor], inputs: list[Tensor]
+) -> Tensor:
+    """What a batch adds to the gradients, float64, flat."""
+    protection.set_gradients(network, deltas, inputs)
+    return torch.cat([p.grad.double().flatten() for p in parameters(network)])
+
+
+def records(network: LayeredNetwork, count: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Signals and inputs of single records: every kind and size of either, drawn from the grid of all pairs."""
+    cases = list(itertools.product(KINDS, SIZES, KINDS, SIZES))
+    random.Random(5).shuffle(cases)
+    sides = shapes(network)
+    for seed, (signal, size, value, length) in enumerate(cases[:count]):
+        yield (
+            [extreme(shape, signal, size, seed) for shape, _ in sides],
+            [extreme(shape, value, length, seed + 1) for _, shape in sides],
+        )
+
+
+def largest_share(name: str, *, by_layer: bool, count: int) -> float:
+    """The largest contribution of one record over C."""
+    network, worst = layered()[name], 0.0
+    for number, (deltas, inputs) in enumerate(records(network, count)):
+        clip = CLIPS[number % len(CLIPS)]
+        total = added(network, shield(clip, by_layer=by_layer), deltas, inputs)
+        norm = float(total.norm())
+        worst = max(worst, norm / clip if math.isfinite(norm) else math.inf)
+    return worst
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("name", list(layered()))
+def test_no_record_adds_more_than_the_clip(name: str, by_layer: bool) -> None:
+    worst = largest_share(name, by_layer=by_layer, count=60)
+    assert 0.5 < worst <= 1 + ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(layered()))
+def test_no_record_of_a_larger_part_of_the_grid_adds_more_than_the_clip(name: str) -> None:
+    assert largest_share(name, by_layer=False, count=800) <= 1 + ROUNDING
+
+
+def cancelling(shape: tuple[int, ...], size: float, seed: int) -> Tensor:
+    """A signal whose sum over positions is 0 in every channel (convolution) or output (linear), shape (1, *shape)."""
+    channels = shape[0] if len(shape) == 3 else shape[-1]
+    rows = [
+        extreme((math.prod(shape) // channels,), "zero-sum", size, 100 * seed + n) for n in range(channels)
+    ]
+    signal = torch.cat(rows)
+    return (signal if len(shape) == 3 else signal.mT).reshape(1, *shape)
+
+
+@pytest.mark.parametrize("size", [1e4, 1e8, 1e15, 1e30])
+@pytest.mark.parametrize("value", ["constant", "nearly constant", "normal"])
+@pytest.mark.parametrize(
+    "name", ["many positions", "few positions", "over positions", "circular convolution"]
+)
+def test_signals_that_cancel_over_positions_stay_within_the_clip(name: str, value: str, size: float) -> None:
+    """The exact gradient of zero-sum signals on a constant input is 0; what float32 adds is only rounding."""
+    network = layered()[name]
+    for seed in range(4):
+        deltas = [cancelling(shape, size, seed) for shape, _ in shapes(network)]
+        inputs = [1.1 * extreme(shape, value, 1.0, seed + 1) for _, shape in shapes(network)]
+        for clip in (1e-6, 1.0):
+            assert float(added(network, shield(clip), deltas, inputs).norm()) <= clip * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["feedback", "many positions", "residual"])
+def test_a_record_among_others_moves_the_sum_by_no_more_than_the_clip(name: str) -> None:
+    network = layered()[name]
+    generator = torch.Generator().manual_seed(2)
+    others = [
+        [torch.randn(5, *shape, generator=generator) for shape in side]
+        for side in zip(*shapes(network), strict=True)
+    ]
+    without = added(network, shield(1.0), *others)
+    rounding = 5 * 64 * 2.0**-24 * len(without) ** 0.5  # of a float32 sum of six contributions of norm 1
+    for deltas, inputs in records(network, 60):
+        batch = [
+            [torch.cat(pair) for pair in zip(*sides, strict=True)]
+            for sides in zip(others, (deltas, inputs), strict=True)
+        ]
+        moved = added(network, shield(1.0), *batch) - without
+        assert float(moved.norm()) <= 1 + rounding
+
+
+@pytest.mark.parametrize("name", list(layered()))
+def test_one_record_does_not_decide_how_others_are_bounded(name: str) -> None:
+    """A way of measuring that one record chose for the batch would move the factors of all others, by 1e-4 here."""
+    network = layered()[name]
+    generator = torch.Generator().manual_seed(2)
+    sides = [
+        (torch.randn(5, *delta, generator=generator), torch.randn(5, *h, generator=generator))
+        for delta, h in shapes(network)
+    ]
+    for deltas, inputs in records(network, 30):
+        for layer, (delta, h) in enumerate(sides):
+            alone = network.squared_norms(layer, delta, h)
+            joined = network.squared_norms(
+                layer, torch.cat([delta, deltas[layer]]), torch.cat([h, inputs[layer]])
+            )
+            torch.testing.assert_close(joined[:5], alone, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["feedback", "many positions", "over positions"])
+def test_one_record_does_not_decide_how_others_are_summed(name: str) -> None:
+    """Sums of thousands of equal contributions are off by 0.01 to 0.1 C in float32, and right in float64."""
+    network, n = layered()[name], 5000 if name == "feedback" else 1000
+    generator = torch.Generator().manual_seed(4)
+    others = [
+        [torch.rand(1, *shape, generator=generator).add(1).repeat(n, *[1] * len(shape)) for shape in side]
+        for side in zip(*shapes(network), strict=True)
+    ]
+    clip, divisor = 1e-12, 3.0
+    protection = RecordProtection(clip_norm=clip, noise_multiplier=0.0, divisor=divisor, noise=SystemStream())
+
+    def total(value: float) -> Tensor:
+        batch = [[torch.cat([rows, torch.full_like(rows[:1], value)]) for rows in side] for side in others]
+        return added(network, protection, *batch)
+
+    without, joined = total(0.0), total(1e37)
+    single = [[torch.full_like(rows[:1], 1e37) for rows in side] for side in others]
+    own = added(network, protection, *single)
+    rounding = 2.0**-24 * float(without.norm()) * divisor / clip  # of the sum itself, once
+    assert float((joined - without - own).norm()) * divisor / clip <= ROUNDING + 2 * rounding
+
+
+@pytest.mark.parametrize("operator", [ball_factors, sphere_factors])
+def test_one_record_does_not_change_how_others_are_scaled(
+    operator: Callable[[Tensor, float], Tensor],
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(500, 10, generator=generator)
+    noise = torch.randn(501, 10, generator=generator)
+    for value in (1.0, 3e38):
+        batch = torch.cat([rows, torch.full((1, 10), value)])
+        factors = operator(batch, 1.0)
+        assert torch.equal((batch * factors).float()[:500], rows * operator(rows, 1.0))
+        summed, _ = _sum(batch.clone(), factors, noise.clone(), 1.0)
+        assert torch.equal(summed[:500], noise[:500].addcmul(rows, operator(rows, 1.0)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", list(layered()))
+def test_a_record_that_is_not_finite_adds_exactly_nothing_and_is_counted(name: str, value: float) -> None:
+    network = layered()[name]
+    for place in ("signal", "input"):
+        deltas = [torch.ones(1, *shape) for shape, _ in shapes(network)]
+        inputs = [torch.ones(1, *shape) for _, shape in shapes(network)]
+        (deltas if place == "signal" else inputs)[-1].view(-1)[0] = value
+        protection = shield(1.0)
+        assert not added(network, protection, deltas, inputs).any()
+        assert protection.left_out == 1
+
+
+def test_ordinary_records_keep_their_gradients() -> None:
+    """The bound on what float32 sums lose costs an ordinary record of 256 positions 0.2 % at most."""
+    network = layered()["many positions"]
+    ((signal, value),) = shapes(network)
+    generator = torch.Generator().manual_seed(3)
+    delta, h = torch.randn(1, *signal, generator=generator), torch.randn(1, *value, generator=generator)
+    assert 0.998 < float(added(network, shield(1e-3), [delta], [h]).norm()) / 1e-3 <= 1 + ROUNDING
+
+
+@pytest.mark.parametrize("radius", [1e-12, 0.3, 1.0, 27.0, 1e12])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_ball_and_the_sphere_hold_for_every_finite_row(kind: str, radius: float) -> None:
+    for seed, size in enumerate(SIZES):
+        v = extreme((300,), kind, size, seed)
+        norm, ball = float(v.double().norm()), float(scale_to_ball(v, radius).double().norm())
+        assert ball <= radius * (1 + 1e-6)
+        assert ball == pytest.approx(min(norm, radius), rel=1e-6)
+        sphere = (v * sphere_factors(v, radius)).float().double().norm()
+        assert float(sphere) == pytest.approx(radius, rel=1e-6)
+
+
+def gated(features: int = 96, *, centre: bool = True) -> GatedRelu:
+    generator = torch.Generator().manual_seed(4)
+    return GatedRelu(features, 3, torch.randn(16, features, generator=generator), centre=centre)
+
+
+def gated_norm(model: GatedRelu, x: Tensor) -> float:
+    """|x~| of one record as the products take it, in float64."""
+    batch = model.gated(x)
+    copies = batch.x.double()[:, :, None] * (batch.gates.double() * batch.scale.double()[:, None])[:, None, :]
+    return float(copies.norm())
+
+
+@pytest.mark.parametrize("centre", [True, False])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_gated_features_have_norm_one_at_most(kind: str, centre: bool) -> None:
+    model = gated(centre=centre)
+    for seed, size in enumerate(SIZES):
+        norm = gated_norm(model, extreme((96,), kind, size, seed))
+        assert norm <= 1 + 1e-6
+        if kind == "normal" and size > 1e-40:
+            assert norm == pytest.approx(1.0, abs=1e-6)
+
+
+def test_gated_features_of_images_whose_mean_overflows_are_those_of_dim_ones() -> None:
+    model = gated()
+    x = torch.rand(1, 96, generator=torch.Generator().manual_seed(5))
+    bright, dim = model.gated(x * LARGEST), model.gated(x)
+    torch.testing.assert_close(bright.x, dim.x, rtol=1e-5, atol=1e-7)
+    assert torch.equal(bright.gates, dim.gates)
+
+
+def moved(model: GatedRelu, objective: Objective, x: Tensor, label: int) -> float:
+    """How far one record moves the weights in a step of rate 1 and divisor 1: the norm of its gradient."""
+    numbers = Descent(regularisation=0.0, divisor=1.0, noise_std=0.0, final_std=0.0, total_steps=9)
+    before = model.weight.detach().double().clone()
+    trainer = ConvexTrainer(GatedNetwork(model), torch.optim.SGD([model.weight], lr=1.0), objective, numbers)
+    trainer.step(x, torch.tensor([label]), step=0)
+    change = float((model.weight.detach().double() - before).norm())
+    with torch.no_grad():
+        model.weight.copy_(before)
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "clip"), [("margin", 0.5), ("squared", 1e-3), ("softmax", None), ("one-against-rest", None)]
+)
+def test_no_record_moves_the_convex_model_further_than_its_bound(name: str, clip: float | None) -> None:
+    objective = Objective(name=name, clip=clip)
+    for kind, (seed, size), centre in itertools.product(KINDS, enumerate(SIZES), (True, False)):
+        model, x = gated(centre=centre), extreme((96,), kind, size, seed)
+        assert moved(model, objective, x, 1) <= objective.bound(3) * (1 + ROUNDING)
+
+
+def test_the_size_of_a_batch_turns_no_gates() -> None:
+    """Records orthogonal to every hyperplane, as nearly as float32 can hold them."""
+    generator = torch.Generator().manual_seed(7)
+    hyperplanes = torch.randn(64, 784, generator=generator)
+    basis, _ = torch.linalg.qr(hyperplanes.double().T)
+    rows = torch.randn(40, 784, generator=generator, dtype=torch.float64)
+    x = (rows - (rows @ basis) @ basis.T).float()
+    model = GatedRelu(784, 10, hyperplanes, centre=False)
+    whole = model.gated(x).gates
+    for size in range(1, len(x)):
+        assert torch.equal(model.gated(x[:size]).gates, whole[:size])
+
+
+def test_the_gradient_is_clipped_even_if_the_normalisation_fails() -> None:
+    """Features 30 times too long, as a float32 normalisation made them: the step still holds its bound."""
+    model, objective = gated(), Objective(name="margin", clip=0.5)
+    x = torch.randn(1, 96, generator=torch.Generator().manual_seed(6))
+    honest = GatedRelu.gated
+
+    def long(rows: Tensor) -> object:
+        batch = honest(model, rows)
+        return type(batch)(x=30 * batch.x, gates=batch.gates, scale=batch.scale)
+
+    model.gated = long  # type: ignore[method-assign, assignment]
+    assert moved(model, objective, x, 1) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_a_record_that_is_not_finite_leaves_the_convex_model_alone() -> None:
+    for value in (math.nan, math.inf):
+        x = torch.ones(1, 96)
+        x[0, 3] = value
+        assert moved(gated(), Objective(name="margin", clip=0.5), x, 1) == 0.0
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_residuals_of_all_finite_logits_keep_their_bound(kind: str) -> None:
+    for clip, (seed, size) in itertools.product((1e-12, 0.5, 1e12), enumerate(SIZES)):
+        residual = Objective(name="squared", clip=clip).residual(
+            extreme((7,), kind, size, seed), torch.tensor([2])
+        )
+        assert float(residual.double().norm()) <= clip * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_loss_differences_stay_within_the_clip(kind: str) -> None:
+    for clip, (seed, size) in itertools.product((1e-38, 0.05, 1e38), enumerate(SIZES)):
+        plus, minus = extreme((9,), kind, size, seed)[0], -extreme((9,), kind, size, seed + 1)[0]
+        assert float(loss_differences(plus, minus, clip).values.abs().max()) <= clip
+
+
+FLOOR = 1e-3
+
+
+def whitened(protection: AmplifiedLabels, network: FullyConnected, public: list[Tensor]) -> float:
+    """Norm of the gradients in the geometry P, by an inverse square root of its own."""
+    total = 0.0
+    rows = [with_constant(h.double(), bias=True) for h in public]
+    scale = sum(row.shape[1] for row in rows)
+    for linear, row in zip(network.linears, rows, strict=True):
+        p = scale * row.t() @ row / len(row)
+        p += FLOOR * p.diagonal().mean() * torch.eye(len(p), dtype=torch.float64)
+        values, vectors = torch.linalg.eigh(p)
+        gradient = torch.cat([linear.weight.grad, linear.bias.grad[:, None]], dim=1).double()
+        total += float(((gradient @ vectors) / values.sqrt()).square().sum())
+    return math.sqrt(total)
+
+
+def test_no_record_adds_more_than_the_clip_in_the_geometry_of_public_features() -> None:
+    network = FullyConnected(nn.Sequential(nn.Linear(30, 8), nn.Tanh(), nn.Linear(8, 3)))
+    generator = torch.Generator().manual_seed(7)
+    # correlated features, whose geometry has a condition of 1e5
+    public = [
+        torch.randn(90, 1, generator=generator) + 0.01 * torch.randn(90, n, generator=generator)
+        for n in (30, 8)
+    ]
+    worst = 0.0
+    for number, (deltas, inputs) in enumerate(records(network, 200)):
+        clip = CLIPS[number % len(CLIPS)]
+        protection = AmplifiedLabels(
+            clip_norm=clip, noise_multiplier=0.0, divisor=1.0, floor=FLOOR, reference=public[0], equalise=False,
+            noise=SystemStream(),
+        )  # fmt: skip
+        protection.set_gradients(network, deltas, inputs, public_inputs=public)
+        worst = max(worst, whitened(protection, network, public) / clip)
+    assert 0.5 < worst <= 1 + ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("clip", "multiplier", "divisor", "name"),
+    [
+        (1e-38, 1.0, 1.0, "clip_norm = 1e-38"),
+        (1e38, 1.0, 1.0, r"clip_norm = 1e\+38"),
+        (1.0, 1.0, 1e38, r"divisor = 1e\+38"),
+        (1e-12, 1e-10, 1e12, r"clip_norm \* noise_multiplier / divisor = 1e-34"),
+        (1.0, 1e300, 1.0, r"clip_norm \* noise_multiplier = 1e\+300"),
+    ],
+)
+def test_noise_that_float32_cannot_hold_is_refused(
+    clip: float, multiplier: float, divisor: float, name: str
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        RecordProtection(clip_norm=clip, noise_multiplier=multiplier, divisor=divisor, noise=SystemStream())
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+@pytest.mark.parametrize("std", [1e-46, 1e-40, 1e39, float("inf"), float("nan"), -1.0])
+def test_a_stream_refuses_noise_that_would_vanish_or_overflow(mode: str, std: float) -> None:
+    with pytest.raises(ValueError, match="std = .*must be 0 or lie in"):
+        noise_stream(mode, 0, "test").add_to(torch.zeros(3), std)
+
+
+def test_norms_are_exact_where_float32_is_not() -> None:
+    constant = torch.full((1, 2_000_000), 1.003)
+    assert float(row_norms(constant)) == pytest.approx(float(constant[0, 0]) * 2_000_000**0.5, rel=1e-9)
+    for size in (SUBNORMAL, 1e-30, 1e38):
+        row = torch.full((1, 64), size)
+        assert float(row_norms(row)) == pytest.approx(8 * float(row[0, 0]), rel=1e-12)
+    assert row_norms(torch.zeros(0, 5)).shape == (0,)
+
+
+@pytest.mark.parametrize("n", [1, 10, 784, 1600, 1601, 100_000])
+def test_bounds_on_norms_are_bounds_and_close(n: int) -> None:
+    for kind, (seed, size) in itertools.product(KINDS, enumerate(SIZES)):
+        rows = extreme((n,), kind, size, seed)
+        share = float(norm_bounds(rows)) / max(float(rows.double().norm()), 1e-300)
+        assert 1 - 1e-12 <= share <= 1 + 1e-4 or not rows.any()
+
+
+def test_products_are_taken_in_float64_only_if_float32_would_round_them_away() -> None:
+    rows = torch.full((2, 4), 1e-3)
+    assert not len(scaled_rows(rows, torch.tensor([1.0, 1e-3], dtype=torch.float64)).apart)
+    tiny = scaled_rows(rows, torch.tensor([1.0, 1e-41], dtype=torch.float64))
+    assert tiny.apart.tolist() == [1]
+    assert tiny.exact.dtype == torch.float64
+    assert float(tiny.exact[0, 0]) == pytest.approx(float(rows[0, 0]) * 1e-41, rel=1e-12)
+    assert not tiny.rows[1].any()
+
+
+def test_full_precision_restores_what_it_changes() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.enabled
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with full_precision():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+    assert torch.backends.cudnn.enabled == before[1]

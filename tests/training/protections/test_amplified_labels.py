@@ -1,0 +1,282 @@
+"""Clipping and noise in the geometry of public features, against covariances written out in full."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import norm
+from torch import nn
+
+from opusim.randomness.streams import noise_stream
+from training.networks.network import FullyConnected
+from training.protections.amplified_labels import AmplifiedLabels, whitened_norms
+from training.protections.metric import Metric, equalised_weights
+
+WIDTHS = (5, 7, 6, 3)  # inputs, two hidden layers, classes
+CLIP, DIVISOR, FLOOR, ROUNDS = 0.27, 17.0, 0.05, 30
+N_PUBLIC = 40
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def new_network(*, bias: bool = True) -> FullyConnected:
+    torch.manual_seed(3)
+    modules: list[nn.Module] = []
+    for fan_in, width in pairwise(WIDTHS):
+        modules += [nn.Linear(fan_in, width, bias=bias), nn.Tanh()]
+    return FullyConnected(nn.Sequential(*modules[:-1]))
+
+
+def normals(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def public_inputs() -> list[torch.Tensor]:
+    """Layer inputs of public records, some far from the rest."""
+    return [(1 + 4 * normals(7 + layer, N_PUBLIC, 1) ** 2) * normals(layer, N_PUBLIC, width)
+            for layer, width in enumerate(WIDTHS[:-1])]  # fmt: skip
+
+
+def signals(seed: int, batch: int, scale: float = 1.0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """delta_l and h_(l-1) of a batch."""
+    deltas = [scale * normals(seed + layer, batch, width) for layer, width in enumerate(WIDTHS[1:])]
+    inputs = [normals(seed + 9 + layer, batch, width) for layer, width in enumerate(WIDTHS[:-1])]
+    return deltas, inputs
+
+
+def protection(noise_multiplier: float = 0.0, *, equalise: bool = False, seed: int = 5) -> AmplifiedLabels:
+    return AmplifiedLabels(
+        clip_norm=CLIP,
+        noise_multiplier=noise_multiplier,
+        divisor=DIVISOR,
+        floor=FLOOR,
+        reference=public_inputs()[0],
+        equalise=equalise,
+        noise=noise_stream("experiment", seed, "central-noise"),
+    )
+
+
+def geometry(public: list[torch.Tensor], *, bias: bool = True, equalise: bool = False) -> list[np.ndarray]:
+    """P_l in plain numpy: second moments of public rows, times the sum of all fan-ins, plus the floor."""
+    rows = [np.hstack([h.double().numpy(), np.ones((len(h), int(bias)))]) for h in public]
+    total = sum(row.shape[1] for row in rows)
+    covariances = []
+    for layer, row in enumerate(rows):
+        weights = np.full(len(row), 1 / len(row))
+        for _ in range(ROUNDS if equalise and layer == 0 else 0):
+            inverse = np.linalg.inv(_with_floor(row.T @ (row * weights[:, None])))
+            weights = weights * np.einsum("nd,de,ne->n", row, inverse, row)
+            weights /= weights.sum()
+        covariances.append(_with_floor(total * row.T @ (row * weights[:, None])))
+    return covariances
+
+
+def _with_floor(p: np.ndarray) -> np.ndarray:
+    return p + FLOOR * np.trace(p) / len(p) * np.eye(len(p))
+
+
+def whitened(network: FullyConnected, covariances: list[np.ndarray]) -> np.ndarray:
+    """P^(-1/2) of the whole update, vectorised over all rows of all layers: one long vector."""
+    parts = []
+    for linear, p in zip(network.linears, covariances, strict=True):
+        assert linear.weight.grad is not None
+        update = linear.weight.grad
+        if linear.bias is not None:
+            assert linear.bias.grad is not None
+            update = torch.cat([update, linear.bias.grad[:, None]], dim=1)
+        block = np.kron(np.eye(len(update)), p)  # rows are independent, each of covariance P_l
+        parts.append(np.linalg.solve(np.linalg.cholesky(block), update.double().numpy().ravel()))
+    return np.concatenate(parts) * DIVISOR
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_without_noise_the_gradient_is_the_clipped_sum(bias: bool) -> None:
+    network = new_network(bias=bias)
+    deltas, inputs = signals(1, 13)
+    deltas = [torch.logspace(-2, 1, 13)[:, None] * delta for delta in deltas]
+    covariances = geometry(public_inputs(), bias=bias)
+    expected = [torch.zeros_like(parameter) for parameter in network.parameters]
+    clipped = 0
+    for i in range(13):
+        contribution, square = [], 0.0
+        for delta, h, p in zip(deltas, inputs, covariances, strict=True):
+            row = np.append(h[i].double().numpy(), [1.0] * bias)
+            square += float(delta[i].double().square().sum()) * row @ np.linalg.inv(p) @ row
+            contribution += [torch.outer(delta[i], h[i]), *([delta[i]] if bias else [])]
+        clipped += square**0.5 > CLIP
+        for total, g in zip(expected, contribution, strict=True):
+            total += g * min(1.0, CLIP / square**0.5) / DIVISOR
+    assert 0 < clipped < 13  # both sides of the clip were looked at
+    protection().set_gradients(network, deltas, inputs, public_inputs=public_inputs())
+    for parameter, total in zip(network.parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, total, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("equalise", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_contribution_lies_in_the_clip_and_two_labels_within_its_double(
+    bias: bool, equalise: bool
+) -> None:
+    """Whitened by the noise's full covariance; labels enter through delta, which may be anything."""
+    network = new_network(bias=bias)
+    covariances = geometry(public_inputs(), bias=bias, equalise=equalise)
+    others, rest = signals(30, 4)
+    widest = 0.0
+    for trial in range(12):
+        scale = 10.0 ** (trial - 5)
+        mine, features = signals(50 + trial, 1, scale)
+        labels = [mine, [-delta for delta in mine], [normals(99, 1, w) * scale for w in WIDTHS[1:]]]
+        sums = []
+        for deltas in labels:
+            shield = protection(equalise=equalise)
+            shield.set_gradients(network, deltas, features, public_inputs=public_inputs())
+            assert np.linalg.norm(whitened(network, covariances)) <= CLIP * (1 + 1e-5)
+            batch = [torch.cat(pair) for pair in zip(others, deltas, strict=True)]
+            rows = [torch.cat(pair) for pair in zip(rest, features, strict=True)]
+            shield.set_gradients(network, batch, rows, public_inputs=public_inputs())
+            sums.append(whitened(network, covariances))
+        gaps = [np.linalg.norm(a - b) for a in sums for b in sums]
+        assert max(gaps) <= 2 * CLIP * (1 + 1e-4)
+        widest = max(widest, *gaps)
+    assert widest > 1.999 * CLIP  # two opposite signals attain it
+
+
+def test_planted_fault_a_norm_without_the_geometry_is_caught() -> None:
+    """Clipped by the plain norm of the update, a record of unusual features stands out of the noise."""
+    network = new_network()
+    deltas, inputs = signals(1, 1)
+    inputs[0] = 50 * inputs[0]
+    plain = sum(float(d.square().sum() * (h.square().sum() + 1)) for d, h in zip(deltas, inputs, strict=True))
+    factor = CLIP / plain**0.5
+    for linear, delta, h in zip(network.linears, deltas, inputs, strict=True):
+        linear.weight.grad = factor * delta.t() @ h / DIVISOR
+        linear.bias.grad = factor * delta.sum(dim=0) / DIVISOR
+    flat = [h[:, :1] * 0.01 for h in public_inputs()]  # public features that vary little
+    narrow = [part.expand(-1, width) for part, width in zip(flat, WIDTHS[:-1], strict=True)]
+    assert np.linalg.norm(whitened(network, geometry(narrow))) > 2 * CLIP
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("part", ["delta", "features"])
+def test_a_record_that_is_not_finite_counts_as_zero(value: float, part: str) -> None:
+    network = new_network()
+    deltas, inputs = signals(1, 6)
+    shield = protection()
+    without = [d[1:] for d in deltas], [h[1:] for h in inputs]
+    shield.set_gradients(network, *without, public_inputs=public_inputs())
+    expected = [parameter.grad.clone() for parameter in network.parameters]
+    (deltas if part == "delta" else inputs)[1][0, 2] = value
+    shield.set_gradients(network, deltas, inputs, public_inputs=public_inputs())
+    for parameter, total in zip(network.parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, total)
+
+
+NOISE_WIDTH, NOISE_Z = 20_000, 2.7
+NOISE_LIMIT = float(norm.isf(norm.sf(5.0) / 21))  # 21 entries of a symmetric 6 x 6 matrix
+
+
+def covariance_deviation(seed: int) -> float:
+    """How far the noise's covariance is from (z C / divisor)^2 P in standard errors, worst entry.
+
+    An empty batch leaves the noise alone: 20,000 independent rows of six entries, the bias's last.
+    """
+    network = FullyConnected(nn.Sequential(nn.Linear(5, NOISE_WIDTH)))
+    public = [public_inputs()[0]]
+    shield = protection(NOISE_Z, seed=seed)
+    shield.set_gradients(network, [torch.zeros(0, NOISE_WIDTH)], [torch.zeros(0, 5)], public_inputs=public)
+    (linear,) = network.linears
+    assert linear.weight.grad is not None
+    assert linear.bias.grad is not None
+    noise = torch.cat([linear.weight.grad, linear.bias.grad[:, None]], dim=1).double().numpy()
+    factor = np.linalg.cholesky(geometry(public)[0]) * NOISE_Z * CLIP / DIVISOR
+    white = np.linalg.solve(factor, noise.T)  # (6, rows), of covariance 1 if all is right
+    error = white @ white.T / NOISE_WIDTH - np.eye(6)
+    return float(np.max(np.abs(error) / np.sqrt((1 + np.eye(6)) / NOISE_WIDTH)))
+
+
+def test_noise_has_the_covariance_of_the_geometry(seed: int) -> None:
+    assert covariance_deviation(seed) < NOISE_LIMIT
+
+
+@pytest.mark.parametrize("fault", ["not coloured", "bias forgotten", "five percent"])
+def test_planted_faults_of_the_noise_are_caught(
+    monkeypatch: pytest.MonkeyPatch, fault: str, seed: int
+) -> None:
+    colour = Metric.colour
+
+    def wrong(self: Metric, white: torch.Tensor) -> torch.Tensor:
+        if fault == "not coloured":
+            return white
+        if fault == "five percent":
+            return 1.05 * colour(self, white)
+        narrow = Metric(
+            factor=self.factor[:-1, :-1]
+        )  # the bias has noise of its own, unrelated to the weights'
+        return torch.cat([colour(narrow, white[:, :-1]), white[:, -1:]], dim=1)
+
+    monkeypatch.setattr(Metric, "colour", wrong)
+    assert covariance_deviation(seed) > NOISE_LIMIT
+
+
+def test_an_empty_batch_takes_a_noisy_step() -> None:
+    network = new_network()
+    deltas, inputs = signals(1, 0)
+    protection(1.0).set_gradients(network, deltas, inputs, public_inputs=public_inputs())
+    assert all(float(parameter.grad.abs().max()) > 0 for parameter in network.parameters)
+
+
+def test_hidden_layers_follow_the_weights_of_the_moment() -> None:
+    """The geometry of the second call is that of the second call's public features."""
+    network, shield = new_network(), protection()
+    deltas, inputs = signals(1, 1, scale=100.0)
+    shield.set_gradients(network, deltas, inputs, public_inputs=public_inputs())
+    later = [public_inputs()[0], 0.1 * public_inputs()[1], 3.0 * public_inputs()[2]]
+    shield.set_gradients(network, deltas, inputs, public_inputs=later)
+    assert np.linalg.norm(whitened(network, geometry(later))) == pytest.approx(CLIP, rel=1e-4)
+    assert np.linalg.norm(whitened(network, geometry(public_inputs()))) != pytest.approx(CLIP, rel=0.01)
+
+
+def test_an_ordinary_record_has_whitened_features_of_norm_one() -> None:
+    """Mean over the public records of sum_l h^T P_l^-1 h: 1 but for the floor, so that C is in units of delta."""
+    total = 0.0
+    for row, p in zip(public_inputs(), geometry(public_inputs()), strict=True):
+        h = np.hstack([row.double().numpy(), np.ones((N_PUBLIC, 1))])
+        total += float(np.einsum("nd,de,ne->n", h, np.linalg.inv(p), h).mean())
+    assert 0.8 < total < 1.0
+    ones = [torch.full((N_PUBLIC, 1), 1.0) for _ in WIDTHS[1:]]
+    rows = [torch.cat([h, torch.ones(N_PUBLIC, 1)], dim=1) for h in public_inputs()]
+    metrics = [Metric(factor=torch.from_numpy(np.linalg.cholesky(p))) for p in geometry(public_inputs())]
+    assert float(whitened_norms(ones, rows, metrics).square().mean()) == pytest.approx(total)
+
+
+def test_public_features_are_required() -> None:
+    with pytest.raises(ValueError, match="public_inputs is missing.*geometry of public records"):
+        protection().set_gradients(new_network(), *signals(1, 2))
+
+
+def test_leverages_equal_the_inverse() -> None:
+    rows, base = normals(1, 9, 6), 3.7 * normals(2, 25, 6)
+    p = (base.t() @ base / 25).double().numpy()
+    p += 0.3 * np.trace(p) / 6 * np.eye(6)
+    h = rows.double().numpy()
+    expected = np.einsum("nd,de,ne->n", h, np.linalg.inv(p), h)
+    np.testing.assert_allclose(Metric.of_rows(base, floor=0.3).leverages(rows).numpy(), expected, rtol=1e-6)
+
+
+def test_equalising_lowers_the_largest_leverage_towards_the_dimension() -> None:
+    rows = torch.cat([normals(1, 2000, 7) * (1 + normals(2, 2000, 1) ** 2), torch.ones(2000, 1)], dim=1)
+
+    def largest(rounds: int) -> float:
+        weights = equalised_weights(rows, rounds=rounds, floor=1e-9)
+        assert float(weights.sum()) == pytest.approx(1.0)
+        assert float(weights.min()) >= 0
+        return float(Metric.of_rows(rows, weights=weights, floor=1e-9).leverages(rows).max())
+
+    before, some, more = largest(0), largest(5), largest(ROUNDS)
+    assert before > 5 * 8
+    assert before > some > more
+    assert 8 * (1 - 1e-6) <= more < 1.25 * 8

@@ -1,0 +1,226 @@
+"""Per-record clipping against per-record gradients written out, and the noise against its law."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import dp_accounting
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import training
+from accounting.errors import NoGuarantee
+from opusim.randomness.streams import noise_stream
+from training.config.reading import merged
+from training.config.sections import OptimizerConfig
+from training.engine.assembly import load_data
+from training.engine.optimizers import make_optimizer
+from training.feedback.config import FeedbackConfig
+from training.feedback.trainer import FeedbackTrainer
+from training.networks.network import FullyConnected, outer_squared_norms
+from training.protections.record import RecordProtection, layer_norms
+
+CLIP, DIVISOR = 0.27, 17.0
+
+
+def new_network(*, bias: bool = True) -> FullyConnected:
+    torch.manual_seed(3)
+    return FullyConnected(
+        nn.Sequential(nn.Linear(6, 9, bias=bias), nn.Tanh(), nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 4))
+    )
+
+
+def parts(batch: int = 13) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    deltas = [torch.randn(batch, n, generator=generator) for n in (9, 8, 4)]
+    inputs = [torch.randn(batch, n, generator=generator) for n in (6, 9, 8)]
+    return deltas, inputs
+
+
+def protection(noise_multiplier: float = 0.0, seed: int = 5) -> RecordProtection:
+    return RecordProtection(
+        clip_norm=CLIP,
+        noise_multiplier=noise_multiplier,
+        divisor=DIVISOR,
+        noise=noise_stream("experiment", seed, "central-noise"),
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_clipped_sum_equals_loops_over_records(bias: bool) -> None:
+    network = new_network(bias=bias)
+    deltas, inputs = parts()
+    expected = [torch.zeros_like(parameter) for parameter in network.parameters]
+    for i in range(13):
+        contribution = []
+        for layer, linear in enumerate(network.linears):
+            contribution.append(torch.outer(deltas[layer][i], inputs[layer][i]))
+            if linear.bias is not None:
+                contribution.append(deltas[layer][i])
+        norm = torch.cat([g.flatten() for g in contribution]).norm()
+        for total, g in zip(expected, contribution, strict=True):
+            total += g * min(1.0, CLIP / float(norm)) / DIVISOR
+    protection().set_gradients(network, deltas, inputs)
+    for parameter, total in zip(network.parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, total)
+
+
+def test_backpropagation_with_protected_records_is_the_step_of_opacus() -> None:
+    """What `opusim curve` draws as DP-SGD: the same clipped sum, from a library that shares no code with ours."""
+    opacus = pytest.importorskip("opacus")
+    network = new_network()
+    generator = torch.Generator().manual_seed(6)
+    x, y = torch.randn(13, 6, generator=generator), torch.randint(0, 4, (13,), generator=generator)
+    reference = opacus.GradSampleModule(copy.deepcopy(network.model), loss_reduction="sum")
+    nn.functional.cross_entropy(reference(x.clone().requires_grad_()), y, reduction="sum").backward()
+    samples = [parameter.grad_sample for parameter in reference.parameters()]
+    norms = torch.stack([sample.flatten(1).norm(dim=1) for sample in samples]).norm(dim=0)
+    factors = (CLIP / norms).clamp(max=1.0)
+    assert (factors < 1).any()
+    optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
+    trainer = FeedbackTrainer(network, optimizer, FeedbackConfig(kind="bp"), protection=protection())
+    trainer.step(x, y, step=0)
+    for parameter, sample in zip(network.parameters, samples, strict=True):
+        expected = torch.einsum("b,b...->...", factors, sample) / DIVISOR
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_one_record_changes_the_sum_by_at_most_the_clip() -> None:
+    network = new_network()
+    for scale in (1e-3, 1.0, 1e6, 1e15):
+        deltas, inputs = parts()
+        deltas = [scale * delta for delta in deltas]
+        totals = []
+        for rows in (slice(None), slice(1, None)):
+            protection().set_gradients(network, [d[rows] for d in deltas], [h[rows] for h in inputs])
+            totals.append(torch.cat([p.grad.double().flatten() for p in network.parameters]))
+        assert float((totals[0] - totals[1]).norm()) * DIVISOR <= CLIP * (1 + 1e-5)
+
+
+def test_planted_fault_bias_left_out_of_the_norm_is_caught() -> None:
+    deltas, inputs = parts()
+    inputs = [1e-3 * h for h in inputs]  # the bias is nearly all of the contribution
+    layers = list(zip(deltas, inputs, strict=True))
+    wrong = sum(outer_squared_norms(delta, h, bias=False) for delta, h in layers).sqrt()
+    right = layer_norms(new_network(), deltas, inputs).norm(dim=0)
+    assert (right > 100 * wrong).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_record_that_is_not_finite_counts_as_zero(value: float) -> None:
+    network = new_network()
+    deltas, inputs = parts()
+    protection().set_gradients(network, [d[1:] for d in deltas], [h[1:] for h in inputs])
+    expected = [parameter.grad.clone() for parameter in network.parameters]
+    deltas[1][0, 2] = value
+    protection().set_gradients(network, deltas, inputs)
+    for parameter, total in zip(network.parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, total)
+
+
+def test_an_empty_batch_takes_a_noisy_step() -> None:
+    network = new_network()
+    deltas, inputs = parts(0)
+    protection(noise_multiplier=2.7).set_gradients(network, deltas, inputs)
+    assert all(float(parameter.grad.abs().max()) > 0 for parameter in network.parameters)
+
+
+def test_noise_has_the_stated_deviation() -> None:
+    """Variance of 18,000 entries against (z C / divisor)^2, five standard errors; 10 % more noise is caught."""
+    network = FullyConnected(nn.Sequential(nn.Linear(99, 180), nn.Tanh(), nn.Linear(180, 4)))
+    inputs = [torch.zeros(0, 99), torch.zeros(0, 180)]
+    deltas = [torch.zeros(0, 180), torch.zeros(0, 4)]
+    protection(noise_multiplier=2.7).set_gradients(network, deltas, inputs)
+    noise = torch.cat([p.grad.flatten() for p in network.parameters]).double()
+    claimed = (2.7 * CLIP / DIVISOR) ** 2
+    standard_error = claimed * (2 / len(noise)) ** 0.5
+    assert abs(float(noise.square().mean()) - claimed) < 5 * standard_error
+    assert abs(float((1.1 * noise).square().mean()) - claimed) > 5 * standard_error
+    assert abs(float(noise.mean())) < 5 * (claimed / len(noise)) ** 0.5
+
+
+def test_one_records_nan_does_not_stop_a_protected_step() -> None:
+    network = new_network()
+    trainer = FeedbackTrainer(
+        network,
+        make_optimizer(network.parameters, OptimizerConfig(lr=0.1)),
+        FeedbackConfig(kind="tdfa"),
+        protection=protection(noise_multiplier=0.5),
+    )
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    x[2] = float("nan")
+    trainer.step(x, torch.zeros(5, dtype=torch.int64), step=0)
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in network.parameters)
+
+
+RECORD = {
+    "epochs": 2,
+    "threads": 1,
+    "model": {"hidden": [8]},
+    "data": {"n_classes": 3},
+    "sampler": {"scheme": "poisson", "batch_size": 16},
+    "protection": {"kind": "record", "noise_multiplier": 1.3},
+}
+
+
+def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    """The first n of the same records."""
+    return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
+
+
+@pytest.mark.parametrize("kind", ["bp", "pdfa"])
+def test_a_protected_run_says_what_is_proven(tmp_path: Path, kind: str) -> None:
+    run = training.train({**RECORD, "trainer": {"kind": kind}}, data=data(), folder=tmp_path)
+    (guarantee,) = run.guarantees
+    assert guarantee.status == "proven"
+    assert guarantee.adjacency == "zero_out"
+    exact = dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-4)
+    event = dp_accounting.PoissonSampledDpEvent(16 / 54, dp_accounting.GaussianDpEvent(1.3))
+    epsilon = exact.compose(event, 2 * run.metrics[0]["step"]).get_epsilon(1e-5)
+    assert guarantee.epsilon == pytest.approx(epsilon, rel=1e-3)
+
+
+def test_no_run_states_add_or_remove_where_a_record_expels_another(tmp_path: Path) -> None:
+    """At 1,005 records the split by index lets an appended record into the training set and another one out of it."""
+    config = {**RECORD, "epochs": 1, "trainer": {"kind": "bp"}}
+    run = training.train(config, data=data(1005), folder=tmp_path)
+    old, new = ({tuple(row) for row in load_data(run.config, data(n)).train.x.tolist()} for n in (1005, 1006))
+    moved = (len(old - new), len(new - old))
+    stated = run.guarantees[0].adjacency
+    assert stated != "add_or_remove_one" or moved in ((0, 0), (0, 1))
+    assert (stated, moved) == ("zero_out", (1, 1))
+
+
+def test_an_unprotected_photonic_run_has_no_finite_guarantee(tmp_path: Path) -> None:
+    config = {k: v for k, v in RECORD.items() if k != "protection"}
+    run = training.train(config, data=data(), folder=tmp_path)
+    assert [guarantee.status for guarantee in run.guarantees] == ["none"]
+    published = {**config, "trainer": {"order": "published", "tau_b": 1.0, "tau_h_max": 1.0}}
+    run = training.train(published, data=data(), folder=tmp_path / "published")
+    none, claimed = run.guarantees
+    assert (none.status, claimed.status) == ("none", "claimed")
+    assert claimed.epsilon == float("inf")
+    assert claimed.formula_value is not None
+    assert any("gamma_min" in a.text or "gmin" in a.text for a in claimed.failed_assumptions)
+    unclipped = merged(published, {"trainer": {"clipped_layers": "none"}})
+    run = training.train(unclipped, data=data(), folder=tmp_path / "unclipped")
+    assert all(guarantee.formula_value is None for guarantee in run.guarantees)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"sampler": {"scheme": "shuffled-epochs", "batch_size": 16}},
+            "shuffled-epochs.*no theorem.*use 'poisson'",
+        ),
+        ({"data": {}}, "data.n_classes is missing"),
+    ],
+)
+def test_runs_without_a_theorem_are_refused(tmp_path: Path, change: dict, message: str) -> None:
+    with pytest.raises(NoGuarantee, match=message):
+        training.train({**RECORD, **change}, data=data(), folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

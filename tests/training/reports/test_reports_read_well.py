@@ -1,0 +1,172 @@
+"""What reports and tables look like: whole words and tables, fitting units, reasons for what is missing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import training
+from accounting.tables import guarantee_rows, print_rows
+from opusim.tables import column_widths, output_width, print_table, wrapped
+from training.reports import run_figures as figures
+from training.reports import sweep_figures
+from training.reports.run_report import RELEASE_DASHES, run_name, summary_row, write_report
+from training.reports.sweep_report import setting_rows, write_sweep
+from training.runs.run import Run
+from training.sweeps.curves import SweepResult
+from training.sweeps.points import points_of
+from training.sweeps.rows import SweepFolder, row_of
+from training.sweeps.spec import SpecText, parse_spec
+
+SMALL: dict[str, Any] = {"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1}
+RELEASED = {
+    **SMALL,
+    "trainer": {"kind": "bp"},
+    "mode": "release",
+    "sampler": {"scheme": "poisson"},
+    "protection": {"kind": "record", "noise_multiplier": 1.0},
+}
+SPEC = {
+    "title": "t",
+    "config": {
+        **SMALL,
+        "trainer": {"kind": "bp"},
+        "sampler": {"scheme": "poisson"},
+        "protection": {"kind": "record"},
+    },
+    "axes": {"protection.epsilon": [0.5, 8.0]},
+}
+
+
+@pytest.fixture(scope="module")
+def one_epoch(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return training.train(SMALL, folder=tmp_path_factory.mktemp("one") / "run")
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return training.train(RELEASED, folder=tmp_path_factory.mktemp("released") / "run")
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> SweepResult:
+    folder = SweepFolder(tmp_path_factory.mktemp("sweep"))
+    spec, text = parse_spec(SPEC, SpecText("", "spec"))
+    points = points_of(spec, text)
+    rows = {}
+    for point in points:
+        run = training.train(point.config, folder=folder.run_path(point))
+        row = row_of(run, point.config, wall_s=45_402.0)
+        rows[point.identity] = replace(
+            row, figures={**row.figures, "joules": 1_362_060.0, "seconds": 45_402.0}
+        )
+    return SweepResult(spec=spec, points=points, rows=rows, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def page(sweep: SweepResult) -> str:
+    return write_sweep(sweep, "").read_text()
+
+
+def test_one_epoch_stands_on_an_axis_of_whole_epochs(one_epoch: Run) -> None:
+    for drawn in (
+        figures.learning_curves([one_epoch], ["a"]),
+        figures.alignment_curves(one_epoch),
+        figures.noise_curves(one_epoch),
+    ):
+        assert drawn is not None
+        (axes,) = drawn.axes
+        assert list(axes.get_xticks()) == [1.0]
+        assert axes.get_xlim() == (0.5, 1.5)
+
+
+def test_accuracies_that_hardly_differ_do_not_fill_the_axis(one_epoch: Run) -> None:
+    drawn = figures.learning_curves([one_epoch], ["a"])
+    assert drawn is not None
+    low, high = drawn.axes[0].get_ylim()
+    assert high - low >= 2.0
+
+
+def test_a_release_run_says_why_it_has_dashes(
+    released: Run, one_epoch: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from training.cli.training_runs import _print_run
+
+    page = write_report(released).read_text()
+    assert RELEASE_DASHES.replace("'", "&#39;") in page
+    assert "in this report are not covered" not in page
+    assert RELEASE_DASHES not in write_report(one_epoch).read_text()
+    _print_run(released, released.folder.report_file)
+    assert RELEASE_DASHES in " ".join(capsys.readouterr().out.split())
+
+
+def test_long_times_and_large_energies_are_short(sweep: SweepResult, page: str) -> None:
+    (row, *_) = setting_rows(sweep)
+    assert (row["device energy"], row["device time"], row["wall time"]) == ("1.36 MJ", "12.6 h", "12.6 h")
+    assert "1,362,060" not in page
+    drawn = sweep_figures.cost(sweep)
+    assert drawn is not None
+    labels = [axes.get_xlabel() for axes in drawn.axes]
+    assert labels == ["device energy [MJ]", "device time [h]", "wall time [h]"]
+    assert [text.get_text() for text in drawn.axes[0].texts] == ["1.36"]
+
+
+def test_a_run_report_takes_the_same_units(one_epoch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = {**(one_epoch.summary or {}), "seconds": 45_402.0, "joules": 1_362_060.0}
+    monkeypatch.setattr(Run, "summary", property(lambda _: spent))
+    row = summary_row(one_epoch, "a")
+    assert (row["device time"], row["device energy"]) == ("12.6 h", "1.36 MJ")
+
+
+def test_the_statement_of_a_series_is_that_with_the_least_noise(page: str) -> None:
+    privacy = page.split("<h2>Privacy</h2>")[1].split("<h2>")[0]
+    assert "protection.epsilon = 8.0" in privacy
+    (epsilon,) = re.findall(r"<td>(\d\.\d{3})</td>", privacy)
+    assert 7.9 < float(epsilon) <= 8.0
+
+
+def test_columns_without_a_figure_are_left_out_and_long_names_can_break(
+    sweep: SweepResult, page: str
+) -> None:
+    assert not {"ε claimed", "ε audited"} & set(setting_rows(sweep)[0])
+    results = page.split("<h2>Results</h2>")[1].split("<h2>")[0]
+    assert "protection.<wbr>epsilon" in results
+
+
+TEXTS = ["replace_one and add_or_remove_one", "multiplier", "trainer.tau_h_max, trainer.tau_b", "1e-05"]
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 100, 140])
+def test_no_table_breaks_a_word(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, released: Run
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    columns = ["a", "sampling_probability", "text", "delta"]
+    print_table("A title", columns, [TEXTS, TEXTS[::-1]])
+    print_rows(guarantee_rows(released.guarantees))
+    print_rows([summary_row(released, run_name(released))])
+    found = capsys.readouterr().out
+    words = set(re.split(r"[\s│┃]+", found))
+    for text in [*columns, *TEXTS, released.guarantees[0].mechanism, "validation", "accuracy"]:
+        assert set(text.split()) <= {word.rstrip(":") for word in words} | words, (width, text)
+    if width >= 60:
+        assert max(map(len, found.splitlines())) <= width
+
+
+def test_widths_of_columns_hold_their_longest_words_and_fill_the_page() -> None:
+    cells = [["a", "bb"], ["one two three", "x"]]
+    assert column_widths(cells, 80) == [13, 2]
+    assert column_widths(cells, 16) == [7, 2]
+    assert column_widths(cells, 14) == [5, 2]
+    assert column_widths(cells, 13) is None
+
+
+def test_paragraphs_are_as_wide_as_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert output_width() == 80
+    assert max(map(len, wrapped("word " * 100).splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "nonsense")
+    assert output_width() == 140

@@ -1,0 +1,664 @@
+"""A run folder whose files were changed, cut or put back is refused, and the message names the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import training
+from accounting.errors import BudgetExceeded, LedgerCorrupt
+from accounting.ledger.journal import Journal, read_journal
+from accounting.ledger.ledger import read_ledger
+from opusim.errors import DeviceError
+from training.attacks.run_audit import audit_run
+from training.cli import main
+from training.engine.loop import session
+from training.errors import RunFolderError, RunInterrupted
+from training.feedback.trainer import FeedbackTrainer
+from training.reports.run_report import write_report
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from training.runs.folder import RunFolder
+
+STEPS = 8
+BASE: dict[str, Any] = {
+    "epochs": 2,
+    "threads": 1,
+    "model": {"hidden": [8]},
+    "data": {"n_classes": 3, "validation_fraction": 0.0},
+    "sampler": {"scheme": "poisson", "batch_size": 16},
+    "checkpoint": {"every_steps": 2},
+    "trainer": {"kind": "dfa"},
+    "protection": {"kind": "record", "noise_multiplier": 1.3},
+}
+RELEASE = {**BASE, "mode": "release"}
+LABEL = {
+    **BASE,
+    "mode": "release",
+    "protection": {"kind": "label", "epsilon": 2.0},
+    "sampler": {"batch_size": 16},
+}
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(1).normal(size=(64, 5)), np.arange(64) % 3
+
+
+def train(folder: Path, config: dict[str, Any] | None = None, **options: Any) -> training.Run:
+    return training.train(config, data=data(), folder=folder, resume=config is None, **options)
+
+
+def opusim(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *line: str
+) -> tuple[int, str]:
+    """Exit code and errors of a command."""
+    monkeypatch.setattr(sys, "argv", ["opusim", *line])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return int(stop.value.code or 0), capsys.readouterr().err
+
+
+def paid_steps(folder: Path) -> int:
+    return sum(payment.steps for payment in read_ledger(folder).payments)
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Every step that begins."""
+    begun: list[int] = []
+    step = FeedbackTrainer.step
+
+    def count(self: FeedbackTrainer, *arguments: Any, **options: Any) -> Any:
+        begun.append(options["step"])
+        return step(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FeedbackTrainer, "step", count)
+        yield begun
+
+
+# The ledger
+
+
+def die(folder: Path, stop_at: type, step: int) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(folder, None if RunFolder(folder).started else RELEASE, watcher=stop_at(step))
+
+
+def ledger_files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.glob("ledger.*")}
+
+
+def put(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def refuses_the_ledger(
+    folder: Path, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every reader that states guarantees refuses it; the model is still there."""
+    run = training.load_run(folder)
+    run.predict(data()[0])
+    out = folder.parent / f"{folder.name}-audit"
+    for read in (
+        lambda: run.guarantees,
+        lambda: write_report(run),
+        lambda: audit_run(folder, data=data(), out=out),
+    ):
+        with pytest.raises(LedgerCorrupt, match=message):
+            read()
+    for line in (
+        ["report", str(folder)],
+        ["account", "run", str(folder)],
+        ["account", "run", str(folder / "ledger.jsonl")],
+    ):
+        code, errors = opusim(monkeypatch, capsys, *line)
+        assert code == 2
+        (only,) = errors.strip().splitlines()
+        assert "ledger.jsonl: line" in only
+
+
+def test_an_old_ledger_put_back_after_three_kills_is_refused(
+    tmp_path: Path, stop_at: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All kills come before the first checkpoint behind step 0, so a process that resumes has to seal what it finds."""
+    kept = {}
+    for _ in range(3):
+        die(tmp_path, stop_at, 1)
+        kept = kept or ledger_files(tmp_path)
+    put(tmp_path, kept)
+    message = "is missing: checkpoint step-0000000000 was written when the ledger had"
+    with pytest.raises(LedgerCorrupt, match=message):
+        train(tmp_path)
+    refuses_the_ledger(tmp_path, message, monkeypatch, capsys)
+
+
+def weaker(entry: dict[str, Any]) -> dict[str, Any]:
+    mechanisms = [{**mechanism, "noise_multiplier": 9.0} for mechanism in entry.get("mechanisms", [])]
+    return {**entry, "mechanisms": mechanisms} if mechanisms else entry
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_rewritten_lines_with_new_hashes_are_refused(
+    tmp_path: Path,
+    finished: bool,
+    ctrl_c_at: type,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if finished:
+        train(tmp_path, BASE)
+    else:
+        with pytest.raises(RunInterrupted):
+            train(tmp_path, BASE, watcher=ctrl_c_at(5))
+    entries = read_journal(tmp_path / "ledger.jsonl")
+    for file in tmp_path.glob("ledger.*"):
+        file.unlink()
+    journal = Journal(tmp_path / "ledger.jsonl")
+    for entry in entries:
+        journal.append(weaker(entry))
+    journal.close()
+    (lower,) = read_ledger(tmp_path).guarantees()  # by itself it is a ledger
+    assert lower.epsilon < 0.5
+    refuses_the_ledger(tmp_path, "is not the line that checkpoint", monkeypatch, capsys)
+    if not finished:
+        with pytest.raises(LedgerCorrupt, match="is not the line that checkpoint"):
+            train(tmp_path)
+
+
+def test_a_line_behind_the_end_of_a_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, RELEASE)
+    journal = Journal(tmp_path / "ledger.jsonl")
+    journal.append({"returned": {"first_step": 1, "steps": STEPS - 1}})
+    journal.close()
+    assert paid_steps(tmp_path) == 1
+    refuses_the_ledger(tmp_path, "was added after summary.json was written", monkeypatch, capsys)
+
+
+# The other files
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, ctrl_c_at: type) -> dict[bool, Path]:
+    """A run with every file that there is, stopped (False) and finished (True)."""
+    config = {
+        **BASE,
+        "data": {**BASE["data"], "components": 3},
+        "sampler": {"batch_size": 16},
+        "trainer": {"kind": "pdfa"},
+        "device": {"name": "gaussian", "noise": {"sigma": 0.5}, "monitor": {"every_steps": 3}},
+        "protection": {"kind": "label-once", "epsilon": 2.0},
+    }
+    root = tmp_path_factory.mktemp("whole")
+    with pytest.raises(RunInterrupted):
+        train(root / "stopped", config, watcher=ctrl_c_at(5))
+    shutil.copytree(root / "stopped", root / "finished")
+    train(root / "finished")
+    return {False: root / "stopped", True: root / "finished"}
+
+
+def set_key(path: Path, *keys: str, value: Any) -> None:
+    content = json.loads(path.read_text())
+    inner = content
+    for key in keys[:-1]:
+        inner = inner[key]
+    assert inner[keys[-1]] != value
+    inner[keys[-1]] = value
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "device": ("config.json", lambda path: set_key(path, "device", "noise", "sigma", value=0.7)),
+    "standardisation": (
+        "config.json",
+        lambda path: set_key(path, "data", "standardisation", "mean", value=0.7),
+    ),
+    "class count": ("config.json", lambda path: set_key(path, "data", "n_classes", value=2)),
+    "white space": ("config.json", lambda path: path.write_text(path.read_text() + " ")),
+    "baseline": ("baseline.safetensors", flip_last_byte),
+    "labels": ("labels.safetensors", flip_last_byte),
+    "components": ("components.safetensors", flip_last_byte),
+    "no baseline": ("baseline.safetensors", Path.unlink),
+    "no labels": ("labels.safetensors", Path.unlink),
+    "no components": ("components.safetensors", Path.unlink),
+}
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_changed_file_is_refused_by_name(
+    whole: dict[bool, Path], tmp_path: Path, change: str, finished: bool
+) -> None:
+    folder = Path(shutil.copytree(whole[finished], tmp_path / "run"))
+    name, alter = CHANGES[change]
+    training.load_run(folder)
+    alter(folder / name)
+    message = (
+        f"{name} is (not the file that|missing, and) checkpoint step-.* was written under.*restore the folder"
+    )
+    with pytest.raises(RunFolderError, match=message):
+        training.load_run(folder)
+    if not finished:
+        with pytest.raises(RunFolderError, match=message):
+            train(folder)
+
+
+@pytest.mark.parametrize("name", ["labels.safetensors", "baseline.safetensors", "components.safetensors"])
+def test_an_added_file_is_refused_by_name(
+    whole: dict[bool, Path], tmp_path: Path, name: str, ctrl_c_at: type
+) -> None:
+    with pytest.raises(RunInterrupted):
+        train(tmp_path / "run", BASE, watcher=ctrl_c_at(5))
+    shutil.copyfile(whole[True] / name, tmp_path / "run" / name)
+    with pytest.raises(RunFolderError, match=f"{name} was added after checkpoint step-0000000005"):
+        train(tmp_path / "run")
+
+
+METRICS: dict[str, Callable[[bytes], bytes]] = {
+    "emptied": lambda content: b"",
+    "cut": lambda content: content[:-30],
+    "changed": lambda content: content.replace(b'"epoch": 1', b'"epoch": 7'),
+}
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("change", list(METRICS))
+def test_metrics_that_were_cut_or_changed_are_refused(
+    whole: dict[bool, Path], tmp_path: Path, change: str, finished: bool
+) -> None:
+    folder = Path(shutil.copytree(whole[finished], tmp_path / "run"))
+    metrics = folder / "metrics.jsonl"
+    metrics.write_bytes(METRICS[change](metrics.read_bytes()))
+    message = "metrics.jsonl was (cut or emptied|changed) since checkpoint step-.*restore it"
+    run = training.load_run(folder)
+    for read in (lambda: run.metrics, lambda: write_report(run)):
+        with pytest.raises(RunFolderError, match=message):
+            read()
+    if not finished:
+        with pytest.raises(RunFolderError, match=message):
+            train(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(b'"correct\\": ', b'"correct\\":1'), (b'\\"step\\": ', b'\\"step\\":1')]
+)
+def test_a_changed_header_of_a_checkpoint_is_refused(
+    whole: dict[bool, Path], tmp_path: Path, old: bytes, new: bytes
+) -> None:
+    folder = Path(shutil.copytree(whole[False], tmp_path / "run"))
+    newest = list_checkpoints(folder / "checkpoints")[-1]
+    content = newest.read_bytes()
+    assert content.count(old) == 1
+    newest.write_bytes(content.replace(old, new))
+    for read in (lambda: train(folder), lambda: training.load_run(folder), lambda: read_checkpoint(newest)):
+        with pytest.raises(RunFolderError, match="step-0000000005.safetensors is damaged .its header"):
+            read()
+
+
+def test_a_changed_summary_is_refused(whole: dict[bool, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole[True], tmp_path / "run"))
+    summary = folder / "summary.json"
+    kept = summary.read_bytes()
+    assert training.load_run(folder).summary is not None
+    for keys, value in (
+        (("train_accuracy",), 0.999),
+        (("schema_version",), 1),
+        (("seal", "ledger", "lines"), 1),
+    ):
+        summary.write_bytes(kept)
+        set_key(summary, *keys, value=value)
+        with pytest.raises(RunFolderError, match="summary.json was changed since the run ended"):
+            _ = training.load_run(folder).summary
+        with pytest.raises(RunFolderError, match="summary.json was changed since the run ended"):
+            _ = training.load_run(folder).guarantees
+
+
+# Copies
+
+
+def test_a_copy_of_a_release_run_goes_on_only_when_that_is_confirmed(
+    tmp_path: Path, ctrl_c_at: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RunInterrupted):
+        train(tmp_path / "run", RELEASE, watcher=ctrl_c_at(3))
+    copy = Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))
+    with pytest.raises(RunFolderError, match="was copied or restored.*opusim train resume .*copy --moved"):
+        train(copy)
+    assert training.load_run(copy).guarantees == training.load_run(tmp_path / "run").guarantees
+    (tmp_path / "run").rename(tmp_path / "renamed")
+    train(tmp_path / "renamed")
+    with pytest.raises(RunInterrupted):
+        train(copy, watcher=ctrl_c_at(5), moved=True)
+    train(copy)  # it was confirmed once
+
+
+def test_a_copy_of_an_experiment_goes_on(tmp_path: Path, ctrl_c_at: type) -> None:
+    with pytest.raises(RunInterrupted):
+        train(tmp_path / "run", BASE, watcher=ctrl_c_at(3))
+    train(Path(shutil.copytree(tmp_path / "run", tmp_path / "copy")))
+
+
+def test_the_command_confirms_a_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ctrl_c_at: type
+) -> None:
+    settings = ["mode=release", "threads=1", "model.hidden=[4]", "epochs=1", "sampler.scheme=poisson"]
+    with pytest.raises(RunInterrupted):
+        training.train(settings=settings, folder=tmp_path / "run", watcher=ctrl_c_at(2))
+    copy = Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))
+    code, errors = opusim(monkeypatch, capsys, "train", "resume", str(copy), "--quiet")
+    assert code == 2
+    assert errors.count("\n") == 1
+    assert "--moved" in errors
+    assert opusim(monkeypatch, capsys, "train", "resume", str(copy), "--quiet", "--moved")[0] == 0
+
+
+# Clean stops
+
+
+def test_a_clean_stop_of_a_release_run_within_its_budget_resumes_and_finishes(
+    tmp_path: Path, ctrl_c_at: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**RELEASE, "protection": {"kind": "record", "epsilon": 2.0}}
+    with counted(monkeypatch) as begun:
+        for number, step in enumerate((3, 5)):
+            with pytest.raises(RunInterrupted):
+                train(tmp_path, None if number else config, watcher=ctrl_c_at(step))
+            assert paid_steps(tmp_path) == len(begun) == step
+        run = train(tmp_path)
+    assert begun == list(range(STEPS))
+    assert paid_steps(tmp_path) == run.step == STEPS
+    (guarantee,) = run.guarantees
+    assert 0.99 * 2.0 <= guarantee.epsilon <= 2.0
+
+
+def test_a_device_error_costs_the_step_that_failed_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = FeedbackTrainer.step
+    failures = [3]
+
+    def fails_once(self: FeedbackTrainer, *arguments: Any, **options: Any) -> Any:
+        if failures and options["step"] == failures[0]:
+            failures.clear()
+            raise DeviceError("the lamp is out")
+        return step(self, *arguments, **options)
+
+    monkeypatch.setattr(FeedbackTrainer, "step", fails_once)
+    with counted(monkeypatch) as begun:
+        with pytest.raises(DeviceError, match="the lamp is out"):
+            train(tmp_path, RELEASE)
+        train(tmp_path)
+    assert begun == [0, 1, 2, 3, 3, 4, 5, 6, 7]
+    assert paid_steps(tmp_path) == len(begun)
+
+
+def spending(folder: Path) -> np.ndarray:
+    newest = list_checkpoints(folder / "checkpoints")[-1]
+    return read_checkpoint(newest).tensors["state.label_spending"].numpy()
+
+
+def test_a_clean_stop_under_a_label_budget_resumes_and_pays_once(tmp_path: Path, ctrl_c_at: type) -> None:
+    for number, step in enumerate((3, 5)):
+        with pytest.raises(RunInterrupted):
+            train(tmp_path, None if number else LABEL, watcher=ctrl_c_at(step))
+        assert spending(tmp_path).max() > 0
+    before = spending(tmp_path)
+    run = train(tmp_path)
+    assert (spending(tmp_path) >= before).all()
+    assert spending(tmp_path).sum() > before.sum()
+    (guarantee,) = run.guarantees
+    assert guarantee.epsilon <= 2.0
+    assert len(read_ledger(tmp_path).payments) == 1
+
+
+def test_ctrl_c_before_the_first_step_keeps_the_label_budget(tmp_path: Path, ctrl_c_at: type) -> None:
+    class AtOnce(ctrl_c_at):
+        def on_start(self, *, step: int, total_steps: int) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    for number in range(3):
+        with pytest.raises(RunInterrupted, match=f"after step {number + 1} of"):
+            train(tmp_path, None if number else LABEL, watcher=AtOnce(-1))
+    train(tmp_path)
+    assert len(read_ledger(tmp_path).payments) == 1
+
+
+@pytest.mark.parametrize("dies_at", ["the start", "a later step"])
+def test_a_clean_stop_lets_the_label_budget_go_on_once(
+    tmp_path: Path, ctrl_c_at: type, dies_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that went on died after it began a step: its spending is lost, so a second one may not go on."""
+    with pytest.raises(RunInterrupted):
+        train(tmp_path, LABEL, watcher=ctrl_c_at(3))
+    dies = {"the start": 3, "a later step": 4}[dies_at]
+    step = FeedbackTrainer.step
+
+    def dying(self: FeedbackTrainer, *arguments: Any, **options: Any) -> Any:
+        if options["step"] == dies:
+            raise KeyboardInterrupt
+        return step(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FeedbackTrainer, "step", dying)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path)
+    with pytest.raises(BudgetExceeded, match="'label budget' was paid for.*was killed"):
+        train(tmp_path)
+
+
+def test_planted_fault_a_label_filter_that_forgets_is_caught(
+    tmp_path: Path, ctrl_c_at: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The spending of a resumed run rests on the checkpoint: without it the assertion above fails."""
+    from training.protections.budgeted_labels import BudgetedLabels
+
+    with pytest.raises(RunInterrupted):
+        train(tmp_path, LABEL, watcher=ctrl_c_at(6))
+    before = spending(tmp_path)
+    charge = BudgetedLabels._charge
+
+    def forgetful(self: BudgetedLabels, *arguments: Any) -> Any:
+        if not getattr(self, "forgot", False):
+            self._spent.zero_()
+            self.forgot = True  # type: ignore[attr-defined]
+        return charge(self, *arguments)
+
+    monkeypatch.setattr(BudgetedLabels, "_charge", forgetful)
+    train(tmp_path)
+    assert not (spending(tmp_path) >= before).all()
+
+
+@pytest.mark.parametrize("protection", ["label-once", "label-response"])
+def test_labels_that_were_read_are_not_charged_again(
+    tmp_path: Path, ctrl_c_at: type, stop_at: type, protection: str
+) -> None:
+    config = {**LABEL, "protection": {"kind": protection, "epsilon": 2.0}}
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, config, watcher=stop_at(3))  # killed
+    with pytest.raises(RunInterrupted):
+        train(tmp_path, watcher=ctrl_c_at(5))
+    run = train(tmp_path)
+    assert len(read_ledger(tmp_path).payments) == 1
+    (guarantee,) = run.guarantees
+    assert guarantee.epsilon <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["pdfa", "--protect", "record"], "pay again for the steps since its last checkpoint"),
+        (["pdfa", "--protect", "label"], "a kill or a power cut ends it"),
+        (["pdfa", "--protect", "label-once"], None),
+    ],
+)
+def test_a_release_run_under_a_budget_says_first_what_a_kill_costs(
+    tmp_path: Path,
+    options: list[str],
+    words: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said: list[str] = []
+
+    def stops(*arguments: Any, **keywords: Any) -> None:
+        if keywords["watcher"] is not None:
+            keywords["watcher"].on_start(step=0, total_steps=1)
+        said.append(capsys.readouterr().err)
+        raise RunInterrupted("enough")
+
+    monkeypatch.setattr("training.engine.session.train", stops)
+    line = ["train", *options, "--epsilon", "2", "--release", "--quiet", "--out", str(tmp_path / "run")]
+    assert opusim(monkeypatch, capsys, *line)[0] == 130
+    assert (words in said[0]) if words else said == [""]
+
+
+# The folder itself
+
+
+def test_two_runs_that_begin_at_once_take_two_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    together = threading.Barrier(2)
+    load_data = session.load_data
+
+    def both_are_here(*arguments: Any) -> Any:
+        together.wait(timeout=30)
+        return load_data(*arguments)
+
+    monkeypatch.setattr(session, "load_data", both_are_here)
+    runs: list[Any] = []
+
+    def begin() -> None:
+        try:
+            runs.append(training.train(BASE, data=data()).folder.path)
+        except Exception as error:
+            runs.append(error)
+
+    threads = [threading.Thread(target=begin) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(runs, key=str) == [Path("runs/dfa-arrays-1"), Path("runs/dfa-arrays-2")]
+
+
+def test_a_file_in_the_place_of_runs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(RunFolderError, match="run folder runs/dfa-arrays-1 cannot be made: runs is a file"):
+        training.train(BASE, data=data())
+
+
+@pytest.mark.parametrize("place", ["given", "chosen", "there before"])
+def test_a_refused_run_leaves_no_folder(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*arguments: Any) -> Any:
+        raise DeviceError("the device is held by another process")
+
+    monkeypatch.setattr(session, "opened_device", refuses)
+    monkeypatch.chdir(tmp_path)
+    folder = None if place == "chosen" else tmp_path / "runs" / "one"
+    if place == "there before" and folder is not None:
+        folder.mkdir(parents=True)
+    with pytest.raises(DeviceError, match="held by another process"):
+        training.train(BASE, data=data(), folder=folder)
+    assert list((tmp_path / "runs").rglob("*")) == ([folder] if place == "there before" else [])
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    training.train(BASE, data=data(), folder=folder)
+
+
+def test_a_new_folder_and_its_files_survive_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every folder that a new name was written into is synced: those above the run folder too."""
+    synced: set[Path] = set()
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    run = tmp_path / "a" / "b" / "run"
+    train(run, BASE)
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b", run, run / "checkpoints"} <= synced
+
+
+def test_the_first_line_of_metrics_has_its_name_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from training.runs.storage import append_line
+
+    synced: list[str] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda d: (synced.append(os.readlink(f"/proc/self/fd/{d}")), fsync(d)))
+    for _ in range(2):
+        append_line(tmp_path / "metrics.jsonl", {})
+    assert synced.count(str(tmp_path)) == 1
+
+
+# Folders of an earlier version
+
+
+def as_before(folder: Path) -> None:
+    """The folder as the version before seals wrote it."""
+    from safetensors.torch import save
+
+    for path in list_checkpoints(folder / "checkpoints"):
+        checkpoint = read_checkpoint(path)
+        header = checkpoint.header
+        facts = {
+            "schema_version": 1,
+            "step": header.step,
+            "progress": dict(header.progress),
+            "digest": header.tensors,
+        }
+        path.write_bytes(save(checkpoint.tensors, metadata={"opusim": json.dumps(facts)}))
+    summary = folder / "summary.json"
+    if summary.exists():
+        content = json.loads(summary.read_text())
+        del content["seal"]
+        summary.write_text(json.dumps({**content, "schema_version": 1}))
+
+
+def test_a_run_of_an_earlier_version_is_read_with_a_warning_and_not_resumed(
+    whole: dict[bool, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for finished, source in whole.items():
+        folder = Path(shutil.copytree(source, tmp_path / str(finished)))
+        expected = training.load_run(source)
+        assert opusim(monkeypatch, capsys, "account", "run", str(folder)) == (0, "")
+        as_before(folder)
+        code, errors = opusim(monkeypatch, capsys, "account", "run", str(folder))
+        assert code == 0
+        assert errors.startswith("not checked: no checkpoint and no summary")
+        with pytest.warns(UserWarning, match="kept no digests of its files"):
+            run = training.load_run(folder)
+        assert (run.predict(data()[0]) == expected.predict(data()[0])).all()
+        assert run.guarantees == expected.guarantees
+        assert run.metrics == expected.metrics
+    with pytest.raises(RunFolderError, match="kept no digests.*resume it with the opusim that began it"):
+        train(tmp_path / "False")

@@ -1,0 +1,520 @@
+"""Every run pays for what it releases, before it is computed, and what it paid can be replayed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import training
+from accounting.composition import guarantees
+from accounting.errors import BudgetExceeded, LedgerCorrupt, NoGuarantee
+from accounting.ledger.journal import Journal
+from accounting.ledger.ledger import Ledger, read_ledger
+from accounting.mechanisms import mechanism_from_json
+from training.cli import main
+from training.engine.loop import Engine, session
+from training.errors import RunInterrupted
+from training.feedback.trainer import FeedbackTrainer
+from training.reports.run_report import write_report
+
+HARNESS = Path(__file__).parents[2] / "support" / "ledger_kill_harness.py"
+EPOCHS, STEPS = 2, 8
+BASE: dict[str, Any] = {
+    "epochs": EPOCHS,
+    "threads": 1,
+    "model": {"hidden": [8]},
+    "data": {"n_classes": 3, "validation_fraction": 0.0},
+    "sampler": {"batch_size": 16},
+    "device": {"name": "gaussian", "noise": {"sigma": 0.3}},
+    "checkpoint": {"every_steps": 2},
+}
+DIGITAL = {key: value for key, value in BASE.items() if key != "device"}
+POISSON = {"sampler": {"scheme": "poisson", "batch_size": 16}}
+RECORD = {**BASE, **POISSON, "protection": {"kind": "record", "noise_multiplier": 1.3}}
+
+
+def protected(kind: str, **options: Any) -> dict[str, Any]:
+    return {**BASE, "protection": {"kind": kind, "epsilon": 2.0, **options}}
+
+
+def data(n: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
+
+
+def entries(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line)["entry"] for line in (folder / "ledger.jsonl").read_text().splitlines()]
+
+
+def paid_steps(folder: Path) -> int:
+    return sum(entry.get("steps", 0) for entry in entries(folder))
+
+
+KINDS = {
+    "bp": ({**DIGITAL, "trainer": {"kind": "bp"}}, ["none"], STEPS),
+    "dfa": ({**DIGITAL, "trainer": {"kind": "dfa"}}, ["none"], STEPS),
+    "tdfa": ({**DIGITAL, "trainer": {"kind": "tdfa"}}, ["none"], STEPS),
+    "pdfa": (BASE, ["none"], STEPS),
+    "published": (
+        {**BASE, "trainer": {"order": "published", "tau_b": 1.0, "tau_h_max": 1.0}},
+        ["none", "claimed"],
+        STEPS,
+    ),
+    "record": (RECORD, ["proven"], STEPS),
+    "record, device": (
+        {**RECORD, "protection": {**RECORD["protection"], "noise": "device"}},
+        ["proven under a device model"],
+        STEPS,
+    ),
+    "label": (protected("label"), ["proven"], None),
+    "label, device": (protected("label", noise="device"), ["proven under a device model"], None),
+    "amplified": ({**protected("label-amplified"), **POISSON}, ["proven"], STEPS),
+    "amplified, device": (
+        {**protected("label-amplified", noise="device"), **POISSON},
+        ["proven under a device model"],
+        STEPS,
+    ),
+    "once": (protected("label-once"), ["proven"], None),
+    "once, device": (protected("label-once", noise="device"), ["proven under a device model"], None),
+    "response": (protected("label-response"), ["proven"], None),
+}
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+@pytest.mark.parametrize("name", list(KINDS))
+def test_every_run_leaves_a_ledger_that_replays_to_its_guarantees(
+    tmp_path: Path, name: str, mode: str
+) -> None:
+    """Without the ledger's own reader: each step, or the one look at the labels, is paid for once."""
+    config, statuses, steps = KINDS[name]
+    run = training.train({**config, "mode": mode}, data=data(), folder=tmp_path)
+    opening, *payments = entries(tmp_path)
+    assert opening == {"mode": mode, "delta": 1e-5, "enforced": True}
+    released = []
+    for payment in payments:
+        for content in payment["mechanisms"]:
+            released.append(mechanism_from_json({**content, "steps": payment.get("steps", 1)}))
+    if steps is None:
+        assert [set(payment) for payment in payments] == [{"name", "mechanisms"}]
+    else:
+        covered = [s for p in payments for s in range(p["first_step"], p["first_step"] + p["steps"])]
+        assert covered == list(range(steps))
+    replayed = guarantees(released, delta=1e-5, enforced=True)
+    assert replayed == run.guarantees == training.load_run(tmp_path).guarantees
+    assert [guarantee.status for guarantee in replayed] == statuses
+    for guarantee in replayed:
+        limit = 2.0 if config.get("protection", {}).get("epsilon") else 100.0
+        assert (guarantee.epsilon <= limit) == ("proven" in guarantee.status)
+        assert guarantee.epsilon <= limit or guarantee.epsilon == float("inf")
+    stored = json.loads((tmp_path / "config.json").read_text())["config"]
+    assert ("seed" in stored) == (mode == "experiment")
+
+
+@pytest.mark.parametrize("kind", ["record", "label-amplified"])
+@pytest.mark.parametrize("target", [0.7, 3.0])
+def test_a_target_is_reached_from_below_by_noise_that_the_configuration_keeps(
+    tmp_path: Path, kind: str, target: float
+) -> None:
+    config = {**BASE, **POISSON, "protection": {"kind": kind, "epsilon": target}}
+    run = training.train(config, data=data(), folder=tmp_path)
+    (guarantee,) = run.guarantees
+    assert 0.99 * target <= guarantee.epsilon <= target
+    z = json.loads((tmp_path / "config.json").read_text())["config"]["protection"]["noise_multiplier"]
+    assert z is not None
+    assert all(m["noise_multiplier"] == z for entry in entries(tmp_path)[1:] for m in entry["mechanisms"])
+    again = training.train(config | {"protection": {"kind": kind, "noise_multiplier": 0.99 * z}}, data=data(),
+                           folder=tmp_path / "less")  # fmt: skip
+    assert again.guarantees[0].epsilon > target  # no noise is wasted
+
+
+def test_a_label_budget_gives_the_target_whatever_the_noise(tmp_path: Path) -> None:
+    for z in (0.5, 5.0):
+        config = protected("label", noise_multiplier=z)
+        (guarantee,) = training.train(config, data=data(), folder=tmp_path / str(z)).guarantees
+        assert 0.99 * 2.0 <= guarantee.epsilon <= 2.0
+
+
+SMALL_BUDGET = {"kind": "record", "noise_multiplier": 1.3, "epsilon": 3.0}
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_a_budget_stops_before_the_step_that_would_exceed_it(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[int] = []
+    step = FeedbackTrainer.step
+
+    def counted(self: FeedbackTrainer, *arguments: Any, **options: Any) -> Any:
+        computed.append(options["step"])
+        return step(self, *arguments, **options)
+
+    monkeypatch.setattr(FeedbackTrainer, "step", counted)
+    config = {**RECORD, "protection": SMALL_BUDGET, "mode": mode}
+    with pytest.raises(BudgetExceeded, match=r"more than epsilon 3.*training ended after step \d of 8"):
+        training.train(config, data=data(), folder=tmp_path)
+    run = training.load_run(tmp_path)
+    assert 0 < run.step == len(computed) == paid_steps(tmp_path) < STEPS
+    assert run.summary is not None
+    assert run.summary["steps"] == run.step
+    assert "would cost more than epsilon 3" in run.summary["stopped"]
+    assert set(run.summary) == {"schema_version", "steps", "stopped"} or mode == "experiment"
+    (guarantee,) = run.guarantees
+    assert guarantee.epsilon <= 3.0
+    one_more = [mechanism.repeated(run.step + 1) for mechanism in read_ledger(tmp_path).mechanisms]
+    assert guarantees(one_more, delta=1e-5)[0].epsilon > 3.0
+    assert set(run.predict(data()[0]).tolist()) <= {0, 1, 2}
+    assert write_report(run).exists()
+    with pytest.raises(training.errors.RunFolderError, match="nothing to resume"):
+        training.train(data=data(), folder=tmp_path, resume=True)
+
+
+def test_a_spent_budget_is_one_line_and_exit_code_4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (
+        "train dfa --protect record --epsilon 3.5 --noise-multiplier 1 --epochs 2 --quiet --set threads=1"
+    )
+    settings = ["--set", "model.hidden=[8]", "--out", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", ["opusim", *arguments.split(), *settings])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 4
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("opusim: budget: the next step would cost more than epsilon 3.5")
+    assert str(tmp_path / "run") in line
+    assert training.load_run(tmp_path / "run").step > 0
+
+
+def test_a_budget_below_one_step_leaves_a_run_that_released_nothing(tmp_path: Path) -> None:
+    config = {**RECORD, "protection": {**SMALL_BUDGET, "epsilon": 1.0}}
+    with pytest.raises(BudgetExceeded, match="spent 0.*training ended after step 0 of 8"):
+        training.train(config, data=data(), folder=tmp_path)
+    run = training.load_run(tmp_path)
+    assert run.step == paid_steps(tmp_path) == 0
+    with pytest.raises(NoGuarantee, match="nothing was paid for"):
+        _ = run.guarantees
+
+
+# Order: write, sync, compute
+
+
+class Recorder:
+    """What a run does to its ledger and when it computes, as one list of events.
+
+    ("write", bytes) and ("sync", "ledger") of the ledger's own file, ("head", lines) once a new head stands in its
+    place, ("step", number) as a step begins.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, Any]] = []
+        real = {name: getattr(os, name) for name in ("write", "fsync", "replace")}
+        step = FeedbackTrainer.step
+
+        def is_ledger(descriptor: int) -> bool:
+            return os.readlink(f"/proc/self/fd/{descriptor}").endswith("ledger.jsonl")
+
+        def write(descriptor: int, content: Any) -> int:
+            done: int = real["write"](descriptor, content)
+            if is_ledger(descriptor):
+                self.events.append(("write", bytes(content)[:done]))
+            return done
+
+        def fsync(descriptor: int) -> None:
+            real["fsync"](descriptor)
+            if is_ledger(descriptor):
+                self.events.append(("sync", "ledger"))
+
+        def replace(source: Any, target: Any) -> None:
+            real["replace"](source, target)
+            if str(target).endswith("ledger.head"):
+                self.events.append(("head", json.loads(Path(target).read_bytes())["lines"]))
+
+        def compute(trainer: FeedbackTrainer, *arguments: Any, **options: Any) -> Any:
+            self.events.append(("step", options["step"]))
+            return step(trainer, *arguments, **options)
+
+        for name, function in (("write", write), ("fsync", fsync), ("replace", replace)):
+            monkeypatch.setattr(os, name, function)
+        monkeypatch.setattr(FeedbackTrainer, "step", compute)
+
+
+def unpaid(events: list[tuple[str, Any]], *, mode: str) -> list[int]:
+    """Steps that began before a line that pays for them was written, synced, and counted by the head, in this order.
+
+    In release mode every computation needs a payment of its own.
+    """
+    written, synced, promised = b"", b"", 0
+    computed: dict[int, int] = {}
+    missing = []
+    for kind, value in events:
+        if kind == "write":
+            written += value
+        elif kind == "sync":
+            synced = written
+        elif kind == "head":
+            promised = value
+        else:
+            computed[value] = computed.get(value, 0) + 1
+            lines = synced.split(b"\n")[:-1][:promised]
+            payments = [entry for entry in (json.loads(line)["entry"] for line in lines) if "steps" in entry]
+            paid = sum(p["first_step"] <= value < p["first_step"] + p["steps"] for p in payments)
+            if paid < (computed[value] if mode == "release" else 1):
+                missing.append(value)
+    return missing
+
+
+@pytest.mark.parametrize("block", [1, 3, 64])
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_every_step_is_written_and_synced_before_it_is_computed(
+    tmp_path: Path, mode: str, block: int, monkeypatch: pytest.MonkeyPatch, stop_at: type
+) -> None:
+    monkeypatch.setattr(session, "_STEPS_PAID_AT_ONCE", {mode: block})
+    recorder = Recorder(monkeypatch)
+    config = {**RECORD, "mode": mode}
+    with pytest.raises(KeyboardInterrupt):
+        training.train(config, data=data(), folder=tmp_path, watcher=stop_at(5))
+    training.train(data=data(), folder=tmp_path, resume=True)
+    steps = [value for kind, value in recorder.events if kind == "step"]
+    assert steps == [0, 1, 2, 3, 4, 4, 5, 6, 7]  # step 4 stood behind the checkpoint and was done again
+    assert sum(kind == "write" for kind, _ in recorder.events) == len(entries(tmp_path))
+    assert unpaid(recorder.events, mode=mode) == []
+
+
+def _pay_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = Engine._advance
+    later: list[Any] = []
+
+    def compute_then_pay(engine: Engine) -> None:
+        step = engine._step
+        advance(engine)
+        ledger, mechanisms = later.pop()
+        ledger.pay(step, *mechanisms, until=engine.total_steps)
+
+    monkeypatch.setattr(Engine, "_pay", lambda self, ledger, mechanisms: later.append((ledger, mechanisms)))
+    monkeypatch.setattr(Engine, "_advance", compute_then_pay)
+
+
+def _never_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+
+    def skip_the_ledger(descriptor: int) -> None:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").endswith("ledger.jsonl"):
+            fsync(descriptor)
+
+    monkeypatch.setattr("accounting.ledger.journal.os.fsync", skip_the_ledger)
+
+
+def _pay_once_for_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release run whose ledger takes it for an experiment."""
+    monkeypatch.setattr(Ledger, "_reserve", _reserve_as_experiment(Ledger._reserve))
+
+
+def _reserve_as_experiment(reserve: Callable[..., None]) -> Callable[..., None]:
+    def wrong(self: Ledger, step: int, mechanisms: Any, until: int | None) -> None:
+        if self._coverage.find(step) is None:
+            reserve(self, step, mechanisms, until)
+
+    return wrong
+
+
+@pytest.mark.parametrize("fault", [_pay_late, _never_sync, _pay_once_for_repeats])
+def test_planted_faults_of_the_order_are_caught(
+    tmp_path: Path,
+    fault: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    stop_at: type,
+) -> None:
+    monkeypatch.setattr(session, "_STEPS_PAID_AT_ONCE", {"release": 1})
+    recorder = Recorder(monkeypatch)
+    fault(monkeypatch)
+    config = {**RECORD, "mode": "release"}
+    with pytest.raises(KeyboardInterrupt):
+        training.train(config, data=data(), folder=tmp_path, watcher=stop_at(5))
+    training.train(data=data(), folder=tmp_path, resume=True)
+    assert unpaid(recorder.events, mode="release")
+
+
+@pytest.mark.parametrize(("mode", "total"), [("experiment", STEPS), ("release", STEPS + 4)])
+def test_a_release_run_that_goes_on_pays_again(tmp_path: Path, mode: str, total: int, stop_at: type) -> None:
+    """Killed after step 5, checkpoint at 4: steps 4 to 7, paid for in a block before, are drawn and charged afresh."""
+    unbroken = training.train({**RECORD, "mode": mode}, data=data(), folder=tmp_path / "unbroken")
+    with pytest.raises(KeyboardInterrupt):
+        training.train({**RECORD, "mode": mode}, data=data(), folder=tmp_path / "broken", watcher=stop_at(5))
+    run = training.train(data=data(), folder=tmp_path / "broken", resume=True)
+    assert paid_steps(tmp_path / "broken") == total
+    (exact,), (found,) = unbroken.guarantees, run.guarantees
+    assert (found.epsilon > exact.epsilon) == (mode == "release")
+
+
+def test_a_release_run_may_run_out_of_budget_by_being_killed(tmp_path: Path, stop_at: type) -> None:
+    config = {**RECORD, "protection": {"kind": "record", "epsilon": 2.0}, "mode": "release"}
+    with pytest.raises(KeyboardInterrupt):
+        training.train(config, data=data(), folder=tmp_path, watcher=stop_at(5))
+    with pytest.raises(BudgetExceeded, match="training ended after step 4 of 8"):
+        training.train(data=data(), folder=tmp_path, resume=True)
+    (guarantee,) = training.load_run(tmp_path).guarantees
+    assert guarantee.epsilon <= 2.0
+
+
+# Tampering
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, stop_at: type) -> Path:
+    """A run that was stopped after 5 of 8 steps, with a line of the ledger for each pair of them."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(session, "_STEPS_PAID_AT_ONCE", {"experiment": 2})
+        with pytest.raises(KeyboardInterrupt):
+            training.train(RECORD, data=data(), folder=folder, watcher=stop_at(5))
+    return folder
+
+
+def copy_of(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+def flip(lines: list[bytes]) -> list[bytes]:
+    changed = bytearray(lines[2])
+    changed[changed.index(b'"noise_multiplier":1.3') + 21] ^= 1  # 1.3 becomes 1.2
+    return [*lines[:2], bytes(changed), *lines[3:]]
+
+
+def cut(lines: list[bytes]) -> list[bytes]:
+    return [*lines[:-1], lines[-1][: len(lines[-1]) // 2]]
+
+
+TAMPERINGS: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
+    "a flipped byte": (flip, "ledger.jsonl: line 3: its digest does not fit"),
+    "a cut file": (cut, "ledger.jsonl: line 4: is cut short.*ledger.head counts 4 lines"),
+    "a missing line": (lambda lines: lines[:-1], "ledger.jsonl: line 4: is missing"),
+    "a reordered line": (
+        lambda lines: [lines[0], lines[2], lines[1], *lines[3:]],
+        "ledger.jsonl: line 2: says it is line 3",
+    ),
+    "a line taken out": (
+        lambda lines: [lines[0], *lines[2:]],
+        "ledger.jsonl: line 2: says it is line 3",
+    ),
+    "no ledger": (lambda lines: [], "ledger.jsonl: line 1: is missing"),
+}
+
+
+@pytest.mark.parametrize("name", list(TAMPERINGS))
+def test_a_tampered_ledger_is_refused_with_its_place(
+    stopped: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    folder = copy_of(stopped, tmp_path)
+    change, message = TAMPERINGS[name]
+    ledger = folder / "ledger.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 4
+    ledger.write_bytes(b"".join(change(lines)))
+    changed = ledger.read_bytes()
+    with pytest.raises(LedgerCorrupt, match=message):
+        training.train(data=data(), folder=folder, resume=True)
+    assert ledger.read_bytes() == changed  # nothing was repaired
+    with pytest.raises(LedgerCorrupt, match=message):
+        _ = training.load_run(folder).guarantees
+    for command in (["report", str(folder)], ["account", "run", str(folder)]):
+        monkeypatch.setattr(sys, "argv", ["opusim", *command])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert "ledger.jsonl: line" in line
+    training.load_run(folder).predict(data()[0])  # the model is still there
+
+
+def test_a_line_that_the_head_does_not_count_is_what_a_crash_leaves(stopped: Path, tmp_path: Path) -> None:
+    folder = copy_of(stopped, tmp_path)
+    with (folder / "ledger.jsonl").open("ab") as ledger:
+        ledger.write(b'{"schema_version":1,"line":5,')
+    training.train(data=data(), folder=folder, resume=True)
+    assert paid_steps(folder) == STEPS
+
+
+def test_every_flipped_byte_is_found_on_its_line(stopped: Path, tmp_path: Path) -> None:
+    folder = copy_of(stopped, tmp_path)
+    ledger = folder / "ledger.jsonl"
+    content = ledger.read_bytes()
+    for place in range(0, len(content), 3):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        ledger.write_bytes(changed)
+        with pytest.raises(LedgerCorrupt) as found:
+            read_ledger(folder)
+        assert f"ledger.jsonl: line {content[:place].count(10) + 1}: " in str(found.value), place
+    ledger.write_bytes(content)
+    head = folder / "ledger.head"
+    promised = head.read_bytes()
+    for place in range(len(promised) - 1):
+        changed = bytearray(promised)
+        changed[place] ^= 1 << place % 8
+        head.write_bytes(changed)
+        with pytest.raises(LedgerCorrupt, match="ledger.head|line"):
+            read_ledger(folder)
+
+
+def test_an_older_ledger_with_its_own_head_does_not_cover_the_run(stopped: Path, tmp_path: Path) -> None:
+    folder = copy_of(stopped, tmp_path)
+    kept = [json.loads(line)["entry"] for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    for file in folder.glob("ledger.*"):
+        file.unlink()
+    journal = Journal(folder / "ledger.jsonl")
+    for entry in kept[:2]:
+        journal.append(entry)
+    journal.close()
+    with pytest.raises(
+        LedgerCorrupt, match="ledger.jsonl: line 3: is missing: checkpoint step-0000000004.*3 lines"
+    ):
+        training.train(data=data(), folder=folder, resume=True)
+
+
+def test_a_run_without_its_ledger_says_so(stopped: Path, tmp_path: Path) -> None:
+    folder = copy_of(stopped, tmp_path)
+    for file in folder.glob("ledger.*"):
+        file.unlink()
+    with pytest.raises(LedgerCorrupt, match="ledger.jsonl is missing; restore it from a copy"):
+        _ = training.load_run(folder).guarantees
+    with pytest.raises(LedgerCorrupt, match="ledger.jsonl: line 1: is missing: checkpoint step-0000000004"):
+        training.train(data=data(), folder=folder, resume=True)
+
+
+def test_ctrl_c_and_resume_pay_once_in_experiment_mode(tmp_path: Path, stop_at: type) -> None:
+    class Presses(stop_at):
+        def on_step(self, *, step: int) -> None:
+            if step == self.step:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(RunInterrupted):
+        training.train(RECORD, data=data(), folder=tmp_path, watcher=Presses(5))
+    training.train(data=data(), folder=tmp_path, resume=True)
+    assert paid_steps(tmp_path) == STEPS
+
+
+def harness(tmp_path: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    result = subprocess.run(
+        [sys.executable, str(HARNESS), str(tmp_path), *arguments], capture_output=True, text=True, env=environment
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_sigkill_never_leaves_a_computed_step_unpaid(tmp_path: Path) -> None:
+    assert int(harness(tmp_path).split()[0]) > 100
+
+
+@pytest.mark.slow
+def test_sigkill_at_random_moments_never_leaves_a_computed_step_unpaid(tmp_path: Path, seed: int) -> None:
+    assert int(harness(tmp_path, str(seed)).split()[0]) >= 100

@@ -1,0 +1,275 @@
+"""A sweep makes each run once, keeps failures as rows, draws what is there, and goes on after any death."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from joblib.externals.loky.process_executor import TerminatedWorkerError
+
+from training.data.catalogue import configured_dataset
+from training.engine.session import train_on
+from training.errors import RunInterrupted, SweepStopped
+from training.reports.sweep_report import write_sweep
+from training.runs.folder import RunFolder
+from training.runs.run import evaluate_run, load_run
+from training.sweeps import curves, execution
+from training.sweeps.curves import SweepResult
+from training.sweeps.execution import run_sweep
+from training.sweeps.points import Point, points_of
+from training.sweeps.rows import Row, SweepFolder
+from training.sweeps.spec import SweepSpec, read_spec
+from training.sweeps.worker import run_point
+
+SPEC = """\
+title = "Digits at three noises"
+[config]
+epochs = {epochs}
+model.hidden = [16]
+[axes]
+seed = {seeds}
+[[series]]
+name = "photonic"
+[series.axes]
+device.noise.sigma = [0.0, 1.0, 20.0]
+[[series]]
+name = "protected"
+[series.config]
+trainer.kind = "bp"
+sampler.scheme = "poisson"
+protection.kind = "record"
+[series.axes]
+protection.epsilon = [1.0, 8.0]
+[[series]]
+name = "backpropagation"
+reference = true
+config = {{ trainer = {{ kind = "bp" }} }}
+"""
+
+
+def written(tmp_path: Path, *, epochs: int = 1, seeds: str = "[0, 1]", text: str = SPEC) -> Path:
+    file = tmp_path / "spec.toml"
+    file.write_text(text.format(epochs=epochs, seeds=seeds))
+    return file
+
+
+def swept(file: Path, folder: SweepFolder) -> tuple[SweepSpec, list[Point], dict[str, Row]]:
+    spec, text = read_spec(file)
+    points = points_of(spec, text)
+    return spec, points, run_sweep(points, folder, jobs=1)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[SweepResult, Path]:
+    path = tmp_path_factory.mktemp("sweep")
+    file, folder = written(path), SweepFolder(path / "sweep")
+    spec, points, rows = swept(file, folder)
+    result = SweepResult(spec=spec, points=points, rows=rows, folder=folder)
+    return result, write_sweep(result, file.read_text())
+
+
+def test_every_run_is_an_ordinary_run_folder_with_a_row(finished: tuple[SweepResult, Path]) -> None:
+    result, _ = finished
+    assert len(result.rows) == 3 * 2 + 2 * 2 + 2
+    for point in result.points:
+        row, run = result.rows[point.identity], load_run(result.folder.run_path(point))
+        assert row.status == "done"
+        assert run.summary is not None
+        assert row.accuracy == run.summary["test_accuracy"]
+        assert (
+            run.config.digest()
+            == point.config.model_copy(update={"protection": run.config.protection}).digest()
+        )
+        assert row.proven_epsilon == min(g.epsilon for g in run.guarantees)
+
+
+def test_the_curves_are_means_and_spreads_of_the_rows(finished: tuple[SweepResult, Path]) -> None:
+    result, _ = finished
+    (curve,) = curves.accuracy_against_noise(result)
+    assert [level.x for level in curve.levels] == [0.0, 1.0, 20.0]
+    accuracies = [
+        100 * (result.rows[p.identity].accuracy or math.nan)
+        for p in result.points
+        if p.values.get("device.noise.sigma") == 1.0
+    ]
+    assert curve.levels[1].mean == pytest.approx(sum(accuracies) / 2)
+    assert curve.levels[1].spread == pytest.approx(abs(accuracies[0] - accuracies[1]) / math.sqrt(2))
+    (private,) = curves.accuracy_against_epsilon(result)
+    assert (private.name, private.kind) == ("protected", "proven")
+    assert [level.x for level in private.levels] == pytest.approx([1.0, 8.0], rel=0.01)
+    (epsilon,) = curves.epsilon_against_noise(result)
+    assert epsilon.kind == "proven"
+    assert all(math.isinf(level.mean) for level in epsilon.levels)
+    assert [curve.name for curve in curves.references(result)] == ["backpropagation"]
+
+
+def test_figures_data_and_report_are_there(finished: tuple[SweepResult, Path]) -> None:
+    result, report = finished
+    page = report.read_text()
+    assert page.count("data:image/png;base64") == 4
+    assert "http" not in page.replace("http://www.w3.org", "")
+    for name in ("accuracy-noise", "epsilon-noise", "accuracy-epsilon", "cost"):
+        assert (result.folder.figures / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert _table(result.folder.figures / f"{name}.csv")
+    table = _table(result.folder.table_file)
+    assert len(table) == len(result.points)
+    assert {row["epsilon_proven"] for row in table if row["series"] == "photonic"} == {"inf"}
+    assert len(json.loads(result.folder.data_file.read_text())["runs"]) == len(result.points)
+    for point in result.points:
+        assert f"opusim train {point.config.trainer.kind} --config" in page
+
+
+def test_a_finished_run_is_never_made_again(tmp_path: Path) -> None:
+    text = SPEC.split("[[series]]")[0]
+    file, folder = written(tmp_path, text=text, seeds="[0, 1]"), SweepFolder(tmp_path / "sweep")
+    _, points, _ = swept(file, folder)
+    before = {point.identity: _stamp(folder, point) for point in points}
+    more = written(tmp_path, text=text, seeds="[0, 1, 2]")
+    _, points, rows = swept(more, folder)
+    assert len(rows) == 3
+    assert {p.identity: _stamp(folder, p) for p in points if p.identity in before} == before
+
+
+def test_a_row_is_made_from_a_run_that_ended_without_one(tmp_path: Path) -> None:
+    text = SPEC.split("[[series]]")[0]
+    file, folder = written(tmp_path, text=text, seeds="[0]"), SweepFolder(tmp_path / "sweep")
+    _, (point,), rows = swept(file, folder)
+    before = _stamp(folder, point)
+    folder.row_path(point).unlink()
+    _, _, again = swept(file, folder)
+    assert _stamp(folder, point) == before
+    assert again[point.identity].figures == rows[point.identity].figures
+
+
+def test_release_runs_are_measured_on_test_records_alone(tmp_path: Path) -> None:
+    text = SPEC.split("[[series]]")[0].replace("[config]", '[config]\nmode = "release"')
+    file, folder = written(tmp_path, text=text, seeds="[0]"), SweepFolder(tmp_path / "sweep")
+    _, (point,), rows = swept(file, folder)
+    row = rows[point.identity]
+    assert row.accuracy == evaluate_run(folder.run_path(point))["accuracy"]
+    assert not {"train_accuracy", "validation_accuracy", "frames"} & set(row.figures)
+
+
+def test_a_release_run_with_a_seed_in_its_spec_goes_on(tmp_path: Path, ctrl_c_at: type) -> None:
+    """Release mode uses no seed and keeps none, so a resumed run must not miss the one that its point names."""
+    text = SPEC.split("[[series]]")[0].replace("[config]", '[config]\nmode = "release"')
+    (point,) = points_of(*read_spec(written(tmp_path, text=text, seeds="[3]")))
+    folder = SweepFolder(tmp_path / "sweep")
+    run_folder = RunFolder(folder.run_path(point))
+    with pytest.raises(RunInterrupted):
+        train_on(point.config, configured_dataset(point.config.data), run_folder, watcher=ctrl_c_at(1))
+    row = run_point(point.config, run_folder.path, folder.row_path(point))
+    assert (row.status, row.reason) == ("done", None)
+
+
+def test_a_failure_is_a_row_with_its_reason_and_the_others_go_on(tmp_path: Path) -> None:
+    text = SPEC.split("[[series]]")[0] + "sampler.batch_size = [256, 100_000]\n"
+    file, folder = written(tmp_path, text=text, seeds="[0]"), SweepFolder(tmp_path / "sweep")
+    spec, points, rows = swept(file, folder)
+    good, bad = (rows[point.identity] for point in points)
+    assert good.status == "done"
+    assert bad.status == "failed"
+    assert bad.reason is not None
+    assert "exceeds the" in bad.reason
+    result = SweepResult(spec=spec, points=points, rows=rows, folder=folder)
+    assert "exceeds the" in write_sweep(result, "").read_text()
+    assert run_sweep(points, folder, jobs=1)[points[1].identity] == bad  # kept, not tried again
+    retried = run_sweep(points[1:], folder, jobs=1, retry_failed=True)[points[1].identity]
+    assert retried.status == "failed"
+
+
+def test_processes_that_die_before_they_begin_a_run_stop_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing says which run they died over, so no run can be given up: trying again would never end."""
+    tries = []
+
+    def dying(*_: object, **__: object) -> list[Row]:
+        tries.append(1)
+        assert len(tries) < 10, "the sweep goes on for ever"
+        raise TerminatedWorkerError
+
+    monkeypatch.setattr(execution, "_finished_rows", dying)
+    text = SPEC.split("[[series]]")[0]
+    with pytest.raises(SweepStopped, match="3 processes died before they began a run.*fewer --jobs"):
+        swept(written(tmp_path, text=text, seeds="[0]"), SweepFolder(tmp_path / "sweep"))
+
+
+def test_the_command_refuses_a_bad_spec_before_anything_runs(tmp_path: Path) -> None:
+    file = written(tmp_path, seeds="[]")
+    out = tmp_path / "sweep"
+    done = subprocess.run(_command(file, out), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"{file}, line 6: axes.seed: is empty" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not out.exists()
+
+
+def _kill_a_worker(parent: subprocess.Popen[str]) -> None:
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    workers = [pid for pid in children if "loky" in Path(f"/proc/{pid}/cmdline").read_text()]
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    parent.wait(timeout=240)
+
+
+def _kill_the_parent(parent: subprocess.Popen[str]) -> None:
+    parent.kill()
+    parent.wait(timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [_kill_a_worker, _kill_the_parent])
+def test_a_killed_sweep_goes_on_without_repeating_or_mixing_runs(
+    tmp_path: Path, kill: Callable[[subprocess.Popen[str]], None]
+) -> None:
+    text = SPEC.split("[[series]]")[0]
+    file, out = written(tmp_path, text=text, seeds=str(list(range(8))), epochs=60), tmp_path / "sweep"
+    folder = SweepFolder(out)
+    points = points_of(*read_spec(file))
+    parent = subprocess.Popen(_command(file, out), text=True, stdout=subprocess.DEVNULL)
+    _wait_until(lambda: sum(folder.row_path(point).exists() for point in points) >= 2, parent)
+    before = {p.identity: _stamp(folder, p) for p in points if folder.row_path(p).exists()}
+    kill(parent)
+    subprocess.run(_command(file, out), check=True, capture_output=True)
+    unbroken = SweepFolder(tmp_path / "unbroken")
+    wanted = run_sweep(points, unbroken, jobs=2)
+    rows = folder.rows(points)
+    assert {p.identity: _stamp(folder, p) for p in points if p.identity in before} == before
+    for point in points:
+        assert rows[point.identity].figures == wanted[point.identity].figures
+        for name in ("metrics.jsonl", "ledger.jsonl"):
+            mine, theirs = (f.run_path(point) / name for f in (folder, unbroken))
+            assert len(mine.read_text().splitlines()) == len(theirs.read_text().splitlines())
+
+
+def _table(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def _command(file: Path, out: Path) -> list[str]:
+    code = "from training.cli import main; main()"
+    return [sys.executable, "-c", code, "curve", str(file), "--out", str(out), "--jobs", "2"]
+
+
+def _wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 180
+    while not condition():
+        assert process.poll() is None, "the sweep ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _stamp(folder: SweepFolder, point: Point) -> tuple[int, int]:
+    """What changes when a run's summary is written again."""
+    status = (folder.run_path(point) / "summary.json").stat()
+    return status.st_ino, status.st_mtime_ns

@@ -1,0 +1,232 @@
+"""Read MNIST and its kin from a folder in the layout that torchvision writes.
+
+Read the idx format of the MNIST files, and say what is wrong with a damaged one.
+
+The format is stated on the MNIST page of Y. LeCun, C. Cortes and C. Burges: two zero bytes, a byte for the
+element type (8 is an unsigned byte), a byte for the number of dimensions, each dimension's size as a
+big-endian 32-bit integer, and the elements in C order.
+
+Read named arrays from an .npz file: only numbers, and no more of them than the file's size makes plausible.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from opusim.files import open_to_read
+from training.data.dataset import DataError
+
+_UNSIGNED_BYTE = 8
+_LARGEST = 2**31
+"""Bytes of elements; the images of the largest set in this format, EMNIST, take 0.6 of 2^30."""
+_DOWNLOAD_AGAIN = "delete this file and download it again; nothing else is lost"
+
+
+def read_idx(path: Path, *, n_dimensions: int) -> np.ndarray:
+    """Read an idx file of unsigned bytes, compressed if its name ends in ``.gz``.
+
+    Args:
+        path: The file.
+        n_dimensions: What the file must hold: 3 for images (n, height, width), 1 for labels (n,).
+
+    Returns:
+        The elements, uint8, in the file's shape; read-only.
+
+    Raises:
+        DataError: The file cannot be read, is of another kind, or is shorter or longer than it says.
+    """
+    try:
+        with os.fdopen(open_to_read(path), "rb") as file:
+            if path.suffix != ".gz":
+                return _elements(file, path, n_dimensions)
+            with gzip.GzipFile(fileobj=file, mode="rb") as stream:
+                return _elements(stream, path, n_dimensions)
+    except EOFError as error:
+        raise _cut_short(path, "the compressed data ends early") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path} is not a sound gzip file ({error}); {_DOWNLOAD_AGAIN}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _elements(stream: IO[bytes] | gzip.GzipFile, path: Path, n_dimensions: int) -> np.ndarray:
+    """Header and elements; of the rest, no more is decompressed than shows that there is one."""
+    header_size = 4 + 4 * n_dimensions
+    header = stream.read(header_size)
+    magic = bytes([0, 0, _UNSIGNED_BYTE, n_dimensions])
+    if header[:4] != magic[: len(header)]:
+        raise DataError(
+            f"{path} starts with 0x{header[:4].hex()}, an idx file of unsigned bytes with {n_dimensions} "
+            f"dimension(s) starts with 0x{magic.hex()}: it is a file of another kind or under another's "
+            f"name; {_DOWNLOAD_AGAIN}"
+        )
+    if len(header) < header_size:
+        raise _cut_short(path, f"{len(header)} bytes do not hold a header of {header_size}")
+    shape = struct.unpack(f">{n_dimensions}I", header[4:])
+    expected = math.prod(shape)
+    if expected > _LARGEST:
+        raise DataError(
+            f"{path} promises {expected:,} bytes of data, more than the {_LARGEST:,} that are read; "
+            "give the records as arrays instead"
+        )
+    content = stream.read(expected + 1)
+    if len(content) < expected:
+        raise _cut_short(path, f"its header promises {expected} bytes of data, it holds {len(content)}")
+    if len(content) > expected:
+        raise DataError(
+            f"{path} holds more than the {expected} bytes that its header promises; {_DOWNLOAD_AGAIN}"
+        )
+    return np.frombuffer(content, dtype=np.uint8).reshape(shape)
+
+
+def _cut_short(path: Path, how: str) -> DataError:
+    return DataError(f"{path} is cut short, as by an interrupted download ({how}); {_DOWNLOAD_AGAIN}")
+
+
+_ALWAYS_ALLOWED = 2**30
+_LARGEST_RATIO = 100
+"""Bytes in memory for a byte of the file, beyond the first `_ALWAYS_ALLOWED`; measured data compress by 2 to 20."""
+_UNREADABLE = (OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError)
+_DAMAGED = (zipfile.BadZipFile, zlib.error)
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = ()) -> list[np.ndarray]:
+    """Read arrays of an .npz file by name.
+
+    Nothing is unpickled, and nothing is decompressed before its header was compared with its length.
+
+    Args:
+        path: The file, as `numpy.savez` or `numpy.savez_compressed` writes it.
+        names: Of arrays that must be there.
+        optional: Of arrays that may be there.
+
+    Returns:
+        The arrays in the order of the names, then the optional ones that are there.
+
+    Raises:
+        DataError: It is no such file, lacks an array, holds objects, is damaged, or holds more than 1 GiB and more
+            than 100 times its own length.
+    """
+    try:
+        with os.fdopen(open_to_read(path), "rb") as file:
+            most = max(_ALWAYS_ALLOWED, _LARGEST_RATIO * os.fstat(file.fileno()).st_size)
+            if file.read(6) == np.lib.format.MAGIC_PREFIX:
+                raise DataError(
+                    f"{path} holds one array; write both with numpy.savez({str(path)!r}, x=x, y=y)"
+                )
+            with zipfile.ZipFile(file) as archive:
+                members = _members(path, archive, names, optional, most)
+                return [_read(archive, member) for member in members]
+    except DataError:
+        raise
+    except (*_UNREADABLE, *_DAMAGED) as error:
+        wanted = " and ".join(names)
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise DataError(f"{path} is not an .npz file with arrays {wanted} ({reason})") from error
+
+
+def _members(
+    path: Path, archive: zipfile.ZipFile, names: Sequence[str], optional: Sequence[str], most: int
+) -> list[zipfile.ZipInfo]:
+    held = {info.filename: info for info in archive.infolist()}
+    missing = sorted(name for name in names if f"{name}.npy" not in held)
+    if missing:
+        raise DataError(f"{path} has no array {' and '.join(missing)}; write numpy.savez(FILE, x=x, y=y)")
+    found = [held[f"{name}.npy"] for name in (*names, *optional) if f"{name}.npy" in held]
+    total = sum(info.file_size for info in found)
+    if total > most:
+        raise DataError(
+            f"{path} would take {total:,} bytes in memory, more than the {most:,} that its length makes plausible; "
+            "write it with numpy.savez, which does not compress"
+        )
+    return found
+
+
+def _read(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
+    """One array, whose header must promise just what the archive holds."""
+    with archive.open(info) as member:
+        promised = _promised(member) + member.tell()
+    if promised != info.file_size:
+        raise ValueError(f"{info.filename} promises {promised:,} bytes and has {info.file_size:,}")
+    with archive.open(info) as member:
+        return np.asarray(np.lib.format.read_array(member, allow_pickle=False))
+
+
+def _promised(member: IO[bytes]) -> int:
+    """Bytes that an array's header promises; the member stands behind the header afterwards."""
+    version = np.lib.format.read_magic(member)
+    if version not in _HEADERS:
+        raise ValueError(f"arrays of format {version} are not read here")
+    shape, _, dtype = _HEADERS[version](member)
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects, not numbers")
+    return math.prod(shape) * dtype.itemsize
+
+
+VARIABLE = "OPUSIM_DATA"
+"""Environment variable with the folder that holds ``MNIST/raw/`` and ``FashionMNIST/raw/``."""
+
+
+def read_labelled_images(root: Path, folder: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Read the training and test files of one data set.
+
+    Args:
+        root: The folder that `OPUSIM_DATA` names.
+        folder: The data set's folder in it, such as ``"MNIST"``; its files are in ``raw/``.
+
+    Returns:
+        Under ``"train"`` and ``"test"``, the pixels, shape (n, height * width), uint8, and the labels,
+        shape (n,), uint8.
+
+    Raises:
+        DataError: A file is missing or damaged, or two files do not belong together.
+    """
+    raw = root / folder / "raw"
+    parts = {"train": _read_part(raw, "train"), "test": _read_part(raw, "t10k")}
+    widths = {part: pixels.shape[1] for part, (pixels, _) in parts.items()}
+    if widths["train"] != widths["test"]:
+        raise DataError(
+            f"{raw} holds training images of {widths['train']} pixels and test images of {widths['test']}; "
+            "put the files of one data set there"
+        )
+    return parts
+
+
+def _read_part(raw: Path, prefix: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pixels (n, d) and labels (n,) of the files with one prefix."""
+    images_path = _find(raw, f"{prefix}-images-idx3-ubyte")
+    labels_path = _find(raw, f"{prefix}-labels-idx1-ubyte")
+    images = read_idx(images_path, n_dimensions=3)
+    labels = read_idx(labels_path, n_dimensions=1)
+    if len(images) != len(labels):
+        raise DataError(
+            f"{images_path} holds {len(images)} images and {labels_path.name} {len(labels)} labels; "
+            "one of them is of another data set: delete both and download them again"
+        )
+    return images.reshape(len(images), int(np.prod(images.shape[1:]))), labels
+
+
+def _find(raw: Path, name: str) -> Path:
+    """Return the compressed file if it is there, since it carries a checksum, else the plain one."""
+    for path in (raw / f"{name}.gz", raw / name):
+        if path.is_file():
+            return path
+    raise DataError(
+        f"{raw / name}.gz is missing ({VARIABLE} is {raw.parent.parent}): set {VARIABLE} to the folder that "
+        f"holds {raw.parent.name}/raw/, put the file there (torchvision's download does) or unset {VARIABLE} "
+        "to download the data from openml.org"
+    )

@@ -1,0 +1,1 @@
+"""The privacy that a device's own noise gives."""

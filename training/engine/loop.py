@@ -1,0 +1,430 @@
+"""The loop that runs every trainer: sample, step, observe, write metrics, checkpoint."""
+
+from __future__ import annotations
+
+import math
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from accounting.errors import BudgetExceeded
+from accounting.ledger.journal import Position
+from accounting.ledger.ledger import Ledger
+from accounting.mechanisms import Mechanism
+from opusim.errors import DeviceError
+from opusim.usage import Usage
+from training.config.run import LossName
+from training.config.sections import OptimizerConfig
+from training.data import Dataset
+from training.data.samplers import Sampler
+from training.engine.optimizers import TailAverage, set_learning_rate
+from training.engine.trainer import StepRecord, Trainer
+from training.errors import RunFolderError, RunInterrupted, TrainingDiverged
+from training.runs.checkpoints import (
+    list_checkpoints,
+    read_checkpoint,
+    reseal_checkpoint,
+    restore,
+    save_checkpoint,
+)
+from training.runs.folder import RunFolder
+from training.runs.run import evaluate_split
+from training.runs.seal import Seal, read_header
+
+_OBSERVED_STEPS = 5
+"""Steps at the end of each epoch whose diagnostics are averaged: each costs about a step more."""
+
+
+class Watcher(Protocol):
+    """Somebody who watches a run, such as a progress bar."""
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        """Training begins, or goes on, at a step."""
+
+    def on_step(self, *, step: int) -> None:
+        """So many steps are done."""
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """An epoch's metrics were written."""
+
+
+class Engine:
+    """Trains for a number of epochs, leaving a run folder that a killed process can go on from.
+
+    A resumed run repeats an uninterrupted one bit for bit in experiment mode at the same thread count:
+    batches and noise are keyed by the step, and what else a step depends on is in the checkpoint.
+
+    Args:
+        trainer: What is trained.
+        dataset: Records.
+        sampler: Which records each step takes.
+        folder: Where the run is written; its lock is held by the caller.
+        epochs: Passes of `sampler.steps_per_epoch` steps.
+        loss: Loss that the metrics report.
+        optimizer: The learning rate's schedule, and how much of the end is averaged.
+        checkpoint_every: Steps between checkpoints; None for one an epoch.
+        keep: Newest checkpoints kept.
+        identity: Digest of the configuration; a checkpoint of another one is refused.
+        private: Write nothing that depends on the data but the model: no losses, accuracies, norms or frames, which
+            no guarantee covers (release mode).
+        watcher: Who is told of progress.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        dataset: Dataset,
+        sampler: Sampler,
+        folder: RunFolder,
+        epochs: int,
+        loss: LossName,
+        optimizer: OptimizerConfig,
+        checkpoint_every: int | None,
+        keep: int,
+        identity: str,
+        private: bool = False,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self._identity = identity
+        self._private = private
+        self._trainer = trainer
+        self._dataset = dataset
+        self._sampler = sampler
+        self._folder = folder
+        self.total_steps = epochs * sampler.steps_per_epoch
+        self._loss = loss
+        self._optimizer = optimizer
+        self._average = TailAverage(optimizer.averaged_tail, self.total_steps)
+        self._checkpoint_every = checkpoint_every or sampler.steps_per_epoch
+        self._keep = keep
+        self._watcher = watcher
+        self._step = 0
+        self._sums = _EpochSums(dataset.train.x.device)
+        self._earlier_usage = Usage()
+        self._epoch_started = time.perf_counter()
+        self._files: Mapping[str, str | None] = {}
+        self._ledger: Ledger | None = None
+
+    def begin(self, configuration: bytes) -> None:
+        """Write the first checkpoint of a new run.
+
+        Args:
+            configuration: The content that `config.json` will have.
+        """
+        self._files = self._folder.digests(configuration)
+        self.checkpoint()
+
+    def resume(self, *, moved: bool = False) -> str:
+        """Go back to the newest checkpoint.
+
+        Args:
+            moved: Whether the user confirms that this folder, and no copy of it, goes on.
+
+        Returns:
+            Digest of that checkpoint.
+
+        Raises:
+            RunFolderError: There is none, it is damaged, it is of another network or configuration, or a file of the
+                folder was changed.
+        """
+        seal = self._folder.require_resumable(moved=moved).seal
+        checkpoints = list_checkpoints(self._folder.checkpoints)
+        checkpoint = read_checkpoint(checkpoints[-1])
+        if checkpoint.progress.get("identity") != self._identity:
+            raise RunFolderError(
+                f"{self._folder.config_file} is not the configuration that {checkpoints[-1].name} was written under; "
+                "restore it, or start a new folder"
+            )
+        restore(self._trainer, self._average, checkpoint, checkpoints[-1])
+        self._step = checkpoint.step
+        self._sums.load(checkpoint.progress["sums"])
+        self._earlier_usage = Usage.from_json(checkpoint.progress["usage"])
+        if seal is not None:
+            self._folder.drop_metrics_behind(seal)
+        return checkpoint.header.digest
+
+    def run(
+        self, ledger: Ledger, mechanisms: Sequence[Mechanism], interrupted: threading.Event
+    ) -> dict[str, Any]:
+        """Train to the end and write the summary, which is returned.
+
+        Args:
+            ledger: Where every step is paid for before it is computed.
+            mechanisms: What one step releases; none where everything was paid for before.
+            interrupted: Looked at after each step; set by Ctrl-C (see `deferred_interrupt`).
+
+        Raises:
+            BudgetExceeded: The next step would cost more than the budget; the run ends here, with its summary.
+            LedgerCorrupt: A step that was computed is not paid for.
+            TrainingDiverged: A batch's error is not finite; the last checkpoint is kept.
+            RunInterrupted: Ctrl-C; a checkpoint was written first.
+            DeviceError: The device failed; a checkpoint of the steps before was written first.
+            OSError: The disk is full or not writable; the last checkpoint is kept.
+        """
+        self._ledger = ledger
+        if self._watcher:
+            self._watcher.on_start(step=self._step, total_steps=self.total_steps)
+        self._epoch_started = time.perf_counter()
+        if mechanisms:
+            ledger.require_covers(self._step)
+        self._seal_what_was_paid(ledger)
+        try:
+            self._train(ledger, mechanisms, interrupted)
+        except Exception:
+            with suppress(OSError):  # the error that ended the run is the one to report
+                ledger.give_back()
+            raise
+        summary = self._summary()
+        self._folder.finish(summary, ledger.position)
+        return summary
+
+    def _train(self, ledger: Ledger, mechanisms: Sequence[Mechanism], interrupted: threading.Event) -> None:
+        """Do the steps that are left, or those until Ctrl-C."""
+        while self._step < self.total_steps:
+            if mechanisms:
+                self._pay(ledger, mechanisms)
+            self._advance_or_keep(ledger, paid_at_start=not mechanisms)
+            if interrupted.is_set() and self._step < self.total_steps:
+                self._stop_cleanly(ledger, paid_at_start=not mechanisms)
+                raise RunInterrupted(
+                    f"stopped after step {self._step} of {self.total_steps}; a checkpoint was written, go on "
+                    f"with: opusim train resume {self._folder.path} (from Python: training.train(folder=..., "
+                    "resume=True), with the same data and model if they were given)"
+                )
+
+    def _seal_what_was_paid(self, ledger: Ledger) -> None:
+        """Have the newest checkpoint know the labels and payments that are newer than it, before a step is computed.
+
+        Else a run that is killed before its next checkpoint could be resumed with the ledger that it began with.
+        """
+        self._files = self._folder.digests()
+        newest = list_checkpoints(self._folder.checkpoints)[-1]
+        seal = self._seal()
+        if ledger.content.payments and seal != read_header(newest).seal:
+            reseal_checkpoint(newest, seal)
+
+    def _seal(self) -> Seal:
+        position = Position() if self._ledger is None else self._ledger.position
+        return self._folder.seal(self._files, position, bound=self._private)
+
+    def _stop_cleanly(self, ledger: Ledger, *, paid_at_start: bool) -> None:
+        """Return what was reserved, keep the steps done, and tell the ledger, so that a resumed run need not pay twice.
+
+        No step was begun whose result the checkpoint lacks; a step in which the device failed has no result.
+        """
+        ledger.give_back()
+        digest = self.checkpoint()
+        if paid_at_start and self._private:
+            ledger.note_stop(self._step, digest)
+
+    def _pay(self, ledger: Ledger, mechanisms: Sequence[Mechanism]) -> None:
+        """Have the next step on record; a spent budget ends the run."""
+        try:
+            ledger.pay(self._step, *mechanisms, until=self.total_steps)
+        except BudgetExceeded as error:
+            self.checkpoint()
+            self._folder.finish(self._summary() | {"stopped": str(error)}, ledger.position)
+            raise BudgetExceeded(
+                f"{error}; training ended after step {self._step} of {self.total_steps}, whose model is in "
+                f"{self._folder.path}"
+            ) from error
+
+    def _advance_or_keep(self, ledger: Ledger, *, paid_at_start: bool) -> None:
+        """Do one step; a device that fails in it leaves a checkpoint of the steps before, so that none is lost.
+
+        A step reads its device before it changes the model. Where it did not (a module of one's own that reads
+        another device), the trainer is not intact, and the newest checkpoint stays the last word.
+        """
+        try:
+            self._advance()
+        except DeviceError as error:
+            kept = "all before it are kept"
+            if self._trainer.intact:
+                self._stop_cleanly(ledger, paid_at_start=paid_at_start)
+            else:
+                newest = list_checkpoints(self._folder.checkpoints)[-1]
+                kept = f"and broke off amid the parameters, so that those of {newest.stem} are kept"
+            raise type(error)(
+                f"{error}. Step {self._step} of {self.total_steps} was not done, {kept}; "
+                f"when the device is back, go on with: opusim train resume {self._folder.path}"
+            ) from error
+
+    def _advance(self) -> None:
+        """Do one step and what is due behind it."""
+        index = self._sampler.indices(self._step).to(self._dataset.train.x.device)
+        left_in_epoch = -(self._step + 1) % self._sampler.steps_per_epoch
+        ends_epoch = left_in_epoch == 0
+        x, y = self._dataset.train.x[index], self._dataset.train.y[index]
+        set_learning_rate(self._trainer.optimizer, self._optimizer, self._step / self.total_steps)
+        observe = not self._private and left_in_epoch < _OBSERVED_STEPS
+        record = self._trainer.step(x, y, step=self._step, observe=observe, records=index)
+        _require_finite(record.diagnostics)
+        if not self._private:
+            self._sums.add(record)
+        self._step += 1
+        self._average.update(self._step, self._trainer.tensors)
+        if ends_epoch:
+            self._end_epoch()
+        if ends_epoch or self._step % self._checkpoint_every == 0:
+            self.checkpoint()
+        if self._watcher:
+            self._watcher.on_step(step=self._step)
+
+    def _end_epoch(self) -> None:
+        metrics: dict[str, Any] = {"epoch": self._step // self._sampler.steps_per_epoch, "step": self._step}
+        if not self._private:
+            metrics |= self._figures_of_epoch()
+        _require_finite(metrics)
+        self._folder.append_metrics(metrics)
+        if not self._private:  # times tell batch sizes
+            now = time.perf_counter()
+            self._folder.append_timing(
+                {"epoch": metrics["epoch"], "step": self._step, "wall_s": now - self._epoch_started}
+            )
+            self._epoch_started = now
+        self._sums.clear()
+        if self._watcher:
+            self._watcher.on_epoch(metrics)
+
+    def _figures_of_epoch(self) -> dict[str, Any]:
+        """What an epoch did: figures that depend on the data."""
+        figures: dict[str, Any] = {f"train_{key}": value for key, value in self._sums.means().items()}
+        if len(self._dataset.validation):
+            validation = evaluate_split(self._trainer.model, self._dataset.validation, self._loss)
+            figures |= {f"validation_{key}": value for key, value in validation.items()}
+        return figures | self._sums.diagnostics() | _rounded(self._usage())
+
+    def checkpoint(self) -> str:
+        """Write a checkpoint of the steps done so far; returns its digest."""
+        self._trainer.before_checkpoint()
+        header = save_checkpoint(
+            self._folder.checkpoints,
+            step=self._step,
+            trainer=self._trainer,
+            average=self._average,
+            progress={
+                "identity": self._identity,
+                "sums": self._sums.dump(),
+                "usage": self._usage().to_json(),
+            },
+            seal=self._seal(),
+            keep=self._keep,
+        )
+        return header.digest
+
+    def _usage(self) -> Usage:
+        """The device's usage, which tells batch sizes: none of it in a private run."""
+        return Usage() if self._private else self._earlier_usage + self._trainer.usage
+
+    def _summary(self) -> dict[str, Any]:
+        """Final figures; the test set is looked at here, once."""
+        summary: dict[str, Any] = {"steps": self._step}
+        if self._private:
+            return summary
+        for name in ("train", "validation", "test"):
+            split = getattr(self._dataset, name)
+            if split is not None and len(split):
+                figures = evaluate_split(self._trainer.model, split, self._loss)
+                summary |= {f"{name}_{key}": value for key, value in figures.items()}
+        _require_finite(summary)
+        return summary | _rounded(self._usage())
+
+
+def _require_finite(figures: Mapping[str, Any]) -> None:
+    """Refuse a model whose losses have left the numbers."""
+    for name, value in figures.items():
+        numbers = value if isinstance(value, list) else [value]
+        if not all(math.isfinite(number) for number in numbers):
+            raise TrainingDiverged(
+                f"{name} is {value}, so the training diverged; start a new run with a lower optimizer.lr or less noise"
+            )
+
+
+def _rounded(usage: Usage) -> dict[str, float]:
+    """Usage to the microsecond and microjoule, where the order of additions no longer shows."""
+    return {"frames": usage.frames, "seconds": round(usage.seconds, 6), "joules": round(usage.joules, 6)}
+
+
+class _EpochSums:
+    """Running sums of an epoch's batches, kept on the device that computes them."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self.clear()
+
+    def clear(self) -> None:
+        self._loss: Tensor = torch.zeros((), dtype=torch.float64, device=self._place)
+        self._correct: Tensor = torch.zeros((), dtype=torch.int64, device=self._place)
+        self._records = 0
+        self._observed: list[dict[str, list[float]]] = []
+
+    def add(self, record: StepRecord) -> None:
+        self._loss = self._loss + record.loss_sum
+        self._correct = self._correct + record.n_correct
+        self._records += record.n_records
+        if record.diagnostics:
+            self._observed.append(record.diagnostics)
+
+    def means(self) -> dict[str, float]:
+        """Mean loss and accuracy, each record measured just before its batch's update."""
+        if not self._records:
+            return {}
+        return {"loss": float(self._loss) / self._records, "accuracy": int(self._correct) / self._records}
+
+    def diagnostics(self) -> dict[str, list[float]]:
+        """Each diagnostic's mean over the observed steps, layer by layer."""
+        if not self._observed:
+            return {}
+        return {
+            name: [
+                statistics.fmean(values)
+                for values in zip(*(seen[name] for seen in self._observed), strict=True)
+            ]
+            for name in self._observed[0]
+        }
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "loss": float(self._loss),
+            "correct": int(self._correct),
+            "records": self._records,
+            "observed": self._observed,
+        }
+
+    def load(self, sums: dict[str, Any]) -> None:
+        self._loss = torch.tensor(sums["loss"], dtype=torch.float64, device=self._place)
+        self._correct = torch.tensor(sums["correct"], dtype=torch.int64, device=self._place)
+        self._records = sums["records"]
+        self._observed = list(sums["observed"])
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into an event that is looked at between steps; a second one acts at once.
+
+    It begins before the ledger is opened, which uses up a clean stop: a process that then ended without another one
+    could not be resumed under a label budget.
+    """
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    previous = signal.getsignal(signal.SIGINT)
+
+    def remember(number: int, frame: Any) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, previous)
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, previous)

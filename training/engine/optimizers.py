@@ -1,0 +1,126 @@
+"""The mean of the last iterates: noise in the updates averages out, and nothing more is released.
+
+torch optimizers by name, and their state as named tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.config.sections import OptimizerConfig
+
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+}
+_FUSED = ("sgd", "adam", "adamw")
+_ROUNDING = 1e-9
+"""Steps of the rate by which a quotient of floats may fall short of the whole number that it is."""
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Build the torch optimizer that a configuration names.
+
+    Args:
+        parameters: What it updates.
+        config: Name and hyperparameters; those of another family are ignored.
+    """
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.name == "sgd":
+        options |= {"momentum": config.momentum, "nesterov": config.nesterov}
+    else:
+        options["betas"] = (config.beta1, config.beta2)
+    if config.name in _FUSED:
+        options["fused"] = True
+    return _CLASSES[config.name](list(parameters), **options)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig, progress: float) -> None:
+    """Set the learning rate of a step: lr, lr (1 - p), lr (1 + cos(pi p)) / 2, or lr gamma^floor(p / step_size).
+
+    Args:
+        optimizer: Whose rate is set.
+        config: lr and its schedule.
+        progress: p, the share of the run's steps that are done, in [0, 1).
+    """
+    shares = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "step": config.gamma ** math.floor(progress / config.step_size + _ROUNDING),
+    }
+    for group in optimizer.param_groups:
+        group["lr"] = config.lr * shares[config.schedule]
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as tensors named "parameter.key"; plain numbers become float64 scalars."""
+    tensors = {}
+    for parameter, state in optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            if value is not None:
+                tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+                tensors[f"{parameter}.{key}"] = tensor
+    return tensors
+
+
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Give an optimizer the state that `optimizer_tensors` took; its hyperparameters stay its own."""
+    state: dict[int, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        parameter, key = name.split(".", 1)
+        plain = tensor.ndim == 0 and tensor.dtype == torch.float64
+        state.setdefault(int(parameter), {})[key] = tensor.item() if plain else tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+class TailAverage:
+    """Running mean of the parameters after each of the last steps (Polyak and Juditsky 1992).
+
+    Args:
+        share: Share of the run's steps, at its end, that are averaged, in [0, 1); 0 for none.
+        total_steps: Steps of the run.
+    """
+
+    def __init__(self, share: float, total_steps: int) -> None:
+        self._first = total_steps - round(share * total_steps)
+        self._total = total_steps
+        self._means: dict[str, Tensor] = {}
+
+    def update(self, step: int, parameters: Mapping[str, Tensor]) -> None:
+        """Take in the parameters after a step; after the last one they are replaced by the mean.
+
+        Args:
+            step: Steps done, at least 1.
+            parameters: By name.
+        """
+        count = step - self._first
+        if count < 1:
+            return
+        if count == 1:
+            self._means = {name: tensor.clone() for name, tensor in parameters.items()}
+            return
+        for name, tensor in parameters.items():
+            self._means[name].lerp_(tensor, 1 / count)
+        if step == self._total:
+            with torch.no_grad():
+                for name, tensor in parameters.items():
+                    tensor.copy_(self._means[name])
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The means so far, by name."""
+        return self._means
+
+    def load(self, state: Mapping[str, Tensor], place: torch.device) -> None:
+        """Take back what `state` gave."""
+        self._means = {name: tensor.clone().to(place) for name, tensor in state.items()}

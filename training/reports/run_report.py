@@ -1,0 +1,261 @@
+"""One self-contained HTML page for a run, or for several beside each other."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
+
+from accounting.tables import guarantee_rows
+from opusim.units import duration, energy
+from training.attacks.findings import RunAudit, finding_rows, paragraphs, read_audit
+from training.config.reading import flat
+from training.data.catalogue import OWN_ARRAYS
+from training.reports import run_figures as figures
+from training.runs.folder import RunFolder
+from training.runs.run import Run
+from training.runs.storage import write_file
+from training.zeroth_order.config import ZoConfig
+
+_NOT_WRITTEN = "–"
+NOT_FOR_RELEASE = "Not for release: this audit holds figures of private records, which no guarantee covers."
+"""What stands beside an audit of a release run, on the page and on screen."""
+RELEASE_DASHES = (
+    "A release run keeps no accuracy, time or use of its device (–): they depend on the private records, and no "
+    "guarantee covers them. Measure its model on public records with: opusim evaluate RUN --data NAME (or --arrays)."
+)
+"""Why the table of a release run has dashes."""
+
+
+def write_report(run: Run, *, audit: RunAudit | None = None, folder: Path | None = None) -> Path:
+    """Draw a run's figures and write `report.html`.
+
+    Args:
+        run: The run.
+        audit: What an audit found; None for the one in the run folder, which only an experiment has.
+        folder: Where the page and its figures go; None for the run folder.
+
+    Raises:
+        OSError: The folder is not writable.
+    """
+    drawn = [
+        ("learning", "Accuracy against epochs", figures.learning_curves([run], [run_name(run)])),
+        (
+            "alignment",
+            "Cosine of each layer's update with its backpropagation gradient",
+            figures.alignment_curves(run),
+        ),
+        (
+            "noise",
+            "Norm of the signal each hidden layer receives, and of the noise in it",
+            figures.noise_curves(run),
+        ),
+    ]
+    place = run.folder if folder is None else RunFolder(folder)
+    page = _render(
+        title=run_name(run),
+        runs=[run],
+        pictures=[_picture(place.figures / f"{n}.png", c, f) for n, c, f in drawn if f is not None],
+        audits=_kept_audits([run]) if audit is None else [audit],
+    )
+    write_file(place.report_file, page.encode())
+    return place.report_file
+
+
+def write_comparison(
+    runs: Sequence[Run],
+    path: Path,
+    *,
+    title: str,
+    names: Sequence[str] | None = None,
+    extra_pictures: Sequence[tuple[str, Path]] = (),
+) -> Path:
+    """Write one page on several runs: a table, their curves in one picture, the alignment of each photonic run.
+
+    Args:
+        runs: At least one run.
+        path: The HTML file; pictures go into a folder `figures` beside it.
+        title: Heading of the page.
+        names: What to call the runs; their trainer and data set by default.
+        extra_pictures: More pictures as (caption, PNG file).
+    """
+    if not runs:
+        raise ValueError("runs is empty; give at least one run folder")
+    labels = list(names) if names is not None else [run_name(run) for run in runs]
+    folder = path.parent / "figures"
+    curves = figures.learning_curves(runs, labels)
+    pictures = [_picture(folder / "learning.png", "Accuracy against epochs", curves)] if curves else []
+    for number, (run, label) in enumerate(zip(runs, labels, strict=True), start=1):
+        if run.config.trainer.kind != "pdfa":
+            continue
+        stem = f"{number}-{run.folder.path.name}"
+        for name, caption, figure in (
+            (
+                "alignment",
+                f"{label}: cosine of each layer's update with its gradient",
+                figures.alignment_curves(run),
+            ),
+            ("noise", f"{label}: norm of signal and noise at each hidden layer", figures.noise_curves(run)),
+        ):
+            if figure is not None:
+                pictures.append(_picture(folder / f"{stem}-{name}.png", caption, figure))
+    pictures += [
+        {"caption": caption, "source": data_url(file.read_bytes())} for caption, file in extra_pictures
+    ]
+    page = _render(title=title, runs=runs, pictures=pictures, labels=labels, audits=_kept_audits(runs))
+    write_file(path, page.encode())
+    return path
+
+
+def run_name(run: Run) -> str:
+    """A run in three words: trainer, data, noise."""
+    kind = run.config.trainer.kind
+    noise = f", {run.facts['device']['name']} device" if run.facts.get("device") else ""
+    return f"{kind} on {run.facts['data']['name']}{noise}"
+
+
+def summary_row(run: Run, label: str) -> dict[str, str]:
+    """A run's figures as words, for tables on paper and on screen."""
+    last = run.metrics[-1] if run.metrics else {}
+    figures_of_run = run.summary or last
+    wall = sum(record["wall_s"] for record in run.folder.read_timing())
+    spent = {
+        "epochs": str(last.get("epoch", 0)),
+        "training time": duration(wall),
+        "device frames": f"{figures_of_run.get('frames', 0):,}",
+        "device time": duration(figures_of_run.get("seconds", 0.0)),
+        "device energy": energy(figures_of_run.get("joules", 0.0)),
+    }
+    if run.config.mode == "release":  # which writes none of them
+        spent = dict.fromkeys(spent, _NOT_WRITTEN)
+    return {
+        "run": label,
+        "validation accuracy": _percent(figures_of_run.get("validation_accuracy")),
+        "test accuracy": _percent(figures_of_run.get("test_accuracy")),
+        **spent,
+    }
+
+
+def _render(
+    *,
+    title: str,
+    runs: Sequence[Run],
+    pictures: list[dict[str, str]],
+    audits: Sequence[RunAudit | None],
+    labels: Sequence[str] | None = None,
+) -> str:
+    environment = Environment(
+        loader=PackageLoader("training.reports"), autoescape=True, undefined=StrictUndefined
+    )
+    names = labels or [run_name(run) for run in runs]
+    return environment.get_template("report.html").render(
+        title=title,
+        rows=[summary_row(run, name) for run, name in zip(runs, names, strict=True)],
+        dashes=RELEASE_DASHES,
+        pictures=pictures,
+        devices=distinct(
+            [
+                (name, _device_rows(run.facts["device"], run.facts["noise"]))
+                for run, name in zip(runs, names, strict=True)
+                if run.facts["device"]
+            ]
+        ),
+        data_sets=distinct([(name, run.facts["data"]) for run, name in zip(runs, names, strict=True)]),
+        guarantees=[(name, _guarantee_rows(run)) for run, name in zip(runs, names, strict=True)],
+        audits=[
+            (name, finding_rows(found), [*paragraphs(found), *_warning(run)])
+            for run, name, found in zip(runs, names, audits, strict=True)
+            if found is not None
+        ],
+        modes=sorted({run.config.mode for run in runs}),
+        configurations=[(name, _shown(run.facts["config"])) for run, name in zip(runs, names, strict=True)],
+        commands=[_command(run) for run in runs],
+        versions=distinct([(name, run.facts["versions"]) for run, name in zip(runs, names, strict=True)]),
+    )
+
+
+def _guarantee_rows(run: Run) -> list[dict[str, str]]:
+    return guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment")
+
+
+def _kept_audits(runs: Sequence[Run]) -> list[RunAudit | None]:
+    """What audits in the run folders found; nothing of a release run, whose folder an audit does not write into."""
+    return [
+        read_audit(run.folder.audit_file)
+        if run.config.mode == "experiment" and run.folder.audit_file.exists()
+        else None
+        for run in runs
+    ]
+
+
+def _warning(run: Run) -> list[str]:
+    return [NOT_FOR_RELEASE] if run.config.mode == "release" else []
+
+
+def distinct(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Each different value once, under the names of the runs that share it."""
+    groups: list[tuple[list[str], Any]] = []
+    for name, value in pairs:
+        for names, known in groups:
+            if known == value:
+                names.append(name)
+                break
+        else:
+            groups.append(([name], value))
+    return [("; ".join(names), value) for names, value in groups]
+
+
+def _picture(path: Path, caption: str, figure: Figure) -> dict[str, str]:
+    content = figures.save_figure(figure, path)
+    return {"caption": caption, "source": data_url(content)}
+
+
+def data_url(png: bytes) -> str:
+    """A picture as an address that a page can hold."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def _command(run: Run) -> str:
+    """The command that redoes a run from its own resolved configuration."""
+    trainer = run.config.trainer
+    texts_named = isinstance(trainer, ZoConfig) and trainer.language.model is not None
+    if run.config.data.name == OWN_ARRAYS and not texts_named:
+        return (
+            f"training.train({str(run.folder.config_file)!r}, data=(x, y))  # Python: the arrays are not kept"
+        )
+    folder = run.folder.path
+    return shlex.join(
+        ["opusim", "train", trainer.kind, "--config", str(run.folder.config_file), "--out", f"{folder}-again"]
+    )
+
+
+def _device_rows(device: dict[str, Any], noise: dict[str, Any]) -> list[dict[str, str]]:
+    """The law of a device's noise and its description, as rows of key, value, status, source."""
+    provenance = device.get("provenance", {})
+    law = noise.get("description", noise["law"])
+    rows = [{"key": "noise", "value": law, "status": "", "source": ""}]
+    for key, value in _shown({k: v for k, v in device.items() if k != "provenance"}):
+        origin = provenance.get(key, {})
+        rows.append(
+            {
+                "key": key,
+                "value": value,
+                "status": origin.get("status", ""),
+                "source": origin.get("source", ""),
+            }
+        )
+    return rows
+
+
+def _shown(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a nested mapping sets, as (dotted key, value) pairs."""
+    return [(key, str(value)) for key, value in flat(values).items() if value is not None]
+
+
+def _percent(value: float | None) -> str:
+    return _NOT_WRITTEN if value is None else f"{100 * value:.2f} %"

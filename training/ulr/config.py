@@ -1,0 +1,74 @@
+"""Options of unified likelihood ratio training."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from training.config.section import Section
+from training.protections.config import ProtectionConfig, Relation
+
+Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
+
+
+class UlrConfig(Section):
+    """Forward passes with noise on one module's output at a time, whose score times the loss is the gradient."""
+
+    relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one", "replace_one")
+    """What protection.relation may be under protection.kind = 'record'; the first is its default."""
+
+    kind: Literal["ulr"] = "ulr"
+    """ulr: unified likelihood ratio."""
+    form: Literal["proven", "published"] = "proven"
+    """proven: a plain estimate of the gradient; what protects it is the section protection (clipped records, central
+    noise). published: Algorithm 1 of the DP-ULR paper, each module clipped apart, the estimate's own noise taken for
+    the protection; the paper's guarantee is stated as a claim beside the fact that none holds."""
+    copies: int = Field(1, ge=1)
+    """Noisy copies of every record for each module (K in the paper); an antithetic pair counts as one."""
+    sigma: float = Field(0.1, gt=0.0)
+    """Standard deviation of the noise on a module's output; where the published controller sets it, its upper limit."""
+    reduction: Reduction | None = None
+    """Reduction of variance: antithetic pairs (proven form's default), the loss without noise as a baseline
+    (clean-loss), the mean of a record's other copies as a baseline (leave-one-out), none (published form's)."""
+    noise: Literal["digital", "device"] = "digital"
+    """Where the noise on the outputs comes from: a digital generator, or the device, whose law must be Gaussian and
+    whose readings are scaled to sigma."""
+    clip: Literal["joint", "module"] = "joint"
+    """How protection.kind = 'record' clips: a record's contribution over all modules to clip_norm, or each module's to
+    clip_norm / sqrt(modules)."""
+    rows_per_pass: int | None = Field(None, ge=1)
+    """Noisy rows (records times copies times modules) that go through the model together at most; None for as many
+    copies of all records as there are modules. Fewer take less memory; the result is the same up to rounding."""
+    target_std: float = Field(4.0, gt=0.0)
+    """sigma_0 of the published form: standard deviation that its noise is meant to have in every direction, over C."""
+    clip_norm: float = Field(1.0, gt=0.0)
+    """C of the published form, for each module apart."""
+    remedy: Literal["none", "parameters", "extra-noise"] = "extra-noise"
+    """What the published form does where a batch's noise is not of full rank, which is always (appendix A.4): refuse
+    (none), put the noise on the parameters, or add noise that completes its covariance."""
+
+    @property
+    def variance_reduction(self) -> Reduction:
+        """`reduction`, or the default of the form."""
+        return self.reduction or ("none" if self.form == "published" else "antithetic")
+
+    def uses_device(self, protection: ProtectionConfig) -> bool:
+        """Whether the run opens its device."""
+        return "device" in (self.noise, protection.noise)
+
+    @model_validator(mode="after")
+    def _check_estimate(self) -> Self:
+        if self.variance_reduction == "leave-one-out" and self.copies < 2:
+            raise ValueError(
+                "reduction = 'leave-one-out' needs other copies, but copies = 1; take at least 2"
+            )
+        if self.form == "published" and self.variance_reduction != "none":
+            raise ValueError(
+                f"reduction = {self.reduction!r} changes the noise that form = 'published' counts on; leave it out"
+            )
+        if self.form == "published" and self.clip != "joint":
+            raise ValueError(
+                "clip = 'module' belongs to form = 'proven'; the published form always clips by module"
+            )
+        return self

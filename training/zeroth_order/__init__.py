@@ -1,0 +1,1 @@
+"""Zeroth order training."""

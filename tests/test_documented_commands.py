@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from training.cli.app import app
-from training.engine.loop import session
+from training.engine import session
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))

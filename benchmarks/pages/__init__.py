@@ -12,6 +12,7 @@ from benchmarks.attacks.pages import mechanism_section
 from benchmarks.convex.pages import convex_readme_rows, convex_section, convex_speed_rows
 from benchmarks.markdown import markdown
 from benchmarks.pages.curves import curve_sections
+from benchmarks.pages.headlines import headline_rows
 from benchmarks.results_file import FOLDER as RESULTS
 from benchmarks.results_file import load_results
 from benchmarks.ulr.pages import ulr_readme_rows, ulr_sections, ulr_speed_rows
@@ -27,8 +28,8 @@ _SHOWN_EPSILON = 3.0
 Row = tuple[str, str, str]
 
 
-def readme_rows() -> list[Row]:
-    """What the README shows: claim, figure, command."""
+def overview_rows() -> list[Row]:
+    """Each result in one line: claim, figure, command."""
     rows: list[Row] = []
     demo = load_results("demo_digits")
     if demo:
@@ -42,10 +43,15 @@ def readme_rows() -> list[Row]:
 
 
 def _is_headline(row: Row) -> bool:
-    """Whether the README shows a speed: one thread, the larger batch, no variant; benchmarks/README.md has them all."""
+    """Whether the overview shows a speed: one thread, the larger batch, no variant; the table of speeds has them all."""
     name = row[0]
     left_out = ("release", "low_light", "batch 64", "published", "2 thread(s)", "K = ")
     return not any(word in name for word in left_out)
+
+
+def overview_section() -> str:
+    """All results in one table, before the tables of each."""
+    return "\n\n".join(("## Overview", markdown(("what", "figure", "measure it again"), overview_rows())))
 
 
 def _table1_rows() -> list[Row]:
@@ -329,6 +335,7 @@ def benchmarks_page() -> str:
         "# Benchmarks\n\nWritten by `make bench-report` from `results/*.json`; nothing here is typed by hand."
     )
     sections = (
+        overview_section(),
         demo_section(),
         table1_section(),
         readings_section(),
@@ -346,10 +353,10 @@ def benchmarks_page() -> str:
 
 
 def readme_page(text: str) -> str:
-    """The README with its measured table renewed."""
+    """The README with its table of headline figures renewed."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{markdown(('what', 'figure', 'redo it'), list(readme_rows()))}\n{END}{after}"
+    return f"{before}{BEGIN}\n{markdown(('what', 'figure', 'measure it again'), headline_rows())}\n{END}{after}"
 
 
 def faults_page(text: str) -> str:

@@ -303,10 +303,18 @@ def test_module_of_finds_the_file_that_a_name_lies_in() -> None:
     assert module_of("torch.nn", product_files()) is None
 
 
+def test_only_the_public_name_may_name_upper_layers() -> None:
+    for layer in ALLOWED:
+        for path in (ROOT / layer).rglob("*.pyi"):
+            assert path == ROOT / "opusim" / "__init__.pyi" or not violations(layer, path.read_text()), path
+
+
 @pytest.mark.parametrize(
     ("statement", "heavy"),
     [
-        ("import opusim.noise, opusim.errors", {"torch", "numba", "pydantic"}),
+        ("import opusim, opusim.noise, opusim.errors", {"torch", "numba", "pydantic", "scipy"}),
+        ("import opusim; opusim.ConfigError, dir(opusim)", {"torch", "numba", "pydantic", "training"}),
+        ("import opusim.cli", {"torch", "numba", "pydantic", "scipy", "numpy"}),
         ("import training.cli", {"torch", "numba", "matplotlib", "scipy", "sklearn"}),
         ("from training.config import load_config; load_config()", {"torch", "numba", "matplotlib", "scipy"}),
     ],

@@ -12,13 +12,13 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from opusim.description.schema import DeviceDescription
-from opusim.description.section import Section
+from opusim.description.section import StrictSection, first_problem
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
 
 
-class Limits(Section):
+class Limits(StrictSection):
     """An estimate with two-sided limits, each interval by itself at the certificate's confidence."""
 
     value: float
@@ -26,7 +26,7 @@ class Limits(Section):
     high: float
 
 
-class TestedProperty(Section):
+class TestedProperty(StrictSection):
     """A property that a law may need.
 
     Attributes:
@@ -42,7 +42,7 @@ class TestedProperty(Section):
     needed: bool = True
 
 
-class GaussianLaw(Section):
+class GaussianLaw(StrictSection):
     """Independent Gaussian readings.
 
     Attributes:
@@ -53,7 +53,7 @@ class GaussianLaw(Section):
     std: float = Field(gt=0)
 
 
-class PhotonCountLaw(Section):
+class PhotonCountLaw(StrictSection):
     """Poisson counts at the pixels.
 
     Attributes:
@@ -71,7 +71,7 @@ class PhotonCountLaw(Section):
     light_ratio_high: float = Field(gt=0)
 
 
-class Certificate(Section):
+class Certificate(StrictSection):
     """What a calibration found.
 
     Attributes:
@@ -180,9 +180,7 @@ def load_certificate(path: str | Path) -> Certificate:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), "syntax", f"not a TOML file: {error}") from None
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"]) or "certificate"
-        raise ConfigError(str(path), key, first["msg"]) from None
+        raise first_problem(error, Certificate, str(path), whole="certificate") from None
 
 
 def digest_of(description: DeviceDescription) -> str:

@@ -6,10 +6,10 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from opusim.description.section import Section
+from opusim.description.section import StrictSection
 
 
-class LightSettings(Section):
+class LightSettings(StrictSection):
     """Light on the sensor; see `opusim.camera.stages.Light`, whose attributes the keys are."""
 
     anchor_flux_per_s: float = Field(gt=0)
@@ -18,7 +18,7 @@ class LightSettings(Section):
     exposure_us: float = Field(gt=0)
 
 
-class SensorSettings(Section):
+class SensorSettings(StrictSection):
     """The sensor; see `opusim.camera.stages.Sensor` and `FixedPattern`, whose attributes the keys are.
 
     What is not given is off.
@@ -34,7 +34,7 @@ class SensorSettings(Section):
     dsnu_e: float = Field(default=0.0, ge=0)
 
 
-class DoublingSettings(Section):
+class DoublingSettings(StrictSection):
     """Keys of `opusim.temperature.dark_current.DoublingDarkCurrent`."""
 
     dark_current_ref_e_per_s: float = Field(ge=0)
@@ -44,14 +44,14 @@ class DoublingSettings(Section):
     temperature_max_c: float
 
 
-class TableSettings(Section):
+class TableSettings(StrictSection):
     """Keys of `opusim.temperature.dark_current.TableDarkCurrent`."""
 
     temperatures_c: list[float] = Field(min_length=2)
     dark_currents_e_per_s: list[float] = Field(min_length=2)
 
 
-class DarkSettings(Section):
+class DarkSettings(StrictSection):
     """Dark current: one of two laws, and the temperature the sensor is at.
 
     Attributes:
@@ -71,7 +71,7 @@ class DarkSettings(Section):
         return self
 
 
-class AnchorSettings(Section):
+class AnchorSettings(StrictSection):
     """The anchor frame, in which every mirror of the window is on, and what follows from it.
 
     Attributes:
@@ -100,7 +100,7 @@ class AnchorSettings(Section):
         return self
 
 
-class DriftSettings(Section):
+class DriftSettings(StrictSection):
     """Drift of the medium: entries are stationary Ornstein-Uhlenbeck processes (`opusim.camera.speckle`).
 
     Attributes:
@@ -112,7 +112,7 @@ class DriftSettings(Section):
     seconds_per_step: float = Field(gt=0)
 
 
-class CameraSettings(Section):
+class CameraSettings(StrictSection):
     """The physical twin; stages in the order in which light meets them.
 
     Attributes:

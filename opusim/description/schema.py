@@ -17,11 +17,11 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from opusim.description.camera import CameraSettings
-from opusim.description.section import Section
+from opusim.description.section import StrictSection
 from opusim.temperature.law import TemperatureLaw
 
 
-class LightonSettings(Section):
+class LightonSettings(StrictSection):
     """Which OPU lightonml is to drive, and how.
 
     Attributes:
@@ -36,7 +36,7 @@ class LightonSettings(Section):
     exposure_us: float | None = Field(default=None, gt=0)
 
 
-class AccessSettings(Section):
+class AccessSettings(StrictSection):
     """Patience with a device; the defaults are those of a simulation, which never fails.
 
     Attributes:
@@ -52,7 +52,7 @@ class AccessSettings(Section):
     exclusive: bool = False
 
 
-class MonitorSettings(Section):
+class MonitorSettings(StrictSection):
     """Blank and reference frames between the data, which show whether the device is still what it was.
 
     Attributes:
@@ -95,7 +95,7 @@ LARGEST_SIGMA = 1e12
 """Squares and sums of such noise stay far below the largest float32, 3e38."""
 
 
-class MediumSettings(Section):
+class MediumSettings(StrictSection):
     """The scattering medium (see `opusim.medium.transmission`).
 
     Attributes:
@@ -107,7 +107,7 @@ class MediumSettings(Section):
     dense_limit_mib: float = Field(default=1024.0, ge=0)
 
 
-class FrameSettings(Section):
+class FrameSettings(StrictSection):
     """Time and energy of the frames.
 
     Attributes:
@@ -122,7 +122,7 @@ class FrameSettings(Section):
     frames_per_projection: int = Field(default=2, ge=1)
 
 
-class TemperatureSettings(Section):
+class TemperatureSettings(StrictSection):
     """The numbers of `opusim.temperature.law.TemperatureLaw`, and the temperature the device is at.
 
     Attributes:
@@ -153,7 +153,7 @@ class TemperatureSettings(Section):
         return TemperatureLaw(**self.model_dump(exclude={"temperature_c"}))
 
 
-class NoiseSettings(Section):
+class NoiseSettings(StrictSection):
     """Gaussian noise of a reading, given directly or through a temperature: exactly one of the two.
 
     Attributes:
@@ -181,7 +181,7 @@ class NoiseSettings(Section):
         return float(self.sigma or 0.0)
 
 
-class Provenance(Section):
+class Provenance(StrictSection):
     """Where a number comes from.
 
     Attributes:
@@ -193,7 +193,7 @@ class Provenance(Section):
     source: str = Field(min_length=1)
 
 
-class DeviceDescription(Section):
+class DeviceDescription(StrictSection):
     """Everything that a configuration file says of a device.
 
     Attributes:

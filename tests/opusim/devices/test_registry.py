@@ -1,11 +1,8 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import opusim
 from opusim.description.loading import packaged_names
 from opusim.devices import registry
 from opusim.devices.registry import device_kinds, list_devices, open_device, register_device
@@ -89,27 +86,3 @@ def test_windows_and_sections_are_checked() -> None:
         open_device("gaussian", mode="live")
     with pytest.raises(TypeError, match="name_or_path = 3: must be str or Path"):
         open_device(3)
-
-
-def test_public_names_all_resolve() -> None:
-    for name in opusim.__all__:
-        assert getattr(opusim, name).__name__ == name
-    assert sorted(opusim._HOME) == opusim.__all__
-    assert set(opusim.__all__) <= set(dir(opusim))
-    with pytest.raises(AttributeError, match="module 'opusim' has no attribute 'camera'"):
-        opusim.__getattr__("camera")
-
-
-def test_light_modules_load_nothing_heavy() -> None:
-    code = (
-        "import sys, opusim.noise, opusim.errors, opusim.cli; "
-        "print([name for name in ('torch', 'numba', 'pydantic', 'scipy') if name in sys.modules])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[3],
-        check=False,
-    )
-    assert (result.stdout.strip(), result.stderr) == ("[]", "")

@@ -11,7 +11,14 @@ ROOT = Path(__file__).parents[1]
 LAYERS = ("training", "accounting", "opusim", "hw_configs", "tests", "benchmarks")
 ALLOWED = {
     "training": {"training", "accounting", "opusim", "hw_configs"},
-    "accounting": {"accounting", "opusim.noise", "opusim.errors", "opusim.files", "opusim.tables"},
+    "accounting": {
+        "accounting",
+        "opusim.noise",
+        "opusim.errors",
+        "opusim.checks",
+        "opusim.files",
+        "opusim.tables",
+    },
     "opusim": {"opusim", "hw_configs"},
     "hw_configs": {"hw_configs"},
 }

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from accounting import arguments
+from opusim import checks
 from accounting.mechanisms import Mechanism, register_mechanism
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class PrivateSelection(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(mean=self.mean, mu=self.mu)
+        checks.positive(mean=self.mean, mu=self.mu)
         self._to_floats("mean", "mu")
 
     @property

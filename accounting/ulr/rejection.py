@@ -31,7 +31,7 @@ from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPriv
 from scipy.special import logsumexp
 from scipy.stats import binom
 
-from accounting import arguments
+from opusim import checks
 from accounting.guarantee import Adjacency, Guarantee
 from accounting.mechanisms import PoissonGaussian
 from accounting.numerics.loss_bounds import EpsilonBounds, NoisyStep, compose_upper
@@ -103,7 +103,7 @@ def guarantees(
         delta: In [0, 1).
         enforced: Whether the training code checked what code can check.
     """
-    arguments.share(delta=delta)
+    checks.in_unit_interval(closed="left", delta=delta)
     return [
         proven_guarantee(
             mechanisms,

@@ -125,9 +125,9 @@ class TestArrays:
             (
                 {"y": Y * 0},
                 ValueError,
-                "n_classes = 1: must be an integer in [2, inf]; it counts all classes",
+                "n_classes = 1: must be at least 2; it counts all classes",
             ),
-            ({"n_classes": 1}, ValueError, "n_classes = 1: must be an integer in [2, inf]"),
+            ({"n_classes": 1}, ValueError, "n_classes = 1: must be at least 2"),
             ({"n_classes": 4.0}, TypeError, "n_classes = 4.0: must be an integer, not float"),
             ({"test": X}, TypeError, "test must be a pair (features, labels), got ndarray"),
             ({"test": (X[:, :2], Y)}, ValueError, "test[0] has 2 features and x has 3"),

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from opusim.files import write_file
 from training.runs.folder import versions
-from training.runs.storage import write_file
 
 FOLDER = Path(__file__).parent / "results"
 _NUMBERS = re.compile(r"\[([-+.\deE,\s]+)\]")

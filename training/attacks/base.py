@@ -139,16 +139,16 @@ class Candidates:
 
     Attributes:
         member: In the batch in the first world.
-        rival: In its place in the second world, where a record is replaced; None where it is left out.
+        replacement: In its place in the second world, where a record is replaced; None where it is left out.
     """
 
     member: Records
-    rival: Records | None = None
+    replacement: Records | None = None
 
     def batches(self, others: Records) -> tuple[Records, Records]:
         """The batch of the first world and that of the second, in the game's order."""
-        return others.followed_by(self.member), others if self.rival is None else others.followed_by(
-            self.rival
+        return others.followed_by(self.member), others if self.replacement is None else others.followed_by(
+            self.replacement
         )
 
 
@@ -244,7 +244,7 @@ class Scores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Played:
+class GameScores:
     """All scores of an attack: on the candidates, and on strangers with a coin of their own (none if not asked)."""
 
     candidates: Scores
@@ -274,7 +274,7 @@ def play(
     rehearsals: int = 0,
     strangers: bool = False,
     on_trial: Callable[[], None] = lambda: None,
-) -> list[Played]:
+) -> list[GameScores]:
     """Play a game against several attacks, a fair coin a trial.
 
     Args:
@@ -303,4 +303,4 @@ def play(
             if strangers:
                 strange.add(attack.score(trial.sight, trial.strangers), imagined)
         on_trial()
-    return [Played(candidates=known.done(), strangers=strange.done()) for known, strange in tallies]
+    return [GameScores(candidates=known.done(), strangers=strange.done()) for known, strange in tallies]

@@ -59,7 +59,7 @@ class CovarianceAttack(Attack):
     def score(self, sight: Sight, candidates: Candidates) -> float:
         """See Attack.score; where a record is replaced, the ratio of the two."""
         score = self._ratio(sight, candidates.member)
-        return score if candidates.rival is None else score - self._ratio(sight, candidates.rival)
+        return score if candidates.replacement is None else score - self._ratio(sight, candidates.replacement)
 
     def _ratio(self, sight: Sight, record: Records) -> float:
         if self._seen is None or self._seen[0] is not sight:

@@ -102,7 +102,7 @@ class DifferenceAttack(Attack):
         first, second = candidates.batches(sight.others)
         released, alone = self._known(sight)
         present = self._update(sight, first)
-        absent = alone if candidates.rival is None else self._update(sight, second)
+        absent = alone if candidates.replacement is None else self._update(sight, second)
         steps = [one - other for one, other in zip(present, absent, strict=True)]
         return Products(
             released_step=_dots(released, steps),

@@ -12,15 +12,15 @@ from training.attacks.base import Candidates, Game, Sight, Trial
 from training.attacks.replay import Stage
 from training.engine.assembly import configured_sampler
 
-_DRAWN = 4  # candidate, rival, and two strangers
+_DRAWN = 4  # candidate, replacement, and two strangers
 
 
 class MembershipGame(Game):
     """One step of the run's trainer, with a record in its batch or without.
 
     Each trial draws four records and a batch by the run's own sampling scheme, takes the four out of it, and puts the
-    candidate in (first world), or its rival or nobody (second world). The step is played with the run's trainer from
-    the same state; the attacker sees consecutive weights.
+    candidate in (first world), or its replacement or no record (second world). The step is played with the run's
+    trainer from the same state; the attacker sees consecutive weights.
 
     Whoever sees every update knows of each step what this game tells, except whether the sampler took the record: a
     run whose guarantee rests on secret batches promises more than this game's theorem does, and no bound found here
@@ -84,5 +84,5 @@ class MembershipGame(Game):
     def _pair(self, drawn: Tensor) -> Candidates:
         return Candidates(
             member=self._stage.records(drawn[:1]),
-            rival=self._stage.records(drawn[1:]) if self._replaces else None,
+            replacement=self._stage.records(drawn[1:]) if self._replaces else None,
         )

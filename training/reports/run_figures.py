@@ -13,8 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from opusim.files import write_file
 from training.runs.run import Run
-from training.runs.storage import write_file
 
 # Okabe and Ito's colours, ordered so that neighbours also differ in lightness when printed in grey.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")

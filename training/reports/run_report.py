@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from accounting.tables import guarantee_rows
+from opusim.files import write_file
 from opusim.units import duration, energy
 from training.attacks.findings import RunAudit, finding_rows, paragraphs, read_audit
 from training.config.reading import flat
@@ -19,7 +20,6 @@ from training.data.catalogue import OWN_ARRAYS
 from training.reports import run_figures as figures
 from training.runs.folder import RunFolder
 from training.runs.run import Run
-from training.runs.storage import write_file
 from training.zeroth_order.config import ZoConfig
 
 _NOT_WRITTEN = "–"

@@ -15,12 +15,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from accounting.tables import guarantee_rows, number
+from opusim.files import write_file
 from opusim.units import duration, energy
 from training.reports import sweep_figures as figures
 from training.reports.run_figures import save_figure
 from training.reports.run_report import data_url, distinct
 from training.runs.folder import RunFolder
-from training.runs.storage import write_file, write_json
+from training.runs.storage import write_json
 from training.sweeps import curves
 from training.sweeps.curves import Curve, SweepResult, curve_rows
 from training.sweeps.points import Point

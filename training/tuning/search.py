@@ -30,7 +30,7 @@ from accounting.ledger.ledger import LEDGER_FILE, Ledger
 from accounting.selection.mechanism import PrivateSelection
 from accounting.standard import gaussian_bounds
 from opusim.errors import ConfigError
-from opusim.files import make_folder
+from opusim.files import make_folder, write_file
 from opusim.randomness.streams import derive_seed, noise_stream
 from training.config.reading import load_config
 from training.config.run import RunConfig
@@ -42,7 +42,7 @@ from training.runs.checkpoints import adopt_ledger
 from training.runs.folder import RunFolder
 from training.runs.locking import LOCK_FILE, only_writer, require_kind
 from training.runs.run import Run, evaluate_split, load_run
-from training.runs.storage import write_file, write_json
+from training.runs.storage import write_json
 from training.tuning.grid import Draw, draw_trials
 from training.tuning.state import STATE_FILE, SearchState
 
@@ -50,7 +50,7 @@ OnTrial = Callable[[int, int], None]
 _PAYMENT = "search"
 """What a ledger calls the payment of a search."""
 _LEDGER_FILES = (LEDGER_FILE, "ledger.head")
-_BEFORE_THE_DRAW = {*_LEDGER_FILES, "ledger.head.partial", f".{STATE_FILE}.partial", LOCK_FILE}
+_BEFORE_THE_DRAW = {*_LEDGER_FILES, ".ledger.head.partial", f".{STATE_FILE}.partial", LOCK_FILE}
 """What a search that was killed before it drew anything leaves."""
 
 

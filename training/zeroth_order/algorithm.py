@@ -30,8 +30,8 @@ from training.networks.network import FullyConnected, fitting_network
 from training.networks.records_apart import probe_records, require_records_apart
 from training.protections.base import DeviceNormals
 from training.protections.planning import divisor_of
+from training.runs.checkpoints import write_tensors
 from training.runs.folder import RunFolder
-from training.runs.storage import write_tensors
 from training.zeroth_order.distributed import Ranks, join_launched
 from training.zeroth_order.language import configured_language, described_classifier
 from training.zeroth_order.network import ModuleNetwork, fitting_module

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from training.runs.storage import read_tensors
+from training.runs.checkpoints import read_tensors
 from training.zeroth_order.perturbation import Walk
 from training.zeroth_order.step_log import (
     BASE_FILE,

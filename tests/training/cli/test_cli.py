@@ -230,7 +230,8 @@ def test_a_disk_without_room_is_named_and_the_run_goes_on_later(tmp_path: Path) 
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1, result.stderr
     assert re.search(
-        r"File too large; it keeps its old content, make room and go on.*step-\d+.safetensors", lines[0]
+        r"File too large; it keeps its old content, free some space and resume.*step-\d+.safetensors",
+        lines[0],
     )
     assert not (tmp_path / "run" / "config.json").exists()
     assert opusim("train", "pdfa", "--epochs", "1", "--quiet", "--out", "run", cwd=tmp_path).returncode == 0

@@ -24,9 +24,8 @@ from opusim.errors import ConfigError
 from training.config.effect import OWN_ARRAYS as OWN_ARRAYS
 from training.config.sections import DataConfig, SplitRule
 from training.data.arrays import from_arrays
-from training.data.cifar10 import ARCHIVE, read_cifar10
 from training.data.dataset import DataError, Dataset, Standardisation
-from training.data.formats import VARIABLE, read_labelled_images
+from training.data.formats import ARCHIVE, VARIABLE, read_cifar10, read_labelled_images
 from training.data.splits import hold_out
 
 

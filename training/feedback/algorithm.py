@@ -28,7 +28,7 @@ from training.engine.optimizers import make_optimizer
 from training.engine.trainer import Trainer
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.activations import ACTIVATIONS
+from training.networks.functions import ACTIVATIONS
 from training.networks.network import FullyConnected, fitting_network
 from training.protections.build import make_noisy_labels, make_protection, pay_for_budget
 from training.protections.planning import label_noise, sampled_step, with_multiplier, with_sampled_noise

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from training.config.run import RunConfig
 from training.config.seeds import generator_for
 from training.data import Dataset
-from training.networks.activations import ACTIVATIONS, Activation, activation_of
 from training.networks.base import LayeredNetwork
 from training.networks.clipping import Clip, ClippedNeurons, norm_bounds, scaled_rows
+from training.networks.functions import ACTIVATIONS, Activation, activation_of
 
 
 @dataclass(frozen=True, kw_only=True)

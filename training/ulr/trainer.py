@@ -17,7 +17,7 @@ from opusim.usage import Usage
 from training.config.run import LossName
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
-from training.networks.losses import LOSS_VALUES
+from training.networks.functions import LOSS_VALUES
 from training.ulr.network import ModuleSequence
 from training.ulr.updates import Update
 

@@ -26,7 +26,7 @@ from training.config.run import LossName
 from training.config.sections import OptimizerConfig
 from training.engine.trainer import StepRecord, Trainer
 from training.networks.base import Network
-from training.networks.losses import LOSS_VALUES
+from training.networks.functions import LOSS_VALUES
 from training.zeroth_order.config import ZoConfig
 from training.zeroth_order.distributed import Ranks
 from training.zeroth_order.perturbation import Walk

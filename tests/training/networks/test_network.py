@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from training.feedback.rules import Backpropagation
-from training.networks.activations import ACTIVATIONS, activation_of
-from training.networks.losses import LOSSES
+from training.networks.functions import ACTIVATIONS, LOSSES, activation_of
 from training.networks.network import FullyConnected, LayerShape, build_model
 
 MODULES = {"tanh": nn.Tanh, "relu": nn.ReLU, "sigmoid": nn.Sigmoid, "gelu": nn.GELU, "identity": nn.Identity}

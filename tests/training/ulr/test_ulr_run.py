@@ -19,7 +19,7 @@ from training.config import load_config
 from training.config.sections import OptimizerConfig
 from training.engine.optimizers import make_optimizer
 from training.errors import RunFolderError, TrainingDiverged
-from training.networks.losses import cross_entropy
+from training.networks.functions import cross_entropy
 from training.networks.network import FullyConnected
 from training.protections.base import DeviceNormals
 from training.protections.record import RecordProtection

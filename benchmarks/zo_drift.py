@@ -17,8 +17,7 @@ from torch import Tensor
 from benchmarks.console import print_table
 from benchmarks.results_file import save_results
 from opusim.medium.directions import Direction
-from training.zeroth_order.perturbation import Walk
-from training.zeroth_order.step_log import StepEntry
+from training.zeroth_order.perturbation import StepEntry, Walk
 
 SIZE, CYCLES, MOVE = 2**14, 300, 1e-6
 LENGTHS = (1e-3, 1e-2)

@@ -41,9 +41,9 @@ from training.engine.optimizers import make_optimizer, set_learning_rate
 from training.engine.trainer import Trainer
 from training.feedback.algorithm import feedback_options
 from training.feedback.trainer import FeedbackTrainer
+from training.networks.base import ModuleNetwork
 from training.networks.network import FullyConnected, LayerShape, build_model
 from training.protections.record import RecordProtection
-from training.zeroth_order.network import ModuleNetwork
 from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, ScalarRelease, ZoTrainer
 
 NAME, BASELINE = "zo_sst2", "dp-sgd"

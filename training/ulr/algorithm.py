@@ -32,8 +32,7 @@ from training.ulr.config import UlrConfig
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence, Outputs
 from training.ulr.published import PublishedOptions, PublishedUpdate
-from training.ulr.trainer import UlrTrainer
-from training.ulr.updates import PlainUpdate, Update
+from training.ulr.trainer import PlainUpdate, UlrTrainer, Update
 
 _WIDEST_READING = 65_536
 """Outputs with which a device is opened at most: more noise than that takes further readings."""

@@ -27,9 +27,9 @@ from training.networks.clipping import (
     scaled_rows,
 )
 from training.ulr.config import UlrConfig
-from training.ulr.estimator import Estimator, Losses
+from training.ulr.estimator import Estimator, Losses, parameter_estimates
 from training.ulr.network import ModuleSequence, Outputs
-from training.ulr.updates import Update, parameter_estimates, used_records
+from training.ulr.trainer import Update, used_records
 
 _RANK = 1e-10
 """Share of the largest eigenvalue below which a direction counts as having no noise."""

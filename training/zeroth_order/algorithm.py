@@ -25,7 +25,7 @@ from training.data.samplers import Sampler
 from training.engine.algorithm import Arrays, DeviceShape, TrainerFamily
 from training.engine.trainer import Trainer
 from training.errors import RunFolderError
-from training.networks.base import Network
+from training.networks.base import ModuleNetwork, Network, fitting_module, parameters_digest, tensor_facts
 from training.networks.network import FullyConnected, fitting_network
 from training.networks.records_apart import probe_records, require_records_apart
 from training.protections.base import DeviceNormals
@@ -34,16 +34,13 @@ from training.runs.folder import RunFolder
 from training.runs.storage import write_tensors
 from training.zeroth_order.distributed import Ranks, join_launched
 from training.zeroth_order.language import configured_language, described_classifier
-from training.zeroth_order.network import ModuleNetwork, fitting_module
 from training.zeroth_order.planning import clip_of, step_mechanism, with_scalar_noise, zo_options
 from training.zeroth_order.step_log import (
     BASE_FILE,
     LOG_FILE,
     LogHeader,
     StepLog,
-    parameters_digest,
     read_header,
-    tensor_facts,
 )
 from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, ScalarRelease, ZoTrainer
 

@@ -27,6 +27,7 @@ from opusim.errors import ConfigError
 from opusim.files import read_text
 from training.config.run import RunConfig
 from training.data.dataset import DataError
+from training.networks.base import DescribedModule
 from training.zeroth_order.config import LanguageConfig
 from training.zeroth_order.planning import zo_options
 
@@ -186,7 +187,7 @@ class Lora:
     seed: int = 0
 
 
-class PromptClassifier(nn.Module):
+class PromptClassifier(DescribedModule):
     """Scores of classes: the logits of their words where the prompt asks for one.
 
     Args:

@@ -29,8 +29,8 @@ from training.networks.base import Network
 from training.networks.functions import LOSS_VALUES
 from training.zeroth_order.config import ZoConfig
 from training.zeroth_order.distributed import Ranks
-from training.zeroth_order.perturbation import Walk
-from training.zeroth_order.step_log import StepEntry, StepLog
+from training.zeroth_order.perturbation import StepEntry, Walk
+from training.zeroth_order.step_log import StepLog
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,7 @@ from training.protections.base import DeviceNormals
 from training.protections.record import RecordProtection
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence
-from training.ulr.trainer import UlrTrainer
-from training.ulr.updates import PlainUpdate
+from training.ulr.trainer import PlainUpdate, UlrTrainer
 
 CLIP, DIVISOR = 0.31, 19.0
 CONFIG: dict[str, Any] = {

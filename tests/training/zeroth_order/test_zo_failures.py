@@ -20,8 +20,7 @@ from training.errors import RunInterrupted
 from training.networks.records_apart import require_records_apart
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
-from training.zeroth_order.replay import replay
-from training.zeroth_order.step_log import LOG_FILE, LogContent
+from training.zeroth_order.step_log import LOG_FILE, LogContent, replay
 
 FAULTS = (Fault.UNPLUGGED, Fault.BUSY, Fault.WRONG_SHAPE, Fault.NOT_A_NUMBER)
 

@@ -25,7 +25,7 @@ from training.zeroth_order.language import (
     load_classifier,
     read_texts,
 )
-from training.zeroth_order.replay import replay
+from training.zeroth_order.step_log import replay
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -14,8 +14,7 @@ from scipy.stats import kstest
 from opusim.medium.directions import Direction
 from opusim.randomness.kernels import PAIRS
 from opusim.randomness.streams import SeededStream, SystemStream, noise_stream
-from training.zeroth_order.perturbation import PagedTensors, Walk
-from training.zeroth_order.step_log import StepEntry
+from training.zeroth_order.perturbation import PagedTensors, StepEntry, Walk
 from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, loss_differences
 
 NAN, INF = math.nan, math.inf

@@ -92,7 +92,7 @@ class ConvexFamily(TrainerFamily[GatedNetwork]):
         return ConvexTrainer(
             network,
             make_optimizer([network.model.weight], config.optimizer),
-            Objective.of(options),
+            Objective.from_config(options),
             descent,
             loss=config.loss,
             noise=self._noise(config, device) if multiplier else None,

@@ -40,7 +40,7 @@ class Objective:
     clip: float | None
 
     @classmethod
-    def of(cls, options: ConvexConfig) -> Objective:
+    def from_config(cls, options: ConvexConfig) -> Objective:
         """The objective of a configuration."""
         return cls(name=options.objective, clip=options.residual_clip)
 

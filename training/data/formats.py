@@ -34,7 +34,7 @@ from opusim.files import open_to_read
 from training.data.dataset import DataError
 
 _UNSIGNED_BYTE = 8
-_LARGEST = 2**31
+_IDX_BYTES_LIMIT = 2**31
 """Bytes of elements; the images of the largest set in this format, EMNIST, take 0.6 of 2^30."""
 _DOWNLOAD_AGAIN = "delete this file and download it again; nothing else is lost"
 
@@ -81,9 +81,9 @@ def _elements(stream: IO[bytes] | gzip.GzipFile, path: Path, n_dimensions: int) 
         raise _cut_short(path, f"{len(header)} bytes do not hold a header of {header_size}")
     shape = struct.unpack(f">{n_dimensions}I", header[4:])
     expected = math.prod(shape)
-    if expected > _LARGEST:
+    if expected > _IDX_BYTES_LIMIT:
         raise DataError(
-            f"{path} promises {expected:,} bytes of data, more than the {_LARGEST:,} that are read; "
+            f"{path} promises {expected:,} bytes of data, more than the {_IDX_BYTES_LIMIT:,} that are read; "
             "give the records as arrays instead"
         )
     content = stream.read(expected + 1)
@@ -100,9 +100,9 @@ def _cut_short(path: Path, how: str) -> DataError:
     return DataError(f"{path} is cut short, as by an interrupted download ({how}); {_DOWNLOAD_AGAIN}")
 
 
-_ALWAYS_ALLOWED = 2**30
-_LARGEST_RATIO = 100
-"""Bytes in memory for a byte of the file, beyond the first `_ALWAYS_ALLOWED`; measured data compress by 2 to 20."""
+_NPZ_BYTES_ALLOWED = 2**30
+_NPZ_RATIO_LIMIT = 100
+"""Bytes in memory for a byte of the file, beyond the first `_NPZ_BYTES_ALLOWED`; measured data compress by 2 to 20."""
 _UNREADABLE = (OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError)
 _DAMAGED = (zipfile.BadZipFile, zlib.error)
 _HEADERS = {
@@ -130,7 +130,7 @@ def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = (
     """
     try:
         with os.fdopen(open_to_read(path), "rb") as file:
-            most = max(_ALWAYS_ALLOWED, _LARGEST_RATIO * os.fstat(file.fileno()).st_size)
+            most = max(_NPZ_BYTES_ALLOWED, _NPZ_RATIO_LIMIT * os.fstat(file.fileno()).st_size)
             if file.read(6) == np.lib.format.MAGIC_PREFIX:
                 raise DataError(
                     f"{path} holds one array; write both with numpy.savez({str(path)!r}, x=x, y=y)"
@@ -241,9 +241,9 @@ def _find(raw: Path, name: str) -> Path:
 
 ARCHIVE = "CIFAR10-jpeg/cifar10-jpeg.tar.xz"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_CACHE = "cifar10.npz"
-_CACHED = ("train_x", "train_y", "test_x", "test_y")
-_SIDE = 32
+_CACHE_NAME = "cifar10.npz"
+_CACHED_ARRAYS = ("train_x", "train_y", "test_x", "test_y")
+_IMAGE_SIDE = 32
 _IMAGE_LIMIT = 64 * 2**10
 """Bytes of one JPEG file; those of CIFAR-10 take 1 to 3 thousand."""
 _MEMBER_LIMIT = 100_000
@@ -271,10 +271,10 @@ def read_cifar10(root: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             f"{archive} is missing: put CIFAR-10 there as JPEG files train/CLASS/NUMBER.jpg and test/CLASS/NUMBER.jpg "
             "in one .tar.xz"
         )
-    cache = archive.with_name(_CACHE)
+    cache = archive.with_name(_CACHE_NAME)
     if cache.is_file() and cache.stat().st_mtime >= archive.stat().st_mtime:
         with contextlib.suppress(DataError):
-            train_x, train_y, test_x, test_y = read_arrays(cache, _CACHED)
+            train_x, train_y, test_x, test_y = read_arrays(cache, _CACHED_ARRAYS)
             parts = {"train": (train_x, train_y), "test": (test_x, test_y)}
             if all(_fits(*part) for part in parts.values()):
                 return parts
@@ -348,10 +348,10 @@ def _pixels(content: bytes, where: str) -> np.ndarray:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
-                if image.size != (_SIDE, _SIDE):
+                if image.size != (_IMAGE_SIDE, _IMAGE_SIDE):
                     width, height = image.size
                     raise DataError(
-                        f"{where} has {width} x {height} pixels, not {_SIDE} x {_SIDE}; this is not CIFAR-10"
+                        f"{where} has {width} x {height} pixels, not {_IMAGE_SIDE} x {_IMAGE_SIDE}; this is not CIFAR-10"
                     )
                 pixels = np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -373,7 +373,7 @@ def _stacked(found: dict[str, np.ndarray], where: str) -> tuple[np.ndarray, np.n
 
 def _fits(x: np.ndarray, y: np.ndarray) -> bool:
     """Whether cached arrays are what `_decode` returns."""
-    shapes = x.shape == (len(y), 3 * _SIDE**2) and y.ndim == 1
+    shapes = x.shape == (len(y), 3 * _IMAGE_SIDE**2) and y.ndim == 1
     return shapes and x.dtype == y.dtype == np.uint8 and bool((y < len(CLASSES)).all())
 
 
@@ -381,7 +381,7 @@ def _keep(cache: Path, parts: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
     """Leave the decoded images beside the archive, whole or not at all; not in a folder marked read-only."""
     if not cache.parent.stat().st_mode & 0o222:
         return
-    partial = cache.with_name(f"{_CACHE}.{os.getpid()}.part")
+    partial = cache.with_name(f"{_CACHE_NAME}.{os.getpid()}.part")
     with contextlib.suppress(OSError):
         with partial.open("wb") as file:
             (train_x, train_y), (test_x, test_y) = parts["train"], parts["test"]

@@ -181,7 +181,7 @@ class ModuleNetwork(Network):
         return facts | ({"language": self.model.description} if described else {})
 
 
-def fitting_module(model: nn.Module, dataset: Dataset) -> ModuleNetwork:
+def build_module_network(model: nn.Module, dataset: Dataset) -> ModuleNetwork:
     """A person's own module, after a look at what it makes of two records.
 
     Raises:

@@ -217,7 +217,7 @@ def _plus(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total.add_(part)
 
 
-_HELD = 2**24
+_PARAMETERS_LIMIT = 2**24
 """Noisy parameters that are held at once."""
 
 
@@ -248,7 +248,7 @@ def parameter_estimates(
         Estimates as rows, shape (some records, parameters), and which records they are of.
     """
     size = sum(parameter.numel() for parameter in network.layer_parameters(layer))
-    records = max(1, _HELD // (2 * size))
+    records = max(1, _PARAMETERS_LIMIT // (2 * size))
     for start in range(0, len(h), records):
         part = slice(start, min(start + records, len(h)))
         total = h.new_zeros(part.stop - part.start, size)

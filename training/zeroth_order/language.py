@@ -343,7 +343,7 @@ def _library(name: str) -> Any:
         ) from error
 
 
-def configured_language(config: RunConfig) -> tuple[RunConfig, tuple[Tensor, Tensor], PromptClassifier]:
+def build_language(config: RunConfig) -> tuple[RunConfig, tuple[Tensor, Tensor], PromptClassifier]:
     """The configuration with its number of classes; encoded texts (n, length) and labels (n,); the model.
 
     Args:

@@ -40,7 +40,7 @@ from opusim.files import open_to_write, parse_json, read_head, write_all
 from training.errors import RunFolderError
 from training.networks.base import parameters_digest, tensor_facts
 from training.runs.storage import read_json, read_tensors, write_json
-from training.zeroth_order.perturbation import StepEntry, Walk
+from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 
 MAGIC = b"OPUSIMZO"
 SCHEMA_VERSION = 1
@@ -62,7 +62,7 @@ class LogHeader:
         perturbation: phi.
         directions: n.
         weight_decay: lambda.
-        settle_every: Of the walk.
+        settle_every: Of the perturbation.
         tensors: Name, shape and type of each tensor, in the order of their numbers.
         base: Digest of the parameters before the first step.
     """
@@ -303,15 +303,15 @@ def replay(
     log = Path(path) / LOG_FILE if Path(path).is_dir() else Path(path)
     content = LogContent.read(log)
     tensors = _base_tensors(content.header, Path(base) if base is not None else log.with_name(BASE_FILE))
-    walk = Walk(
+    perturbation = InPlacePerturbation(
         list(tensors.values()),
         perturbation=content.header.perturbation,
         weight_decay=content.header.weight_decay,
     )
     for number, entry in enumerate(content.entries, start=1):
-        walk.repeat(entry)
+        perturbation.replay(entry)
         on_step(number, len(content.entries))
-    walk.settle()
+    perturbation.settle()
     digest = parameters_digest(tensors)
     arrived = None if content.parameters is None else digest == content.parameters
     if arrived is False:

@@ -24,8 +24,7 @@ from benchmarks.speed.pdfa_step import void
 from benchmarks.timing import interleaved
 from opusim.randomness.streams import noise_stream
 from training.convex.gated import GatedNetwork, GatedRecords, GatedRelu
-from training.convex.objectives import Objective
-from training.convex.trainer import ConvexTrainer, Descent
+from training.convex.trainer import ConvexTrainer, Descent, Objective
 
 FEATURES, CLASSES, HYPERPLANES, BATCH = 784, 10, 128, 1000
 PRODUCTS, OURS, GHOST = "two matrix products", "noisy step", "Opacus, gated module"

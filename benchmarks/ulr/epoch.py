@@ -28,8 +28,7 @@ from training.protections.record import RecordProtection
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence
 from training.ulr.published import PublishedOptions, PublishedUpdate
-from training.ulr.trainer import UlrTrainer
-from training.ulr.updates import PlainUpdate
+from training.ulr.trainer import PlainUpdate, UlrTrainer
 
 BATCH, STEPS_AN_EPOCH = 500, 120
 COPIES = (1, 2, 5, 10, 20, 50, 100)

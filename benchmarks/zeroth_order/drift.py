@@ -17,8 +17,7 @@ from torch import Tensor
 from benchmarks.console import print_table
 from benchmarks.results_file import save_results
 from opusim.medium.directions import Direction
-from training.zeroth_order.perturbation import Walk
-from training.zeroth_order.step_log import StepEntry
+from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 
 SIZE, CYCLES, MOVE = 2**14, 300, 1e-6
 LENGTHS = (1e-3, 1e-2)
@@ -44,19 +43,19 @@ def arrived(dtype: torch.dtype, length: float, settle_every: int) -> float:
     """The part of the moves that arrives: 1 where training goes where it should."""
     before = start(dtype)
     tensor = before.clone()
-    walk = Walk([tensor], perturbation=length)
+    perturbation = InPlacePerturbation([tensor], perturbation=length)
     wanted = torch.zeros(SIZE, dtype=torch.float64)
     for seed in range(CYCLES):
         entry = StepEntry.rounded(rate=MOVE, seeds=(seed,), scalars=(-1.0,))
-        walk.to_plus(seed)
-        walk.to_minus(seed)
-        walk.finish(entry)
+        perturbation.move_to_plus(seed)
+        perturbation.move_to_minus(seed)
+        perturbation.update(entry)
         if (seed + 1) % settle_every == 0:
-            walk.settle()
+            perturbation.settle()
         wanted += entry.moves[0] * Direction(seed).entries(0, 0, SIZE).double()
     if settle_every <= CYCLES:
-        walk.settle()
-        tensor = walk.copies.get(0, tensor)
+        perturbation.settle()
+        tensor = perturbation.copies.get(0, tensor)
     change = tensor.double() - before.double()
     return float((change * wanted).sum() / wanted.square().sum())
 

@@ -35,7 +35,7 @@ from training.engine.optimizers import make_optimizer
 from training.engine.trainer import Trainer
 from training.feedback.algorithm import feedback_options
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected, LayerShape, build_model
+from training.networks.network import FullyConnected, LayerShape, build_sequential
 from training.protections.record import RecordProtection
 from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
 
@@ -69,7 +69,7 @@ def make(method: str, noise: float, seed: int, n_features: int) -> Trainer:
     plan = PLANS[method]
     shape = LayerShape(n_outputs=2, activation="identity", bias=True)
     network = FullyConnected(
-        build_model(n_features, [shape], generator=torch.Generator().manual_seed(seed), gain=0.01)
+        build_sequential(n_features, [shape], generator=torch.Generator().manual_seed(seed), gain=0.01)
     )
     stream = SeededStream(seed, "central-noise")
     if method == "dp-sgd":

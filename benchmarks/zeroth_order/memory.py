@@ -171,7 +171,7 @@ def inference(
 
 def zeroth_order(shape: Shape, *, lora: bool, half: bool) -> Callable[[], object]:
     from training.config import load_config
-    from training.zeroth_order.network import ModuleNetwork
+    from training.networks.base import ModuleNetwork
     from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
 
     config = load_config({"trainer": {"kind": "zo"}, "optimizer": {"lr": 1e-6}})

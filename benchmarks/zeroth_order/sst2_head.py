@@ -41,9 +41,9 @@ from training.engine.optimizers import make_optimizer, set_learning_rate
 from training.engine.trainer import Trainer
 from training.feedback.algorithm import feedback_options
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected, LayerShape, build_model
+from training.networks.base import ModuleNetwork
+from training.networks.network import FullyConnected, LayerShape, build_sequential
 from training.protections.record import RecordProtection
-from training.zeroth_order.network import ModuleNetwork
 from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, ScalarRelease, ZoTrainer
 
 NAME, BASELINE = "zo_sst2", "dp-sgd"
@@ -119,7 +119,7 @@ def make(method: str, noise: float, setting: Setting, seed: int) -> tuple[Traine
 
 def _dp_sgd(noise: float, rate: float, stream: SeededStream) -> tuple[Trainer, Any]:
     shape = LayerShape(n_outputs=2, activation="identity", bias=True)
-    model = build_model(384, [shape], generator=torch.Generator().manual_seed(0), gain=0.0)
+    model = build_sequential(384, [shape], generator=torch.Generator().manual_seed(0), gain=0.0)
     network = FullyConnected(model)
     config = load_config({"trainer": {"kind": "bp"}, "optimizer": {"lr": rate, "momentum": 0.0}})
     batch = METHODS[BASELINE]["batch"]

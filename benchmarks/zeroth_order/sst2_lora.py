@@ -43,7 +43,7 @@ from opusim.randomness.streams import SeededStream, derive_seed
 from training.config import load_config
 from training.data.samplers import make_sampler
 from training.engine.optimizers import set_learning_rate
-from training.zeroth_order.network import ModuleNetwork
+from training.networks.base import ModuleNetwork
 from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
 
 NAME, RANK, LENGTH, HELD_OUT = "zo_sst2_lora", 8, 40, 2000

@@ -21,7 +21,7 @@ from torch import nn
 import training
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
-from training.zeroth_order.replay import replay
+from training.zeroth_order.step_log import replay
 
 TOUCHES = ("write", "fsync", "replace", "ftruncate")
 CONFIG: dict[str, Any] = {

@@ -20,7 +20,7 @@ from opusim import checks
 from opusim.randomness.streams import derive_seed
 from training.attacks.base import Scores
 from training.config.run import LossName
-from training.networks.losses import LOSSES
+from training.networks.functions import LOSSES
 
 
 @dataclass(frozen=True, kw_only=True)

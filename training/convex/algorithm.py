@@ -16,7 +16,6 @@ from opusim.randomness.streams import NoiseStream, noise_stream
 from training.config.run import RunConfig
 from training.config.seeds import generator_for, seed_for
 from training.convex.gated import GatedNetwork, GatedRelu, seeded_hyperplanes
-from training.convex.objectives import Objective
 from training.convex.planning import (
     LAST_ITERATE,
     convex_options,
@@ -29,7 +28,7 @@ from training.convex.planning import (
     require_plain_descent,
     with_calibrated_noise,
 )
-from training.convex.trainer import ConvexTrainer, Descent
+from training.convex.trainer import ConvexTrainer, Descent, Objective
 from training.data import Dataset
 from training.data.samplers import Sampler
 from training.engine.algorithm import DeviceShape, TrainerFamily
@@ -93,7 +92,7 @@ class ConvexFamily(TrainerFamily[GatedNetwork]):
         return ConvexTrainer(
             network,
             make_optimizer([network.model.weight], config.optimizer),
-            Objective.of(options),
+            Objective.from_config(options),
             descent,
             loss=config.loss,
             noise=self._noise(config, device) if multiplier else None,

@@ -25,7 +25,7 @@ from opusim.devices.base import NoisyDevice
 from training.networks.base import Network
 from training.networks.clipping import bounded_factors, finite_rows, full_precision, norm_bounds, row_norms
 
-_AT_ONCE = 2**20
+_FLOAT64_CHUNK = 2**20
 """Numbers that are held in float64 at once, 8 MiB."""
 
 
@@ -147,7 +147,7 @@ def open_gates(x: Tensor, hyperplanes: Tensor) -> Tensor:
         values.dtype
     )  # twice, for |x| = 1 + 2^-23
     gates = values >= 0
-    for entries in (values.abs() <= rounding).nonzero().split(max(1, _AT_ONCE // x.shape[1])):
+    for entries in (values.abs() <= rounding).nonzero().split(max(1, _FLOAT64_CHUNK // x.shape[1])):
         record, plane = entries.unbind(1)
         gates[record, plane] = (x[record].double() * hyperplanes[plane].double()).sum(dim=1) >= 0
     return gates
@@ -188,7 +188,7 @@ class GatedNetwork(Network):
         }
 
 
-_ROWS = 256
+_VECTORS_PER_CALL = 256
 
 
 def seeded_hyperplanes(count: int, n_inputs: int, generator: torch.Generator) -> Tensor:
@@ -211,7 +211,7 @@ def device_hyperplanes(device: NoisyDevice, *, readings: int) -> Tensor:
     """
     units = torch.eye(device.n_inputs)
     columns = []
-    for block in units.split(_ROWS):
+    for block in units.split(_VECTORS_PER_CALL):
         total = torch.zeros(len(block), device.n_outputs)
         for _ in range(readings):
             total += device.project(block).cpu()

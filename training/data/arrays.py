@@ -9,7 +9,7 @@ from opusim import checks
 from opusim.randomness.streams import derive_seed
 from training.config.sections import SplitRule
 from training.data.dataset import Dataset, Split, Standardisation
-from training.data.splits import Ids, hold_out, hold_out_by_content, hold_out_by_id
+from training.data.splits import Ids, split_by_content, split_by_id, split_by_index
 
 Array = np.ndarray | torch.Tensor
 
@@ -100,15 +100,15 @@ def _divided(
             f"split = {split!r} with{'out' if ids is None else ''} ids: IDs decide for split = 'id' only; give both"
         )
     if split == "index":
-        return hold_out(len(features), fraction, derive_seed(seed, "validation"))
+        return split_by_index(len(features), fraction, derive_seed(seed, "validation"))
     if ids is None:
-        kept, held_out = hold_out_by_content(features, fraction, seed)
+        kept, held_out = split_by_content(features, fraction, seed)
     else:
         if len(ids) != len(features):
             raise ValueError(
                 f"x has {len(features)} records and ids {len(ids)} entries; give one ID a record"
             )
-        kept, held_out = hold_out_by_id(ids, fraction, seed)
+        kept, held_out = split_by_id(ids, fraction, seed)
     if not len(kept):
         raise ValueError(
             f"validation_fraction = {fraction:g} leaves no record for training under split = {split!r}; lower it, or "

@@ -24,10 +24,9 @@ from opusim.errors import ConfigError
 from training.config.effect import OWN_ARRAYS as OWN_ARRAYS
 from training.config.sections import DataConfig, SplitRule
 from training.data.arrays import from_arrays
-from training.data.cifar10 import ARCHIVE, read_cifar10
 from training.data.dataset import DataError, Dataset, Standardisation
-from training.data.formats import VARIABLE, read_labelled_images
-from training.data.splits import hold_out
+from training.data.formats import ARCHIVE, VARIABLE, read_cifar10, read_labelled_images
+from training.data.splits import split_by_index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +170,7 @@ def _read_digits() -> Parts:
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
-    train, test = (positions.numpy() for positions in hold_out(len(pixels), 0.2, seed=0))
+    train, test = (positions.numpy() for positions in split_by_index(len(pixels), 0.2, seed=0))
     return {"train": (pixels[train], labels[train]), "test": (pixels[test], labels[test])}
 
 
@@ -255,7 +254,7 @@ alone: a person's own data need constants that were fixed without looking at the
 """
 
 
-def chosen_constants(options: DataConfig) -> Standardisation | None:
+def standardisation_of(options: DataConfig) -> Standardisation | None:
     """The constants that a configuration gives itself, or None."""
     if options.mean is None or options.std is None:
         return None
@@ -264,7 +263,7 @@ def chosen_constants(options: DataConfig) -> Standardisation | None:
     )
 
 
-def configured_dataset(options: DataConfig, split: SplitRule | None = None) -> Dataset:
+def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Dataset:
     """Load a known data set as a configuration asks for it.
 
     Args:
@@ -295,5 +294,5 @@ def configured_dataset(options: DataConfig, split: SplitRule | None = None) -> D
         validation_fraction=options.validation_fraction,
         split_seed=options.split_seed,
         split=rule,
-        standardise=chosen_constants(options) or options.standardise,
+        standardise=standardisation_of(options) or options.standardise,
     )

@@ -183,7 +183,7 @@ class PrincipalComponents:
     axes: np.ndarray
 
     @classmethod
-    def of(cls, x: Tensor, n_components: int, *, whitening: float) -> PrincipalComponents:
+    def fit(cls, x: Tensor, n_components: int, *, whitening: float) -> PrincipalComponents:
         """The leading components of some records.
 
         Component j has standard deviation proportional to s_j^(1 - whitening), s_j its own, and the mean of the

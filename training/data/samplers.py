@@ -31,7 +31,7 @@ from scipy.special import bdtrc
 from opusim import checks
 from opusim.randomness.streams import SystemUniforms, derive_seed
 
-_LEAST_ACCEPTANCE = 1e-3
+_MIN_ACCEPTANCE = 1e-3
 """Rejection below this probability of success is refused: a batch would take over 1,000 draws on average."""
 
 
@@ -157,7 +157,7 @@ class PoissonMinBatchSampler(PoissonSampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.integer(min_batch_size=self.min_batch_size, minimum=0, maximum=self.n_records)
-        if self.acceptance_probability < _LEAST_ACCEPTANCE:
+        if self.acceptance_probability < _MIN_ACCEPTANCE:
             raise ValueError(
                 f"min_batch_size={self.min_batch_size} is reached with probability "
                 f"{self.acceptance_probability:.2g} only (mean batch {super().expected_batch_size:g}); "

@@ -38,7 +38,7 @@ def seeded_permutation(n: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.argsort(words, kind="stable"))
 
 
-def hold_out(n: int, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def split_by_index(n: int, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide ``0 .. n - 1`` at random into a part that is kept and a part that is held out.
 
     The split depends on the number of records and the seed alone. It is not stratified: equal shares of
@@ -67,9 +67,7 @@ def hold_out(n: int, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Te
     return order[n_out:], order[:n_out]
 
 
-def hold_out_by_content(
-    features: torch.Tensor, fraction: float, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def split_by_content(features: torch.Tensor, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide records by a keyed hash of each one's own features.
 
     A record is held out if BLAKE2b-64 of its features as little-endian float32, under the key
@@ -93,8 +91,8 @@ def hold_out_by_content(
     return _divided((row.tobytes() for row in rows), fraction, derive_seed(seed, "split by content"))
 
 
-def hold_out_by_id(ids: Ids, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide records by a keyed hash of each one's ID; as `hold_out_by_content` but for the key and what is hashed.
+def split_by_id(ids: Ids, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide records by a keyed hash of each one's ID; as `split_by_content` but for the key and what is hashed.
 
     A whole number is hashed as ``i`` and its decimal digits, a string as ``s`` and its UTF-8 bytes. Records of one ID
     fall on one side.

@@ -16,7 +16,7 @@ from opusim.errors import ConfigError
 from training.config.run import RunConfig
 from training.config.seeds import seed_for
 from training.data import Dataset, Split, from_arrays
-from training.data.catalogue import chosen_constants, configured_dataset
+from training.data.catalogue import build_dataset, standardisation_of
 from training.data.dataset import PrincipalComponents, reduced
 from training.data.samplers import PoissonSampler, Sampler, make_sampler
 from training.engine.algorithm import Arrays, DeviceShape
@@ -67,7 +67,7 @@ def load_data(config: RunConfig, data: Arrays | Dataset | None) -> Dataset:
             raise ConfigError("configuration", "data.split", reason)
         return data
     if data is None:
-        return configured_dataset(config.data, config.split)
+        return build_dataset(config.data, config.split)
     if not isinstance(data, tuple) or len(data) not in (2, 3):
         raise TypeError(
             f"data must be (x, y), (x, y, ids) or a Dataset, got {type(data).__name__}; give data=(x, y)"
@@ -87,7 +87,7 @@ def load_data(config: RunConfig, data: Arrays | Dataset | None) -> Dataset:
         split_seed=options.split_seed,
         split=split,
         ids=ids,
-        standardise=chosen_constants(options),
+        standardise=standardisation_of(options),
     )
 
 
@@ -98,7 +98,7 @@ def in_components(config: RunConfig, dataset: Dataset, resumed: RunFolder | None
         return dataset
     if resumed is not None:
         return reduced(dataset, PrincipalComponents.from_array(read_array(resumed.components_file)))
-    return reduced(dataset, PrincipalComponents.of(dataset.train.x, wanted, whitening=config.data.whitening))
+    return reduced(dataset, PrincipalComponents.fit(dataset.train.x, wanted, whitening=config.data.whitening))
 
 
 @contextmanager

@@ -28,8 +28,8 @@ from training.engine.optimizers import make_optimizer
 from training.engine.trainer import Trainer
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.activations import ACTIVATIONS
-from training.networks.network import FullyConnected, fitting_network
+from training.networks.functions import ACTIVATIONS
+from training.networks.network import FullyConnected, build_network
 from training.protections.build import make_noisy_labels, make_protection, pay_for_budget
 from training.protections.planning import label_noise, sampled_step, with_multiplier, with_sampled_noise
 from training.runs.folder import RunFolder
@@ -90,7 +90,7 @@ class FeedbackFamily(TrainerFamily[FullyConnected]):
 
     def network(self, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected:
         """See TrainerFamily.network; pdfa needs a hidden layer."""
-        network = fitting_network(config, dataset, model)
+        network = build_network(config, dataset, model)
         if config.uses_device and network.depth == 1:
             raise ValueError("model has no hidden layer; pdfa needs one to send the projected error to")
         return network

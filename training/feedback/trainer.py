@@ -32,7 +32,7 @@ from training.feedback.rules import (
     Scale,
 )
 from training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
-from training.networks.losses import LOSSES
+from training.networks.functions import LOSSES
 from training.networks.network import ForwardPass, FullyConnected
 from training.protections.base import Protection
 from training.protections.noisy_labels import NoisyLabels

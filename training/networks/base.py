@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from training.data import Dataset
 from training.networks.clipping import Clip
 
 
@@ -105,3 +107,89 @@ def require_class_scores(model: Callable[[Tensor], object], records: Tensor, n_c
             f"model gives {found} for {len(records)} records of {n_classes} classes; it must give class scores of "
             "shape (batch, n_classes)"
         )
+
+
+def parameters_digest(tensors: Mapping[str, Tensor]) -> str:
+    """BLAKE2b over the bytes of the tensors, in their order."""
+    state = hashlib.blake2b(digest_size=16)
+    for tensor in tensors.values():
+        state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+def tensor_facts(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
+    """Name, shape and type of each tensor, as a header holds them."""
+    return [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
+
+
+class DescribedModule(nn.Module):
+    """A module that says how to load it again.
+
+    Attributes:
+        description: JSON values, as `config.json` keeps them; empty if the module cannot be loaded by its description.
+    """
+
+    description: dict[str, Any]
+
+
+class ModuleNetwork(Network):
+    """A person's own module; its parameters that require a gradient are trained, the others stay.
+
+    Args:
+        model: Takes records (batch, n_inputs), gives class scores (batch, n_classes). It is put into evaluation mode.
+        n_inputs: Features of a record.
+
+    Raises:
+        ValueError: No parameter requires a gradient.
+    """
+
+    def __init__(self, model: nn.Module, n_inputs: int) -> None:
+        self.model = model.eval()
+        self._n_inputs = n_inputs
+        if not self.tensors:
+            raise ValueError(
+                "model has no parameter that requires a gradient; those that do are trained: "
+                "call requires_grad_(True) on them"
+            )
+
+    @property
+    def n_inputs(self) -> int:
+        """Features of a record."""
+        return self._n_inputs
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The trained parameters under the module's own names; one that is shared stands once."""
+        return {
+            name: parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Its width, class, trained parameters and a digest of the others: to know it again, not to rebuild it."""
+        facts = {
+            "n_inputs": self._n_inputs,
+            "module": type(self.model).__name__,
+            "tensors": tensor_facts(self.tensors),
+        }
+        frozen: dict[str, Tensor] = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
+        frozen |= dict(self.model.named_buffers())
+        facts |= {"frozen": parameters_digest(frozen)} if frozen else {}
+        described = isinstance(self.model, DescribedModule) and self.model.description
+        return facts | ({"language": self.model.description} if described else {})
+
+
+def build_module_network(model: nn.Module, dataset: Dataset) -> ModuleNetwork:
+    """A person's own module, after a look at what it makes of two records.
+
+    Raises:
+        TypeError, ValueError: It gives no class scores for the data's classes, or has nothing to train.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    network = ModuleNetwork(model, dataset.n_features)
+    place = next(iter(network.tensors.values())).device
+    require_class_scores(model, dataset.train.x[:2].to(place), dataset.n_classes)
+    return network

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from training.config.sections import ClippedLayers, WidthRule
 
-_AT_ONCE = 2**20
+_FLOAT64_CHUNK = 2**20
 """Numbers that are held in float64 at once, 8 MiB."""
-_SHORT = 1600
+_SHORT_ROW = 1600
 """Numbers up to which the rounding of a float32 sum of squares costs less than 1e-4 of the norm, whatever its order."""
-_SAFE = (1e-15, 1e15)
+_SAFE_NORMS = (1e-15, 1e15)
 """Float32 norms whose squares neither overflowed nor lost terms: vanished squares are below 1e-45 each."""
-_SMALL = 2.0**-60
+_SUBNORMAL_GUARD = 2.0**-60
 """Numbers below it may become subnormal in a product, and are then rounded by more than 2^-24 of themselves."""
 
 
@@ -59,7 +59,7 @@ def row_norms(rows: Tensor) -> Tensor:
         rows: Shape (batch, ...).
     """
     flat = rows.flatten(1) if rows.ndim > 1 else rows[:, None]
-    parts = flat.split(max(1, _AT_ONCE // max(flat.shape[1], 1)))
+    parts = flat.split(max(1, _FLOAT64_CHUNK // max(flat.shape[1], 1)))
     norms = [torch.linalg.vector_norm(part.double(), dim=1) for part in parts]
     return norms[0] if len(norms) == 1 else torch.cat(norms)
 
@@ -75,7 +75,7 @@ def norm_bounds(rows: Tensor) -> Tensor:
         rows: Shape (batch, ...).
     """
     flat = rows.flatten(1)
-    if flat.shape[1] <= _SHORT:
+    if flat.shape[1] <= _SHORT_ROW:
         norms = torch.linalg.vector_norm(flat, dim=1)
         safe = safe_in_float32(norms)
         bounds = norms.double() * (1 + (flat.shape[1] + 8) * 2.0**-24)
@@ -85,7 +85,7 @@ def norm_bounds(rows: Tensor) -> Tensor:
 
 def safe_in_float32(norms: Tensor) -> Tensor:
     """Whether float32 holds products of numbers of rows with these norms, up to 1e-15 of the largest; (batch,)."""
-    return (norms > _SAFE[0]) & (norms < _SAFE[1])
+    return (norms > _SAFE_NORMS[0]) & (norms < _SAFE_NORMS[1])
 
 
 def bounded_factors(norms: Tensor, bound: float) -> Tensor:
@@ -136,7 +136,11 @@ def scaled_rows(rows: Tensor, factors: Tensor) -> ScaledRows:
     """
     scaled = rows * by_record(factors.float(), rows)
     norms = norm_bounds(scaled)
-    normal = (factors > _SMALL) & ((norms == 0) | (norms > _SMALL)) | (factors == 0) | (factors == 1)
+    normal = (
+        (factors > _SUBNORMAL_GUARD) & ((norms == 0) | (norms > _SUBNORMAL_GUARD))
+        | (factors == 0)
+        | (factors == 1)
+    )
     apart = torch.nonzero(~normal).flatten()
     exact = rows[apart].double() * by_record(factors[apart], rows)
     return ScaledRows(rows=finite_rows(scaled, normal) if len(apart) else scaled, apart=apart, exact=exact)
@@ -153,7 +157,7 @@ def multipliers(factors: Tensor) -> Tensor:
     Returns:
         float32, or float64 if some factor needs it; products with float32 rows, rounded to float32, are equal.
     """
-    extreme = ((factors > 0) & (factors < _SMALL)) | (factors > 1 / _SMALL)
+    extreme = ((factors > 0) & (factors < _SUBNORMAL_GUARD)) | (factors > 1 / _SUBNORMAL_GUARD)
     rounded = factors.float()
     return torch.where(extreme, factors, rounded.double()) if bool(extreme.any()) else rounded
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from training.config.run import RunConfig
 from training.config.seeds import generator_for
 from training.data import Dataset
-from training.networks.activations import ACTIVATIONS, Activation, activation_of
 from training.networks.base import LayeredNetwork
 from training.networks.clipping import Clip, ClippedNeurons, norm_bounds, scaled_rows
+from training.networks.functions import ACTIVATIONS, Activation, activation_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class FullyConnected(LayeredNetwork):
     def from_facts(cls, facts: dict[str, Any]) -> Self:
         """A network as `facts` describes it, its parameters yet to be filled in."""
         layers = [LayerShape(**layer) for layer in facts["layers"]]
-        return cls(build_model(facts["n_inputs"], layers, generator=torch.Generator()))
+        return cls(build_sequential(facts["n_inputs"], layers, generator=torch.Generator()))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def outer_squared_norms(delta: Tensor, h: Tensor, *, bias: bool) -> Tensor:
     return norm_bounds(delta).square_() * norm_bounds(h).square_().add_(float(bias))
 
 
-def build_model(
+def build_sequential(
     n_inputs: int, layers: Sequence[LayerShape], *, generator: torch.Generator, gain: float = 1.0
 ) -> nn.Sequential:
     """Build an nn.Sequential with torch's own initialisation law, drawn from an explicit generator.
@@ -332,7 +332,7 @@ def _check_layers(linears: list[nn.Linear]) -> None:
             )
 
 
-def configured_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
+def build_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
     """The network of the section `model`, freshly initialised, as wide as the data."""
     options = config.model
     layers = [
@@ -349,17 +349,17 @@ def configured_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
         LayerShape(n_outputs=dataset.n_classes, activation=options.output_activation, bias=options.bias)
     )
     generator = generator_for(config, "initialisation")
-    return build_model(dataset.n_features, layers, generator=generator, gain=options.initial_gain)
+    return build_sequential(dataset.n_features, layers, generator=generator, gain=options.initial_gain)
 
 
-def fitting_network(config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected:
+def build_network(config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected:
     """A person's own fully connected module where it fits the data, or a new one as the configuration says.
 
     Raises:
         TypeError, ValueError: See FullyConnected; or its widths are not those of the data.
     """
     if model is None:
-        return FullyConnected(configured_model(config, dataset))
+        return FullyConnected(build_model(config, dataset))
     network = FullyConnected(model)
     wanted = (dataset.n_features, dataset.n_classes)
     found = (network.n_inputs, network.widths[-1])

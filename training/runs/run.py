@@ -22,7 +22,7 @@ from training.data.dataset import DataError, PrincipalComponents, Standardisatio
 from training.data.formats import read_arrays
 from training.engine.algorithm import family_of
 from training.errors import RunFolderError
-from training.networks.losses import LOSSES
+from training.networks.functions import LOSSES
 from training.runs.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array

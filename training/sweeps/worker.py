@@ -10,7 +10,7 @@ from accounting.errors import BudgetExceeded
 from training.config.run import RunConfig
 from training.config.sections import DataConfig, SplitRule
 from training.data import Dataset
-from training.data.catalogue import configured_dataset
+from training.data.catalogue import build_dataset
 from training.engine.session import train_on
 from training.errors import FolderBusy, RunInterrupted
 from training.runs.folder import RunFolder
@@ -59,7 +59,7 @@ def _finished(config: RunConfig, folder: RunFolder) -> Run:
 @lru_cache(maxsize=1)
 def _dataset(options: DataConfig, split: SplitRule) -> Dataset:
     """The data set of this process's last run, which is mostly that of the next."""
-    return configured_dataset(options, split)
+    return build_dataset(options, split)
 
 
 def _wall(folder: RunFolder, measured: float) -> float:

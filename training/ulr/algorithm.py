@@ -23,8 +23,8 @@ from training.engine.algorithm import DeviceShape, TrainerFamily
 from training.engine.optimizers import make_optimizer
 from training.errors import RunFolderError
 from training.networks.base import require_class_scores
-from training.networks.network import FullyConnected, configured_model
-from training.networks.records_apart import probe_records, require_records_apart
+from training.networks.network import FullyConnected, build_model
+from training.networks.record_independence import probe_records, require_independent_records
 from training.protections.base import DeviceNormals
 from training.protections.build import make_record_protection
 from training.protections.planning import sampled_step
@@ -32,8 +32,7 @@ from training.ulr.config import UlrConfig
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence, Outputs
 from training.ulr.published import PublishedOptions, PublishedUpdate
-from training.ulr.trainer import UlrTrainer
-from training.ulr.updates import PlainUpdate, Update
+from training.ulr.trainer import PlainUpdate, UlrTrainer, Update
 
 _WIDEST_READING = 65_536
 """Outputs with which a device is opened at most: more noise than that takes further readings."""
@@ -51,12 +50,12 @@ class UlrFamily(TrainerFamily[ModuleSequence]):
             ValueError: Records are protected and the module mixes them.
         """
         if model is None:
-            return ModuleSequence(configured_model(config, dataset), n_inputs=dataset.n_features)
+            return ModuleSequence(build_model(config, dataset), n_inputs=dataset.n_features)
         network = ModuleSequence(model, n_inputs=dataset.n_features)
         place = network.parameters[0].device
         require_class_scores(model, torch.zeros(2, network.n_inputs, device=place), dataset.n_classes)
         if config.protection.kind == "record":
-            require_records_apart(model, probe_records(dataset, place))
+            require_independent_records(model, probe_records(dataset, place))
         return network
 
     def rebuilt(self, facts: dict[str, Any], model: nn.Module | None) -> ModuleSequence:

@@ -215,3 +215,72 @@ class _Sum:
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total.add_(part)
+
+
+_PARAMETERS_LIMIT = 2**24
+"""Noisy parameters that are held at once."""
+
+
+def parameter_estimates(
+    network: ModuleSequence,
+    layer: int,
+    h: Tensor,
+    losses: Losses,
+    noise: NoiseStream,
+    sigma: float,
+    copies: int,
+) -> Iterator[tuple[Tensor, slice]]:
+    """(1 / (K sigma^2)) sum_k Z_k L_k with Z_k ~ N(0, sigma^2 I) on the parameters, record by record.
+
+    A virtual linear module whose input is the identity and whose weight is the parameters (section 3.2 of the paper):
+    its Jacobian is I. It draws as many numbers for a record and copy as the module has parameters.
+
+    Args:
+        network: The modules.
+        layer: Whose parameters.
+        h: Its input, shape (batch, ...).
+        losses: The loss of the batch's records.
+        noise: Where Z comes from.
+        sigma: Its standard deviation.
+        copies: K.
+
+    Yields:
+        Estimates as rows, shape (some records, parameters), and which records they are of.
+    """
+    size = sum(parameter.numel() for parameter in network.layer_parameters(layer))
+    records = max(1, _PARAMETERS_LIMIT // (2 * size))
+    for start in range(0, len(h), records):
+        part = slice(start, min(start + records, len(h)))
+        total = h.new_zeros(part.stop - part.start, size)
+        for _ in range(copies):
+            z = noise.normal(total.shape).to(h.device).mul_(sigma)
+            with torch.no_grad():
+                value = _with_own_parameters(network, layer, h[part], z)
+                loss = losses(_onward(network, layer, value), part)[0]
+            total.add_(z.mul_(loss[:, None]))
+        yield total.mul_(1 / (copies * sigma**2)), part
+
+
+def _with_own_parameters(network: ModuleSequence, layer: int, h: Tensor, z: Tensor) -> Tensor:
+    """The layer's outputs, each record through parameters moved by its own row of z."""
+    module = network.jacobians[layer].module
+    named = {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    def of_record(moves: Tensor, x: Tensor) -> Tensor:
+        parts = moves.split([value.numel() for value in named.values()])
+        moved = {
+            name: value + part.view_as(value)
+            for (name, value), part in zip(named.items(), parts, strict=True)
+        }
+        result: Tensor = torch.func.functional_call(module, moved, (x[None],))[0]
+        return result
+
+    return torch.func.vmap(of_record)(z, h)
+
+
+def _onward(network: ModuleSequence, layer: int, value: Tensor) -> Tensor:
+    """The model's output from a layer's output on."""
+    rows = network.after(layer, value)
+    for later in range(layer + 1, network.depth):
+        rows = network.after(later, network.layer(later, rows))
+    return rows

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from training.networks.base import LayeredNetwork
 from training.networks.clipping import Clip
+from training.networks.jacobians import Jacobian, LinearJacobian, jacobian_of
 from training.networks.network import FullyConnected, write_linear_gradient
-from training.ulr.jacobians import Jacobian, LinearJacobian, jacobian_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class ModuleSequence(LayeredNetwork):
 
     A module without trained parameters may be anything that maps a batch of records to a batch of records: an
     activation without derivative, a quantiser, a call to another process. Of a module with parameters only the Jacobian
-    of its own output is needed (`training.ulr.jacobians`).
+    of its own output is needed (`training.networks.jacobians`).
 
     Args:
         model: The sequence. Every module treats records apart from each other. It is put into evaluation mode (no

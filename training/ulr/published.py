@@ -27,11 +27,11 @@ from training.networks.clipping import (
     scaled_rows,
 )
 from training.ulr.config import UlrConfig
-from training.ulr.estimator import Estimator, Losses
+from training.ulr.estimator import Estimator, Losses, parameter_estimates
 from training.ulr.network import ModuleSequence, Outputs
-from training.ulr.updates import Update, parameter_estimates, used_records
+from training.ulr.trainer import Update, used_records
 
-_RANK = 1e-10
+_RANK_TOLERANCE = 1e-10
 """Share of the largest eigenvalue below which a direction counts as having no noise."""
 
 
@@ -141,8 +141,8 @@ class PublishedUpdate(Update):
             return options.largest_sigma
         exact = root.double()
         values = torch.linalg.eigvalsh(exact.T @ exact)
-        if not float(values[0]) > _RANK * float(values[-1]):
-            rank = int((values > _RANK * values[-1]).sum())
+        if not float(values[0]) > _RANK_TOLERANCE * float(values[-1]):
+            rank = int((values > _RANK_TOLERANCE * values[-1]).sum())
             raise NoGuarantee(
                 f"layer {layer + 1}: Assumption 1 of the DP-ULR paper fails, the batch's noise has rank {rank} of "
                 f"{len(values)} for every output, and no sigma satisfies eq. 8; use trainer.remedy = 'extra-noise' or "

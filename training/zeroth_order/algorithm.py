@@ -25,25 +25,28 @@ from training.data.samplers import Sampler
 from training.engine.algorithm import Arrays, DeviceShape, TrainerFamily
 from training.engine.trainer import Trainer
 from training.errors import RunFolderError
-from training.networks.base import Network
-from training.networks.network import FullyConnected, fitting_network
-from training.networks.records_apart import probe_records, require_records_apart
+from training.networks.base import (
+    ModuleNetwork,
+    Network,
+    build_module_network,
+    parameters_digest,
+    tensor_facts,
+)
+from training.networks.network import FullyConnected, build_network
+from training.networks.record_independence import probe_records, require_independent_records
 from training.protections.base import DeviceNormals
 from training.protections.planning import divisor_of
 from training.runs.checkpoints import write_tensors
 from training.runs.folder import RunFolder
-from training.zeroth_order.distributed import Ranks, join_launched
-from training.zeroth_order.language import configured_language, described_classifier
-from training.zeroth_order.network import ModuleNetwork, fitting_module
+from training.zeroth_order.distributed import Ranks, init_process_group
+from training.zeroth_order.language import build_language, described_classifier
 from training.zeroth_order.planning import clip_of, step_mechanism, with_scalar_noise, zo_options
 from training.zeroth_order.step_log import (
     BASE_FILE,
     LOG_FILE,
     LogHeader,
     StepLog,
-    parameters_digest,
     read_header,
-    tensor_facts,
 )
 from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, ScalarRelease, ZoTrainer
 
@@ -57,7 +60,7 @@ class ZoFamily(TrainerFamily[Network]):
         """See TrainerFamily.own_parts: the language model and the texts of trainer.language."""
         if zo_options(config).language.model is None:
             return config, None, None
-        return configured_language(config)
+        return build_language(config)
 
     def network(self, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> Network:
         """See TrainerFamily.network; any module that gives class scores will do.
@@ -66,15 +69,15 @@ class ZoFamily(TrainerFamily[Network]):
             ValueError: Records are protected and the module mixes them.
         """
         if model is None:
-            return fitting_network(config, dataset, None)
+            return build_network(config, dataset, None)
         network: Network
         try:
-            network = fitting_network(config, dataset, model)
+            network = build_network(config, dataset, model)
         except (TypeError, ValueError):  # not fully connected, or in part frozen
-            network = fitting_module(model, dataset)
+            network = build_module_network(model, dataset)
         if config.protection.kind == "record":
             place = next(iter(network.tensors.values())).device
-            require_records_apart(network.model.eval(), probe_records(dataset, place))
+            require_independent_records(network.model.eval(), probe_records(dataset, place))
         return network
 
     def rebuilt(self, facts: dict[str, Any], model: nn.Module | None) -> Network:
@@ -98,11 +101,11 @@ class ZoFamily(TrainerFamily[Network]):
         self, config: RunConfig, network: Network, dataset: Dataset, device: NoisyDevice | None
     ) -> ZoTrainer:
         """See TrainerFamily.trainer; processes that torchrun launched together share the batches."""
-        join_launched()
+        init_process_group()
         ranks = Ranks()
         root = derive_seed(config.seed, "directions")
         if config.mode == "release":  # public, but nobody's choice
-            root = int(ranks.of_first([float(secrets.randbits(53))])[0])
+            root = int(ranks.broadcast([float(secrets.randbits(53))])[0])
         return ZoTrainer(
             network,
             zo_options(config),
@@ -168,8 +171,8 @@ class ZoFamily(TrainerFamily[Network]):
     def begin(self, config: RunConfig, trainer: Trainer) -> None:
         """See TrainerFamily.begin."""
         if isinstance(trainer, ZoTrainer):
-            trainer.ranks.start_alike(trainer.tensors.values())
-            trainer.walk.restart()
+            trainer.ranks.broadcast_tensors(trainer.tensors.values())
+            trainer.perturbation.reset_copies()
 
     def pay_at_start(
         self,

@@ -49,7 +49,7 @@ class Ranks:
         dist.all_gather(parts, mine)
         return [math.fsum(column) for column in zip(*(part.tolist() for part in parts), strict=True)]
 
-    def start_alike(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Give all processes the first one's parameters, once, before the first step."""
         if self.world > 1:
             for tensor in tensors:
@@ -67,7 +67,7 @@ class Ranks:
                 "folders of one run, and delete newer checkpoints that not all of them have"
             )
 
-    def of_first(self, values: Sequence[float]) -> list[float]:
+    def broadcast(self, values: Sequence[float]) -> list[float]:
         """What the first process has, on all."""
         if self.world == 1:
             return list(values)
@@ -76,7 +76,7 @@ class Ranks:
         return [float(value) for value in told.tolist()]
 
 
-def join_launched() -> None:
+def init_process_group() -> None:
     """Join the processes that torchrun launched together, unless that is done or there is but one."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not dist.is_available() or dist.is_initialized():
         return

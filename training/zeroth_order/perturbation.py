@@ -20,18 +20,54 @@ from __future__ import annotations
 import mmap
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from opusim.medium.directions import Direction
-from training.zeroth_order.step_log import StepEntry
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEntry:
+    """One line of a step log.
+
+    Attributes:
+        rate: eta, the step's learning rate, a float32 value.
+        seeds: Of the directions, each in [0, 2^64).
+        scalars: s of each direction, float32 values: the noised sum over batch size and 2 phi.
+    """
+
+    rate: float
+    seeds: tuple[int, ...]
+    scalars: tuple[float, ...]
+
+    @classmethod
+    def rounded(cls, *, rate: float, seeds: tuple[int, ...], scalars: tuple[float, ...]) -> StepEntry:
+        """The entry as a log holds it; a step moves by these numbers and no others."""
+        with np.errstate(over="ignore"):
+            return cls(
+                rate=float(np.float32(rate)),
+                seeds=seeds,
+                scalars=tuple(float(np.float32(scalar)) for scalar in scalars),
+            )
+
+    @property
+    def moves(self) -> tuple[float, ...]:
+        """-eta s / n: how far the parameters go along each of the n directions."""
+        return tuple(-self.rate * scalar / len(self.scalars) for scalar in self.scalars)
+
+    def keep(self, weight_decay: float) -> float:
+        """1 - eta lambda: what the decay leaves of the parameters."""
+        return 1.0 - self.rate * weight_decay
+
 
 _CAN_PAGE_OUT = hasattr(mmap, "MADV_DONTNEED")
 
 
-class PagedTensors:
+class MemoryMappedTensors:
     """Copies of tensors, by number, in one unnamed file that is mapped into memory.
 
     Attributes:
@@ -61,19 +97,19 @@ class PagedTensors:
             flat = torch.frombuffer(self._memory, dtype=kind, count=tensor.numel(), offset=start)
             self.tensors[number] = flat.view(tensor.shape).copy_(tensor.detach())
             start += tensor.numel() * kind.itemsize
-            self.page_out()
+            self.release_memory()
 
-    def page_out(self) -> None:
+    def release_memory(self) -> None:
         """Give the memory back; what was written stays in the file, or on its way there."""
         if _CAN_PAGE_OUT and self.tensors:
             self._memory.madvise(mmap.MADV_DONTNEED)
 
 
-_AT_ONCE = 256
+_PENDING_LIMIT = 256
 """Entries after which the float32 copies are brought up to date at the latest."""
 
 
-class Walk:
+class InPlacePerturbation:
     """Moves a fixed list of tensors.
 
     Attributes:
@@ -101,9 +137,9 @@ class Walk:
         self._along = 0  # seed of the direction that is looked along
         self._sides = [0] * len(self._tensors)  # where each tensor stands on it, in phi z: 1, -1 or 0
         short = {n: t for n, t in enumerate(tensors) if t.dtype in (torch.float16, torch.bfloat16)}
-        self._copies = PagedTensors(short, dtype=torch.float32, scratch=scratch)
-        self._drifted = PagedTensors(short, scratch=scratch)
-        self._settled_for_a_while = True
+        self._copies = MemoryMappedTensors(short, dtype=torch.float32, scratch=scratch)
+        self._drifted = MemoryMappedTensors(short, scratch=scratch)
+        self._settled_temporarily = True
 
     @property
     def copies(self) -> dict[int, Tensor]:
@@ -115,31 +151,31 @@ class Walk:
         """See the class."""
         return self._drifted.tensors
 
-    def to_plus(self, seed: int) -> None:
+    def move_to_plus(self, seed: int) -> None:
         """From theta to theta + phi z."""
         self._shift(seed, 1)
 
-    def to_minus(self, seed: int) -> None:
+    def move_to_minus(self, seed: int) -> None:
         """From theta + phi z to theta - phi z."""
         self._shift(seed, -2)
 
-    def back(self, seed: int) -> None:
+    def move_back(self, seed: int) -> None:
         """From theta - phi z to theta."""
         self._shift(seed, 1)
 
-    def come_back(self) -> None:
-        """From where a step broke off before `finish` to theta: float32 up to roundings, half precision settled."""
+    def restore(self) -> None:
+        """From where a step broke off before `update` to theta: float32 up to roundings, half precision settled."""
         for number, sides in enumerate(self._sides):
             if sides and number not in self.copies:
                 Direction(self._along).add_to(self._tensors[number], number, -sides * self._phi)
             self._sides[number] = 0
         self.settle()
 
-    def finish(self, entry: StepEntry) -> None:
+    def update(self, entry: StepEntry) -> None:
         """From the minus side of the last direction to where the step leads."""
-        self._finish(entry, range(len(self._tensors)))
+        self._update(entry, range(len(self._tensors)))
 
-    def repeat(self, entry: StepEntry) -> None:
+    def replay(self, entry: StepEntry) -> None:
         """All that a step does to the parameters, without looking at any data.
 
         Half-precision tensors are left alone until `settle`: perturbations leave nothing behind in a settled one.
@@ -151,41 +187,41 @@ class Walk:
                 self._add(seed, sides * self._phi, whole)
         for sides in (1, -2):
             self._add(last, sides * self._phi, whole)
-        self._finish(entry, whole)
+        self._update(entry, whole)
 
     def settle(self) -> None:
         """Bring the float32 copies up to date and set the half-precision tensors to them."""
         self._catch_up()
         for number, copy in self.copies.items():
             self._tensors[number].detach().copy_(copy)
-            self._copies.page_out()
+            self._copies.release_memory()
 
-    def settle_for_a_while(self) -> None:
-        """Settle, but keep where roundings had led; `go_on` returns there."""
-        if not self._settled_for_a_while:
+    def settle_temporarily(self) -> None:
+        """Settle, but keep where roundings had led; `undo_settling` returns there."""
+        if not self._settled_temporarily:
             for number, kept in self.drifted.items():
                 kept.copy_(self._tensors[number].detach())
-                self._drifted.page_out()
-        self._settled_for_a_while = True
+                self._drifted.release_memory()
+        self._settled_temporarily = True
         self.settle()
 
-    def go_on(self) -> None:
-        """Undo `settle_for_a_while`; a new walk, or one whose state was restored, stands as after it."""
-        if self._settled_for_a_while:
+    def undo_settling(self) -> None:
+        """Undo `settle_temporarily`; a new walk, or one whose state was restored, stands as after it."""
+        if self._settled_temporarily:
             for number, kept in self.drifted.items():
                 self._tensors[number].detach().copy_(kept)
-                self._drifted.page_out()
-        self._settled_for_a_while = False
+                self._drifted.release_memory()
+        self._settled_temporarily = False
 
-    def restart(self) -> None:
+    def reset_copies(self) -> None:
         """Take what is kept anew from the tensors, which somebody has set."""
         self._pending.clear()
-        self._settled_for_a_while = True
+        self._settled_temporarily = True
         for number, copy in self.copies.items():
             copy.copy_(self._tensors[number].detach())
             self.drifted[number].copy_(self._tensors[number].detach())
 
-    def _finish(self, entry: StepEntry, numbers: Iterable[int]) -> None:
+    def _update(self, entry: StepEntry, numbers: Iterable[int]) -> None:
         *others, last = zip(entry.seeds, entry.moves, strict=True)
         keep = entry.keep(self._decay)
         direction, numbers = Direction(last[0]), list(numbers)
@@ -196,7 +232,7 @@ class Walk:
             self._add(seed, move, numbers)
         if self.copies:
             self._pending.append(entry)
-            if len(self._pending) >= _AT_ONCE:
+            if len(self._pending) >= _PENDING_LIMIT:
                 self._catch_up()
 
     def _catch_up(self) -> None:
@@ -207,7 +243,7 @@ class Walk:
                 for seed, move in zip(entry.seeds, entry.moves, strict=True):
                     Direction(seed).return_and_move(copy, number, back=0.0, keep=keep, move=move)
                     keep = 1.0
-            self._copies.page_out()
+            self._copies.release_memory()
         self._pending.clear()
 
     def _shift(self, seed: int, sides: int) -> None:

@@ -28,53 +28,19 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from opusim.files import open_to_write, parse_json, read_head, write_all
 from training.errors import RunFolderError
-from training.runs.storage import read_json, write_json
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepEntry:
-    """One line of a step log.
-
-    Attributes:
-        rate: eta, the step's learning rate, a float32 value.
-        seeds: Of the directions, each in [0, 2^64).
-        scalars: s of each direction, float32 values: the noised sum over batch size and 2 phi.
-    """
-
-    rate: float
-    seeds: tuple[int, ...]
-    scalars: tuple[float, ...]
-
-    @classmethod
-    def rounded(cls, *, rate: float, seeds: tuple[int, ...], scalars: tuple[float, ...]) -> StepEntry:
-        """The entry as a log holds it; a step moves by these numbers and no others."""
-        with np.errstate(over="ignore"):
-            return cls(
-                rate=float(np.float32(rate)),
-                seeds=seeds,
-                scalars=tuple(float(np.float32(scalar)) for scalar in scalars),
-            )
-
-    @property
-    def moves(self) -> tuple[float, ...]:
-        """-eta s / n: how far the parameters go along each of the n directions."""
-        return tuple(-self.rate * scalar / len(self.scalars) for scalar in self.scalars)
-
-    def keep(self, weight_decay: float) -> float:
-        """1 - eta lambda: what the decay leaves of the parameters."""
-        return 1.0 - self.rate * weight_decay
-
+from training.networks.base import parameters_digest, tensor_facts
+from training.runs.storage import read_json, read_tensors, write_json
+from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 
 MAGIC = b"OPUSIMZO"
 SCHEMA_VERSION = 1
@@ -96,7 +62,7 @@ class LogHeader:
         perturbation: phi.
         directions: n.
         weight_decay: lambda.
-        settle_every: Of the walk.
+        settle_every: Of the perturbation.
         tensors: Name, shape and type of each tensor, in the order of their numbers.
         base: Digest of the parameters before the first step.
     """
@@ -248,19 +214,6 @@ def read_header(path: Path) -> tuple[LogHeader, int]:
     return LogHeader(**values), end + _HEADER_DIGEST
 
 
-def parameters_digest(tensors: Mapping[str, Tensor]) -> str:
-    """BLAKE2b over the bytes of the tensors, in their order."""
-    state = hashlib.blake2b(digest_size=16)
-    for tensor in tensors.values():
-        state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return state.hexdigest()
-
-
-def tensor_facts(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
-    """Name, shape and type of each tensor, as a header holds them."""
-    return [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
-
-
 def _records(
     path: Path, header: LogHeader, start: int, digest: bytes, *, at_most: float = math.inf
 ) -> Iterator[tuple[StepEntry, bytes]]:
@@ -310,3 +263,77 @@ def _hashed(*parts: bytes, size: int) -> bytes:
     for part in parts:
         state.update(part)
     return state.digest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """Where a step log led.
+
+    Attributes:
+        steps: How many were replayed.
+        tensors: The parameters behind the last of them, by name.
+        digest: Of these parameters.
+        arrived: Whether they are, to the bit, those that the log's mark names; None where there is no mark.
+    """
+
+    steps: int
+    tensors: dict[str, Tensor]
+    digest: str
+    arrived: bool | None
+
+
+def replay(
+    path: str | Path,
+    *,
+    base: str | Path | None = None,
+    on_step: Callable[[int, int], None] = lambda done, of: None,
+) -> Replayed:
+    """Rebuild the parameters that a step log leads to.
+
+    Args:
+        path: A step log, or the run folder that holds one.
+        base: The parameters that training began with, safetensors; None for the file beside the log. It may hold
+            more tensors than were trained.
+        on_step: Told how many steps are done, of how many.
+
+    Raises:
+        StepLogCorrupt: The log was changed, cut or reordered; the base is another; or the parameters at the end are
+            not those of the mark.
+    """
+    log = Path(path) / LOG_FILE if Path(path).is_dir() else Path(path)
+    content = LogContent.read(log)
+    tensors = _base_tensors(content.header, Path(base) if base is not None else log.with_name(BASE_FILE))
+    perturbation = InPlacePerturbation(
+        list(tensors.values()),
+        perturbation=content.header.perturbation,
+        weight_decay=content.header.weight_decay,
+    )
+    for number, entry in enumerate(content.entries, start=1):
+        perturbation.replay(entry)
+        on_step(number, len(content.entries))
+    perturbation.settle()
+    digest = parameters_digest(tensors)
+    arrived = None if content.parameters is None else digest == content.parameters
+    if arrived is False:
+        raise StepLogCorrupt(
+            f"{log}: its {len(content.entries)} steps lead to parameters {digest}, but the mark names "
+            f"{content.parameters}; log, base or mark were changed"
+        )
+    return Replayed(steps=len(content.entries), tensors=tensors, digest=digest, arrived=arrived)
+
+
+def _base_tensors(header: LogHeader, path: Path) -> dict[str, Tensor]:
+    """The first parameters, in the order of the log.
+
+    Raises:
+        StepLogCorrupt: They are not those that the log begins with.
+    """
+    held = read_tensors(path)
+    names = [name for name, _, _ in header.tensors]
+    missing = [name for name in names if name not in held]
+    if missing:
+        raise StepLogCorrupt(f"{path}: holds no {missing[0]}, which the log moves; give the run's own base")
+    tensors = {name: held[name] for name in names}
+    if tensor_facts(tensors) != header.tensors or parameters_digest(tensors) != header.base:
+        raise StepLogCorrupt(f"{path}: is not what the log began with; give the run's own base")
+    return {name: torch.empty_like(tensor).copy_(tensor) for name, tensor in tensors.items()}

@@ -26,11 +26,11 @@ from training.config.run import LossName
 from training.config.sections import OptimizerConfig
 from training.engine.trainer import StepRecord, Trainer
 from training.networks.base import Network
-from training.networks.losses import LOSS_VALUES
+from training.networks.functions import LOSS_VALUES
 from training.zeroth_order.config import ZoConfig
 from training.zeroth_order.distributed import Ranks
-from training.zeroth_order.perturbation import Walk
-from training.zeroth_order.step_log import StepEntry, StepLog
+from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
+from training.zeroth_order.step_log import StepLog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ class ZoTrainer(Trainer):
         self.log: StepLog | None = None
         self._network = network
         self._tensors = network.tensors
-        self.walk = Walk(
+        self.perturbation = InPlacePerturbation(
             list(self._tensors.values()),
             perturbation=config.perturbation,
             weight_decay=optimizer.weight_decay,
@@ -204,7 +204,7 @@ class ZoTrainer(Trainer):
         # the noise before anything moves: a device that fails leaves the parameters as they are
         noise = self._noise(step)
         self.intact = False
-        self.walk.go_on()
+        self.perturbation.undo_settling()
         seen = _Seen()
         try:
             self._look(seeds, x, y, seen)
@@ -212,7 +212,7 @@ class ZoTrainer(Trainer):
             if self.log is not None:
                 self.log.append(entry)
         except BaseException:
-            self.walk.come_back()
+            self.perturbation.restore()
             raise
         self._finish(entry, seen)
         self.intact = True
@@ -220,10 +220,10 @@ class ZoTrainer(Trainer):
 
     def _finish(self, entry: StepEntry, seen: _Seen) -> None:
         """Move the parameters, and count."""
-        self.walk.finish(entry)
+        self.perturbation.update(entry)
         self._counts[0] += 1
         if self.steps % self._config.settle_every == 0:
-            self.walk.settle()
+            self.perturbation.settle()
         if not self._private:
             self._counts[1] += int(sum(seen.bad))
 
@@ -245,7 +245,10 @@ class ZoTrainer(Trainer):
     @property
     def state(self) -> dict[str, Tensor]:
         """Steps done and losses that were not finite; what the walk keeps of parameters in half precision."""
-        names, kept = list(self._tensors), {"float32": self.walk.copies, "drifted": self.walk.drifted}
+        names, kept = (
+            list(self._tensors),
+            {"float32": self.perturbation.copies, "drifted": self.perturbation.drifted},
+        )
         return {"zo.counts": self._counts} | {
             f"zo.{kind}.{names[number]}": tensor
             for kind, tensors in kept.items()
@@ -259,7 +262,7 @@ class ZoTrainer(Trainer):
 
     def before_checkpoint(self) -> None:
         """Settle parameters in half precision until the next step, and have the log on disk up to here."""
-        self.walk.settle_for_a_while()
+        self.perturbation.settle_temporarily()
         if self.log is not None:
             self.log.mark(self._tensors)
 
@@ -267,15 +270,15 @@ class ZoTrainer(Trainer):
         """What all processes see along the directions; ends on the minus side of the last."""
         for seed in seeds[:-1]:
             self._probe(seed, x, y, seen)
-            self.walk.back(seed)
+            self.perturbation.move_back(seed)
         self._probe(seeds[-1], x, y, seen)
         seen.take(self.ranks.totals(seen.numbers()))
 
     def _probe(self, seed: int, x: Tensor, y: Tensor, seen: _Seen) -> None:
         """Look at the losses on both sides of a direction; ends on its minus side."""
-        self.walk.to_plus(seed)
+        self.perturbation.move_to_plus(seed)
         plus, right = self._losses(x, y)
-        self.walk.to_minus(seed)
+        self.perturbation.move_to_minus(seed)
         minus, _ = self._losses(x, y)
         seen.add(plus, right, loss_differences(plus, minus, self._release.clip))
 
@@ -301,7 +304,7 @@ class ZoTrainer(Trainer):
         divisor = 2 * self._config.perturbation * self._release.divisor
         scalars = [(total + number) / divisor for total, number in zip(seen.sums, noise, strict=True)]
         rate = float(self.optimizer.param_groups[0]["lr"])
-        return StepEntry.rounded(rate=rate, seeds=seeds, scalars=tuple(self.ranks.of_first(scalars)))
+        return StepEntry.rounded(rate=rate, seeds=seeds, scalars=tuple(self.ranks.broadcast(scalars)))
 
 
 class _Seen:

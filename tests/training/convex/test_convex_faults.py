@@ -17,8 +17,7 @@ from opusim.devices.registry import open_device, register_device
 from opusim.errors import DeviceError, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.convex.gated import GatedNetwork, GatedRelu
-from training.convex.objectives import Objective
-from training.convex.trainer import ConvexTrainer, Descent
+from training.convex.trainer import ConvexTrainer, Descent, Objective
 from training.protections.base import DeviceNormals
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 

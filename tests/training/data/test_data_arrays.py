@@ -15,7 +15,7 @@ from scipy.stats import norm
 
 from training.data import Dataset, Split, from_arrays, load_dataset
 from training.data.dataset import Standardisation
-from training.data.splits import hold_out, seeded_permutation
+from training.data.splits import seeded_permutation, split_by_index
 
 X = np.arange(60, dtype=np.float64).reshape(20, 3)
 Y = np.arange(20) % 4
@@ -163,7 +163,7 @@ class TestHoldingOut:
         assert seeded_permutation(n, seed).sort().values.tolist() == list(range(n))
 
     def test_the_parts_are_disjoint_and_complete(self) -> None:
-        kept, held_out = hold_out(1000, 0.1, seed=3)
+        kept, held_out = split_by_index(1000, 0.1, seed=3)
         assert (len(kept), len(held_out)) == (900, 100)
         assert sorted(kept.tolist() + held_out.tolist()) == list(range(1000))
 
@@ -182,7 +182,7 @@ class TestHoldingOut:
         assert seeded_permutation(8, 0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
 
     def test_every_record_is_held_out_equally_often(self) -> None:
-        assert _held_out_deviation(lambda seed: hold_out(20, 0.25, seed)[1]) < LIMIT
+        assert _held_out_deviation(lambda seed: split_by_index(20, 0.25, seed)[1]) < LIMIT
 
     def test_a_last_record_that_is_never_held_out_is_caught(self) -> None:
         assert _held_out_deviation(lambda seed: seeded_permutation(19, seed)[:5]) > 2 * LIMIT

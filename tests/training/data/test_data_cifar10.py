@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from training.data import load_dataset
-from training.data.cifar10 import ARCHIVE, CLASSES, read_cifar10
 from training.data.dataset import DataError
+from training.data.formats import ARCHIVE, CLASSES, read_cifar10
 
 
 def jpeg(colour: tuple[int, int, int], size: tuple[int, int] = (32, 32)) -> bytes:
@@ -63,7 +63,7 @@ def test_a_second_call_reads_what_the_first_one_decoded(
     assert [path.name for path in (tmp_path / ARCHIVE).parent.iterdir() if path.suffix == ".npz"] == [
         "cifar10.npz"
     ]
-    monkeypatch.setattr("training.data.cifar10._decode", None)
+    monkeypatch.setattr("training.data.formats._decode", None)
     second = read_cifar10(tmp_path)
     for part in first:
         assert all((a == b).all() for a, b in zip(first[part], second[part], strict=True))

@@ -15,7 +15,7 @@ from training.engine.optimizers import make_optimizer
 from training.errors import TrainingDiverged
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.losses import cross_entropy
+from training.networks.functions import cross_entropy
 from training.networks.network import FullyConnected
 
 WIDTHS = (9, 12, 15, 4)  # inputs, two hidden layers, classes

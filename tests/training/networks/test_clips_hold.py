@@ -15,8 +15,7 @@ from opusim.randomness.streams import SystemStream, noise_stream
 from tests.support.extreme_records import KINDS, LARGEST, SIZES, SUBNORMAL, extreme
 from tests.support.ulr_models import MODELS, Residual
 from training.convex.gated import GatedNetwork, GatedRelu
-from training.convex.objectives import Objective
-from training.convex.trainer import ConvexTrainer, Descent
+from training.convex.trainer import ConvexTrainer, Descent, Objective
 from training.feedback.rules import _sum
 from training.networks.base import LayeredNetwork
 from training.networks.clipping import (

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from training.feedback.rules import Backpropagation
-from training.networks.activations import ACTIVATIONS, activation_of
-from training.networks.losses import LOSSES
-from training.networks.network import FullyConnected, LayerShape, build_model
+from training.networks.functions import ACTIVATIONS, LOSSES, activation_of
+from training.networks.network import FullyConnected, LayerShape, build_sequential
 
 MODULES = {"tanh": nn.Tanh, "relu": nn.ReLU, "sigmoid": nn.Sigmoid, "gelu": nn.GELU, "identity": nn.Identity}
 
@@ -19,7 +18,7 @@ def model(activation: str, *, bias: bool = True, output: str = "identity") -> nn
         LayerShape(n_outputs=6, activation=activation, bias=bias),
         LayerShape(n_outputs=4, activation=output, bias=bias),
     ]
-    return build_model(5, layers, generator=generator, gain=2.7).double().float()
+    return build_sequential(5, layers, generator=generator, gain=2.7).double().float()
 
 
 def batch(size: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +68,7 @@ def test_backpropagation_equals_autograd(activation: str, loss: str, bias: bool)
 def test_clipped_neurons_equal_autograd() -> None:
     layers = [LayerShape(n_outputs=7, activation="tanh", bias=True, tau_h_max=0.9, tau_h_min=0.2)]
     layers += [LayerShape(n_outputs=4, activation="identity", bias=True)]
-    net = build_model(5, layers, generator=torch.Generator().manual_seed(5), gain=2.7)
+    net = build_sequential(5, layers, generator=torch.Generator().manual_seed(5), gain=2.7)
     x, y = batch(50)
     expected = torch.autograd.grad(nn.functional.cross_entropy(net(x), y), list(net.parameters()))
     network = FullyConnected(net)

@@ -25,7 +25,7 @@ from training.config.sections import OptimizerConfig
 from training.engine.optimizers import make_optimizer
 from training.feedback.algorithm import feedback_options
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.activations import ACTIVATIONS
+from training.networks.functions import ACTIVATIONS
 from training.networks.network import FullyConnected
 from training.protections import budgeted_labels
 from training.protections.budgeted_labels import BudgetedLabels

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-from training.data.catalogue import configured_dataset
+from training.data.catalogue import build_dataset
 from training.engine.session import train_on
 from training.errors import RunInterrupted, SweepStopped
 from training.reports.sweep_report import write_sweep
@@ -166,7 +166,7 @@ def test_a_release_run_with_a_seed_in_its_spec_goes_on(tmp_path: Path, ctrl_c_at
     folder = SweepFolder(tmp_path / "sweep")
     run_folder = RunFolder(folder.run_path(point))
     with pytest.raises(RunInterrupted):
-        train_on(point.config, configured_dataset(point.config.data), run_folder, watcher=ctrl_c_at(1))
+        train_on(point.config, build_dataset(point.config.data), run_folder, watcher=ctrl_c_at(1))
     row = run_point(point.config, run_folder.path, folder.row_path(point))
     assert (row.status, row.reason) == ("done", None)
 

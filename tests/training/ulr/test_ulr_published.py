@@ -16,10 +16,10 @@ from accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.randomness.streams import noise_stream
 from tests.support.ulr_models import new_network, records
-from training.networks.losses import cross_entropy_values
+from training.networks.functions import cross_entropy_values
+from training.ulr.estimator import parameter_estimates
 from training.ulr.network import ModuleSequence
 from training.ulr.published import PublishedOptions, PublishedUpdate, completing_noise
-from training.ulr.updates import parameter_estimates
 
 OPTIONS = PublishedOptions(
     copies=3, largest_sigma=0.7, target_std=2.0, clip_norm=0.5, divisor=11.0, remedy="extra-noise"

@@ -19,14 +19,13 @@ from training.config import load_config
 from training.config.sections import OptimizerConfig
 from training.engine.optimizers import make_optimizer
 from training.errors import RunFolderError, TrainingDiverged
-from training.networks.losses import cross_entropy
+from training.networks.functions import cross_entropy
 from training.networks.network import FullyConnected
 from training.protections.base import DeviceNormals
 from training.protections.record import RecordProtection
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence
-from training.ulr.trainer import UlrTrainer
-from training.ulr.updates import PlainUpdate
+from training.ulr.trainer import PlainUpdate, UlrTrainer
 
 CLIP, DIVISOR = 0.31, 19.0
 CONFIG: dict[str, Any] = {

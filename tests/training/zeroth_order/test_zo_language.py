@@ -16,9 +16,16 @@ from training.data.dataset import DataError
 from training.engine.loop import Engine
 from training.errors import RunFolderError, RunInterrupted
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.zeroth_order.language import Lora, load_classifier
-from training.zeroth_order.prompts import PAD, Prompt, class_tokens, encode, read_texts
-from training.zeroth_order.replay import replay
+from training.zeroth_order.language import (
+    PAD,
+    Lora,
+    Prompt,
+    class_tokens,
+    encode,
+    load_classifier,
+    read_texts,
+)
+from training.zeroth_order.step_log import replay
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -12,8 +12,7 @@ import torch
 
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.zeroth_order.distributed import Ranks
-from training.zeroth_order.replay import replay
-from training.zeroth_order.step_log import LOG_FILE, LogContent
+from training.zeroth_order.step_log import LOG_FILE, LogContent, replay
 
 PROGRAM = Path(__file__).parents[2] / "support" / "zo_ranks.py"
 

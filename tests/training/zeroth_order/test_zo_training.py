@@ -22,8 +22,7 @@ from training.errors import RunFolderError
 from training.networks.network import FullyConnected
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.zeroth_order.algorithm import ZoFamily
-from training.zeroth_order.replay import replay
-from training.zeroth_order.step_log import LOG_FILE, LogContent, StepLogCorrupt, mark_file
+from training.zeroth_order.step_log import LOG_FILE, LogContent, StepLogCorrupt, mark_file, replay
 from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
 
 BASE = {

@@ -30,7 +30,7 @@ from training.convex.planning import convex_options
 from training.data import Dataset
 from training.engine.algorithm import family_of
 from training.engine.assembly import opened_device
-from training.networks.losses import LOSSES
+from training.networks.functions import LOSSES
 from training.protections.planning import divisor_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder

@@ -25,7 +25,7 @@ from training.networks.clipping import (
 )
 from training.networks.network import outer_squared_norms
 
-_MATERIALISED = 2**24
+_NUMBERS_LIMIT = 2**24
 """Numbers of per-record gradients or unfolded inputs that are held at once, counted in float32."""
 
 
@@ -117,7 +117,7 @@ class ConvolutionJacobian(Jacobian):
         """By groups of records whose patches fit in memory."""
         patch = self._convolution.weight[0].numel() * self._convolution.groups
         positions = delta.shape[2] * delta.shape[3]
-        records = max(1, _MATERIALISED // (2 * patch * positions))  # patches are held in float64
+        records = max(1, _NUMBERS_LIMIT // (2 * patch * positions))  # patches are held in float64
         parts = [self._part(d, x) for d, x in zip(delta.split(records), h.split(records), strict=True)]
         return torch.cat(parts)
 
@@ -215,7 +215,7 @@ class FunctionalJacobian(Jacobian):
             return torch.cat([gradient.flatten() for gradient in pull(signal)[0].values()])
 
         size = sum(parameter.numel() for parameter in self.parameters)
-        records = max(1, _MATERIALISED // (8 * size + delta[:1].numel()))
+        records = max(1, _NUMBERS_LIMIT // (8 * size + delta[:1].numel()))
         parts = zip(delta.split(records), h.split(records), strict=True)
         return (torch.func.vmap(of_record)(d, x) for d, x in parts if len(d))
 

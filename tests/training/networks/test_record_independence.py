@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import training
 from tests.support.ulr_models import MODELS, Residual
-from training.networks.records_apart import require_records_apart
+from training.networks.record_independence import require_independent_records
 
 N_INPUTS = 6
 
@@ -104,7 +104,7 @@ def test_a_module_that_mixes_records_is_refused_by_name(name: str) -> None:
     with pytest.raises(
         ValueError, match=f"model: {type(module).__name__} '1' mixes the records of a batch.*use"
     ):
-        require_records_apart(around(module), rows())
+        require_independent_records(around(module), rows())
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
@@ -119,15 +119,15 @@ def test_batch_statistics_in_training_mode_are_found_behind_weights_of_zero(weig
         def forward(self, x: Tensor) -> Tensor:
             return self.weight * (x - x.mean(dim=0)) / x.std(dim=0) if self.training else x
 
-    require_records_apart(around(Own()), rows())
+    require_independent_records(around(Own()), rows())
     with pytest.raises(ValueError, match="Own '1' mixes"):
-        require_records_apart(around(Own()).train(), rows())
+        require_independent_records(around(Own()).train(), rows())
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_modules_that_treat_records_apart_pass(name: str) -> None:
     make, n_inputs = MODELS[name]
-    require_records_apart(make().eval(), torch.randn(40, n_inputs))
+    require_independent_records(make().eval(), torch.randn(40, n_inputs))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_modules_that_treat_records_apart_pass(name: str) -> None:
 )
 @pytest.mark.parametrize("n", [1, 3, 40])
 def test_other_modules_pass(module: nn.Module, n: int) -> None:
-    require_records_apart(around(module), rows(n))
+    require_independent_records(around(module), rows(n))
 
 
 def test_a_module_of_token_numbers_passes() -> None:
@@ -155,19 +155,19 @@ def test_a_module_of_token_numbers_passes() -> None:
         Function(lambda x: x.long()), nn.Embedding(9, 4), nn.Flatten(), nn.Linear(24, 3)
     ).eval()
     tokens = torch.randint(9, (40, N_INPUTS)).float()
-    require_records_apart(model, tokens)
+    require_independent_records(model, tokens)
     with pytest.raises(ValueError, match="mixes"):
-        require_records_apart(nn.Sequential(*model, Function(largest)), tokens)
+        require_independent_records(nn.Sequential(*model, Function(largest)), tokens)
 
 
 def test_a_noisy_module_is_tried_with_nan() -> None:
     source = torch.Generator().manual_seed(4)
     noisy = Function(lambda x: x + torch.randn(x.shape, generator=source))
     with pytest.warns(UserWarning, match="other outputs for the same records"):
-        require_records_apart(around(noisy), rows())
+        require_independent_records(around(noisy), rows())
     mixing = Function(lambda x: x + 0.01 * x.mean() + torch.randn(x.shape, generator=source))
     with pytest.warns(UserWarning, match="other outputs"), pytest.raises(ValueError, match="mixes"):
-        require_records_apart(around(mixing), rows())
+        require_independent_records(around(mixing), rows())
 
 
 def test_the_probe_leaves_no_trace() -> None:
@@ -186,7 +186,7 @@ def test_the_probe_leaves_no_trace() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     data = rows()
-    require_records_apart(model, data)
+    require_independent_records(model, data)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(states[0], torch.get_rng_state())
     assert np.array_equal(states[1], np.random.get_state()[1])

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from opusim.errors import DeviceError
 from training.data import Dataset
 
-_SIZES = (4, 33)
+_BATCH_SIZES = (4, 33)
 """Batches that are tried: a few records, and more than a block of some batch-wise kernels."""
-_SMALL = 2**24
+_FULL_PROBE_LIMIT = 2**24
 """Parameters up to which a model is probed with all of them perturbed, at both sizes; a larger one, which costs a copy
 and time, with those that are constant (fresh scales, zeroed branches, LoRA's second factors), at the first size."""
 _SETTINGS = 3
@@ -54,7 +54,7 @@ class _Change(NamedTuple):
     odd: bool = False
 
 
-def require_records_apart(model: nn.Module, records: Tensor) -> None:
+def require_independent_records(model: nn.Module, records: Tensor) -> None:
     """Refuse a module in which one record of a batch moves another's output; see the top of this file.
 
     Args:
@@ -67,8 +67,8 @@ def require_records_apart(model: nn.Module, records: Tensor) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"model: {_called(name, module)} mixes the records of a batch: {_REMEDY}")
-    small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
-    settings, sizes = (_SETTINGS, _SIZES) if small else (_SETTINGS - 1, _SIZES[:1])
+    small = sum(parameter.numel() for parameter in model.parameters()) <= _FULL_PROBE_LIMIT
+    settings, sizes = (_SETTINGS, _BATCH_SIZES) if small else (_SETTINGS - 1, _BATCH_SIZES[:1])
     with _own_randomness(records.device), torch.no_grad():
         for setting in range(settings):
             state = _state(model, everything=small, setting=setting)
@@ -78,7 +78,7 @@ def require_records_apart(model: nn.Module, records: Tensor) -> None:
 
 def probe_records(dataset: Dataset, place: torch.device) -> Tensor:
     """Records to probe a model with, shape (33 at most, n_features)."""
-    return dataset.train.x[: max(_SIZES)].to(place)
+    return dataset.train.x[: max(_BATCH_SIZES)].to(place)
 
 
 def _probe(model: nn.Module, state: dict[str, Tensor], rows: Tensor) -> None:

@@ -18,10 +18,10 @@ import numpy as np
 from scipy.stats import beta as beta_law
 from scipy.stats import norm
 
-from opusim import checks
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from accounting.standard import gaussian_bounds
+from opusim import checks
 
 
 class Estimator(StrEnum):

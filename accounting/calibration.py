@@ -8,11 +8,11 @@ from typing import TypeVar
 
 from scipy.optimize import brentq
 
-from opusim import checks
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from accounting.mechanisms import Mechanism
+from opusim import checks
 
 _MOST_NOISE = 1e6
 _LEAST_NOISE = 1e-2

@@ -59,8 +59,8 @@ def photon_counts_command(
     """A camera's counts of a private input, protected by their own shot noise (exact Poisson divergence)."""
     import numpy as np
 
-    from opusim import checks
     from accounting.devices.readings import DeviceReadings, device_readings_guarantee
+    from opusim import checks
     from opusim.noise import PhotonCountNoise
 
     checks.integer(minimum=1, pixels=pixels)

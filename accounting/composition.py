@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from opusim import checks
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Unit
 from accounting.mechanisms import Mechanism
+from opusim import checks
 
 
 def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool = False) -> list[Guarantee]:

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from opusim import checks
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Unit
+from opusim import checks
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent

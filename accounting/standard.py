@@ -23,13 +23,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from opusim import checks
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, Guarantee
 from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, RandomizedResponse
 from accounting.numerics.loss_bounds import ROUNDING, EpsilonBounds
 from accounting.numerics.sampled_noise import sampled_noise_bounds
 from accounting.statement import about_relation, proven_guarantee, stated
+from opusim import checks
 
 Noise = PoissonGaussian | PoissonLaplace | Gaussian
 

@@ -23,8 +23,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from opusim import checks
 from accounting.errors import NoGuarantee
+from opusim import checks
 
 OBJECTIVES = ("squared", "margin", "one-against-rest", "softmax")
 _SMOOTHNESS = {"squared": 1.0, "margin": 1.0, "one-against-rest": 0.25, "softmax": 0.5}

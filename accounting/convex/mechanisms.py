@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from opusim import checks
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism, counted, register_mechanism
 from accounting.records.mechanisms import ClippedRecords
+from opusim import checks
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent

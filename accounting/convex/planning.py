@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from opusim import checks
 from accounting.calibration import calibrate
 from accounting.convex.constants import smoothness
 from accounting.convex.last_iterate import learning_rates, proven_mu
 from accounting.convex.mechanisms import ConvexLastIterate
 from accounting.errors import NoGuarantee
 from accounting.standard import gaussian_bounds
+from opusim import checks
 
 
 @dataclass(frozen=True, kw_only=True)

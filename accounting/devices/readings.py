@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from opusim import checks
 from accounting.devices.photon_counts import (
     box_rdp,
     box_variation,
@@ -29,6 +28,7 @@ from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
 from accounting.mechanisms import counted
 from accounting.standard import gaussian_bounds
 from accounting.statement import proven_status
+from opusim import checks
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
 
 

@@ -22,13 +22,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from opusim import checks
 from accounting.guarantee import Adjacency, Guarantee
 from accounting.labels.leverage import LABEL_CHECKED, LABEL_TRUSTED
 from accounting.labels.mechanisms import LabelAmplified
 from accounting.mechanisms import PoissonGaussian
 from accounting.standard import noise_bounds
 from accounting.statement import proven_guarantee, stated
+from opusim import checks
 
 _CHECKED = (
     "every whitened contribution is scaled to norm C at most, whatever the label",

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from opusim import checks
 from accounting.guarantee import Guarantee
 from accounting.labels.gaussian import label_guarantee
 from accounting.labels.leverage import LABEL_CHECKED, LABEL_TRUSTED
 from accounting.labels.mechanisms import LabelBudget
 from accounting.statement import stated
+from opusim import checks
 
 _SLACK = 1e-9
 """Relative rounding of a sum of squares, charged to the record."""

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import log_softmax, softmax
 
-from opusim import checks
 from accounting.guarantee import Guarantee
 from accounting.labels.gaussian import label_guarantee
 from accounting.labels.mechanisms import LabelOnce
 from accounting.statement import stated
+from opusim import checks
 
 _CHECKED = (
     "each label is read as often as stated, and every distinct reading of it is counted in mu",

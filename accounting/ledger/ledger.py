@@ -38,7 +38,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from opusim import checks
 from accounting.composition import Budget
 from accounting.errors import BudgetExceeded, LedgerCorrupt
 from accounting.guarantee import Guarantee
@@ -46,6 +45,7 @@ from accounting.ledger.content import Coverage, Mode, Payment, content_of, short
 from accounting.ledger.content import LedgerContent as LedgerContent
 from accounting.ledger.journal import Journal, Position, Witness, read_journal
 from accounting.mechanisms import Mechanism
+from opusim import checks
 
 LEDGER_FILE = "ledger.jsonl"
 

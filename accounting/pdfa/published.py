@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from dp_accounting.rdp import compute_epsilon
 
-from opusim import checks
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
 from accounting.mechanisms import Mechanism
 from accounting.pdfa.column import column_bound_published
 from accounting.pdfa.mechanisms import PdfaWithoutFormula, PublishedPdfa
+from opusim import checks
 
 _ORDERS = tuple((1.0 + np.logspace(-5.0, 3.0, 400)).tolist())
 _SOURCE = "Ohana et al. 2021, Proposition 3 (eq. 17), composed as its text says, Theorem 2"

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.stats import binom
 
-from opusim import checks
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
 from accounting.ulr.mechanisms import PublishedUlr
+from opusim import checks
 
 _ORDERS = tuple((1.0 + np.logspace(-2.0, 3.0, 800)).tolist())
 _SOURCE = "DP-ULR paper, Theorem 2 (eq. 11), converted by its Proposition 1"

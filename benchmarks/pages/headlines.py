@@ -57,11 +57,13 @@ def _memory() -> Row:
     """Peak memory of a zeroth-order step over that of inference."""
     rows = load_results("zo_memory")["rows"]
     shape = ", 2 x 1024"
-    plain, zo, ghost = (
-        rows[name + shape]["peak_mib"] for name in ("inference", "zo", "dp-sgd, ghost")
-    )
+    plain, zo, ghost = (rows[name + shape]["peak_mib"] for name in ("inference", "zo", "dp-sgd, ghost"))
     figure = f"{zo / plain:.2f} times that of inference (DP-SGD by Opacus: {ghost / plain:.2f})"
-    return ("Peak memory of a zeroth-order step, 163 million parameters", figure, _command("zeroth_order.memory"))
+    return (
+        "Peak memory of a zeroth-order step, 163 million parameters",
+        figure,
+        _command("zeroth_order.memory"),
+    )
 
 
 def _command(words: str) -> str:

@@ -39,7 +39,8 @@ from torch import Tensor
 from opusim.files import open_to_write, parse_json, read_head, write_all
 from training.errors import RunFolderError
 from training.networks.base import parameters_digest, tensor_facts
-from training.runs.storage import read_json, read_tensors, write_json
+from training.runs.checkpoints import read_tensors
+from training.runs.storage import read_json, write_json
 from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 
 MAGIC = b"OPUSIMZO"

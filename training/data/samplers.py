@@ -97,7 +97,7 @@ class Sampler(ABC):
 class PoissonSampler(Sampler):
     """Each record enters each batch with probability q, independently of all other records and steps.
 
-    The batch size is Binomial(n, q). An empty batch is a valid outcome: the trainer takes the step nevertheless. Uniform
+    The batch size is Binomial(n, q). An empty batch is valid: the trainer takes the step nevertheless. Uniform
     numbers of 53 bits are compared with q, so the realised probability is within 2^-53 of it.
 
     Attributes:

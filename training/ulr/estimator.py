@@ -256,7 +256,7 @@ def parameter_estimates(
             z = noise.normal(total.shape).to(h.device).mul_(sigma)
             with torch.no_grad():
                 value = _with_own_parameters(network, layer, h[part], z)
-                loss = losses(_onward(network, layer, value), part)[0]
+                loss = losses(network.output_from(layer, value), part)[0]
             total.add_(z.mul_(loss[:, None]))
         yield total.mul_(1 / (copies * sigma**2)), part
 
@@ -276,11 +276,3 @@ def _with_own_parameters(network: ModuleSequence, layer: int, h: Tensor, z: Tens
         return result
 
     return torch.func.vmap(of_record)(z, h)
-
-
-def _onward(network: ModuleSequence, layer: int, value: Tensor) -> Tensor:
-    """The model's output from a layer's output on."""
-    rows = network.after(layer, value)
-    for later in range(layer + 1, network.depth):
-        rows = network.after(later, network.layer(later, rows))
-    return rows

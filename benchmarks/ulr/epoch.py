@@ -25,9 +25,10 @@ from opusim.randomness.streams import noise_stream
 from training.config.sections import OptimizerConfig
 from training.engine.optimizers import make_optimizer
 from training.protections.record import RecordProtection
+from training.ulr.config import UlrConfig
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence
-from training.ulr.published import PublishedOptions, PublishedUpdate
+from training.ulr.published import PublishedUpdate
 from training.ulr.trainer import PlainUpdate, UlrTrainer
 
 BATCH, STEPS_AN_EPOCH = 500, 120
@@ -73,17 +74,13 @@ def ulr_step(x: torch.Tensor, y: torch.Tensor, copies: int, **options: object) -
 def published_step(x: torch.Tensor, y: torch.Tensor, copies: int) -> Callable[[], None]:
     """A step of Algorithm 1 with its eigendecompositions, extra noise added."""
     network = ModuleSequence(paper_model(), n_inputs=WIDTHS[0])
-    options = PublishedOptions(
-        copies=copies,
-        largest_sigma=1.0,
-        target_std=4.0,
-        clip_norm=CLIP_NORM,
-        divisor=BATCH,
-        remedy="extra-noise",
+    options = UlrConfig(
+        form="published", copies=copies, sigma=1.0, target_std=4.0, clip_norm=CLIP_NORM, remedy="extra-noise"
     )
     update = PublishedUpdate(
         network,
         options,
+        BATCH,
         noise=noise_stream("experiment", 0, "output-noise"),
         extra=noise_stream("experiment", 0, "extra-noise"),
     )

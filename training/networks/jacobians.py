@@ -1,8 +1,8 @@
-"""What each kind of module does with a signal at its output: J_i^T delta_i, measured and summed, record by record.
+"""Take a signal at a module's output to its parameters: measure and sum J_i^T delta_i over records.
 
 J_i = d v_i / d theta is the Jacobian of a module's output at record i with respect to its own parameters. Linear and
-convolutional modules have it in closed form, every other module through torch.func.vjp of that module alone; what comes
-after the module is never differentiated.
+convolutional modules use a closed form, every other module torch.func.vjp of that module only; nothing behind the
+module is differentiated.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from training.networks.clipping import (
 from training.networks.network import outer_squared_norms
 
 _NUMBERS_LIMIT = 2**24
-"""Numbers of per-record gradients or unfolded inputs that are held at once, counted in float32."""
+"""Numbers of per-record gradients or unfolded inputs in memory at once, counted in float32."""
 
 
 class Jacobian(ABC):
     """J_i of one module.
 
     Args:
-        module: It treats the records of a batch apart from each other.
+        module: Processes the records of a batch independently.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -42,7 +42,7 @@ class Jacobian(ABC):
 
     @abstractmethod
     def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
-        """||J_i^T delta_i||^2 of each record as `total` forms it, or a bound on it; float64, shape (batch,).
+        """Return ||J_i^T delta_i||^2 of each record as `total` forms it, or a bound on it, float64, shape (batch,).
 
         Args:
             delta: Signal at the module's output, shape (batch, ...).
@@ -51,29 +51,29 @@ class Jacobian(ABC):
 
     @abstractmethod
     def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
-        """sum_i f_i J_i^T delta_i, one tensor for each parameter, float32 or float64.
+        """Return sum_i f_i J_i^T delta_i, one tensor per parameter, float32 or float64.
 
         Args:
-            delta: As for `squared_norms`.
-            h: As for `squared_norms`.
+            delta: See `squared_norms`.
+            h: See `squared_norms`.
             clip: The factors f_i, and norms that no contribution may exceed; None for factors of 1.
         """
 
     def factor_rows(self, h: Tensor) -> Tensor | None:
-        """Rows u_ip of J_i^T J_i = I (x) sum_p u_ip u_ip^T, shape (batch, positions, inputs).
+        """Return the rows u_ip of J_i^T J_i = I (x) sum_p u_ip u_ip^T, shape (batch, positions, inputs).
 
-        The identity is over the module's outputs (channels); a last entry of 1 stands for the bias.
+        The identity acts on the module's outputs (channels); a last entry of 1 stands for the bias.
 
         Returns:
-            None where the Jacobian has no such form.
+            The rows, or None if the Jacobian has no such form.
         """
         return None
 
 
 class LinearJacobian(Jacobian):
-    """v = W h + b: J_i^T delta_i = delta_i (h_i, 1)^T is an outer product, and is never formed.
+    """v = W h + b: J_i^T delta_i = delta_i (h_i, 1)^T is an outer product and is never formed.
 
-    If a record holds several positions, as a sequence does, the products are summed over them.
+    If a record has several positions, as a sequence does, the products are summed over them.
     """
 
     def __init__(self, module: nn.Linear) -> None:
@@ -81,18 +81,18 @@ class LinearJacobian(Jacobian):
         self._bias = module.bias is not None
 
     def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
-        """||delta_i||^2 (||h_i||^2 + 1) for one position a record."""
+        """See Jacobian: ||delta_i||^2 (||h_i||^2 + 1) for one position per record."""
         if delta.ndim == 2:
             return outer_squared_norms(delta, h, bias=self._bias)
         signals, rows = delta.flatten(1, -2), self.factor_rows(h)
         return outer_sum_bounds(signals.mT, rows.mT).square()
 
     def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
-        """One matrix product, and a sum for the bias."""
+        """See Jacobian: one matrix product, and a sum for the bias."""
         return _totals(delta, h, clip, self._products)
 
     def factor_rows(self, h: Tensor) -> Tensor:
-        """(h_i, 1): one row a position."""
+        """See Jacobian: (h_i, 1), one row per position."""
         return _with_ones(h.view(len(h), -1, h.shape[-1]), self._bias)
 
     def _products(self, delta: Tensor, h: Tensor) -> list[Tensor]:
@@ -102,11 +102,11 @@ class LinearJacobian(Jacobian):
 
 
 class ConvolutionJacobian(Jacobian):
-    """v_op = w_o . u_p + b_o at every position p, u_p being the patch of the input under the kernel.
+    """v_op = w_o . u_p + b_o at every position p, where u_p is the patch of the input under the kernel.
 
     J_i^T delta_i = sum_p delta_ip (u_ip, 1)^T. Its norm comes from the Gram matrices of patches and signals,
-    sum_pq (u_p . u_q) (delta_p . delta_q), or from the gradient itself, whichever takes fewer products; rounded up by
-    what the float32 sum over positions may be off.
+    sum_pq (u_p . u_q) (delta_p . delta_q), or from the gradient itself, whichever takes fewer products. It is raised by
+    the largest possible error of the float32 sum over positions.
     """
 
     def __init__(self, module: nn.Conv2d) -> None:
@@ -114,7 +114,7 @@ class ConvolutionJacobian(Jacobian):
         self._convolution = module
 
     def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
-        """By groups of records whose patches fit in memory."""
+        """See Jacobian; computed for as many records at once as memory allows."""
         patch = self._convolution.weight[0].numel() * self._convolution.groups
         positions = delta.shape[2] * delta.shape[3]
         records = max(1, _NUMBERS_LIMIT // (2 * patch * positions))  # patches are held in float64
@@ -122,11 +122,11 @@ class ConvolutionJacobian(Jacobian):
         return torch.cat(parts)
 
     def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
-        """The weight gradient of the convolution with the signals for its output's gradient."""
+        """See Jacobian: the convolution's weight gradient, with the signals as gradient of its output."""
         return _totals(delta, h, clip, self._products)
 
     def factor_rows(self, h: Tensor) -> Tensor | None:
-        """The patches, one row a position; None for grouped convolutions, whose groups see different patches."""
+        """See Jacobian: one patch per position; None for grouped convolutions, whose groups see different patches."""
         if self._convolution.groups > 1:
             return None
         return _with_ones(self._patches(h).transpose(1, 2), self._convolution.bias is not None)
@@ -145,7 +145,7 @@ class ConvolutionJacobian(Jacobian):
         return [weight] if module.bias is None else [weight, delta.sum(dim=(0, 2, 3))]
 
     def _part(self, delta: Tensor, h: Tensor) -> Tensor:
-        """Squared norms of some records, each group's bias beside its weights."""
+        """Return squared norms of some records, each group's bias together with its weights."""
         groups = self._convolution.groups
         patches = self._patches(h).unflatten(1, (groups, -1))  # (batch, groups, patch, positions)
         if self._convolution.bias is not None:
@@ -166,17 +166,17 @@ class ConvolutionJacobian(Jacobian):
 
 
 class FunctionalJacobian(Jacobian):
-    """Any module that torch.func can differentiate with respect to its own parameters, such as a residual block."""
+    """Any module that torch.func can differentiate with respect to its parameters, such as a residual block."""
 
     def squared_norms(self, delta: Tensor, h: Tensor) -> Tensor:
-        """The per-record gradients, formed a few records at a time."""
+        """See Jacobian; the per-record gradients are formed for a few records at once."""
         squares = [row_norms(rows).square() for rows in self._record_gradients(delta, h)]
         return torch.cat(squares) if squares else delta.new_zeros(0, dtype=torch.float64)
 
     def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
-        """One backward pass through the module only; with a clip, the sum of scaled per-record gradients.
+        """See Jacobian: one backward pass through the module, or with a clip the sum of scaled per-record gradients.
 
-        The sums inside the module may cancel, so nothing bounds what a backward pass over scaled signals rounds to.
+        Sums inside the module may cancel, so nothing bounds the rounding of a backward pass over scaled signals.
         """
         if clip is not None:
             return self._clipped_total(delta, h, clip)
@@ -189,7 +189,7 @@ class FunctionalJacobian(Jacobian):
         ]
 
     def _clipped_total(self, delta: Tensor, h: Tensor, clip: Clip) -> list[Tensor]:
-        """Each gradient is measured again: another order of roundings must not let it exceed its norm."""
+        """Sum clipped gradients; each is measured again, so that another rounding cannot exceed its norm."""
         sizes = [parameter.numel() for parameter in self.parameters]
         total, start = torch.zeros(sum(sizes), dtype=torch.float64, device=delta.device), 0
         for rows in self._record_gradients(delta, h):
@@ -204,7 +204,7 @@ class FunctionalJacobian(Jacobian):
         return [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
 
     def _record_gradients(self, delta: Tensor, h: Tensor) -> Iterator[Tensor]:
-        """J_i^T delta_i as rows, in parts of some records each, shapes (part, parameters)."""
+        """Yield J_i^T delta_i as rows, some records at a time, shapes (some, parameters)."""
         named = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
 
         def of_record(signal: Tensor, x: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class FunctionalJacobian(Jacobian):
 
 
 def jacobian_of(module: nn.Module) -> Jacobian:
-    """The Jacobian of a module with parameters, in closed form where there is one."""
+    """Return the Jacobian of a module with parameters, in closed form if there is one."""
     if type(module) is nn.Linear:
         return LinearJacobian(module)
     if type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str):
@@ -230,11 +230,12 @@ def jacobian_of(module: nn.Module) -> Jacobian:
 
 
 def outer_sum_bounds(signals: Tensor, patches: Tensor) -> Tensor:
-    """A bound on ||sum_p s_p u_p^T||, however float32 sums it; float64, shape (...,).
+    """Return a bound on ||sum_p s_p u_p^T|| for any order of a float32 sum, float64, shape (...,).
 
-    The norm by the cheaper of Gram matrices and the product itself, and |s| |u| times what a float32 sum over the
-    positions may be off. The second term counts if the sum cancels: signals of mean zero on equal patches. Gram
-    matrices are taken in float64, since they lose half of the digits; so is each product that float32 might not hold.
+    The bound adds the norm, by the cheaper of Gram matrices and the product itself, and |s| |u| times the relative
+    error of a float32 sum over the positions. The second term matters if the sum cancels, as for signals of mean zero
+    on equal patches. Gram matrices are computed in float64, since they lose half of the digits, and so is each product
+    that float32 might not hold.
 
     Args:
         signals: s_p as columns, shape (..., a, positions).
@@ -250,7 +251,7 @@ def outer_sum_bounds(signals: Tensor, patches: Tensor) -> Tensor:
         slack += ((a + b + positions**2) * 2.0**-52) ** 0.5  # of the square, which may cancel too
     else:
         norms = norm_bounds(s @ u.mT)
-        slack *= 2  # this sum may be off as well
+        slack *= 2  # this sum rounds too
         unsafe = ~(safe_in_float32(sizes[0]) & safe_in_float32(sizes[1]))
         if bool(unsafe.any()):
             norms[unsafe] = row_norms(s[unsafe].double() @ u[unsafe].double().mT)

@@ -1,17 +1,17 @@
-"""A probe for modules that mix the records of a batch: change one record, and see whether another's output moves.
+"""Probe whether a module mixes the records of a batch: change one record and compare the outputs of the others.
 
-A guarantee for records clips what each record contributes. If a module lets one record change another's output, as
-batch statistics do, one record changes all contributions and no clip bounds their sum. The probe runs the module in the
-mode that it is in, on a few records, and
+A guarantee for records clips each record's contribution. If one record changes another's output, as with batch
+statistics, it changes all contributions and no clip bounds their sum. The probe runs the module in its current mode on
+a few records and
 
 - replaces the first or the last record by another, by one a thousand times as large, and by NaN;
-- leaves the first or the last record out, since a record's output must not depend on how many others there are.
+- removes the first or the last record, because an output must not depend on the number of records.
 
-NaN finds what values may hide: it passes through weights of 0 and through saturated activations. Parameters are
-perturbed as well, so that a branch whose weights begin at 0 does not pass unseen. The module's parameters, buffers and
-the generators of torch, numpy and Python are as before afterwards; other state of the module is its own affair.
+NaN reveals what finite values can hide: it passes through weights of 0 and saturated activations. Parameters are
+perturbed too, so that a branch with zero weights is not missed. Afterwards the module's parameters and buffers and the
+generators of torch, numpy and Python are unchanged; other state of the module may have changed.
 
-No finite probe proves that a module treats all records apart; the statement keeps it among its assumptions.
+No finite probe proves that a module processes all records independently, so the guarantee lists this as an assumption.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from opusim.errors import DeviceError
 from training.data import Dataset
 
 _BATCH_SIZES = (4, 33)
-"""Batches that are tried: a few records, and more than a block of some batch-wise kernels."""
+"""Batch sizes to try: a few records, and more than a block of some batch-wise kernels."""
 _FULL_PROBE_LIMIT = 2**24
-"""Parameters up to which a model is probed with all of them perturbed, at both sizes; a larger one, which costs a copy
-and time, with those that are constant (fresh scales, zeroed branches, LoRA's second factors), at the first size."""
+"""Largest number of parameters for the full probe, which perturbs all of them at both batch sizes. In larger models, it
+perturbs only constant tensors (fresh scales, zeroed branches, LoRA's second factors), at the first batch size."""
 _SETTINGS = 3
 _REMEDY = (
-    "no guarantee for records covers it; use modules that treat records apart, such as nn.GroupNorm or nn.LayerNorm "
-    "for batch statistics, or protection.kind = 'none'"
+    "no guarantee for records covers it; use modules that process records independently, such as nn.GroupNorm or "
+    "nn.LayerNorm instead of batch statistics, or protection.kind = 'none'"
 )
 
 
 class _Change(NamedTuple):
-    """Records after a change, and where unchanged ones stand in them and stood before.
+    """Records after a change, and the positions of the unchanged records now and before.
 
-    Odd ones hold numbers that a module may refuse.
+    An odd change holds numbers that a module may refuse.
     """
 
     rows: Tensor
@@ -55,40 +55,40 @@ class _Change(NamedTuple):
 
 
 def require_independent_records(model: nn.Module, records: Tensor) -> None:
-    """Refuse a module in which one record of a batch moves another's output; see the top of this file.
+    """Refuse a module in which one record of a batch changes another's output; see the top of this file.
 
     Args:
-        model: Takes records (batch, ...), gives a tensor (batch, ...); in the mode in which it will be trained.
-        records: Some records that it can take, on its device, shape (n, ...), n at least 1.
+        model: Maps records (batch, ...) to a tensor (batch, ...); in the mode in which it will be trained.
+        records: Valid records on the module's device, shape (n, ...), n at least 1.
 
     Raises:
-        ValueError: A module takes statistics of the batch in training mode, or another record's output moved.
+        ValueError: A module computes batch statistics, or another record's output changed.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ValueError(f"model: {_called(name, module)} mixes the records of a batch: {_REMEDY}")
+            raise ValueError(f"model: {_module_name(name, module)} mixes the records of a batch: {_REMEDY}")
     small = sum(parameter.numel() for parameter in model.parameters()) <= _FULL_PROBE_LIMIT
     settings, sizes = (_SETTINGS, _BATCH_SIZES) if small else (_SETTINGS - 1, _BATCH_SIZES[:1])
-    with _own_randomness(records.device), torch.no_grad():
+    with _preserved_generators(records.device), torch.no_grad():
         for setting in range(settings):
             state = _state(model, everything=small, setting=setting)
             for count in sizes:
-                _probe(model, state, _some(records, count))
+                _probe(model, state, _first_records(records, count))
 
 
 def probe_records(dataset: Dataset, place: torch.device) -> Tensor:
-    """Records to probe a model with, shape (33 at most, n_features)."""
+    """Return at most 33 training records to probe a model with, shape (count, n_features)."""
     return dataset.train.x[: max(_BATCH_SIZES)].to(place)
 
 
 def _probe(model: nn.Module, state: dict[str, Tensor], rows: Tensor) -> None:
-    """One batch under one setting of the parameters."""
+    """Probe one batch under one setting of the parameters."""
     clean, again = _output(model, state, rows), _output(model, state, rows)
     steady = not _differs(clean, again, steady=True)
     if not steady:
         warnings.warn(
-            f"model: {type(model).__name__} gives other outputs for the same records each time; whether it mixes the "
-            "records of a batch was only tried with NaN",
+            f"model: {type(model).__name__} gives different outputs for the same records; whether it mixes the records "
+            "of a batch was tested with NaN only",
             stacklevel=4,
         )
     resized = 0
@@ -103,14 +103,14 @@ def _probe(model: nn.Module, state: dict[str, Tensor], rows: Tensor) -> None:
             continue
         resized += change.resized
         if change.resized and resized < 2:
-            continue  # a quantiser may turn other roundings of one batch size into a step
+            continue  # a quantiser may amplify the rounding that belongs to one batch size
         culprit = _culprit(model, state, rows, change, steady=steady)
-        what = "outputs depend on how many there are" if change.resized else "one moves the output of another"
+        what = "outputs depend on their number" if change.resized else "one changes the output of another"
         raise ValueError(f"model: {culprit} mixes the records of a batch ({what}): {_REMEDY}")
 
 
 def _changes(rows: Tensor) -> Iterator[_Change]:
-    """What is done to the first or to the last record."""
+    """Yield the batch with the first or the last record replaced or removed."""
     n = len(rows)
     sides = ((0, slice(1, n)), (n - 1, slice(0, n - 1)))
     for place, others in sides:
@@ -123,9 +123,9 @@ def _changes(rows: Tensor) -> Iterator[_Change]:
 
 
 def _replacements(rows: Tensor, place: int) -> Iterator[Tensor]:
-    """Records to put in the place of one: another of the batch, then odd ones.
+    """Yield replacements of one record: another record of the batch, then odd values.
 
-    Whole numbers may be indices, which a GPU must not look up out of range.
+    Whole numbers may be indices; a GPU must not look them up out of range, so they get no odd values there.
     """
     yield rows[len(rows) // 2]
     whole = bool((rows == rows.round()).all())
@@ -137,7 +137,7 @@ def _replacements(rows: Tensor, place: int) -> Iterator[Tensor]:
 
 
 def _differs(before: Tensor, after: Tensor, *, steady: bool) -> bool:
-    """Whether outputs of unchanged records moved by more than rounding; NaN only where outputs vary by themselves."""
+    """Return whether outputs of unchanged records changed by more than rounding; compare only NaN if not steady."""
     if before.shape != after.shape:
         return True
     if bool((before.isnan() != after.isnan()).any()):
@@ -153,7 +153,7 @@ def _differs(before: Tensor, after: Tensor, *, steady: bool) -> bool:
 
 
 def _output(model: nn.Module, state: dict[str, Tensor], rows: Tensor) -> Tensor:
-    """The output under this state, always with the same random numbers; buffers that a call changes are copies."""
+    """Return the output under this state, with the same random numbers in every call and copies of the buffers."""
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002
     random.seed(0)
@@ -163,7 +163,7 @@ def _output(model: nn.Module, state: dict[str, Tensor], rows: Tensor) -> Tensor:
 
 
 def _state(model: nn.Module, *, everything: bool, setting: int) -> dict[str, Tensor]:
-    """Parameters for a setting: the first as they are, the others moved by as much as they are large."""
+    """Return the parameters of a setting: none for the first, else perturbed in proportion to their size."""
     generator = torch.Generator().manual_seed(setting)
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -179,15 +179,15 @@ def _constant(value: Tensor) -> bool:
     return bool(value.min() == value.max())
 
 
-def _some(records: Tensor, count: int) -> Tensor:
-    """So many records, the given ones over again if there are fewer."""
+def _first_records(records: Tensor, count: int) -> Tensor:
+    """Return `count` records, repeating the given ones if there are fewer."""
     return records[torch.arange(count, device=records.device) % len(records)].clone()
 
 
 def _culprit(
     model: nn.Module, state: dict[str, Tensor], rows: Tensor, change: _Change, *, steady: bool
 ) -> str:
-    """The first module to finish with an unchanged record's output moved, if it can be told, else the model."""
+    """Name the first module to finish with a changed output of an unchanged record, or else the model."""
     seen: list[dict[str, Tensor]] = []
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -208,17 +208,17 @@ def _culprit(
     for name, output in seen[0].items():
         other = seen[1].get(name)
         if other is not None and _differs(output[change.before], other[change.now], steady=steady):
-            return _called(name, modules[name])
+            return _module_name(name, modules[name])
     return type(model).__name__
 
 
-def _called(name: str, module: nn.Module) -> str:
+def _module_name(name: str, module: nn.Module) -> str:
     return f"{type(module).__name__} {name!r}" if name else type(module).__name__
 
 
 @contextmanager
-def _own_randomness(place: torch.device) -> Iterator[None]:
-    """The global generators as they were, afterwards."""
+def _preserved_generators(place: torch.device) -> Iterator[None]:
+    """Restore the global generators of torch, numpy and Python on exit."""
     numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
     devices = [place] if place.type == "cuda" else []
     try:

@@ -31,7 +31,7 @@ from training.protections.planning import sampled_step
 from training.ulr.config import UlrConfig
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence, Outputs
-from training.ulr.published import PublishedOptions, PublishedUpdate
+from training.ulr.published import PublishedUpdate
 from training.ulr.trainer import PlainUpdate, UlrTrainer, Update
 
 _WIDEST_READING = 65_536
@@ -161,7 +161,7 @@ def _update(config: RunConfig, network: ModuleSequence, device: NoisyDevice | No
     if options.form == "published":
         extra = noise_stream(config.mode, seed_for(config, "extra-noise"), "extra-noise")
         divisor = float(config.sampler.min_batch_size or config.sampler.batch_size)
-        return PublishedUpdate(network, PublishedOptions.of(options, divisor), noise=noise, extra=extra)
+        return PublishedUpdate(network, options, divisor, noise=noise, extra=extra)
     estimator = Estimator(
         copies=options.copies,
         reduction=options.variance_reduction,

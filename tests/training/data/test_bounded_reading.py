@@ -132,7 +132,7 @@ def test_only_jpeg_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", start)
     for number, content in enumerate((eps, picture("PNG", 32), picture("GIF", 32))):
         archive_of(tmp_path / str(number), {"train/airplane/0.jpg": content})
-        with pytest.raises(DataError, match="no readable image"):
+        with pytest.raises(DataError, match="no readable JPEG image"):
             formats.read_cifar10(tmp_path / str(number))
     assert not started
 

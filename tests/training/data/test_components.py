@@ -78,7 +78,7 @@ def test_too_many_components_are_refused() -> None:
         PrincipalComponents.fit(records(), 8, whitening=0.5)
     flat = records()
     flat[:, 3:] = flat[:, :1]
-    with pytest.raises(ValueError, match="vary in 3 directions only"):
+    with pytest.raises(ValueError, match="vary only in 3 directions"):
         PrincipalComponents.fit(flat, 4, whitening=0.5)
 
 

@@ -120,7 +120,7 @@ class TestArrays:
             (
                 {"y": Y + 1, "n_classes": 4},
                 ValueError,
-                "labels from 0 to 3, got 1 to 4: count classes from 0",
+                "labels from 0 to 3, got 1 to 4: number the classes from 0",
             ),
             (
                 {"y": Y * 0},
@@ -218,7 +218,7 @@ class TestStandardisation:
             ({"std": 0.0}, "std must be above 0 everywhere"),
             ({"std": (1.0, -1.0)}, "std must be above 0 everywhere"),
             ({"mean": float("nan")}, "mean must be finite"),
-            ({"mean": (0.0,), "std": (1.0, 1.0)}, "one entry for each feature"),
+            ({"mean": (0.0,), "std": (1.0, 1.0)}, "one entry per feature"),
         ],
     )
     def test_refuses_constants_that_are_no_scale(self, changes: dict[str, Any], message: str) -> None:

@@ -107,7 +107,7 @@ def test_it_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train/airplane/0000.jpg": b"no image"}, "airplane/0000.jpg is no readable image"),
+        ({"train/airplane/0000.jpg": b"no image"}, "airplane/0000.jpg is no readable JPEG image"),
         ({"train/airplane/0000.jpg": jpeg((1, 2, 3), (16, 32))}, "16 x 32 pixels, not 32 x 32"),
         ({"train/lorry/0000.jpg": jpeg((1, 2, 3))}, "holds the classes.*not those of CIFAR-10"),
     ],

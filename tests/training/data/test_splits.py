@@ -170,10 +170,15 @@ def test_a_part_may_be_empty_but_not_the_training_records() -> None:
 @pytest.mark.parametrize(
     ("split", "ids", "error", "message"),
     [
-        ("index", [1, 2, 3], ValueError, "split = 'index' with ids: IDs decide for split = 'id' only"),
+        (
+            "index",
+            [1, 2, 3],
+            ValueError,
+            "split = 'index' with ids: split = 'id' needs ids, and only it takes them",
+        ),
         ("content", [1, 2, 3], ValueError, "split = 'content' with ids"),
         ("id", None, ValueError, "split = 'id' without ids"),
-        ("id", [1, 2], ValueError, "x has 3 records and ids 2 entries; give one ID a record"),
+        ("id", [1, 2], ValueError, "x has 3 records and ids 2 entries; give one ID per record"),
         ("id", [1.0, 2, 3], TypeError, "ids must be whole numbers or strings, got float at position 0"),
         ("id", [1, True, 3], TypeError, "got bool at position 1"),
         ("label", None, ValueError, "split = 'label'"),

@@ -32,7 +32,7 @@ def test_derivative_equals_autograd(name: str) -> None:
     h = MODULES[name]()(z)
     (expected,) = torch.autograd.grad(h.sum(), z)
     phi = ACTIVATIONS[name]
-    found = phi.derivative(z.detach(), phi(z.detach()))
+    found = phi.derivative(z.detach(), phi.function(z.detach()))
     torch.testing.assert_close(found, expected)
     low, high = phi.slope_bounds
     assert low <= found.abs().min() + 1e-12
@@ -117,7 +117,7 @@ def test_initialisation_is_seeded_and_leaves_global_state_alone() -> None:
         (nn.Sequential(), "holds no nn.Linear"),
         (nn.Sequential(nn.Linear(3, 2), nn.Dropout()), "no closed-form layer gradient for Dropout"),
         (nn.Sequential(nn.Tanh(), nn.Linear(3, 2)), "does not follow an nn.Linear"),
-        (nn.Sequential(nn.Linear(3, 2), nn.Linear(4, 2)), "takes 4 inputs but layer 1 gives 2"),
+        (nn.Sequential(nn.Linear(3, 2), nn.Linear(4, 2)), "takes 4 inputs but layer 1 has 2 outputs"),
         (nn.Sequential(nn.Linear(3, 2).double()), "float32"),
     ],
 )

@@ -21,11 +21,11 @@ from training.reports import sweep_figures as figures
 from training.reports.run_figures import save_figure
 from training.reports.run_report import data_url, distinct
 from training.runs.folder import RunFolder
-from training.runs.storage import write_json
+from training.runs.storage import record_json, write_json
 from training.sweeps import curves
 from training.sweeps.curves import Curve, SweepResult, curve_rows
-from training.sweeps.points import Point
 from training.sweeps.rows import SCHEMA_VERSION, Row, audited_epsilon
+from training.sweeps.spec import Point
 
 _NOTHING = "–"
 _FIGURES: dict[
@@ -62,7 +62,11 @@ def write_sweep(result: SweepResult, spec_text: str) -> Path:
         "schema_version": SCHEMA_VERSION,
         "title": result.spec.title,
         "runs": [
-            {"series": point.series, "values": point.values, "row": row.to_json() if row else None}
+            {
+                "series": point.series,
+                "values": point.values,
+                "row": record_json(row, SCHEMA_VERSION) if row else None,
+            }
             for point in result.points
             for row in [result.rows.get(point.identity)]
         ],

@@ -17,9 +17,8 @@ from training.reports.run_report import RELEASE_DASHES, run_name, summary_row, w
 from training.reports.sweep_report import setting_rows, write_sweep
 from training.runs.run import Run
 from training.sweeps.curves import SweepResult
-from training.sweeps.points import points_of
 from training.sweeps.rows import SweepFolder, row_of
-from training.sweeps.spec import SpecText, parse_spec
+from training.sweeps.spec import SpecText, parse_spec, points_of
 
 SMALL: dict[str, Any] = {"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1}
 RELEASED = {

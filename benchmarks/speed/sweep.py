@@ -20,9 +20,8 @@ from benchmarks.results_file import save_results
 from training.reports.sweep_report import write_sweep
 from training.sweeps.curves import SweepResult
 from training.sweeps.execution import run_sweep
-from training.sweeps.points import points_of
 from training.sweeps.rows import SweepFolder
-from training.sweeps.spec import read_spec
+from training.sweeps.spec import points_of, read_spec
 
 JOBS, RUNS, EPOCHS = 2, 200, 15
 SPEC = f"""\

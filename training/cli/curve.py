@@ -46,12 +46,10 @@ def curve(
     ] = False,
 ) -> None:
     """Make a table of runs, draw accuracy and epsilon against noise, and write one report."""
-    from training.sweeps.spec import read_spec
+    from training.sweeps.spec import one_at_a_time, points_of, read_spec
 
     _check_flags(jobs, cluster, retry_failed=retry_failed, draw_only=draw_only)
     read, text = read_spec(spec)
-    from training.sweeps.points import one_at_a_time, points_of
-
     points = points_of(read, text)
     import os
 

@@ -15,13 +15,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from accounting.guarantee import Guarantee
 from opusim.files import (
     open_to_write,
     parse_json,
@@ -35,6 +36,17 @@ from opusim.files import (
 from training.errors import RunFolderError
 
 Record = TypeVar("Record")
+
+
+def _guarantee(value: Any) -> Guarantee:
+    try:
+        return value if isinstance(value, Guarantee) else Guarantee.from_json(value)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a guarantee: {error!r}") from error
+
+
+StoredGuarantee = Annotated[Guarantee, PlainValidator(_guarantee), PlainSerializer(Guarantee.to_json)]
+"""A field of a record that holds a guarantee in its own JSON format."""
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = lru_cache(TypeAdapter)
 _ARRAY = "array"

@@ -91,18 +91,18 @@ def test_the_words_say_what_was_found(plain_audit: RunAudit) -> None:
     text = "\n".join(paragraphs(plain_audit))
     assert "Found: membership" in text
     assert "no finite epsilon, so there is nothing to refute" in text
-    assert "All came out as they must" in text
+    assert "All controls behaved as required" in text
     (guarantee,) = plain_audit.guarantees
     claimed = replace(guarantee, status=Status.CLAIMED, epsilon=1.0, reason=None)
-    assert "is REFUTED: one step alone costs more" in "\n".join(
+    assert "is REFUTED, since a single step already costs more" in "\n".join(
         paragraphs(replace(plain_audit, guarantees=(claimed,)))
     )
     formula = replace(guarantee, status=Status.CLAIMED, formula_value=1.0)
-    assert "1.000 for the whole run, is REFUTED" in "\n".join(
+    assert "1.000 for the whole run: is REFUTED" in "\n".join(
         paragraphs(replace(plain_audit, guarantees=(formula,)))
     )
     far = replace(guarantee, status=Status.CLAIMED, formula_value=1e6)
-    assert "above what so many trials can show" in "\n".join(
+    assert "exceeds what so many trials can show" in "\n".join(
         paragraphs(replace(plain_audit, guarantees=(far,)))
     )
 
@@ -113,7 +113,7 @@ def test_the_result_is_kept_and_shown(plain: Path, plain_audit: RunAudit) -> Non
     page = write_report(training.load_run(plain)).read_text()
     assert "<h2>Audit</h2>" in page
     assert "membership found" in page
-    with pytest.raises(ValueError, match="schema_version 9 is not 1; audit the run anew"):
+    with pytest.raises(ValueError, match="schema_version 9 is not 1"):
         RunAudit.from_json({"schema_version": 9})
 
 

@@ -31,7 +31,7 @@ from training.errors import RunFolderError, RunInterrupted
 from training.protections.planning import with_sampled_noise
 from training.reports.run_report import write_report
 from training.runs.run import load_run, read_npz
-from training.sweeps.worker import run_point
+from training.sweeps.execution import run_point
 from training.zeroth_order.step_log import read_header
 
 ADDED = {

@@ -21,9 +21,8 @@ from training.reports.sweep_report import write_sweep
 from training.runs.run import load_run
 from training.sweeps.curves import SweepResult
 from training.sweeps.execution import run_sweep
-from training.sweeps.points import points_of
 from training.sweeps.rows import SweepFolder
-from training.sweeps.spec import read_spec
+from training.sweeps.spec import points_of, read_spec
 
 SMALL: dict[str, Any] = {
     "epochs": 1,

@@ -358,7 +358,9 @@ def readme_page(text: str) -> str:
     """The README with its table of headline figures renewed."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{markdown(('what', 'figure', 'measure it again'), headline_rows())}\n{END}{after}"
+    return (
+        f"{before}{BEGIN}\n{markdown(('what', 'figure', 'measure it again'), headline_rows())}\n{END}{after}"
+    )
 
 
 def protections_page(text: str) -> str:

@@ -26,9 +26,7 @@ def headline_rows() -> list[Row]:
 
 def protection_rows() -> list[Row]:
     """What each protection reaches on FashionMNIST at epsilon 3 and at epsilon 1, in per cent."""
-    found = {
-        (cell["row"], cell["epsilon"]): cell["test"] for cell in load_results("pdfa_private")["cells"]
-    }
+    found = {(cell["row"], cell["epsilon"]): cell["test"] for cell in load_results("pdfa_private")["cells"]}
     return [
         (name, f"{found[(row, EPSILON)]:.1f}", f"{found[(row, 1.0)]:.1f}")
         for row, name in PROTECTIONS.items()
@@ -77,11 +75,13 @@ def _memory() -> Row:
     """Peak memory of a zeroth-order step over that of inference."""
     rows = load_results("zo_memory")["rows"]
     shape = ", 2 x 1024"
-    plain, zo, ghost = (
-        rows[name + shape]["peak_mib"] for name in ("inference", "zo", "dp-sgd, ghost")
-    )
+    plain, zo, ghost = (rows[name + shape]["peak_mib"] for name in ("inference", "zo", "dp-sgd, ghost"))
     figure = f"{zo / plain:.2f} times that of inference (DP-SGD by Opacus: {ghost / plain:.2f})"
-    return ("Peak memory of a zeroth-order step, 163 million parameters", figure, _command("zeroth_order.memory"))
+    return (
+        "Peak memory of a zeroth-order step, 163 million parameters",
+        figure,
+        _command("zeroth_order.memory"),
+    )
 
 
 def _command(words: str) -> str:

@@ -58,13 +58,20 @@ def _plain_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lin
     lines[:] = [_escape(line) for line in lines]
 
 
+_SHOWN = {"benchmarks": "benchmarks/README.md", "contributing": "CONTRIBUTING.md"}
+"""Pages of the site that show a file of the repository."""
+
+
 def _repository_links(app: Any, page: str, source: list[str]) -> None:
-    """Point links that are right in the repository at this site's page of the measured tables."""
-    if page == "benchmarks":
-        text = (ROOT / "benchmarks" / "README.md").read_text().replace("](../docs/", "](")
-        source[0] = re.sub(r"\]\((?=[\w/]+\.(?:py|toml|md)\))", "](../benchmarks/", text)
+    """Show files of the repository as pages, and point links that are right in the repository at these pages."""
+    if page in _SHOWN:
+        folder = Path(_SHOWN[page]).parent
+        text = (ROOT / _SHOWN[page]).read_text()
+        text = re.sub(r"\]\((?=[\w/.-]+[)#])(?!\.\./docs/|docs/)", f"](../{folder}/", text)
+        source[0] = re.sub(r"\]\((?:\.\./)?docs/", "](", text)
     else:
-        source[0] = source[0].replace("](../benchmarks/README.md", "](benchmarks.md")
+        for name, file in _SHOWN.items():
+            source[0] = source[0].replace(f"](../{file}", f"]({name}.md")
 
 
 def setup(app: Any) -> None:

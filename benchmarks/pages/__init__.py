@@ -12,7 +12,7 @@ from benchmarks.attacks.pages import mechanism_section
 from benchmarks.convex.pages import convex_readme_rows, convex_section, convex_speed_rows
 from benchmarks.markdown import markdown
 from benchmarks.pages.curves import curve_sections
-from benchmarks.pages.headlines import headline_rows
+from benchmarks.pages.headlines import headline_rows, protection_rows
 from benchmarks.results_file import FOLDER as RESULTS
 from benchmarks.results_file import load_results
 from benchmarks.ulr.pages import ulr_readme_rows, ulr_sections, ulr_speed_rows
@@ -23,6 +23,8 @@ BEGIN, END = "<!-- measured: written by `make bench-report` -->", "<!-- end of m
 MONITOR_BEGIN, MONITOR_END = "<!-- monitor: written by `make bench-report` -->", "<!-- end of monitor -->"
 FAULTS_BEGIN, FAULTS_END = "<!-- faults: written by `make bench-report` -->", "<!-- end of faults -->"
 TABLE1 = "`python -m benchmarks.pdfa.table1`"
+PROTECTIONS_BEGIN = "<!-- protections: written by `make bench-report` -->"
+PROTECTIONS_END = "<!-- end of protections -->"
 _SHOWN_EPSILON = 3.0
 
 Row = tuple[str, str, str]
@@ -361,6 +363,14 @@ def readme_page(text: str) -> str:
     )
 
 
+def protections_page(text: str) -> str:
+    """docs/choosing-a-trainer.md with its table of accuracies under protection renewed."""
+    header = ("protection and trainer", "accuracy at epsilon 3 [%]", "at epsilon 1")
+    before, rest = text.split(PROTECTIONS_BEGIN)
+    _, after = rest.split(PROTECTIONS_END)
+    return f"{before}{PROTECTIONS_BEGIN}\n{markdown(header, protection_rows())}\n{PROTECTIONS_END}{after}"
+
+
 def faults_page(text: str) -> str:
     """docs/devices.md with its table of faults renewed."""
     results = load_results("device_faults")
@@ -369,7 +379,7 @@ def faults_page(text: str) -> str:
             row["fault"],
             row["error"],
             "–" if row["steps_until_stop"] is None else str(row["steps_until_stop"]),
-            "as if nothing had happened" if row["as_undisturbed"] else "goes on from the step of the stop",
+            "as if nothing had happened" if row["as_undisturbed"] else "resumes at the step of the stop",
         )
         for row in results.get("rows", [])
     ]
@@ -399,9 +409,11 @@ def monitor_page(text: str) -> str:
 def pages() -> dict[Path, str]:
     readme = ROOT / "README.md"
     devices = ROOT / "docs" / "devices.md"
+    choosing = ROOT / "docs" / "choosing-a-trainer.md"
     return {
         readme: readme_page(readme.read_text()),
         ROOT / "benchmarks" / "README.md": benchmarks_page(),
+        choosing: protections_page(choosing.read_text()),
         devices: monitor_page(faults_page(devices.read_text())),
     }
 

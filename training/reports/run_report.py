@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from accounting.tables import guarantee_rows
-from opusim.units import duration, energy
+from opusim.tables import duration, energy
 from training.attacks.findings import RunAudit, finding_rows, paragraphs, read_audit
 from training.config.reading import flat
 from training.data.catalogue import OWN_ARRAYS

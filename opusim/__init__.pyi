@@ -61,7 +61,7 @@ from opusim.randomness.streams import NoiseStream as NoiseStream
 from opusim.randomness.streams import SeededStream as SeededStream
 from opusim.randomness.streams import SystemStream as SystemStream
 from opusim.randomness.streams import noise_stream as noise_stream
-from opusim.temperature.law import TemperatureLaw as TemperatureLaw
+from opusim.temperature import TemperatureLaw as TemperatureLaw
 from opusim.usage import Usage as Usage
 from training import Run as Run
 from training import RunConfig as RunConfig

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opusim.calibration.cli import add_to as add_calibration_commands
-from opusim.tables import print_table
-from opusim.units import unit_of
+from opusim.tables import print_table, unit_of
 
 if TYPE_CHECKING:
     from opusim.description.schema import DeviceDescription

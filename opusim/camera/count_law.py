@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from opusim import checks
-from opusim.camera.recovery import Recovery
+from opusim.camera.exposure import Recovery
 from opusim.camera.stages import Sensor
-from opusim.errors import ConfigError
-
-if TYPE_CHECKING:
-    from opusim.devices.camera import CameraDevice
+from opusim.temperature import DarkCurrent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +45,8 @@ class CountLaw:
         response: relative sensitivity of each output's pixel, shape (n_outputs,).
         offset_e: fixed offset of each output's pixel, electrons, shape (n_outputs,).
         exposure_us: the description's exposure, microseconds.
-        temperature_c: the description's; None where dark current is off.
-        dark: the `opusim.temperature.dark_current.DarkCurrent`; None where it is off.
+        temperature_c: the description's, or None if dark current is off.
+        dark: the law of the dark current, or None if it is off.
         sensor: the stages behind the light.
         recovery: with the anchor known exactly.
     """
@@ -62,7 +57,7 @@ class CountLaw:
     offset_e: np.ndarray
     exposure_us: float
     temperature_c: float | None
-    dark: Any
+    dark: DarkCurrent | None
     sensor: Sensor
     recovery: Recovery
 
@@ -86,33 +81,3 @@ class CountLaw:
         """Root mean square over vectors and outputs of a reading's noise, projection units."""
         variance = self.recovery.variance(self.sensor.moments(self.rates(point), self.offset_e)[1])
         return float(np.sqrt(variance.mean()) / (point.light * point.exposure))
-
-
-def count_law(device: CameraDevice, x: torch.Tensor) -> CountLaw:
-    """The law of an open camera for readings of some vectors.
-
-    Args:
-        device: open; its description has shot noise.
-        x: ternary, shape (vectors, n_inputs).
-
-    Raises:
-        ConfigError: counts without shot noise are no counts.
-        DeviceUnavailable: the device is closed.
-    """
-    exposure, camera = device.exposure, device.description.camera
-    if not exposure.sensor.shot_noise or camera is None:
-        raise ConfigError(
-            device.name, "camera.sensor.shot_noise", "is off, so counts have no law; switch it on"
-        )
-    bias = exposure.light.bias_e * exposure.response
-    return CountLaw(
-        light_e=device.frame_rates(x) - exposure.dark_e,
-        bias_e=bias,
-        response=exposure.response,
-        offset_e=exposure.offset_e,
-        exposure_us=exposure.light.exposure_us,
-        temperature_c=None if camera.dark is None else camera.dark.temperature_c,
-        dark=camera.dark_law(),
-        sensor=exposure.sensor,
-        recovery=device.ideal_recovery(),
-    )

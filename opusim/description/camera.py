@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from opusim.description.section import StrictSection
+from opusim.temperature import DarkCurrent, DoublingDarkCurrent, TableDarkCurrent
 
 
 class LightSettings(StrictSection):
@@ -35,7 +36,7 @@ class SensorSettings(StrictSection):
 
 
 class DoublingSettings(StrictSection):
-    """Keys of `opusim.temperature.dark_current.DoublingDarkCurrent`."""
+    """Keys of `opusim.temperature.DoublingDarkCurrent`."""
 
     dark_current_ref_e_per_s: float = Field(ge=0)
     temperature_ref_c: float
@@ -45,7 +46,7 @@ class DoublingSettings(StrictSection):
 
 
 class TableSettings(StrictSection):
-    """Keys of `opusim.temperature.dark_current.TableDarkCurrent`."""
+    """Keys of `opusim.temperature.TableDarkCurrent`."""
 
     temperatures_c: list[float] = Field(min_length=2)
     dark_currents_e_per_s: list[float] = Field(min_length=2)
@@ -132,14 +133,12 @@ class CameraSettings(StrictSection):
     drift: DriftSettings | None = None
     grain_correlation: float = Field(default=0.0, ge=0, le=0.5)
 
-    def dark_law(self) -> Any:
-        """The `opusim.temperature.dark_current.DarkCurrent`, or None.
+    def dark_law(self) -> DarkCurrent | None:
+        """The law of the dark current, or None if it is off.
 
         Raises:
             ValueError: its numbers contradict each other.
         """
-        from opusim.temperature.dark_current import DoublingDarkCurrent, TableDarkCurrent
-
         if self.dark is None:
             return None
         if self.dark.doubling is not None:
@@ -149,6 +148,7 @@ class CameraSettings(StrictSection):
 
     @model_validator(mode="after")
     def _dark_law_holds(self) -> Self:
-        if self.dark is not None:
-            self.dark_law().current_e_per_s(self.dark.temperature_c)
+        law = self.dark_law()
+        if self.dark is not None and law is not None:
+            law.current_e_per_s(self.dark.temperature_c)
         return self

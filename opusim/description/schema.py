@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from opusim.description.camera import CameraSettings
 from opusim.description.section import StrictSection
-from opusim.temperature.law import TemperatureLaw
+from opusim.temperature import DoublingDarkCurrent, TemperatureLaw
 
 
 class LightonSettings(StrictSection):
@@ -123,10 +123,18 @@ class FrameSettings(StrictSection):
 
 
 class TemperatureSettings(StrictSection):
-    """The numbers of `opusim.temperature.law.TemperatureLaw`, and the temperature the device is at.
+    """Gaussian noise with a dark current that doubles every few kelvin (`opusim.temperature`), at one temperature.
 
     Attributes:
-        temperature_c: operating temperature, degrees Celsius; the other keys are the law's.
+        sigma_0: noise without dark current (read noise and the like), projection units.
+        variance_per_e: squared projection units for an electron of dark charge.
+        exposure_us: exposure of a frame, microseconds.
+        dark_current_ref_e_per_s: dark current at the reference temperature, electrons per second and pixel.
+        temperature_ref_c: reference temperature, degrees Celsius.
+        doubling_k: temperature difference that doubles the dark current, kelvin.
+        temperature_min_c: lowest temperature at which the sensor works, degrees Celsius.
+        temperature_max_c: highest one.
+        temperature_c: operating temperature, degrees Celsius.
     """
 
     sigma_0: float = Field(ge=0)
@@ -146,11 +154,27 @@ class TemperatureSettings(StrictSection):
                 f"temperature_c = {self.temperature_c:g}: must lie between temperature_min_c = "
                 f"{self.temperature_min_c:g} and temperature_max_c = {self.temperature_max_c:g}"
             )
+        self.law()
         return self
 
     def law(self) -> TemperatureLaw:
-        """The law, without the operating temperature."""
-        return TemperatureLaw(**self.model_dump(exclude={"temperature_c"}))
+        """The law, without the operating temperature.
+
+        Raises:
+            ValueError: its numbers contradict each other.
+        """
+        return TemperatureLaw(
+            floor_variance=self.sigma_0**2,
+            variance_per_e=self.variance_per_e,
+            exposure_us=self.exposure_us,
+            dark=DoublingDarkCurrent(
+                dark_current_ref_e_per_s=self.dark_current_ref_e_per_s,
+                temperature_ref_c=self.temperature_ref_c,
+                doubling_k=self.doubling_k,
+                temperature_min_c=self.temperature_min_c,
+                temperature_max_c=self.temperature_max_c,
+            ),
+        )
 
 
 class NoiseSettings(StrictSection):
@@ -177,7 +201,7 @@ class NoiseSettings(StrictSection):
     def value(self) -> float:
         """The standard deviation in projection units."""
         if self.temperature_law is not None:
-            return self.temperature_law.law().sigma(self.temperature_law.temperature_c)
+            return self.temperature_law.law().std(self.temperature_law.temperature_c)
         return float(self.sigma or 0.0)
 
 

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,16 +15,14 @@ import torch
 from opusim import checks
 from opusim.description.schema import DeviceDescription
 from opusim.devices.access import Access
-from opusim.devices.inputs import Array, check_reading, drawn_shape, like_input, ternary_batch
+from opusim.devices.baseline import Baseline
+from opusim.devices.capabilities import Array, check_reading, drawn_shape, like_input, ternary_batch
+from opusim.devices.certificate import Certificate
+from opusim.devices.monitor import Monitor
 from opusim.errors import ConfigError, DeviceError, DeviceUnavailable, NoiseUnknown
 from opusim.noise import GaussianNoise, NoiseModel
 from opusim.randomness.streams import MODES
 from opusim.usage import Usage, UsageMeter
-
-if TYPE_CHECKING:
-    from opusim.calibration.certificate import Certificate
-    from opusim.devices.baseline import Baseline
-    from opusim.devices.monitor import Monitor
 
 
 class NoisyDevice(ABC):
@@ -333,8 +331,6 @@ class NoisyDevice(ABC):
         settings = self._description.monitor
         if settings is None:
             return
-        from opusim.devices.monitor import Monitor
-
         self._monitor = Monitor(
             settings,
             self.name,

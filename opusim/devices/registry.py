@@ -14,6 +14,7 @@ from opusim import checks
 from opusim.description.loading import load_description, packaged_names
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
+from opusim.devices.certificate import load_certificate
 from opusim.errors import ConfigError, DeviceUnavailable
 
 DeviceFactory = Callable[..., NoisyDevice]
@@ -126,8 +127,6 @@ def open_described(
         description, n_inputs=n_inputs, n_outputs=n_outputs, mode=mode, seed=seed, torch_device=torch_device
     )
     if certificate is not None:
-        from opusim.calibration.certificate import load_certificate
-
         device.attach_certificate(load_certificate(certificate))
     return device.open()
 

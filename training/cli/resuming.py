@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from opusim.description.loading import parse_description
-from opusim.devices.lightonml_driver import require_present
+from opusim.devices.access import require_present
 from training.cli.options import Quiet
 from training.cli.training_runs import watched
 

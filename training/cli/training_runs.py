@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from opusim.description.loading import load_description
-from opusim.devices.lightonml_driver import require_present
+from opusim.devices.access import require_present
 from opusim.errors import ConfigError
 
 if TYPE_CHECKING:

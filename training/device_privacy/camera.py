@@ -24,7 +24,7 @@ from accounting.devices.readings import known_counts_guarantee
 from accounting.guarantee import Guarantee
 from accounting.tables import guarantee_rows, number, print_rows
 from opusim import checks
-from opusim.camera.count_law import CountLaw, OperatingPoint, count_law
+from opusim.camera.count_law import CountLaw, OperatingPoint
 from opusim.description.schema import DeviceDescription
 from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_described
@@ -145,7 +145,7 @@ def label_counts(
             raise ConfigError(
                 description.name, "kind", f"{description.kind!r} counts no photons; use 'camera'"
             )
-        law = count_law(device, torch.eye(n_classes))
+        law = device.count_law(torch.eye(n_classes))
         return LabelCounts(name=description.name, law=law, delta=delta, on_evaluation=on_evaluation)
 
 

@@ -3,7 +3,7 @@
 The case is one reading of every record's one-hot label through the device, kept and reused (label-once): the Gaussian
 mechanism with mu = max_ab ||B_a - B_b|| / sigma over the device's own matrix. Accounting ends at a sigma; the device's
 description says which temperature gives it, or that none does.
-Source: docs/privacy.md (labels read once); opusim.temperature.law for the law.
+Source: docs/privacy.md (labels read once); opusim.temperature for the law.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accounting.tables import number
 from opusim.description.schema import DeviceDescription
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
-from opusim.temperature.law import TemperatureLaw
+from opusim.temperature import TemperatureLaw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +121,6 @@ def _way_to(sigma: float, own: float, law: TemperatureLaw | None) -> tuple[float
     if law is None:
         return None, f"the description sets sigma directly: set noise.sigma, or {digital}"
     try:
-        return law.temperature(sigma), "by temperature alone"
+        return law.temperature_c(sigma), "by temperature alone"
     except ValueError as error:
         return None, f"{error}; {digital}"

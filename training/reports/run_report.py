@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from accounting.tables import guarantee_rows
 from opusim.files import write_file
-from opusim.units import duration, energy
+from opusim.tables import duration, energy
 from training.attacks.findings import RunAudit, finding_rows, paragraphs, read_audit
 from training.config.reading import flat
 from training.data.catalogue import OWN_ARRAYS

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from accounting.tables import guarantee_rows, number
 from opusim.files import write_file
-from opusim.units import duration, energy
+from opusim.tables import duration, energy
 from training.reports import sweep_figures as figures
 from training.reports.run_figures import save_figure
 from training.reports.run_report import data_url, distinct, render

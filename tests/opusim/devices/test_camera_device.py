@@ -206,7 +206,7 @@ def test_frames_hold_whole_numbers_of_the_converter(seed: int) -> None:
             {"camera": {"dark": {"temperature_c": 90.0}}},
             r"camera: temperature_c = 90.0: must lie in \[-30, 70\]",
         ),
-        ({"camera": {"light": {"exposure_us": 600.0}}}, "exposure_us = 600: is longer than"),
+        ({"camera": {"light": {"exposure_us": 600.0}}}, "camera.light.exposure_us: 600: is longer than"),
         ({"frames": {"frames_per_projection": 2}}, "a camera shows 4"),
         ({"noise": {"sigma": 0.1}}, "a camera's noise comes from its stages"),
         ({"camera": {"anchor": {"lowest": 3.0}}}, "hardly a pixel is left"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.devices.lightonml_driver import translated
+from opusim.devices.lighton import translated
 from opusim.devices.registry import open_device
 from opusim.errors import (
     ConfigError,

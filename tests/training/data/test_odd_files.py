@@ -17,7 +17,7 @@ import pytest
 
 import training
 from opusim import load_description, open_device
-from opusim.calibration.certificate import Certificate, GaussianLaw, digest_of
+from opusim.devices.certificate import Certificate, GaussianLaw, digest_of
 from training.cli import main
 from training.data import formats as data_folder
 from training.errors import RunFolderError

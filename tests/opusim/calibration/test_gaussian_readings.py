@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from opusim.noise import smallest_variance, variance_lower_limit
+from opusim.calibration.reading_noise import smallest_variance, variance_lower_limit
 
 
 def test_the_limit_is_passed_with_probability_beta() -> None:

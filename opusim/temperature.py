@@ -1,4 +1,8 @@
-"""Dark current of a sensor against its temperature: two laws, and their inverses."""
+"""What temperature does to a sensor: its dark current, the noise that this adds, and the inverse of both.
+
+At microsecond exposures the dark charge of an ordinary sensor is a small part of an electron. Realistic numbers then
+make the temperature nearly irrelevant; `TemperatureLaw.dark_share` shows it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import numpy as np
 from opusim import checks
 
 _MOST_DOUBLINGS = 64
+"""Far beyond any sensor, and far below the exponent at which a float overflows."""
 
 
 class DarkCurrent(ABC):
@@ -145,3 +150,81 @@ class TableDarkCurrent(DarkCurrent):
         self._check_reachable(current_e_per_s)
         logs = np.log(self.dark_currents_e_per_s)
         return float(np.interp(math.log(current_e_per_s), logs, self.temperatures_c))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemperatureLaw:
+    """Dark current adds its shot noise to a floor.
+
+    Law: Var(T) = floor_variance + variance_per_e t I(T).
+
+    The expected dark charge t I is the variance of its Poisson count, in electrons squared; variance_per_e turns it
+    into squared projection units. As a law of a camera's counts it is exact, since dark counts add to the others, but
+    for rounding if the noise of a frame is below 0.4 DN: the floor then holds at the device's own temperature. As a
+    Gaussian law it is valid if the dark charge is well below the full well and either above about 100 electrons or
+    small against a Gaussian read noise.
+
+    Attributes:
+        floor_variance: variance without dark current (light, bias light, read noise, rounding), squared projection
+            units, at least 0.
+        variance_per_e: variance that one electron of dark charge adds, squared projection units, above 0.
+        exposure_us: t, microseconds, above 0.
+        dark: I(T).
+    """
+
+    floor_variance: float
+    variance_per_e: float
+    exposure_us: float
+    dark: DarkCurrent
+
+    def __post_init__(self) -> None:
+        checks.non_negative(floor_variance=self.floor_variance)
+        checks.positive(variance_per_e=self.variance_per_e, exposure_us=self.exposure_us)
+
+    def dark_e(self, temperature_c: float) -> float:
+        """Dark charge of a frame, electrons.
+
+        Raises:
+            ValueError: the sensor does not work at this temperature.
+        """
+        return self.dark.current_e_per_s(temperature_c) * self.exposure_us * 1e-6
+
+    def std(self, temperature_c: float) -> float:
+        """Standard deviation (root mean square over outputs) at a temperature, projection units.
+
+        Raises:
+            ValueError: the sensor does not work at this temperature.
+        """
+        return math.sqrt(self.floor_variance + self._dark_variance(temperature_c))
+
+    def dark_share(self, temperature_c: float) -> float:
+        """Share of the variance that the dark current makes, in [0, 1]; 0 if there is no noise at all.
+
+        Raises:
+            ValueError: the sensor does not work at this temperature.
+        """
+        part = self._dark_variance(temperature_c)
+        return part / (self.floor_variance + part) if part > 0 else 0.0
+
+    def temperature_c(self, std: float) -> float:
+        """The temperature, degrees Celsius, that gives a standard deviation: the inverse of `std`.
+
+        Raises:
+            ValueError: no temperature at which the sensor works gives it; the message says which values can be had.
+        """
+        checks.positive(std=std)
+        coldest, hottest = self.dark.temperature_min_c, self.dark.temperature_max_c
+        low, high = self.std(coldest), self.std(hottest)
+        if not low <= std <= high or low == high:
+            raise ValueError(
+                f"std = {std:g}: cannot be reached by temperature, {coldest:g} to {hottest:g} degrees Celsius give "
+                f"{low:.6g} to {high:.6g}; change the exposure or the bias light, or add a digital share of noise"
+            )
+        charge = (std**2 - self.floor_variance) / self.variance_per_e
+        charge = min(max(charge, self.dark_e(coldest)), self.dark_e(hottest))
+        return self.dark.temperature_c(charge / (self.exposure_us * 1e-6))
+
+    def _dark_variance(self, temperature_c: float) -> float:
+        """The dark current's part, squared projection units."""
+        current = self.dark.current_e_per_s(temperature_c)
+        return self.variance_per_e * self.exposure_us * 1e-6 * current

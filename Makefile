@@ -10,7 +10,7 @@ DEV := $(VENV)/.dev-installed
 .PHONY: demo test lint format bench bench-report nightly clean
 
 demo: $(RUN)  ## Train by photonic DFA on digits beside backpropagation and digital DFA; open runs/demo/report.html.
-	$(BIN)/python -m benchmarks.demo_digits
+	$(BIN)/python -m benchmarks.pdfa.demo
 
 test: $(DEV)  ## The tests of CI (minutes are for `make nightly`).
 	$(PYTEST)
@@ -25,12 +25,12 @@ format: $(DEV)
 	$(BIN)/ruff format .
 
 bench: $(DEV)  ## Speed, as ratios in one run.
-	$(BIN)/python -m benchmarks.projection
-	$(BIN)/python -m benchmarks.pdfa_step
-	$(BIN)/python -m benchmarks.record_step
-	$(BIN)/python -m benchmarks.accounting_speed
-	$(BIN)/python -m benchmarks.camera
-	$(BIN)/python -m benchmarks.matrix_free
+	$(BIN)/python -m benchmarks.speed.projection
+	$(BIN)/python -m benchmarks.speed.pdfa_step
+	$(BIN)/python -m benchmarks.speed.record_step
+	$(BIN)/python -m benchmarks.speed.accounting
+	$(BIN)/python -m benchmarks.speed.camera
+	$(BIN)/python -m benchmarks.speed.matrix_free
 
 bench-report: $(DEV)  ## The pages that show what benchmarks/results/ holds.
 	$(BIN)/python -m benchmarks.pages

@@ -61,7 +61,7 @@ def mechanism_section() -> str:
     checks, low = (sum(run[key] for run in runs) for key in ("checks", "below_1_percent"))
     text = (
         f"`opusim audit --mechanism KIND` at an alarm level of {results['level']:g}, two runs of 60 steps "
-        f"({results['date']}, `python -m benchmarks.mechanism_selftest measure`). A fault counts as found if a check "
+        f"({results['date']}, `python -m benchmarks.attacks.self_test measure`). A fault counts as found if a check "
         "that is meant for it raises the alarm. Trainers stand for protection.kind = record. CPU s is the longest "
         f"self-test. Without a fault: {sum(run['alarm'] for run in runs)} alarms in {len(runs)} self-tests, and {low} "
         f"of {checks:,} p-values below 0.01 (experiment mode has the same seeds for every trainer). Required: 19 of 20 "

@@ -1,10 +1,10 @@
 """How often does the self-test of the mechanism find a planted fault, and how often does it raise a false alarm?
 
-    python -m benchmarks.mechanism_selftest measure     (resumes; some 6 minutes of one core)
-    python -m benchmarks.mechanism_selftest show
+    python -m benchmarks.attacks.self_test measure     (resumes; some 6 minutes of one core)
+    python -m benchmarks.attacks.self_test show
 
-Every fault of `tests.support` is planted in every trainer and mode that it reaches, 20 times for `pdfa`, `ulr` and the
-faults of `NAMED`, once otherwise; and the product as it is, without a fault, is tested many times.
+Every fault of `tests.support.faults` is planted in every trainer and mode that it reaches: 20 times for `pdfa`, `ulr`
+and the faults of `NAMED`, once otherwise. The product without a fault is tested many times.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.attacks.pages import COLUMNS, NAME, table_rows
 from benchmarks.console import print_table
-from benchmarks.mechanism_pages import COLUMNS, NAME, table_rows
 from benchmarks.results_file import load_results, save_results
 from tests.support.faults import FAULTS
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE

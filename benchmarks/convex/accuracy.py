@@ -25,7 +25,7 @@ from accounting.calibration import calibrate
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import PoissonGaussian
-from benchmarks.convex_rows import BASE, LAST_ITERATE, ROWS, Point
+from benchmarks.convex.rows import BASE, LAST_ITERATE, ROWS, Point
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from training.config.reading import merged, parse_setting

@@ -2,7 +2,7 @@
 
 The counterpart of the paper's Figure 2, for replacing a record at delta 1e-5. Each point is a run of its own with its
 own epsilon (a last iterate has no curve along training: every model on the way would cost more), at the settings that
-`benchmarks.convex search` chose at the nearest of its two epsilons (P = 64); 60,000 records, one seed. Draws
+`benchmarks.convex.accuracy search` chose at the nearest of its two epsilons (P = 64); 60,000 records, one seed. Draws
 docs/convex.png.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from benchmarks.convex import PAPER, best_point, run_once
+from benchmarks.convex.accuracy import PAPER, best_point, run_once
 from benchmarks.results_file import save_results
 from training.reports.run_figures import new_figure, save_figure, style
 
@@ -25,7 +25,7 @@ ROWS = (
     "logistic regression, DP-SGD",
     "convex, Poisson DP-SGD",
 )
-PICTURE = Path(__file__).parents[1] / "docs" / "convex.png"
+PICTURE = Path(__file__).parents[2] / "docs" / "convex.png"
 
 
 def nearest(epsilon: float) -> float:

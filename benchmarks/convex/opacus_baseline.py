@@ -1,4 +1,4 @@
-"""Does DP-SGD by Opacus itself reach what benchmarks.convex shows for its ReLU baseline (MNIST, one seed)?
+"""Does DP-SGD by Opacus itself reach what benchmarks.convex.accuracy shows for its ReLU baseline (MNIST, one seed)?
 
 The baselines there are this package's own trainer `bp`, whose clipped sums equal Opacus's (a test compares them). Here
 Opacus (extra `baselines`) does everything: its engine, its Poisson loader, ghost clipping, its optimizer and noise. The
@@ -16,8 +16,8 @@ from opacus import PrivacyEngine
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.convex import NAME, best_point, configuration
-from benchmarks.convex_rows import EPSILONS
+from benchmarks.convex.accuracy import NAME, best_point, configuration
+from benchmarks.convex.rows import EPSILONS
 from benchmarks.results_file import load_results, save_results
 from training.config import load_config
 from training.config.run import RunConfig

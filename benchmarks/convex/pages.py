@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.convex_rows import LAST_ITERATE
+from benchmarks.convex.rows import LAST_ITERATE
 from benchmarks.results_file import load_results
 
 Row = tuple[str, str, str]
@@ -20,7 +20,7 @@ def convex_readme_rows() -> list[Row]:
         mine = [cell for cell in cells if (cell["data"], cell["epsilon"]) == (data, epsilon)]
         figures = "; ".join(f"{_name(cell)} {cell['test']:.1f}" for cell in mine)
         claim = f"{data}, test accuracy [%], epsilon {epsilon:g} for replacing a record, delta 1e-5"
-        rows.append((claim, figures, "`python -m benchmarks.convex`"))
+        rows.append((claim, figures, "`python -m benchmarks.convex.accuracy`"))
     return rows + [row for row in convex_speed_rows() if " 1 thread" in row[0]]
 
 
@@ -33,7 +33,7 @@ def _is_headline(cell: dict[str, Any]) -> bool:
 
 def convex_speed_rows() -> list[Row]:
     """The step beside its products and beside Opacus."""
-    command = "`python -m benchmarks.convex_step`"
+    command = "`python -m benchmarks.convex.step`"
     rows = []
     for row in load_results("convex_step").get("rows", []):
         faster = ", ".join(
@@ -45,7 +45,7 @@ def convex_speed_rows() -> list[Row]:
 
 
 def convex_section(markdown: Table) -> str:
-    """The table of benchmarks.convex, the noise of a last iterate, the cost of choosing.
+    """The table of benchmarks.convex.accuracy, the noise of a last iterate, the cost of choosing.
 
     Args:
         markdown: Makes a table of a header and rows.
@@ -72,8 +72,8 @@ def convex_section(markdown: Table) -> str:
     return _joined(
         "## Convex ReLU approximation, private at the last iterate",
         "Replacing a record, delta 1e-5, proven epsilon at most the one shown; 60,000 private records; test "
-        f"accuracy, mean and standard error over seeds ({results['date']}, `python -m benchmarks.convex search`, then "
-        "`measure`; seconds of one thread on a machine with other work). Settings were chosen with one other seed on "
+        f"accuracy, mean and standard error over seeds ({results['date']}, "
+        "`python -m benchmarks.convex.accuracy search`, then `measure`; seconds of one thread on a machine with other work). Settings were chosen with one other seed on "
         f"6,000 held-out records ({len(results.get('trials', []))} trials), which no guarantee here covers. The bars, "
         "for the last iterate on MNIST: 92.5 % and 94.3 %. The paper's figures are after tuning, with constants that "
         "do not cover its runs.",
@@ -114,7 +114,7 @@ def _device_text() -> str:
     return (
         f"Hyperplanes and noise from a seed or from the `gaussian` device (sigma {found['sigma']:g}), "
         f"{found['data']} at epsilon {found['epsilon']:g}, {found['seeds']} seeds each, test accuracy [%]: {text} "
-        "(`python -m benchmarks.convex_device`)."
+        "(`python -m benchmarks.convex.device`)."
     )
 
 
@@ -132,7 +132,7 @@ def _curves_section(markdown: Table) -> str:
     ]
     text = (
         f"Test accuracy [%] by epsilon, {found['data']}, one seed, settings of the nearest searched epsilon "
-        "(`python -m benchmarks.convex_curves`; [the figure](../docs/convex.png))."
+        "(`python -m benchmarks.convex.curves`; [the figure](../docs/convex.png))."
     )
     return "\n\n".join((text, markdown(("trained by", *(f"{epsilon:g}" for epsilon in epsilons)), rows)))
 
@@ -162,7 +162,7 @@ def _tuned_section(markdown: Table) -> str:
     )
     text = (
         "Settings chosen privately, as `opusim tune` does it: MNIST, P = 64, 54,000 private records, the clip drawn "
-        "from five values, one search each (`python -m benchmarks.convex_tuned`)."
+        "from five values, one search each (`python -m benchmarks.convex.tuned`)."
     )
     return "\n\n".join((text, markdown(header, rows))) if rows else ""
 
@@ -177,7 +177,7 @@ def _opacus_text() -> str:
     )
     return (
         "The ReLU baseline on MNIST trained by Opacus itself, one seed, same network, settings and noise, test "
-        f"accuracy [%]: {text} (`python -m benchmarks.convex_opacus`)."
+        f"accuracy [%]: {text} (`python -m benchmarks.convex.opacus_baseline`)."
     )
 
 
@@ -195,5 +195,5 @@ def _noise_section(markdown: Table) -> str:
         for row in noise
     ]
     header = ("epsilon", "batches", "epochs", "multiplier", "with noise at the end", "total noise, ratio")
-    text = "Least noise multiplier of the last iterate (`python -m benchmarks.convex_accounting`)."
+    text = "Least noise multiplier of the last iterate (`python -m benchmarks.convex.noise`)."
     return "\n\n".join((text, markdown(header, rows))) if rows else ""

@@ -1,4 +1,4 @@
-"""What benchmarks.convex trains: the rows of its table, and what is searched for each."""
+"""What benchmarks.convex.accuracy trains: the rows of its table, and what is searched for each."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 
-from benchmarks.pdfa_step import void
 from benchmarks.results_file import save_results
+from benchmarks.speed.pdfa_step import void
 from benchmarks.timing import interleaved
 from opusim.randomness.streams import noise_stream
 from training.convex.gated import GatedNetwork, GatedRecords, GatedRelu

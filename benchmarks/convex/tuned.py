@@ -3,7 +3,7 @@
 `opusim tune`'s search on MNIST, P = 64, 10 epochs of batches of 125: a Poisson number of trials of mean m, each at the
 paper's base epsilon 1.33 or 4.76, on 54,000 records; scores are noised accuracies on the 6,000 others, paid for within
 the same epsilon. The test set is looked at once, for the trial that the score chose; one search each. The paper's own
-20 trials are computed, not run (`benchmarks.convex_accounting`).
+20 trials are computed, not run (`benchmarks.convex.noise`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from benchmarks.convex_rows import BASE, CYCLIC, EPSILONS
+from benchmarks.convex.rows import BASE, CYCLIC, EPSILONS
 from benchmarks.results_file import load_results, save_results
 from training.config import load_config
 from training.config.reading import merged

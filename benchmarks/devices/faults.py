@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {"epochs": 3, "threads": 1, "model": {"hidden": [64]}, 
 
 def description_file(folder: Path, fault: Fault | None, lasts_calls: int | None = None) -> Path:
     """A description of the breaking device, as TOML; never breaking where `fault` is None."""
-    text = (Path(__file__).parents[1] / "hw_configs" / "gaussian.toml").read_text()
+    text = (Path(__file__).parents[2] / "hw_configs" / "gaussian.toml").read_text()
     at_step = AT_STEP if fault is not None else 2**40
     lasts = "" if lasts_calls is None else f"lasts_calls = {lasts_calls}\n"
     options = (

@@ -22,7 +22,7 @@ from joblib import Parallel, delayed
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.pdfa_table1 import BASE, CLASSES, SEEDS, WIDTH
+from benchmarks.pdfa.table1 import BASE, CLASSES, SEEDS, WIDTH
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from opusim import open_device

@@ -8,20 +8,20 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from benchmarks.convex_pages import convex_readme_rows, convex_section, convex_speed_rows
-from benchmarks.curve_pages import curve_sections
+from benchmarks.attacks.pages import mechanism_section
+from benchmarks.convex.pages import convex_readme_rows, convex_section, convex_speed_rows
 from benchmarks.markdown import markdown
-from benchmarks.mechanism_pages import mechanism_section
+from benchmarks.pages.curves import curve_sections
 from benchmarks.results_file import FOLDER as RESULTS
 from benchmarks.results_file import load_results
-from benchmarks.ulr_pages import ulr_readme_rows, ulr_sections, ulr_speed_rows
-from benchmarks.zo_pages import zo_readme_rows, zo_sections, zo_speed_rows
+from benchmarks.ulr.pages import ulr_readme_rows, ulr_sections, ulr_speed_rows
+from benchmarks.zeroth_order.pages import zo_readme_rows, zo_sections, zo_speed_rows
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- measured: written by `make bench-report` -->", "<!-- end of measured -->"
 MONITOR_BEGIN, MONITOR_END = "<!-- monitor: written by `make bench-report` -->", "<!-- end of monitor -->"
 FAULTS_BEGIN, FAULTS_END = "<!-- faults: written by `make bench-report` -->", "<!-- end of faults -->"
-TABLE1 = "`python -m benchmarks.pdfa_table1`"
+TABLE1 = "`python -m benchmarks.pdfa.table1`"
 _SHOWN_EPSILON = 3.0
 
 Row = tuple[str, str, str]
@@ -68,7 +68,7 @@ def _private_rows() -> list[Row]:
         f"{cell['row']} {cell['test']:.1f}" for cell in cells if cell["epsilon"] == _SHOWN_EPSILON
     )
     claim = f"FashionMNIST under protection, test accuracy [%] at epsilon {_SHOWN_EPSILON:g}, delta 1e-5"
-    return [(claim, figures, "`python -m benchmarks.pdfa_private measure`")] if figures else []
+    return [(claim, figures, "`python -m benchmarks.pdfa.private measure`")] if figures else []
 
 
 def _speed_rows() -> list[Row]:
@@ -76,7 +76,7 @@ def _speed_rows() -> list[Row]:
     for entry in load_results("projection").get("rows", []):
         ratios = ", ".join(f"{ratio:.2f} of {name}" for name, ratio in entry["speed_ratio"].items())
         name = f"speed of a ternary projection 4096 to 16384, noise included, {entry['threads']} thread(s)"
-        rows.append((name, ratios, "`python -m benchmarks.projection`"))
+        rows.append((name, ratios, "`python -m benchmarks.speed.projection`"))
     for entry in load_results("pdfa_step").get("rows", []):
         if entry["work"].startswith("pdfa"):
             name = f"time of a step 784-512-512-10, {entry['work']}, {entry['threads']} thread(s)"
@@ -84,7 +84,7 @@ def _speed_rows() -> list[Row]:
                 (
                     name,
                     f"{entry['ratio']:.2f} of autograd backpropagation",
-                    "`python -m benchmarks.pdfa_step`",
+                    "`python -m benchmarks.speed.pdfa_step`",
                 )
             )
     return (
@@ -99,7 +99,7 @@ def _camera_rows() -> list[Row]:
             f"time of the `{entry['device']}` twin 4096 to 16384, all noise included, {entry['threads']} thread(s)",
             ", ".join(f"{work}: {ratio:.2f}" for work, ratio in entry["time_ratio"].items())
             + " of the complex64 products it stands for",
-            "`python -m benchmarks.camera`",
+            "`python -m benchmarks.speed.camera`",
         )
         for entry in load_results("camera").get("rows", [])
     ]
@@ -112,7 +112,7 @@ def _matrix_free_rows() -> list[Row]:
             f"rate of a projection without its matrix, {entry['n_inputs']:,} to {entry['n_outputs']:,}, batch "
             f"{entry['batch']}, {entry['threads']} thread(s)",
             f"{entry['rate_ratio']:.2f} of a stored float32 product, {entry['peak_mib']:.0f} MiB",
-            "`python -m benchmarks.matrix_free`",
+            "`python -m benchmarks.speed.matrix_free`",
         )
         for entry in load_results("matrix_free").get("rows", [])
     ]
@@ -123,7 +123,7 @@ def _learning_rows() -> list[Row]:
     rows = load_results("device_learning").get("rows", [])
     figures = "; ".join(f"`{row['device']}` {row['twin']:.2f} ({row['difference']:+.2f})" for row in rows)
     claim = "FashionMNIST through other devices, test accuracy [%] (and points beside a Gaussian device of their noise)"
-    return [(claim, figures, "`python -m benchmarks.device_learning`")] if rows else []
+    return [(claim, figures, "`python -m benchmarks.devices.learning`")] if rows else []
 
 
 def _sweep_rows() -> list[Row]:
@@ -135,7 +135,7 @@ def _sweep_rows() -> list[Row]:
         f"overhead of a sweep of {found['runs']} runs of {found['run_s']:.1f} s, {found['jobs']} side by side"
     )
     figure = f"{100 * found['overhead']:.1f} % over the runs; cores busy {100 * found['busy']:.0f} %"
-    return [(name, figure, "`python -m benchmarks.sweep_overhead`")]
+    return [(name, figure, "`python -m benchmarks.speed.sweep`")]
 
 
 def _accounting_rows() -> list[Row]:
@@ -152,7 +152,7 @@ def _accounting_rows() -> list[Row]:
         for row in results["cold"]
         for calls in [row["calls"]]
     )
-    command = "`python -m benchmarks.accounting_speed`"
+    command = "`python -m benchmarks.speed.accounting`"
     name = "epsilon of 75,000 sampled Gaussian steps, against prv_accountant at eps_error 0.001"
     return [
         (f"speed: {name}", f"{min(ratios):.0f} to {max(ratios):.0f} times faster (cold; {rest})", command),
@@ -165,7 +165,7 @@ def _record_step_rows() -> list[Row]:
         (
             f"a step 784-512-512-10, clipped records, central noise, {entry['work']}, {entry['threads']} thread(s)",
             f"{entry['times_faster']:.2f} times faster than Opacus ghost clipping",
-            "`python -m benchmarks.record_step`",
+            "`python -m benchmarks.speed.record_step`",
         )
         for entry in load_results("record_step").get("rows", [])
         if entry["work"].startswith("pdfa")
@@ -195,7 +195,7 @@ def table1_section() -> str:
             f"Test accuracy, mean of three seeds and its standard error; {minutes:.0f} minutes of one core in all; "
             f"{results['date']}, {results['machine']['processor']}, {TABLE1}. The bar: `dfa` and `tdfa` within one "
             "point of the paper, `pdfa` not more than one below (the paper's was real hardware), `bp` reported. The "
-            "reading of eqs. 8 and 9 behind the clipped columns stands at the top of [pdfa_table1.py](pdfa_table1.py).",
+            "reading of eqs. 8 and 9 behind the clipped columns stands at the top of [pdfa/table1.py](pdfa/table1.py).",
             markdown(header, rows),
         )
     )
@@ -216,7 +216,7 @@ def readings_section() -> str:
         (
             "## What the paper leaves unsaid",
             f"Test accuracy of one seed under other readings of eqs. 8 and 9 ({results['date']}, "
-            "`python -m benchmarks.pdfa_readings`). Each is a named option of the configuration.",
+            "`python -m benchmarks.pdfa.readings`). Each is a named option of the configuration.",
             markdown(header, rows),
         )
     )
@@ -265,7 +265,7 @@ def private_section() -> str:
         (
             "## What each protection costs (FashionMNIST, delta 1e-5)",
             f"54,000 private records; test accuracy, mean of three seeds and its standard error ({results['date']}, "
-            "`python -m benchmarks.pdfa_private tune`, then `measure`). Learning rate, epochs and so on were chosen on "
+            "`python -m benchmarks.pdfa.private tune`, then `measure`). Learning rate, epochs and so on were chosen on "
             f"the validation records with one other seed ({len(results['trials'])} trials in all), which looks at "
             "their labels and is not covered by any guarantee here. Frames and joules are the simulated device's. "
             "The bars: records through the device at least 84.5 % at epsilon 3, 82 % at epsilon 1 and within 1.5 "
@@ -292,7 +292,7 @@ def learning_section() -> str:
     seeds = len({run["seed"] for run in results["runs"]})
     text = (
         f"FashionMNIST, 784-512-512-10, photonic DFA in the hardware order, 15 epochs, means of {seeds} seeds "
-        f"({results['date']}, `python -m benchmarks.device_learning`): each device beside B x + N(0, sigma²) "
+        f"({results['date']}, `python -m benchmarks.devices.learning`): each device beside B x + N(0, sigma²) "
         f"with the device's own noise. The bar: within {results['bar']:g} point."
     )
     header = ("device", "sigma", "through it [%]", "Gaussian device [%]", "difference")
@@ -401,7 +401,3 @@ def main() -> None:
     for path, text in pages().items():
         path.write_text(text)
         print(path)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.markdown import markdown
 
-_RESULTS = Path(__file__).parent / "results"
+_RESULTS = Path(__file__).parents[1] / "results"
 _SWEEPS = {
     "pdfa_fashion": "FashionMNIST",
     "pdfa_digits": "Digits",

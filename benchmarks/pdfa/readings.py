@@ -1,7 +1,7 @@
 """Which readings of eqs. 8 and 9 of the PDFA paper come near its Table 1, and which do not?
 
 The named options of the configuration, one seed each, DFA and TDFA at sigma 0 and 0.2 (paper: 84.20 and 81.66, 84.20
-and 80.80). "kept" is what benchmarks/pdfa_table1.py runs with three seeds; each other row changes one thing, or takes
+and 80.80). "kept" is what benchmarks/pdfa/table1.py runs with three seeds; each other row changes one thing, or takes
 the equations to the letter.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from joblib import Parallel, delayed
 
-from benchmarks.pdfa_table1 import BATCH, PAPER, SIGMAS, WIDTH, configuration
+from benchmarks.pdfa.table1 import BATCH, PAPER, SIGMAS, WIDTH, configuration
 from benchmarks.results_file import save_results
 from benchmarks.runs import train_or_read
 from training.config.reading import merged

@@ -66,7 +66,7 @@ CALLS: dict[str, Callable[[float], tuple[float, float]]] = {OURS: ours, THEIRS: 
 
 def first_call(name: str, sigma: float) -> dict[str, Any]:
     """Answer and seconds of the first call in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.accounting_speed", "--cold", name, str(sigma)]
+    command = [sys.executable, "-m", "benchmarks.speed.accounting", "--cold", name, str(sigma)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return dict(json.loads(printed.splitlines()[-1]))
 

@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.projection import BATCH, N_INPUTS, N_OUTPUTS, ternary_batch
 from benchmarks.results_file import save_results
+from benchmarks.speed.projection import BATCH, N_INPUTS, N_OUTPUTS, ternary_batch
 from benchmarks.timing import interleaved
 from opusim import open_device
 from opusim.camera.speckle import IMAGINARY_PLANE, REAL_PLANE

@@ -17,8 +17,8 @@ from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import nn
 
-from benchmarks.pdfa_step import BATCH, REPEATS, STEPS, new_model, void
 from benchmarks.results_file import save_results
+from benchmarks.speed.pdfa_step import BATCH, REPEATS, STEPS, new_model, void
 from benchmarks.timing import interleaved
 from opusim import open_device
 from opusim.randomness.streams import noise_stream

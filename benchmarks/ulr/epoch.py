@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.pdfa_step import void
-from benchmarks.record_step import CLIP_NORM, NOISE_MULTIPLIER, REFERENCE, ghost_step
 from benchmarks.results_file import save_results
+from benchmarks.speed.pdfa_step import void
+from benchmarks.speed.record_step import CLIP_NORM, NOISE_MULTIPLIER, REFERENCE, ghost_step
 from benchmarks.timing import interleaved
 from opusim.randomness.streams import noise_stream
 from training.config.sections import OptimizerConfig

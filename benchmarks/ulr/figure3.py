@@ -1,6 +1,6 @@
 """Training with the noise of DP-ULR and of DP-SGD, epoch by epoch: the counterpart of Figure 3 of the DP-ULR paper.
 
-MNIST, sigma_0 = 1, 4, 8 and batches of 64, 200, 500, seed 0, from the runs of `benchmarks.ulr_table1`. Above: accuracy
+MNIST, sigma_0 = 1, 4, 8 and batches of 64, 200, 500, seed 0, from the runs of `benchmarks.ulr.table1`. Above: accuracy
 on the training records, over the epoch for DP-ULR and after it for DP-SGD. Below: what the paper's eq. 11 and the
 Renyi accountant of Poisson-sampled DP-SGD give for the epochs so far at delta 1e-5, whether their conditions hold or
 not, with N_B = q N in eq. 11 (less lowers its first term). Neither is a guarantee of these runs, whose batches are
@@ -20,12 +20,12 @@ from dp_accounting import rdp
 from accounting.ulr.mechanisms import PublishedUlr
 from accounting.ulr.published import published_value
 from benchmarks.results_file import load_results
-from benchmarks.ulr_table1 import EPOCHS
+from benchmarks.ulr.table1 import EPOCHS
 from training.reports.run_figures import save_figure, style
 
 TARGETS, BATCHES, SEED, DELTA = (1.0, 4.0, 8.0), (64, 200, 500), 0, 1e-5
 N_RECORDS, MODULES, LARGEST_MODULE = 60_000, 4, 785 * 128
-PICTURE = Path(__file__).parents[1] / "docs" / "ulr_figure3.png"
+PICTURE = Path(__file__).parents[2] / "docs" / "ulr_figure3.png"
 
 
 def ulr_epsilon(batch: int, target: float, epochs: int) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results
-from benchmarks.ulr_paper import PAPER
+from benchmarks.ulr.paper import PAPER
 
 Row = tuple[str, str, str]
 
@@ -15,7 +15,7 @@ Row = tuple[str, str, str]
 def ulr_speed_rows() -> list[Row]:
     """An epoch beside Opacus, memory beside a plain pass."""
     results = load_results("ulr_epoch")
-    command = "`python -m benchmarks.ulr_epoch`"
+    command = "`python -m benchmarks.ulr.epoch`"
     rows = [
         (
             f"time of an MNIST epoch, 784-128-64-32-10, batch 500, {entry['work']}, {entry['threads']} thread(s)",
@@ -46,7 +46,7 @@ def ulr_readme_rows() -> list[Row]:
     if cells:
         figure = f"{min(differences):+.2f} to {max(differences):+.2f} points ({len(cells)} cells)"
         claim = "MNIST, Table 1 of the DP-ULR paper: ours minus the paper's"
-        rows.append((claim, figure, "`python -m benchmarks.ulr_table1 published`"))
+        rows.append((claim, figure, "`python -m benchmarks.ulr.table1 published`"))
     headline = "K = 1, 1 thread(s)"
     return rows + [row for row in ulr_speed_rows() if row[0].endswith(headline) and "published" not in row[0]]
 
@@ -88,7 +88,7 @@ def ulr_sections() -> list[str]:
         text = (
             "Test accuracy after 25 epochs, mean and standard error; of DP-SGD the best of all epochs, as there. "
             f"K = {setting['copies']}; sigma and learning rate, chosen on validation records: {chosen}; "
-            f"{content['date']}, `python -m benchmarks.ulr_table1 search`, `published`, `opacus`. The bar: at most two "
+            f"{content['date']}, `python -m benchmarks.ulr.table1 search`, `published`, `opacus`. The bar: at most two "
             "points below the paper. Accuracy and the formulas' epsilon by epoch: "
             "[docs/ulr_figure3.png](../docs/ulr_figure3.png)."
         )
@@ -104,7 +104,7 @@ def ulr_sections() -> list[str]:
             rows.append((trainer, f"{epsilon:g}", _mean_text(tests), str(len(tests)), f"{seconds:.0f}"))
         text = (
             "Clipped records, central Gaussian noise, Poisson batches of 1000, delta 1e-5, 10 epochs, SGD at 0.5 with "
-            "momentum 0.9 for both (`python -m benchmarks.ulr_table1 proven`); `bp` is DP-SGD."
+            "momentum 0.9 for both (`python -m benchmarks.ulr.table1 proven`); `bp` is DP-SGD."
         )
         header = ("trainer", "epsilon", "test [%]", "seeds", "seconds a run")
         sections.append(
@@ -119,7 +119,7 @@ def ulr_sections() -> list[str]:
         text = (
             f"{found['epochs']} epochs, batch {found['batch']}, Adam at {found['lr']:g}, K = {found['copies']} "
             f"antithetic pairs, sigma = {found['sigma']:g}, one seed, no protection, one thread of a shared machine "
-            f"({found['date']}, `python -m benchmarks.ulr_resnet`). No bar."
+            f"({found['date']}, `python -m benchmarks.ulr.resnet`). No bar."
         )
         header = ("trainer", "test [%]", "seconds an epoch")
         sections.append("\n\n".join(("## ResNet-5 on CIFAR-10", text, markdown(header, rows))))

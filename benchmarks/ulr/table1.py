@@ -27,11 +27,11 @@ from typing import Any
 import torch
 import typer
 
-from benchmarks.record_step import ghost_training
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
-from benchmarks.ulr_epoch import paper_model
-from benchmarks.ulr_paper import PAPER
+from benchmarks.speed.record_step import ghost_training
+from benchmarks.ulr.epoch import paper_model
+from benchmarks.ulr.paper import PAPER
 from training.data import load_dataset
 from training.data.samplers import ShuffledEpochsSampler
 from training.runs.run import evaluate_split
@@ -150,7 +150,7 @@ def chosen(batch: int) -> dict[str, float]:
     }
     if not set(FINALISTS[batch]) <= set(found):
         raise ValueError(
-            f"batch {batch}: the search is not complete; run python -m benchmarks.ulr_table1 search"
+            f"batch {batch}: the search is not complete; run python -m benchmarks.ulr.table1 search"
         )
     sigma, lr = max(FINALISTS[batch], key=lambda pair: found[pair])
     return {"sigma": sigma, "lr": lr}

@@ -1,6 +1,6 @@
 """Does zeroth-order training tell who was in the data, without noise and with it (Table 6 of the DP-ZO paper)?
 
-A linear head on SST-2 embeddings (benchmarks/sst2.py), 1000 training sentences, and 32 canaries a run, each with a
+A linear head on SST-2 embeddings (`sentences.py`), 1000 training sentences, and 32 canaries a run, each with a
 feature of its own, as large as an embedding or five times as large; a fair coin for each says whether it is trained on.
 An attacker who has the first and the last model scores each canary by how far its loss fell. ZO takes 4,000 steps of
 64, DP-SGD 200 of 64, on the same head; without noise neither clips. The area under the curve is over all canaries of
@@ -9,7 +9,7 @@ canary, so its areas are another experiment's: what is to be seen again is near 
 it without. A canary of an embedding's size is what one unusual sentence would be; five times it is an attacker who may
 write what no sentence could.
 
-Every run is written as it comes; a second call goes on where the first was stopped.
+Every run is saved when it ends; a second call resumes where the first one stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from accounting import RecordCentral, ZoGaussian, calibrate
 from benchmarks.console import print_table
 from benchmarks.results_file import load_results, save_results
-from benchmarks.sst2 import N_TRAIN, NORM, embeddings
+from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
 from opusim.randomness.streams import SeededStream, derive_seed
 from training.attacks.base import Scores
 from training.attacks.canaries import auc_error, own_features, pooled, record_losses

@@ -254,7 +254,14 @@ def key_of(method: str, shape: Shape) -> str:
 
 def in_process(method: str, shape: Shape, repeats: int) -> dict[str, Any]:
     """The same in a process of its own; a failure is kept as its last line."""
-    command = [sys.executable, "-m", "benchmarks.zo_memory", "--one", method, *map(str, (*shape, repeats))]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.zeroth_order.memory",
+        "--one",
+        method,
+        *map(str, (*shape, repeats)),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:200]}

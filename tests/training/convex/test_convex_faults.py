@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import training
-from benchmarks.device_faults import AT_STEP, description_file, weights
+from benchmarks.devices.faults import AT_STEP, description_file, weights
 from opusim.devices.registry import open_device, register_device
 from opusim.errors import DeviceError, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device

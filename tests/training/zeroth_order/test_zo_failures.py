@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import training
-from benchmarks.device_faults import AT_STEP, description_file
+from benchmarks.devices.faults import AT_STEP, description_file
 from opusim.devices.registry import register_device
 from opusim.errors import DeviceError, DeviceFault
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device

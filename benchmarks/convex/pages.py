@@ -73,7 +73,8 @@ def convex_section(markdown: Table) -> str:
         "## Convex ReLU approximation, private at the last iterate",
         "Replacing a record, delta 1e-5, proven epsilon at most the one shown; 60,000 private records; test "
         f"accuracy, mean and standard error over seeds ({results['date']}, "
-        "`python -m benchmarks.convex.accuracy search`, then `measure`; seconds of one thread on a machine with other work). Settings were chosen with one other seed on "
+        "`python -m benchmarks.convex.accuracy search`, then `measure`; seconds of one thread on a machine with "
+        "other work). Settings were chosen with one other seed on "
         f"6,000 held-out records ({len(results.get('trials', []))} trials), which no guarantee here covers. The bars, "
         "for the last iterate on MNIST: 92.5 % and 94.3 %. The paper's figures are after tuning, with constants that "
         "do not cover its runs.",

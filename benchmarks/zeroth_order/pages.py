@@ -80,8 +80,8 @@ def _memory() -> str:
     text = (
         "A decoder of 163 million parameters, random weights, float32, one thread, each method in "
         f"a process of its own ({results.get('date')}, `python -m benchmarks.zeroth_order.memory`); "
-        'forward passes are timed in turn with the steps. "inference, bare" has loaded torch alone, "inference" the same libraries as zo. The '
-        "bars: at most 1.1 of inference's memory and 2.2 forward passes."
+        'forward passes are timed in turn with the steps. "inference, bare" has loaded torch alone, "inference" the '
+        "same libraries as zo. The bars: at most 1.1 of inference's memory and 2.2 forward passes."
     )
     rows = memory.table_rows(results.get("rows", {}))
     return _section("Memory and time of a step (Table 5 of the DP-ZO paper)", text, memory.COLUMNS, rows)
@@ -91,7 +91,8 @@ def _drift() -> str:
     rows = drift.table_rows(load_results("zo_drift").get("rows", []))
     text = (
         "300 perturbations of parameters of size 0.02 in place (`python -m benchmarks.zeroth_order.drift`): the "
-        "relative drift, and the part of as many moves of 1e-6 z that arrives, without float32 copies on disk and with them."
+        "relative drift, and the part of as many moves of 1e-6 z that arrives, without float32 copies on disk and "
+        "with them."
     )
     return _section("What perturbing in place leaves behind", text, drift.COLUMNS, rows)
 
@@ -104,7 +105,8 @@ def _sst2() -> str:
     text = (
         "1000 training sentences; mean of seeds and standard error on dev and test together, 2,693 sentences "
         f"({results['date']}, `python -m benchmarks.zeroth_order.sst2_head measure`). "
-        "Settings (ZO: rate and clip, DP-SGD: rate) were the best of a few with other seeds on training sentences that these leave out, which no epsilon covers; s are "
+        "Settings (ZO: rate and clip, DP-SGD: rate) were the best of a few with other seeds on "
+        "training sentences that these leave out, which no epsilon covers; s are "
         f"core seconds. Without privacy, logistic regression: {100 * statistics.fmean(results['reference']):.1f} %."
     )
     return _section("SST-2: a head on frozen embeddings", text, sst2_head.COLUMNS, rows)

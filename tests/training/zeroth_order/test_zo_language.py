@@ -22,8 +22,7 @@ from training.zeroth_order.replay import replay
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-from tiny_language import LABELS, TEXTS, make
+from tests.support.tiny_language import LABELS, TEXTS, make
 
 CAUSAL, MASKED = Prompt(), Prompt(template="{text} It was {mask}")
 KINDS = {"gpt2": CAUSAL, "opt": CAUSAL, "bert": MASKED}

@@ -111,7 +111,10 @@ def claimed_figures() -> set[str]:
     faulty = [run["right"] for cell in cells if cell["fault"] != "none" for run in cell["runs"]]
     sound = [run["alarm"] for cell in cells if cell["fault"] == "none" for run in cell["runs"]]
     return {
-        f"{matrix_free['rate_ratio']:.2f} of the speed of a stored matrix product, in {matrix_free['peak_mib']:.0f} MiB",
+        (
+            f"{matrix_free['rate_ratio']:.2f} of the speed of a stored matrix product, "
+            f"in {matrix_free['peak_mib']:.0f} MiB"
+        ),
         f"found {sum(faulty)} of {len(faulty)} planted faults",
         f"with {sum(sound)} alarms in {len(sound)} sound self-tests",
     }

@@ -16,14 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.attacks.pages import COLUMNS, NAME, table_rows
-from benchmarks.console import print_table
+from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
+from opusim.tables import print_table
 from tests.support.faults import FAULTS
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
 from training import audit_mechanism
 
+MODULE, NAME = "benchmarks.attacks.self_test", "mechanism_selftest"
+COLUMN_NAMES = ("fault", "planted in", "found in experiment mode", "found in release mode", "CPU s")
 LEVEL = 1e-4
+_NO_FAULT = "none"
 NAMED = (
     *("noise_too_small", "noise_reused", "clipped_by_layer", "clip_too_wide"),
     *("fixed_size_batches", "fixed_size_batches_on_release"),
@@ -98,12 +101,65 @@ def measure() -> None:
         save_results(NAME, {"level": LEVEL, "cells": results})
 
 
+def table_rows(cells: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return two lines for each fault: the trainers that were attempted often, then all others."""
+    rows: list[tuple[str, ...]] = []
+    for fault in dict.fromkeys(cell["fault"] for cell in cells.values()):
+        if fault == _NO_FAULT:
+            continue
+        mine = [cell for cell in cells.values() if cell["fault"] == fault]
+        often = [cell for cell in mine if len(cell["runs"]) > 1]
+        for trainer in dict.fromkeys(cell["trainer"] for cell in often):
+            rows.append(_row(fault, trainer, [cell for cell in often if cell["trainer"] == trainer]))
+        once = [cell for cell in mine if len(cell["runs"]) == 1]
+        if once:
+            rows.append(_row(fault, _names(once), once))
+    return rows
+
+
+def _names(cells: list[dict[str, Any]]) -> str:
+    """The trainers of records, then the label protections."""
+    records = dict.fromkeys(cell["trainer"] for cell in cells if cell["protection"] == "record")
+    labels = dict.fromkeys(cell["protection"] for cell in cells if cell["protection"] != "record")
+    return ", ".join([*records, *(f"{name} (all feedbacks)" for name in labels)])
+
+
+def _row(fault: str, what: str, cells: list[dict[str, Any]]) -> tuple[str, ...]:
+    seconds = [run["cpu_s"] for cell in cells for run in cell["runs"]]
+    return (fault, what, _found(cells, "experiment"), _found(cells, "release"), f"{max(seconds):.1f}")
+
+
+def _found(cells: list[dict[str, Any]], mode: str) -> str:
+    runs = [run for cell in cells if cell["mode"] == mode for run in cell["runs"]]
+    return f"{sum(run['right'] for run in runs)} of {len(runs)}" if runs else "–"
+
+
+def page_section() -> str:
+    """Return what the results page shows: planted faults and false alarms; empty without results."""
+    results = load_results(NAME)
+    if not results:
+        return ""
+    cells = results["cells"]
+    runs = [run for cell in cells.values() if cell["fault"] == _NO_FAULT for run in cell["runs"]]
+    checks, low = (sum(run[key] for run in runs) for key in ("checks", "below_1_percent"))
+    text = (
+        f"`opusim audit --mechanism KIND` at an alarm level of {results['level']:g}, two runs of 60 steps "
+        f"({results['date']}, {command(MODULE, 'measure')}). A fault counts as found if a check that is meant for it "
+        "raises the alarm. Trainers stand for protection.kind = record. CPU s is the longest self-test. Without a "
+        f"fault: {sum(run['alarm'] for run in runs)} alarms in {len(runs)} self-tests, and {low} of {checks:,} "
+        "p-values below 0.01 (experiment mode has the same seeds for every trainer). Required: 19 of 20 within 60 CPU "
+        "seconds."
+    )
+    title = "Planted faults that the self-test of the mechanism finds"
+    return section(title, text, markdown(COLUMN_NAMES, table_rows(cells)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
     if parser.parse_args().what == "measure":
         measure()
-    print_table("Planted faults found", COLUMNS, table_rows(load_results(NAME).get("cells", {})))
+    print_table("Planted faults found", COLUMN_NAMES, table_rows(load_results(NAME).get("cells", {})))
 
 
 if __name__ == "__main__":

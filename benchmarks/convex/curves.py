@@ -1,4 +1,4 @@
-"""Accuracy against epsilon on MNIST: convex last iterate, and three models under DP-SGD.
+"""How does accuracy grow with epsilon on MNIST: the convex last iterate, and three models under DP-SGD?
 
 The counterpart of the paper's Figure 2, for replacing a record at delta 1e-5. Each point is a run of its own with its
 own epsilon (a last iterate has no curve along training: every model on the way would cost more), at the settings that
@@ -15,7 +15,8 @@ from typing import Any
 import typer
 
 from benchmarks.convex.accuracy import PAPER, best_point, run_once
-from benchmarks.results_file import save_results
+from benchmarks.markdown import command, markdown
+from benchmarks.results_file import load_results, save_results
 from training.reports.run_figures import new_figure, save_figure, style
 
 EPSILONS, SEED, DATA = (1.0, 3.0, 8.0, 0.5), 0, "mnist"
@@ -25,12 +26,32 @@ ROWS = (
     "logistic regression, DP-SGD",
     "convex, Poisson DP-SGD",
 )
+MODULE, NAME = "benchmarks.convex.curves", "convex_curves"
 PICTURE = Path(__file__).parents[2] / "docs" / "convex.png"
 
 
 def nearest(epsilon: float) -> float:
     """The searched epsilon that is nearest in ratio."""
     return min((4.76, 1.33), key=lambda searched: abs(math.log(searched / epsilon)))
+
+
+def page_table() -> str:
+    """Return the accuracy at each epsilon, a line for each way to train; empty without results."""
+    found = load_results(NAME)
+    points = found.get("points", [])
+    if not points:
+        return ""
+    epsilons = sorted({point["epsilon"] for point in points})
+    test = {(point["row"], point["epsilon"]): f"{point['test']:.2f}" for point in points}
+    rows = [
+        (row, *(test.get((row, epsilon), "not run") for epsilon in epsilons))
+        for row in dict.fromkeys(point["row"] for point in points)
+    ]
+    text = (
+        f"Test accuracy [%] by epsilon, {found['data']}, one seed, settings of the nearest searched epsilon "
+        f"({command(MODULE)}; [the figure](../../docs/convex.png))."
+    )
+    return f"{text}\n\n" + markdown(("trained by", *(f"{epsilon:g}" for epsilon in epsilons)), rows)
 
 
 def main() -> None:
@@ -41,7 +62,7 @@ def main() -> None:
             point = best_point(row, DATA, nearest(epsilon))
             found = run_once(row, DATA, epsilon, point, SEED)
             points.append({key: found[key] for key in ("row", "epsilon", "point", "test", "proven_epsilon")})
-            save_results("convex_curves", {"data": DATA, "points": points})
+            save_results(NAME, {"data": DATA, "points": points})
             print(points[-1], flush=True)
         draw(points)
 

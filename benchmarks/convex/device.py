@@ -1,7 +1,7 @@
 """Do hyperplanes and noise from the `gaussian` device learn like those from a seed (MNIST)?
 
 P = 32, 5 epochs of batches of 125, proven last-iterate epsilon 4.76; every seed of the device's row is another device.
-The bar: the means agree within five standard errors of their difference.
+Required: the means agree within five standard errors of their difference.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results_file import save_results
+from benchmarks.markdown import command
+from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 
+MODULE, NAME = "benchmarks.convex.device", "convex_device"
 FOLDER, SEEDS, EPSILON, SIGMA = Path("runs/convex-device"), range(3), 4.76, 0.5
 
 
@@ -37,6 +39,21 @@ def configuration(source: str, seed: int) -> dict[str, Any]:
     }
 
 
+def page_text() -> str:
+    """Return what the results page says; empty without results."""
+    found = load_results(NAME)
+    if not found:
+        return ""
+    text = "; ".join(
+        f"{name} {row['test']:.2f} ± {row['test_standard_error']:.2f}" for name, row in found["rows"].items()
+    )
+    return (
+        f"Hyperplanes and noise from a seed or from the `gaussian` device (sigma {found['sigma']:g}), "
+        f"{found['data']} at epsilon {found['epsilon']:g}, {found['seeds']} seeds each, test accuracy [%]: {text} "
+        f"({command(MODULE)})."
+    )
+
+
 def main() -> None:
     """Train both rows, print and save."""
     rows: dict[str, dict[str, Any]] = {}
@@ -55,7 +72,7 @@ def main() -> None:
     difference = rows["device"]["test"] - rows["seed"]["test"]
     error = math.hypot(*(row["test_standard_error"] for row in rows.values()))
     save_results(
-        "convex_device",
+        NAME,
         {
             "data": "mnist",
             "epsilon": EPSILON,

@@ -16,8 +16,10 @@ from dp_accounting import get_sigma_gaussian
 from accounting.calibration import calibrate
 from accounting.convex.mechanisms import ConvexLastIterate
 from accounting.selection.private_selection import refined_epsilon, renyi_epsilon, theorem_epsilon
-from benchmarks.results_file import save_results
+from benchmarks.markdown import command, markdown
+from benchmarks.results_file import load_results, save_results
 
+MODULE, NAME = "benchmarks.convex.noise", "convex_accounting"
 DELTA, EPSILONS, RATE, RECORDS = 1e-5, (4.76, 1.33), 1.9, 60_000
 SCHEDULES = ((60, 400), (60, 40), (60, 20), (240, 20), (480, 10), (960, 5), (1, 40))
 MEANS = (5, 10, 20)
@@ -39,6 +41,24 @@ def noise_row(epsilon: float, batches: int, epochs: int) -> dict[str, Any]:
     return row
 
 
+def page_table() -> str:
+    """Return the noise of a last iterate, with and without one larger noise at the end; empty without results."""
+    rows = [
+        (
+            f"{row['epsilon']:g}",
+            str(row["batches"]),
+            str(row["epochs"]),
+            f"{row['without']['noise_multiplier']:.3f}",
+            f"{row['with']['noise_multiplier']:.3f}",
+            f"{row['with']['total'] / row['without']['total']:.2f}",
+        )
+        for row in load_results(NAME).get("noise", [])
+    ]
+    header = ("epsilon", "batches", "epochs", "multiplier", "with noise at the end", "total noise, ratio")
+    text = f"Least noise multiplier of the last iterate ({command(MODULE)})."
+    return f"{text}\n\n" + markdown(header, rows) if rows else ""
+
+
 def main() -> None:
     """Compute, print and save both tables."""
     noise = [noise_row(epsilon, *schedule) for epsilon in EPSILONS for schedule in SCHEDULES]
@@ -54,7 +74,7 @@ def main() -> None:
                 | {name: bound(mu, mean, DELTA) for name, bound in bounds.items()}
             )
             print(tuning[-1])
-    save_results("convex_accounting", {"delta": DELTA, "noise": noise, "tuning": tuning})
+    save_results(NAME, {"delta": DELTA, "noise": noise, "tuning": tuning})
 
 
 if __name__ == "__main__":

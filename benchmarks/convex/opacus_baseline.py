@@ -1,4 +1,4 @@
-"""Does DP-SGD by Opacus itself reach what benchmarks.convex.accuracy shows for its ReLU baseline (MNIST, one seed)?
+"""Does DP-SGD by Opacus itself reach what `accuracy.py` shows for its ReLU baseline (MNIST, one seed)?
 
 The baselines there are this package's own trainer `bp`, whose clipped sums equal Opacus's (a test compares them). Here
 Opacus (extra `baselines`) does everything: its engine, its Poisson loader, ghost clipping, its optimizer and noise. The
@@ -12,22 +12,25 @@ import warnings
 from typing import Any
 
 import torch
-from opacus import PrivacyEngine
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.convex.accuracy import NAME, best_point, configuration
 from benchmarks.convex.rows import EPSILONS
+from benchmarks.markdown import command
 from benchmarks.results_file import load_results, save_results
 from training.config import load_config
 from training.config.run import RunConfig
 from training.engine.assembly import load_data
 
+MODULE, RESULTS = "benchmarks.convex.opacus_baseline", "convex_opacus"
 ROW, DATA, SEED, WIDTH = "ReLU network, DP-SGD", "mnist", 0, 200
 
 
 def train_by_opacus(config: RunConfig, x: Tensor, y: Tensor) -> nn.Module:
     """The network after the configuration's epochs."""
+    from opacus import PrivacyEngine
+
     torch.manual_seed(SEED)
     network = nn.Sequential(nn.Linear(x.shape[1], WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
     optimizer = torch.optim.SGD(
@@ -76,6 +79,21 @@ def row_of(epsilon: float) -> dict[str, Any]:
     }
 
 
+def page_text() -> str:
+    """Return what the results page says; empty without results."""
+    rows = load_results(RESULTS).get("rows", [])
+    if not rows:
+        return ""
+    text = "; ".join(
+        f"epsilon {row['epsilon']:g}: {row['opacus']:.2f} (ours {', '.join(f'{v:.2f}' for v in row['ours'])})"
+        for row in rows
+    )
+    return (
+        "The ReLU baseline on MNIST trained by Opacus itself, one seed, same network, settings and noise, test "
+        f"accuracy [%]: {text} ({command(MODULE)})."
+    )
+
+
 def main() -> None:
     """Train at both epsilons, print and save."""
     warnings.filterwarnings("ignore", module="opacus")
@@ -84,7 +102,7 @@ def main() -> None:
     for epsilon in EPSILONS:
         rows.append(row_of(epsilon))
         print(rows[-1], flush=True)
-    save_results("convex_opacus", {"data": DATA, "width": WIDTH, "seed": SEED, "rows": rows})
+    save_results(RESULTS, {"data": DATA, "width": WIDTH, "seed": SEED, "rows": rows})
 
 
 if __name__ == "__main__":

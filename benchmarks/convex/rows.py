@@ -24,7 +24,7 @@ class Row:
         config: What all its runs share.
         grid: Points that are tried, as keys of the configuration and their values; empty for a row that has none of
             its own.
-        measured: Changes of the point that are measured beside each other, by name; the search is of the first.
+        measured: Changes of the point that are measured against each other, by name; the search uses the first.
         like: The row whose best point this one starts from; empty for none.
         seeds: With which it is measured.
         cells: Data sets and epsilons.

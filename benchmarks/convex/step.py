@@ -1,10 +1,10 @@
-"""What does a noisy step on the gated model cost beside its two matrix products, and beside DP-SGD by Opacus?
+"""What does a noisy step on the gated model cost over its two matrix products, and over DP-SGD by Opacus?
 
 MNIST's size: 784 features, 10 classes, P = 128 hyperplanes, batch 1000; margin objective with clipped residuals, fresh
 noise on every weight. Opacus (extra `baselines`) does ghost clipping on the same gated module (one nn.Linear, gates and
 sum behind it), and on materialised features (one nn.Linear of 100,352 inputs): formed before the timing, and formed in
 every step, which is what training takes, since those of 60,000 records fill 24 GB.
-The bars: at most 1.2 times the two products; at least 1.5 times faster than Opacus on the gated module, and 10 times
+Required: at most 1.2 times the two products; at least 1.5 times faster than Opacus on the gated module, and 10 times
 than on materialised features.
 """
 
@@ -14,18 +14,17 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from opacus.grad_sample import GradSampleModuleFastGradientClipping
-from opacus.optimizers import DPOptimizerFastGradientClipping
-from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 
-from benchmarks.results_file import save_results
+from benchmarks.markdown import Row, command
+from benchmarks.results_file import load_results, save_results
 from benchmarks.speed.pdfa_step import void
 from benchmarks.timing import interleaved
 from opusim.randomness.streams import noise_stream
 from training.convex.gated import GatedNetwork, GatedRecords, GatedRelu
 from training.convex.trainer import ConvexTrainer, Descent, Objective
 
+MODULE, NAME = "benchmarks.convex.step", "convex_step"
 FEATURES, CLASSES, HYPERPLANES, BATCH = 784, 10, 128, 1000
 PRODUCTS, OURS, GHOST = "two matrix products", "noisy step", "Opacus, gated module"
 FORMED, MATERIALISED = "Opacus, features formed before", "Opacus, features formed in the step"
@@ -33,7 +32,7 @@ REPEATS = 9
 
 
 class GatedModule(nn.Module):
-    """The gated model as a person would write it for Opacus: one linear layer, then gates and a sum."""
+    """The gated model as a user would write it for Opacus: one linear layer, then gates and a sum."""
 
     def __init__(self, hyperplanes: Tensor) -> None:
         super().__init__()
@@ -50,6 +49,10 @@ class GatedModule(nn.Module):
 
 def opacus_step(module: nn.Module, features: Callable[[], Tensor], y: Tensor) -> Callable[[], None]:
     """DP-SGD as Opacus's make_private(grad_sample_mode="ghost") puts it together, without its data loader."""
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
     model = GradSampleModuleFastGradientClipping(
         module, batch_first=True, loss_reduction="mean", max_grad_norm=0.5, use_ghost_clipping=True
     )
@@ -109,6 +112,19 @@ def wide_layer() -> nn.Linear:
     return nn.Linear(FEATURES * HYPERPLANES, CLASSES, bias=False)
 
 
+def speed_rows() -> list[Row]:
+    """Return the step's time over its products, and how much faster than Opacus it is."""
+    rows: list[Row] = []
+    for row in load_results(NAME).get("rows", []):
+        faster = ", ".join(
+            f"{value:.1f} times faster than {name}" for name, value in row["times_faster"].items()
+        )
+        claim = f"a noisy step of the convex trainer, P = 128, batch 1000, {row['threads']} thread(s)"
+        figure = f"{row['of_two_products']:.2f} of its two matrix products, {faster}"
+        rows.append((claim, figure, command(MODULE)))
+    return rows
+
+
 def main() -> None:
     """Time them in turn with one thread and two."""
     warnings.filterwarnings("ignore", module="opacus")
@@ -136,7 +152,7 @@ def main() -> None:
         found.append(row)
         print(row, flush=True)
     save_results(
-        "convex_step",
+        NAME,
         {
             "batch": BATCH,
             "hyperplanes": HYPERPLANES,

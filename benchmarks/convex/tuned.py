@@ -1,4 +1,4 @@
-"""What a private search gives in all: the tuned rows of the paper's Table 1, with the epsilon that the theorem gives.
+"""What does a private search of settings give at the epsilon of the whole search (tuned rows of Table 1)?
 
 `opusim tune`'s search on MNIST, P = 64, 10 epochs of batches of 125: a Poisson number of trials of mean m, each at the
 paper's base epsilon 1.33 or 4.76, on 54,000 records; scores are noised accuracies on the 6,000 others, paid for within
@@ -14,11 +14,13 @@ from typing import Any
 import typer
 
 from benchmarks.convex.rows import BASE, CYCLIC, EPSILONS
+from benchmarks.markdown import command, markdown
 from benchmarks.results_file import load_results, save_results
 from training.config import load_config
 from training.config.reading import merged
 from training.tuning.search import Search
 
+MODULE = "benchmarks.convex.tuned"
 NAME, FOLDER, SEED = "convex_tuned", Path("runs/convex-tuned"), 0
 CHOICES = {"trainer.clip": ("0.25", "0.35", "0.5", "0.7", "1.0")}
 
@@ -31,7 +33,7 @@ def whole_epsilon(base: float, mean: int) -> float:
 
 
 def search(base: float, mean: int) -> dict[str, Any]:
-    """One search, begun or gone on with."""
+    """Start one search, or resume it."""
     epsilon = whole_epsilon(base, mean)
     config = merged(
         merged(BASE, CYCLIC),
@@ -54,6 +56,28 @@ def search(base: float, mean: int) -> dict[str, Any]:
         "score": None if result.score is None else 100 * result.score,
         "test": 100 * chosen["test_accuracy"] if chosen else None,
     }
+
+
+def page_table() -> str:
+    """Return what a whole search costs and finds; empty without results."""
+    rows = [
+        (
+            f"{row['base_epsilon']:g}",
+            str(row["mean"]),
+            str(row["trials"]),
+            f"{row['epsilon']:.2f}",
+            ", ".join(row["settings"]) or "none",
+            *("none" if row[key] is None else f"{row[key]:.2f}" for key in ("score", "test")),
+        )
+        for row in load_results(NAME).get("rows", [])
+    ]
+    trial = ("epsilon of a trial", "trials, mean", "drawn")
+    header = (*trial, "epsilon of all", "chosen", "score [%]", "test [%]")
+    text = (
+        "Settings chosen privately, as `opusim tune` does it: MNIST, P = 64, 54,000 private records, the clip drawn "
+        f"from five values, one search each ({command(MODULE)})."
+    )
+    return f"{text}\n\n" + markdown(header, rows) if rows else ""
 
 
 def main(trials: int = 5) -> None:

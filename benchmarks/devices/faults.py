@@ -2,8 +2,7 @@
 
 Photonic DFA on digits, three epochs, through a Gaussian device that breaks at step 23 in one way at a time; the
 monitor looks every ten steps. Printed and kept: the error, the steps from the fault to the stop, and whether the run
-that goes on with the mended device ends (and ends as the run that was never disturbed, where no reading was spoiled
-unnoticed).
+that resumes with the mended device ends like the undisturbed run.
 """
 
 from __future__ import annotations
@@ -17,21 +16,23 @@ from typing import Any
 import typer
 
 import training
-from accounting.tables import print_rows
-from benchmarks.results_file import save_results
+from benchmarks.markdown import markdown
+from benchmarks.results_file import load_results, save_results
 from opusim.description.loading import load_description
 from opusim.devices.registry import register_device
 from opusim.errors import OpusimError
+from opusim.tables import print_table
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.run import Run
 
+NAME = "device_faults"
 AT_STEP, EVERY_STEPS, SIGMA = 23, 10, 0.5
 CONFIG: dict[str, Any] = {"epochs": 3, "threads": 1, "model": {"hidden": [64]}, "sampler": {"batch_size": 64}}
 
 
 def description_file(folder: Path, fault: Fault | None, lasts_calls: int | None = None) -> Path:
-    """A description of the breaking device, as TOML; never breaking where `fault` is None."""
+    """Write a description of the breaking device as TOML; it never breaks if `fault` is None."""
     text = (Path(__file__).parents[2] / "hw_configs" / "gaussian.toml").read_text()
     at_step = AT_STEP if fault is not None else 2**40
     lasts = "" if lasts_calls is None else f"lasts_calls = {lasts_calls}\n"
@@ -54,7 +55,7 @@ def description_file(folder: Path, fault: Fault | None, lasts_calls: int | None 
 
 
 def train(folder: Path, device: Path, *, resume: bool = False) -> Run:
-    """Begin the run in `folder`, or go on with it."""
+    """Start the run in `folder`, or resume it."""
     if resume:
         return training.train(folder=folder, resume=True)
     return training.train(
@@ -76,7 +77,7 @@ def weights(run: Run) -> dict[str, Any]:
 def inject(
     fault: Fault, folder: Path, wanted: dict[str, Any], lasts_calls: int | None = None
 ) -> dict[str, Any]:
-    """Let one fault happen, mend the device, go on; what was seen."""
+    """Let one fault happen, mend the device, resume the run; return what was seen."""
     register_device(KIND, faulty_device)
     FaultyDevice.repaired = False
     run_folder = folder / fault.name
@@ -102,6 +103,20 @@ def inject(
     }
 
 
+def docs_table() -> str:
+    """Return the table of docs/devices.md."""
+    rows = [
+        (
+            row["fault"],
+            row["error"],
+            "–" if row["steps_until_stop"] is None else str(row["steps_until_stop"]),
+            "as if nothing had happened" if row["as_undisturbed"] else "resumes at the step of the stop",
+        )
+        for row in load_results(NAME).get("rows", [])
+    ]
+    return markdown(("fault", "error", "steps until the stop", "the resumed run"), rows)
+
+
 def main(save: bool = False) -> None:
     """Break the device in every way; --save renews benchmarks/results/device_faults.json."""
     register_device(KIND, faulty_device)
@@ -111,9 +126,9 @@ def main(save: bool = False) -> None:
     shutil.rmtree(folder / Fault.UNPLUGGED.name)
     rows.append(inject(Fault.UNPLUGGED, folder, wanted, lasts_calls=2))
     shutil.rmtree(folder)
-    print_rows([{key: str(value) for key, value in row.items()} for row in rows])
+    print_table("Faults", list(rows[0]), [list(map(str, row.values())) for row in rows])
     if save:
-        save_results("device_faults", {"at_step": AT_STEP, "monitored_every": EVERY_STEPS, "rows": rows})
+        save_results(NAME, {"at_step": AT_STEP, "monitored_every": EVERY_STEPS, "rows": rows})
 
 
 if __name__ == "__main__":

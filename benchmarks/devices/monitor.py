@@ -13,14 +13,16 @@ from typing import Any
 import torch
 import typer
 
-from accounting.tables import print_rows
-from benchmarks.results_file import save_results
+from benchmarks.markdown import markdown
+from benchmarks.results_file import load_results, save_results
 from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described
 from opusim.errors import DeviceFault, NoiseBelowCertificate
+from opusim.tables import print_table
 from opusim.testing.faults import Fault, faulty_device
 
+NAME = "monitor"
 WINDOW = {"n_inputs": 10, "n_outputs": 256}
 CHECKS = (1, 5, 20, 60)
 DEVICES: dict[str, dict[str, Any]] = {
@@ -58,7 +60,7 @@ def checks_until_found(device: NoisyDevice, most: int) -> int | None:
 
 
 def changes(trials: int) -> list[dict[str, Any]]:
-    """A row for each device, change and number of checks."""
+    """Return a row for each device, change and number of checks."""
     rows = []
     for name, overrides in DEVICES.items():
         with open_described(load_description(name, {**overrides, "monitor": {}}), **WINDOW) as device:
@@ -96,13 +98,28 @@ def healthy(checks: int) -> list[dict[str, Any]]:
     return rows
 
 
+def docs_table() -> str:
+    """Return the table of docs/devices.md: the smallest change that each number of checks finds."""
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for row in load_results(NAME).get("changes", []):
+        size = (
+            f"{row['smallest']:.3f}" if row["change"] == "correlation" else f"{100 * row['smallest']:.1f} %"
+        )
+        cell = f"{size} ({row['found']} of {row['trials']})"
+        found.setdefault((row["device"], row["change"]), {})[row["checks"]] = cell
+    checks = sorted({number for cells in found.values() for number in cells})
+    rows = [(*key, *(cells.get(number, "–") for number in checks)) for key, cells in found.items()]
+    header = ("device", "change", *(f"in {number} check{'s' * (number > 1)}" for number in checks))
+    return markdown(header, rows)
+
+
 def main(trials: int = 20, healthy_checks: int = 10_000, save: bool = False) -> None:
     """Measure; --save renews benchmarks/results/monitor.json."""
     torch.set_num_threads(1)
     rows, undisturbed = changes(trials), healthy(healthy_checks)
-    print_rows([{key: str(value) for key, value in row.items()} for row in rows])
+    print_table("Smallest changes", list(rows[0]), [list(map(str, row.values())) for row in rows])
     if save:
-        save_results("monitor", {"window": WINDOW, "changes": rows, "healthy": undisturbed})
+        save_results(NAME, {"window": WINDOW, "changes": rows, "healthy": undisturbed})
 
 
 if __name__ == "__main__":

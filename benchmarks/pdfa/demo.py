@@ -1,7 +1,7 @@
 """Does photonic DFA learn as well as digital DFA and backpropagation, and what does the device's noise do to it?
 
 `make demo` runs this: real data (scikit-learn's 8x8 digits), four feedbacks, five seeds each, then photonic DFA at
-more and more noise. It prints a table and leaves runs/demo/report.html.
+increasing noise. It prints a table and writes runs/demo/report.html.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import training
-from benchmarks.results_file import save_results
+from benchmarks.markdown import Row, markdown, section
+from benchmarks.results_file import load_results, save_results
+from opusim.tables import print_table
 from training.reports import run_figures as figures
 from training.runs.run import Run
 
 DEVICE_FILE = Path("examples/opu.toml")
-FOLDER = Path("runs/demo")
+NAME, FOLDER = "demo_digits", Path("runs/demo")
+COLUMN_NAMES = ("feedback", "test accuracy [%]")
 SEEDS = range(5)
 SIGMAS = (0.0, 1.0, 3.0, 10.0, 30.0)
 KINDS = {
@@ -88,22 +90,31 @@ def test_accuracy(run: Run) -> float:
     return float(summary["test_accuracy"])
 
 
-def print_tables(
-    console: Console, accuracies: dict[str, list[float]], noise: dict[float, list[float]]
-) -> None:
-    table = Table(
-        "feedback", "test accuracy [%]", title=f"digits, mean of {len(SEEDS)} seeds ± standard error"
+def table_rows(accuracies: dict[str, list[float]], noise: dict[str, list[float]]) -> list[tuple[str, ...]]:
+    """Return a line for each feedback, then for each noise of the device."""
+    names = accuracies | {f"pdfa, sigma {sigma}": values for sigma, values in noise.items()}
+    return [(name, "{:.2f} ± {:.2f}".format(*mean_and_error(values))) for name, values in names.items()]
+
+
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    results = load_results(NAME)
+    if not results:
+        return ""
+    text = (
+        f"Test accuracy [%], mean of five seeds and its standard error; {results['date']}, "
+        f"{results['seconds']:.0f} s on {results['machine']['cores']} cores. Required: `pdfa` within two points of "
+        "`dfa` and `bp`."
     )
-    for kind, name in KINDS.items():
-        mean, error = mean_and_error(accuracies[kind])
-        name += ", sigma of the device file" if kind == "pdfa" else ""
-        table.add_row(name, f"{mean:.2f} ± {error:.2f}")
-    console.print(table)
-    table = Table("noise sigma", "test accuracy [%]", title="photonic DFA at more noise")
-    for sigma, values in noise.items():
-        mean, error = mean_and_error(values)
-        table.add_row(f"{sigma:g}", f"{mean:.2f} ± {error:.2f}")
-    console.print(table)
+    rows = table_rows(results["test_accuracy"], results["noise"])
+    return section("Digits (`make demo`)", text, markdown(COLUMN_NAMES, rows))
+
+
+def headline_rows() -> list[Row]:
+    """Return the accuracy of each feedback."""
+    found = load_results(NAME).get("test_accuracy", {})
+    text = ", ".join(f"{kind} {mean_and_error(values)[0]:.1f} %" for kind, values in found.items())
+    return [("digits, test accuracy, mean of five seeds", text, "`make demo`")] if found else []
 
 
 def draw_noise(noise: dict[float, list[float]], accuracies: dict[str, list[float]]) -> bytes:
@@ -132,13 +143,14 @@ def main(save: bool = False) -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     accuracies, shown = compare_feedbacks(console)
     noise = sweep_noise(console)
-    print_tables(console, accuracies, noise)
+    named = {f"{sigma:g}": values for sigma, values in noise.items()}
+    print_table(f"digits, mean of {len(SEEDS)} seeds", COLUMN_NAMES, table_rows(accuracies, named))
     draw_noise(noise, accuracies)
     names = [f"{KINDS[run.config.trainer.kind]}, seed {run.config.seed}" for run in shown]
     report = training.write_comparison(
         shown,
         FOLDER / "report.html",
-        title="Digits: photonic DFA beside digital DFA and backpropagation",
+        title="Digits: photonic DFA compared with digital DFA and backpropagation",
         names=names,
         extra_pictures=[
             ("Photonic DFA against the device's noise, mean of five seeds", FOLDER / "figures" / "noise.png")
@@ -150,9 +162,9 @@ def main(save: bool = False) -> None:
             "config": CONFIG,
             "seconds": seconds,
             "test_accuracy": accuracies,
-            "noise": {f"{sigma:g}": values for sigma, values in noise.items()},
+            "noise": named,
         }
-        save_results("demo_digits", results)
+        save_results(NAME, results)
     print(f"report: {report.resolve()}   ({seconds:.0f} s)")
     print(f"change noise.sigma in {DEVICE_FILE} and run `make demo` again to see what noise does")
 

@@ -1,7 +1,7 @@
 """Which readings of eqs. 8 and 9 of the PDFA paper come near its Table 1, and which do not?
 
 The named options of the configuration, one seed each, DFA and TDFA at sigma 0 and 0.2 (paper: 84.20 and 81.66, 84.20
-and 80.80). "kept" is what benchmarks/pdfa/table1.py runs with three seeds; each other row changes one thing, or takes
+and 80.80). "kept" is what `table1.py` runs with three seeds; each other row changes one thing, or takes
 the equations to the letter.
 """
 
@@ -13,12 +13,14 @@ from typing import Any
 import typer
 from joblib import Parallel, delayed
 
+from benchmarks.markdown import command, markdown, section
 from benchmarks.pdfa.table1 import BATCH, PAPER, SIGMAS, WIDTH, configuration
-from benchmarks.results_file import save_results
+from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
+from opusim.tables import print_table
 from training.config.reading import merged
 
-FOLDER = Path("runs/readings")
+MODULE, NAME, FOLDER = "benchmarks.pdfa.readings", "pdfa_readings", Path("runs/readings")
 COLUMNS = ("0", "0.2")
 ROWS = ("dfa", "tdfa")
 BACKWARD_CLIP = {"model": {"tau_h_max": None}, "trainer": {"tau_h_max": 1.0, "through_clip": False}}
@@ -59,17 +61,35 @@ def run_one(reading: str, row: str, column: str) -> dict[str, Any]:
     }
 
 
+def table(found: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the header and the lines: the paper, then each reading."""
+    names = list(dict.fromkeys(row["reading"] for row in found))
+    columns = list(dict.fromkeys((row["row"], row["column"]) for row in found))
+    cells = {(row["reading"], row["row"], row["column"]): row for row in found}
+    paper = (f"{cells[(names[0], *column)]['paper']:.2f}" for column in columns)
+    lines = [(name, *(f"{cells[(name, *column)]['test']:.2f}" for column in columns)) for name in names]
+    header = ("reading", *(f"{row}, sigma {column}" for row, column in columns))
+    return header, [("*the paper*", *paper), *lines]
+
+
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    results = load_results(NAME)
+    if not results:
+        return ""
+    text = (
+        f"Test accuracy of one seed under other readings of eqs. 8 and 9 ({results['date']}, {command(MODULE)}). Each "
+        "is a named option of the configuration."
+    )
+    return section("What the paper leaves unsaid", text, markdown(*table(results["rows"])))
+
+
 def main(jobs: int = 2) -> None:
     """Train what is missing and print the table."""
     tasks = [(reading, row, column) for reading in READINGS for row in ROWS for column in COLUMNS]
     results = Parallel(n_jobs=jobs)(delayed(run_one)(*task) for task in tasks)
-    save_results("pdfa_readings", {"width": WIDTH, "batch": BATCH, "seed": 0, "rows": results})
-    for reading in READINGS:
-        cells = [r for r in results if r["reading"] == reading]
-        print(
-            f"{reading:64}"
-            + "  ".join(f"{c['row']} {c['column']}: {c['test']:.2f} ({c['paper']})" for c in cells)
-        )
+    save_results(NAME, {"width": WIDTH, "batch": BATCH, "seed": 0, "rows": results})
+    print_table("Readings of eqs. 8 and 9", *table(results))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Rows of the DP-ZO paper: the Poisson-sampled Gaussian, q = 16/1000, 75,000 steps, delta 1e-5, add_or_remove_one.
 prv_accountant runs at eps_error 0.001 and its own delta_error of delta / 1000. Both times contain everything from the
 parameters to the answer (distributions built, composed, inverted); imports are excluded. Cold: the first call of a
-fresh process. Warm: later calls in one process, in turn, medians; beside them prv_accountant's answer from an
-accountant that is built already. The bar: 100 times faster, and intervals that overlap. `make bench` installs
+fresh process. Warm: later calls in one process, in turn, medians, also against prv_accountant's answer from an
+accountant that is built already. Required: 100 times faster, and intervals that overlap. `make bench` installs
 prv_accountant; without it there is nothing to compare with.
 """
 
@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.results_file import save_results
+from benchmarks.markdown import Row, command
+from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
+from opusim.tables import print_table
 
+MODULE, NAME = "benchmarks.speed.accounting", "accounting_speed"
 Q, STEPS, DELTA, EPS_ERROR, BAR = 16 / 1000, 75_000, 1e-5, 0.001, 100
 SIGMAS = (30.9, 16.4, 4.8)
 OURS, THEIRS, BUILT = "opusim", "prv_accountant", "prv_accountant, built before"
@@ -66,8 +66,8 @@ CALLS: dict[str, Callable[[float], tuple[float, float]]] = {OURS: ours, THEIRS: 
 
 def first_call(name: str, sigma: float) -> dict[str, Any]:
     """Answer and seconds of the first call in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.speed.accounting", "--cold", name, str(sigma)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    call = [sys.executable, "-m", MODULE, "--cold", name, str(sigma)]
+    printed = subprocess.run(call, capture_output=True, text=True, check=True).stdout
     return dict(json.loads(printed.splitlines()[-1]))
 
 
@@ -102,18 +102,39 @@ def warm_row(sigma: float, repeats: int) -> dict[str, Any]:
 
 
 def print_rows(cold: list[dict[str, Any]], warm: dict[str, Any]) -> None:
-    table = Table(title=f"Epsilon of {STEPS:,} Poisson-sampled Gaussian steps, q {Q:g}, delta {DELTA:g}")
-    for column in ("sigma", "caches", "opusim", "prv_accountant", "times faster", "its interval", "ours"):
-        table.add_column(column)
+    """Print a line for each first call, then for the later ones."""
+    rows = []
     for row in cold:
         calls = row["calls"]
         times = (f"{calls[name]['seconds']:.3g} s" for name in (OURS, THEIRS))
         intervals = (f"{calls[name]['low']:.4f} to {calls[name]['high']:.4f}" for name in (THEIRS, OURS))
-        table.add_row(f"{row['sigma']:g}", "cold", *times, f"{row['speed_ratio']:.0f}", *intervals)
+        rows.append((f"{row['sigma']:g}", "cold", *times, f"{row['speed_ratio']:.0f}", *intervals))
     for name, ratio in warm["speed_ratio"].items():
         times = (f"{warm['seconds'][key]:.3g} s" for key in (OURS, name))
-        table.add_row(f"{warm['sigma']:g}", f"warm, {name}", *times, f"{ratio:.0f}", "", "")
-    Console(width=140).print(table)
+        rows.append((f"{warm['sigma']:g}", f"warm, {name}", *times, f"{ratio:.0f}", "", ""))
+    title = f"Epsilon of {STEPS:,} Poisson-sampled Gaussian steps, q {Q:g}, delta {DELTA:g}"
+    header = ("sigma", "caches", "opusim", "prv_accountant", "times faster", "its interval", "ours")
+    print_table(title, header, rows)
+
+
+def speed_rows() -> list[Row]:
+    """Return the ratio of the times, and both intervals."""
+    results = load_results(NAME)
+    if not results:
+        return []
+    ratios = [row["speed_ratio"] for row in results["cold"]]
+    warm = results["warm"]["speed_ratio"]
+    fresh, before = (f"{warm[key]:.0f}" for key in (THEIRS, BUILT))
+    rest = f"warm {fresh}, against its accountant built before {before}"
+    intervals = "; ".join(
+        f"sigma {row['sigma']:g}: {calls[OURS]['low']:.4f} to {calls[OURS]['high']:.4f}, its "
+        f"{calls[THEIRS]['low']:.4f} to {calls[THEIRS]['high']:.4f}"
+        for row in results["cold"]
+        for calls in [row["calls"]]
+    )
+    name = "epsilon of 75,000 sampled Gaussian steps, against prv_accountant at eps_error 0.001"
+    faster = f"{min(ratios):.0f} to {max(ratios):.0f} times faster (cold; {rest})"
+    return [(f"speed: {name}", faster, command(MODULE)), (name, intervals, command(MODULE))]
 
 
 def main() -> None:
@@ -127,13 +148,13 @@ def main() -> None:
     try:
         import prv_accountant  # noqa: F401
     except ImportError:
-        Console().print("prv_accountant is not installed: nothing to compare with; `make bench` installs it")
+        print("prv_accountant is not installed: nothing to compare with; `make bench` installs it")
         return
     cold = [cold_row(sigma) for sigma in SIGMAS]
     warm = warm_row(SIGMAS[1], options.repeats)
     print_rows(cold, warm)
     setting = {"q": Q, "steps": STEPS, "delta": DELTA, "eps_error": EPS_ERROR, "repeats": options.repeats}
-    save_results("accounting_speed", {"setting": setting, "bar": BAR, "cold": cold, "warm": warm})
+    save_results(NAME, {"setting": setting, "bar": BAR, "cold": cold, "warm": warm})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What does a projection through a medium that no memory holds cost, beside a product with a matrix that is there?
+"""What does a projection cost whose matrix no memory holds, over a product with a stored matrix?
 
 10^5 inputs to 10^6 outputs, timed on a slice of the outputs, at batch 1024 and 64, one thread and two; the medium's
-entries are computed on the way. The bars: 0.7 of the rate of torch's float32 product at batch 1024, 0.4 at batch 64,
+entries are computed on the way. Required: 0.7 of the rate of torch's float32 product at batch 1024, 0.4 at batch 64,
 under 1 GiB. One more row shows that 10^6 inputs to 10^6 outputs run. It is measured against a product (batch, 8192) by
 (8192, 2048), the same number of operations an entry.
 """
@@ -16,13 +16,14 @@ import time
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.results_file import save_results
+from benchmarks.markdown import Row, command
+from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
 from opusim.medium.transmission import Medium
+from opusim.tables import print_table
 
+MODULE, NAME = "benchmarks.speed.matrix_free", "matrix_free"
 N_OUTPUTS, SLICE, DEPTH = 10**6, 2048, 8192
 BARS = {1024: 0.7, 64: 0.4}
 LIMIT_MIB = 1024
@@ -65,23 +66,29 @@ def measure(threads: int, batch: int, n_inputs: int, repeats: int) -> dict[str, 
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="Matrix-free projection against a stored float32 product, rate an entry")
-    for column in (
-        "threads",
-        "inputs",
-        "outputs (timed)",
-        "batch",
-        "of the product's rate",
-        "bar",
-        "peak memory",
-    ):
-        table.add_column(column)
+    """Print a line for each shape, batch and number of threads."""
+    shape = ("threads", "inputs", "outputs (timed)", "batch")
+    lines = []
     for row in rows:
         bar = f"{BARS[row['batch']]:g}" if row["n_inputs"] == 10**5 else "runs"
         cells = (f"{row['n_inputs']:,}", f"{row['n_outputs']:,} ({row['slice']:,})", str(row["batch"]))
         memory = f"{row['peak_mib']:.0f} MiB ({row['imports_mib']:.0f} of them imports)"
-        table.add_row(str(row["threads"]), *cells, f"{row['rate_ratio']:.2f}", bar, memory)
-    Console().print(table)
+        lines.append((str(row["threads"]), *cells, f"{row['rate_ratio']:.2f}", bar, memory))
+    title = "Matrix-free projection against a stored float32 product, rate an entry"
+    print_table(title, (*shape, "of the product's rate", "required", "peak memory"), lines)
+
+
+def speed_rows() -> list[Row]:
+    """Return the rate of a projection without the matrix over that of a product with one."""
+    return [
+        (
+            f"rate of a projection without its matrix, {entry['n_inputs']:,} to {entry['n_outputs']:,}, batch "
+            f"{entry['batch']}, {entry['threads']} thread(s)",
+            f"{entry['rate_ratio']:.2f} of a stored float32 product, {entry['peak_mib']:.0f} MiB",
+            command(MODULE),
+        )
+        for entry in load_results(NAME).get("rows", [])
+    ]
 
 
 def main() -> None:
@@ -92,8 +99,8 @@ def main() -> None:
     rows = [measure(threads, batch, 10**5, repeats) for batch in BARS for threads in (1, 2)]
     rows.append(measure(2, 64, 10**6, 1))
     print_rows(rows)
-    Console().print(f"{time.perf_counter() - started:.0f} s in all; memory limit {LIMIT_MIB} MiB")
-    save_results("matrix_free", {"bars": BARS, "limit_mib": LIMIT_MIB, "repeats": repeats, "rows": rows})
+    print(f"{time.perf_counter() - started:.0f} s in all; memory limit {LIMIT_MIB} MiB")
+    save_results(NAME, {"bars": BARS, "limit_mib": LIMIT_MIB, "repeats": repeats, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What does a simulated ternary projection cost, noise included, beside the bare matrix product?
+"""What does a simulated ternary projection cost, noise included, over the bare matrix product?
 
-4096 inputs to 16,384 outputs, batch 256, one thread and two. The bars: at least 0.9 of the speed of torch's
+4096 inputs to 16,384 outputs, batch 256, one thread and two. Required: at least 0.9 of the speed of torch's
 float32 product of the same shape, and five times the speed of lightonml's simulated device, which needs two
 passes (a positive and a negative frame) for a ternary vector. `make bench` installs lightonml; without it
 that row is left out.
@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from benchmarks.results_file import save_results
+from benchmarks.markdown import Row, command
+from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
 from opusim import open_device
+from opusim.tables import print_table
 
+MODULE, NAME = "benchmarks.speed.projection", "projection"
 N_INPUTS, N_OUTPUTS, BATCH = 4096, 16384, 256
 DEVICE, PRODUCT, LIGHTON = "gaussian device", "float32 product", "lightonml, two passes"
 BARS = {PRODUCT: 0.9, LIGHTON: 5.0}
@@ -34,7 +35,7 @@ def ternary_batch() -> torch.Tensor:
 
 
 def lighton_passes(x: torch.Tensor) -> Callable[[], object] | None:
-    """Two passes through lightonml's simulated device, or None where it is not installed."""
+    """Two passes through lightonml's simulated device, or None if it is not installed."""
     warnings.filterwarnings("ignore", message="pkg_resources is deprecated")
     try:
         from lightonml import OPU
@@ -68,14 +69,25 @@ def measure(threads: int, work: dict[str, Callable[[], object]], repeats: int) -
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    table = Table(title=f"Ternary projection {N_INPUTS} to {N_OUTPUTS}, batch {BATCH}, noise included")
-    for column in ("threads", "against", "its time", "device's time", "device is faster by", "bar"):
-        table.add_column(column)
+    """Print a line for each rival and number of threads."""
+    cells = []
     for row in rows:
         for name, ratio in row["speed_ratio"].items():
             times = (f"{1e3 * row['seconds'][key]:.1f} ms" for key in (name, DEVICE))
-            table.add_row(str(row["threads"]), name, *times, f"{ratio:.2f}", f"{BARS[name]:g}")
-    Console().print(table)
+            cells.append((str(row["threads"]), name, *times, f"{ratio:.2f}", f"{BARS[name]:g}"))
+    title = f"Ternary projection {N_INPUTS} to {N_OUTPUTS}, batch {BATCH}, noise included"
+    header = ("threads", "against", "its time", "device's time", "device is faster by", "required")
+    print_table(title, header, cells)
+
+
+def speed_rows() -> list[Row]:
+    """Return the device's speed over that of its rivals."""
+    rows: list[Row] = []
+    for entry in load_results(NAME).get("rows", []):
+        ratios = ", ".join(f"{ratio:.2f} of {name}" for name, ratio in entry["speed_ratio"].items())
+        name = f"speed of a ternary projection 4096 to 16384, noise included, {entry['threads']} thread(s)"
+        rows.append((name, ratios, command(MODULE)))
+    return rows
 
 
 def main() -> None:
@@ -91,13 +103,13 @@ def main() -> None:
         }
         passes = lighton_passes(x)
         if passes is None:
-            Console().print("lightonml is not installed: its row is left out; `make bench` installs it")
+            print("lightonml is not installed: its row is left out; `make bench` installs it")
         else:
             work[LIGHTON] = passes
         rows = [measure(threads, work, repeats) for threads in (1, 2)]
     print_rows(rows)
     shape = {"n_inputs": N_INPUTS, "n_outputs": N_OUTPUTS, "batch": BATCH, "repeats": repeats}
-    save_results("projection", {"shape": shape, "bars": BARS, "rows": rows})
+    save_results(NAME, {"shape": shape, "bars": BARS, "rows": rows})
 
 
 if __name__ == "__main__":

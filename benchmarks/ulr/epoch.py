@@ -1,4 +1,4 @@
-"""Does an epoch of record-protected likelihood ratio training cost at most one of DP-SGD by Opacus's ghost clipping?
+"""Does an epoch of record-protected likelihood ratio training cost at most one of Opacus's ghost clipping?
 
 MNIST, batch 500 (120 steps an epoch), 784-128-64-32-10 GELU, SGD with momentum, clip norm 1, noise multiplier 1; one
 antithetic pair a module, both noises drawn. Steps are timed on batches that are already drawn, so no data loader counts
@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.results_file import save_results
+from benchmarks.markdown import Row, command
+from benchmarks.results_file import load_results, save_results
 from benchmarks.speed.pdfa_step import void
 from benchmarks.speed.record_step import CLIP_NORM, NOISE_MULTIPLIER, REFERENCE, ghost_step
 from benchmarks.timing import interleaved
@@ -31,6 +32,7 @@ from training.ulr.network import ModuleSequence
 from training.ulr.published import PublishedUpdate
 from training.ulr.trainer import PlainUpdate, UlrTrainer
 
+MODULE, NAME = "benchmarks.ulr.epoch", "ulr_epoch"
 BATCH, STEPS_AN_EPOCH = 500, 120
 COPIES = (1, 2, 5, 10, 20, 50, 100)
 REPEATS, STEPS = 15, 10
@@ -113,6 +115,31 @@ def peak_bytes(step: Callable[[], None]) -> int:
     return most
 
 
+def speed_rows() -> list[Row]:
+    """Return an epoch's time against Opacus, and a step's memory against a plain pass."""
+    results = load_results(NAME)
+    rows = [
+        (
+            f"time of an MNIST epoch, 784-128-64-32-10, batch 500, {entry['work']}, {entry['threads']} thread(s)",
+            f"{entry['ratio']:.2f} of Opacus ghost clipping",
+            command(MODULE),
+        )
+        for entry in results.get("rows", [])
+        if entry["work"].startswith("ulr")
+    ]
+    memory = results.get("peak_bytes", {})
+    plain = memory.get("plain forward and backward")
+    return rows + [
+        (
+            f"peak memory of a step, batch 500, {name}",
+            f"{value / plain:.2f} of a plain forward and backward pass",
+            command(MODULE),
+        )
+        for name, value in memory.items()
+        if name.startswith("ulr")
+    ]
+
+
 def main() -> None:
     warnings.filterwarnings("ignore", module="opacus")
     x, y = torch.randn(BATCH, WIDTHS[0]), torch.randint(0, 10, (BATCH,))
@@ -143,7 +170,7 @@ def main() -> None:
     for name, value in memory.items():
         print(f"{name:32s} {value / 2**20:7.2f} MiB")
     save_results(
-        "ulr_epoch",
+        NAME,
         {
             "batch": BATCH,
             "steps_an_epoch": STEPS_AN_EPOCH,

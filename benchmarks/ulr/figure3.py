@@ -1,4 +1,4 @@
-"""Training with the noise of DP-ULR and of DP-SGD, epoch by epoch: the counterpart of Figure 3 of the DP-ULR paper.
+"""How do accuracy and the formulas' epsilon grow with the epochs (Figure 3 of the DP-ULR paper)?
 
 MNIST, sigma_0 = 1, 4, 8 and batches of 64, 200, 500, seed 0, from the runs of `benchmarks.ulr.table1`. Above: accuracy
 on the training records, over the epoch for DP-ULR and after it for DP-SGD. Below: what the paper's eq. 11 and the

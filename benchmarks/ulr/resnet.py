@@ -8,6 +8,7 @@ epoch, seconds an epoch, and the same network by backpropagation (autograd) for 
 
 from __future__ import annotations
 
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ import typer
 from torch import Tensor, nn
 
 import training
-from benchmarks.results_file import save_results
+from benchmarks.markdown import command, markdown, section
+from benchmarks.results_file import load_results, save_results
 from training.data import Dataset, load_dataset
 from training.data.samplers import ShuffledEpochsSampler
 from training.runs.folder import RunFolder
 from training.runs.run import evaluate_split
 
-FOLDER = Path("runs/ulr-resnet")
+MODULE, NAME, FOLDER = "benchmarks.ulr.resnet", "ulr_resnet", Path("runs/ulr-resnet")
 BATCH, COPIES, SIGMA, LR = 64, 2, 0.3, 0.002
 
 
@@ -93,6 +95,24 @@ def by_backpropagation(data: Dataset, epochs: int, seed: int) -> dict[str, Any]:
     return {"test": 100 * evaluate_split(model, data.test, "cross-entropy")["accuracy"], "epoch_s": seconds}
 
 
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    found = load_results(NAME)
+    if not found:
+        return ""
+    rows = [
+        (name, f"{found[name]['test']:.2f}", f"{statistics.mean(found[name]['epoch_s']):.0f}")
+        for name in ("ulr", "backpropagation")
+    ]
+    text = (
+        f"{found['epochs']} epochs, batch {found['batch']}, Adam at {found['lr']:g}, K = {found['copies']} antithetic "
+        f"pairs, sigma = {found['sigma']:g}, one seed, no protection, one thread of a shared machine "
+        f"({found['date']}, {command(MODULE)}). Nothing is required."
+    )
+    header = ("trainer", "test [%]", "seconds an epoch")
+    return section("ResNet-5 on CIFAR-10", text, markdown(header, rows))
+
+
 def main(epochs: int = 3, seed: int = 0) -> None:
     torch.set_num_threads(1)
     data = load_dataset("cifar-10", validation_fraction=0.0, split_seed=0)
@@ -104,7 +124,7 @@ def main(epochs: int = 3, seed: int = 0) -> None:
         epoch_s = sum(figures["epoch_s"]) / epochs
         print(f"{name:16} {figures['test']:.2f} % after {epochs} epochs, {epoch_s:.0f} s an epoch")
     save_results(
-        "ulr_resnet",
+        NAME,
         {"epochs": epochs, "seed": seed, "batch": BATCH, "copies": COPIES, "sigma": SIGMA, "lr": LR, **found},
     )
 

@@ -1,8 +1,8 @@
 """What does perturbing parameters in place and returning leave behind, in float32, bfloat16 and float16?
 
 16,384 parameters N(0, 0.02^2), perturbed to both sides and brought back 300 times, at two lengths. The drift is
-the root mean square of what changed, over that of the parameters. Beside it a training step's move of 1e-6 z, made
-300 times along directions of its own in the same way: the part of it that arrives (a regression of what changed on
+the root mean square of what changed, over that of the parameters. A training step's move of 1e-6 z, made
+300 times along directions of its own, is measured too: the part of it that arrives (a regression of what changed on
 what should have), and the same with the float32 copies that half precision is settled to every 64 steps.
 """
 
@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.console import print_table
-from benchmarks.results_file import save_results
+from benchmarks.markdown import command, markdown, section
+from benchmarks.results_file import load_results, save_results
 from opusim.medium.directions import Direction
+from opusim.tables import print_table
 from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 
+MODULE, NAME = "benchmarks.zeroth_order.drift", "zo_drift"
 SIZE, CYCLES, MOVE = 2**14, 300, 1e-6
 LENGTHS = (1e-3, 1e-2)
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,13 +62,25 @@ def arrived(dtype: torch.dtype, length: float, settle_every: int) -> float:
     return float((change * wanted).sum() / wanted.square().sum())
 
 
-COLUMNS = ("type", "phi", "relative drift", "part of the moves that arrives", "settled")
+COLUMN_NAMES = ("type", "phi", "relative drift", "part of the moves that arrives", "settled")
 
 
 def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """The rows as text."""
     kinds = ("drift", "arrived", "arrived_settled")
     return [(row["dtype"], f"{row['perturbation']:g}", *(f"{row[key]:.2g}" for key in kinds)) for row in rows]
+
+
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    rows = table_rows(load_results(NAME).get("rows", []))
+    text = (
+        f"300 perturbations of parameters of size 0.02 in place ({command(MODULE)}): the relative drift, and the part "
+        "of as many moves of 1e-6 z that arrives, without float32 copies on disk and with them."
+    )
+    return (
+        section("What perturbing in place leaves behind", text, markdown(COLUMN_NAMES, rows)) if rows else ""
+    )
 
 
 def main() -> None:
@@ -78,8 +92,8 @@ def main() -> None:
             row |= {"drift": drift(dtype, length), "arrived": arrived(dtype, length, 10**9)}
             rows.append(row | {"arrived_settled": arrived(dtype, length, 64)})
     title = f"{CYCLES} perturbations of parameters of size 0.02, in place"
-    print_table(title, COLUMNS, table_rows(rows))
-    save_results("zo_drift", {"rows": rows})
+    print_table(title, COLUMN_NAMES, table_rows(rows))
+    save_results(NAME, {"rows": rows})
 
 
 if __name__ == "__main__":

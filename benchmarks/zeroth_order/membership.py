@@ -1,4 +1,4 @@
-"""Does zeroth-order training tell who was in the data, without noise and with it (Table 6 of the DP-ZO paper)?
+"""Does zeroth-order training reveal who was in the data, without noise and with it (Table 6 of the DP-ZO paper)?
 
 A linear head on SST-2 embeddings (`sentences.py`), 1000 training sentences, and 32 canaries a run, each with a
 feature of its own, as large as an embedding or five times as large; a fair coin for each says whether it is trained on.
@@ -23,10 +23,11 @@ import numpy as np
 import torch
 
 from accounting import RecordCentral, ZoGaussian, calibrate
-from benchmarks.console import print_table
+from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
 from opusim.randomness.streams import SeededStream, derive_seed
+from opusim.tables import print_table
 from training.attacks.base import Scores
 from training.attacks.canaries import auc_error, own_features, pooled, record_losses
 from training.config import load_config
@@ -39,6 +40,7 @@ from training.networks.network import FullyConnected, LayerShape, build_sequenti
 from training.protections.record import RecordProtection
 from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
 
+MODULE = "benchmarks.zeroth_order.membership"
 NAME = "zo_membership"
 DELTA, CANARIES, SIZES = 1e-5, 32, (1, 5)
 EPSILONS = (math.inf, 10.0, 4.0, 1.0, 0.5)
@@ -131,7 +133,7 @@ def together(cell: dict[str, Any]) -> Scores:
     return pooled([Scores(first=np.array(run["first"]), second=np.array(run["second"])) for run in runs])
 
 
-COLUMNS = (
+COLUMN_NAMES = (
     "method",
     "canary's size",
     "epsilon",
@@ -179,9 +181,26 @@ def largest_area(epsilon: float) -> float:
     return 0.5 * (1 + math.erf(1 / (2 * multiplier)))
 
 
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    results = load_results(NAME)
+    rows = table_rows(results.get("cells", {}))
+    text = (
+        "Areas under the curve of canaries' membership scores, with the standard error of ranks at one half; 32 "
+        f"canaries a run, each with a feature of its own, its size in embeddings ({results.get('date')}, "
+        f"{command(MODULE, 'measure')}). The paper's figures are of another model and other canaries. Required: near "
+        "one half at epsilon at most 4, clearly above it without noise."
+    )
+    return (
+        section("Membership (Table 6 of the DP-ZO paper)", text, markdown(COLUMN_NAMES, rows)) if rows else ""
+    )
+
+
 def show(results: dict[str, Any]) -> None:
     print_table(
-        "Membership of canaries: area under the curve (one half is a guess)", COLUMNS, table_rows(results)
+        "Membership of canaries: area under the curve (one half is a guess)",
+        COLUMN_NAMES,
+        table_rows(results),
     )
 
 

@@ -2,17 +2,17 @@
 
 A decoder of GPT-2's shape (12 layers of width 768, output words of their own: 163 million parameters, random weights,
 float32), the language model's whole loss on random tokens: the mean over a sequence's tokens is the record's loss. Each
-method runs in a process of its own; its peak is the kernel's own maximum of resident memory (ru_maxrss), and beside it
-stands the peak above what the process held once the model was loaded. Two sequences a step, as in Table 5, and 16 of
+method runs in a process of its own; its peak is the kernel's own maximum of resident memory (ru_maxrss), next
+to the peak above what the process held once the model was loaded. Two sequences a step, as in Table 5, and 16 of
 128 tokens, the batch that the paper trains with. Steps are timed in turn with forward passes in the same process, in
 seconds of processor time on one thread.
 
 - inference: the losses of the batch, twice, without a graph, in a process that has loaded the same libraries and
-  kernels as zo; inference, bare: in one that has loaded torch alone.
+  kernels as zo; inference, bare: in one that has loaded only torch.
 - zo: `ZoTrainer`, whole model; zo, lora: rank 8 on the attention's projections; bfloat16: of the
   model's parameters, whose float32 copies stand on disk.
 - dp-sgd, hooks; ghost; lora; bitfit: Opacus, per-sample gradients of the whole model, ghost clipping of the whole
-  model, and per-sample gradients of the same LoRA factors, and of the biases alone (Zaken et al. 2022). Opacus has no
+  model, and per-sample gradients of the same LoRA factors, and of only the biases (Zaken et al. 2022). Opacus has no
   rule for GPT-2's own linear class: the model is built of torch.nn.Linear, and position embeddings are looked up for
   each sequence, as its hooks need.
 """
@@ -33,11 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.console import print_table
+from benchmarks.markdown import Row, command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
+from opusim.tables import print_table
 
-NAME = "zo_memory"
+MODULE, NAME = "benchmarks.zeroth_order.memory", "zo_memory"
 LAYERS, WIDTH, HEADS, VOCABULARY, LONGEST = 12, 768, 12, 50_257, 1024
 RANK = 8
 Shape = tuple[int, int]
@@ -101,7 +102,7 @@ class Decoder(nn.Module):
 
 
 def build(*, lora: bool = False, biases: bool = False, half: bool = False) -> Decoder:
-    """The model; trained whole, or its low-rank updates or its biases alone."""
+    """Build the model, of which all, only the low-rank updates or only the biases are trained."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16 if half else torch.float32)
     model = Decoder()
@@ -254,21 +255,14 @@ def key_of(method: str, shape: Shape) -> str:
 
 def in_process(method: str, shape: Shape, repeats: int) -> dict[str, Any]:
     """The same in a process of its own; a failure is kept as its last line."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.zeroth_order.memory",
-        "--one",
-        method,
-        *map(str, (*shape, repeats)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    call = [sys.executable, "-m", MODULE, "--one", method, *map(str, (*shape, repeats))]
+    done = subprocess.run(call, capture_output=True, text=True)
     if done.returncode:
         return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:200]}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-COLUMNS = ("sequences x tokens", "method", "peak [MiB]", "of inference's", "seconds", "forward passes")
+COLUMN_NAMES = ("sequences x tokens", "method", "peak [MiB]", "of inference's", "seconds", "forward passes")
 
 
 def table_rows(rows: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -290,6 +284,41 @@ def table_rows(rows: dict[str, Any]) -> list[tuple[str, ...]]:
     return found
 
 
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    results = load_results(NAME)
+    rows = table_rows(results.get("rows", {}))
+    text = (
+        "A decoder of 163 million parameters, random weights, float32, one thread, each method in a process of its own "
+        f"({results.get('date')}, {command(MODULE)}); forward passes are timed in turn with the steps. "
+        '"inference, bare" has loaded only torch, "inference" the same libraries as zo. Required: at most 1.1 of '
+        "inference's memory and 2.2 forward passes."
+    )
+    title = "Memory and time of a step (Table 5 of the DP-ZO paper)"
+    return section(title, text, markdown(COLUMN_NAMES, rows)) if rows else ""
+
+
+def speed_rows() -> list[Row]:
+    """Return memory and time of a step against inference, at the most tokens that were measured."""
+    rows = load_results(NAME).get("rows", {})
+    measured = [shape for shape in SHAPES if key_of("zo", shape) in rows]
+    if not measured:
+        return []
+    shape = measured[-1]
+    zo, peak = rows[key_of("zo", shape)], rows[key_of("inference", shape)]["peak_mib"]
+    others = [
+        f"Opacus {method.removeprefix('dp-sgd, ')} {rows[key_of(method, shape)]['peak_mib'] / peak:.2f}"
+        for method in METHODS
+        if "dp-sgd" in method and "peak_mib" in rows.get(key_of(method, shape), {})
+    ]
+    what = f"a zeroth-order step, 163 million parameters, {shape[0] * shape[1]:,} tokens"
+    listed = f" ({', '.join(others)})" if others else ""
+    return [
+        (f"peak memory of {what}", f"{zo['peak_mib'] / peak:.2f} of inference{listed}", command(MODULE)),
+        (f"time of {what}, one thread", f"{zo['forward_passes']:.2f} forward passes", command(MODULE)),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
@@ -307,7 +336,7 @@ def main() -> None:
                 rows[key_of(method, shape)] = in_process(method, shape, options.repeats)
                 save_results(NAME, {"bars": {"memory": MEMORY_BAR, "time": TIME_BAR}, "rows": rows})
     title = "163 million parameters, one thread"
-    print_table(title, COLUMNS, table_rows(rows))
+    print_table(title, COLUMN_NAMES, table_rows(rows))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.console import print_table
+from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.runs import train_or_read
 from benchmarks.zeroth_order.sentences import CACHE
 from benchmarks.zeroth_order.sst2_head import shown
+from opusim.tables import print_table
 
+MODULE = "benchmarks.zeroth_order.mnist"
 NAME, EPOCHS = "zo_mnist", 10
 RATES = {
     "zo": (1e-3, 3e-3, 1e-2),
@@ -65,7 +67,7 @@ def measure(results: dict[str, Any], seeds: int) -> None:
             save_results(NAME, {"epochs": EPOCHS, "cells": results})
 
 
-COLUMNS = ("method", "rate", "test accuracy [%]", "seeds")
+COLUMN_NAMES = ("method", "rate", "test accuracy [%]", "seeds")
 
 
 def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -82,6 +84,18 @@ def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    results = load_results(NAME)
+    rows = table_rows(results.get("cells", {}))
+    text = (
+        f"784-128-64-10 from random weights, {results.get('epochs')} epochs, batches of 256; mean of seeds and "
+        f"standard error ({results.get('date')}, {command(MODULE, 'measure')})."
+    )
+    title = "Where zeroth order fails: MNIST from scratch"
+    return section(title, text, markdown(COLUMN_NAMES, rows)) if rows else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
@@ -90,7 +104,7 @@ def main() -> None:
     results = load_results(NAME).get("cells", {})
     if options.what == "measure":
         measure(results, options.seeds)
-    print_table(f"MNIST from scratch, {EPOCHS} epochs", COLUMNS, table_rows(results))
+    print_table(f"MNIST from scratch, {EPOCHS} epochs", COLUMN_NAMES, table_rows(results))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def encoder_folder() -> Path:
 
 
 def load_encoder() -> tuple[Any, Any]:
-    """Tokenizer and model, from the folder alone."""
+    """Load the tokenizer and the model from the folder, never from the network."""
     from transformers import AutoModel, AutoTokenizer
 
     folder = encoder_folder()

@@ -1,6 +1,6 @@
 """Does the accountant give the privacy parameters of the DP-ZO paper (Tables 12, 13, 16, 17), to their printed digits?
 
-Every row states a noise level, a batch size, a number of records and steps, and an epsilon. Beside the paper's figure
+Every row states a noise level, a batch size, a number of records and steps, and an epsilon. Next to the paper's figure
 stand our epsilon at that noise, and the least noise that reaches the printed epsilon. A row agrees if our epsilon
 rounds to the printed one, or if our least noise, rounded up at the last printed digit, is the printed noise; else the
 row says by how much it differs.
@@ -14,9 +14,11 @@ from typing import Any
 
 from accounting import ZoGaussian, ZoLaplace, calibrate, guarantees
 from accounting.zeroth_order.scalar_noise import composed_pure_epsilon, sampled_pure_epsilon
-from benchmarks.console import print_table
-from benchmarks.results_file import save_results
+from benchmarks.markdown import Row, command, markdown, section
+from benchmarks.results_file import load_results, save_results
+from opusim.tables import print_table
 
+MODULE, NAME = "benchmarks.zeroth_order.sigma_tables", "zo_sigma_tables"
 DELTA, CLIP = 1e-5, 0.05
 PURE = "pure"
 PRV_ERROR = 0.01
@@ -57,7 +59,7 @@ def mechanism(law: str, noise: float, records: int, batch: int, steps: int) -> Z
 def row(
     table: str, law: str, printed: str, records: int, batch: int, steps: int, delta: float, epsilon: str
 ) -> dict[str, Any]:
-    """One row of the paper beside ours."""
+    """Return a row of the paper with our figures."""
     noise, target = float(printed), float(epsilon)
     found: dict[str, Any] = {"table": table, "law": law, "noise": printed, "records": records, "batch": batch}
     found |= {"steps": steps, "delta": delta, "paper_epsilon": epsilon}
@@ -77,7 +79,7 @@ def row(
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """Whether the row agrees, and if not why not."""
+    """Say whether the row agrees, and if not, why not."""
     digits = _decimals(found["paper_epsilon"])
     if round(found["our_epsilon"], digits) == float(found["paper_epsilon"]):
         return "epsilon agrees to the printed digits"
@@ -99,7 +101,18 @@ def _decimals(text: str) -> int:
     return len(text.partition(".")[2])
 
 
-COLUMNS = ("table", "law", "noise", "records", "steps", "delta", "paper", "ours", "least noise", "verdict")
+COLUMN_NAMES = (
+    "table",
+    "law",
+    "noise",
+    "records",
+    "steps",
+    "delta",
+    "paper",
+    "ours",
+    "least noise",
+    "verdict",
+)
 
 
 def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -117,11 +130,32 @@ def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     ]
 
 
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    rows = table_rows(load_results(NAME).get("rows", []))
+    text = (
+        'Noise in units of the clip; q = batch / records (batch 20 in Table 12, 16 elsewhere). "pure" is Table 13\'s '
+        "right column: each step taken as any mechanism of its pure epsilon. Where the law is Laplace and delta is 0, "
+        f"the closed form ({command(MODULE)})."
+    )
+    title = "Noise against epsilon: Tables 12, 13, 16 and 17 of the DP-ZO paper"
+    return section(title, text, markdown(COLUMN_NAMES, rows)) if rows else ""
+
+
+def headline_rows() -> list[Row]:
+    """Return how many of the paper's epsilons agree."""
+    rows = load_results(NAME).get("rows", [])
+    agree = sum("differs" not in row["verdict"] for row in rows)
+    claim = "Tables 12, 13, 16 and 17 of the DP-ZO paper, noise against epsilon"
+    figure = f"{agree} of {len(rows)} epsilons to the printed digits"
+    return [(claim, figure, command(MODULE))] if rows else []
+
+
 def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     rows = [row(*values) for values in ROWS]
-    print_table("Noise against epsilon in the DP-ZO paper, and here", COLUMNS, table_rows(rows))
-    save_results("zo_sigma_tables", {"rows": rows})
+    print_table("Noise against epsilon in the DP-ZO paper, and here", COLUMN_NAMES, table_rows(rows))
+    save_results(NAME, {"rows": rows})
 
 
 if __name__ == "__main__":

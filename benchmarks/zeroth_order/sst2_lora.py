@@ -1,4 +1,4 @@
-"""Zeroth order against DP-SGD on SST-2 once more: LoRA in the top layer of the encoder, over cached frozen ones.
+"""Does zeroth order keep up with DP-SGD on SST-2 when it trains LoRA in the encoder's top layer?
 
 The lower five layers of all-MiniLM-L6-v2 (`sentences.py`) are frozen, so their outputs are computed once and kept;
 the top layer gets low-rank updates (rank 8) of its query and value projections, and the mean over tokens goes to a head
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting import RecordCentral, ZoGaussian, calibrate
-from benchmarks.console import print_table
+from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import CACHE, MAX_TOKENS, N_TRAIN, NORM, load_encoder, read_sentences
 from benchmarks.zeroth_order.sst2_head import (
@@ -40,12 +40,14 @@ from benchmarks.zeroth_order.sst2_head import (
     zo_rate,
 )
 from opusim.randomness.streams import SeededStream, derive_seed
+from opusim.tables import print_table
 from training.config import load_config
 from training.data.samplers import make_sampler
 from training.engine.optimizers import set_learning_rate
 from training.networks.base import ModuleNetwork
 from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
 
+MODULE = "benchmarks.zeroth_order.sst2_lora"
 NAME, RANK, LENGTH, HELD_OUT = "zo_sst2_lora", 8, 40, 2000
 EPSILONS, CLIP = (4.0, 1.0, 0.5), 0.05
 PLANS: dict[str, dict[str, Any]] = {
@@ -223,7 +225,7 @@ def _fill(cell: dict[str, Any], method: str, data: dict[str, Any], results: dict
             save_results(NAME, {"delta": DELTA, "cells": results})
 
 
-COLUMNS = ("epsilon", "method", "accuracy [%]", "seeds", "minus DP-SGD, paired", "setting", "s")
+COLUMN_NAMES = ("epsilon", "method", "accuracy [%]", "seeds", "minus DP-SGD, paired", "setting", "s")
 
 
 def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -243,13 +245,24 @@ def table_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    results = load_results(NAME)
+    rows = table_rows(results.get("cells", {}))
+    text = (
+        "As above, low-rank updates in the top layer of the encoder and a head, delta 1e-5 "
+        f"({results.get('date')}, {command(MODULE, 'measure')})."
+    )
+    return section("SST-2: LoRA", text, markdown(COLUMN_NAMES, rows)) if rows else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
     results = load_results(NAME).get("cells", {})
     if parser.parse_args().what == "measure":
         measure(results)
-    print_table("SST-2, LoRA in the top layer: dev and test together", COLUMNS, table_rows(results))
+    print_table("SST-2, LoRA in the top layer: dev and test together", COLUMN_NAMES, table_rows(results))
 
 
 if __name__ == "__main__":

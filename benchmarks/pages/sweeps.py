@@ -1,15 +1,14 @@
-"""What the pages show of the ready sweeps, whose `table.csv` stands as benchmarks/results/curve_NAME.csv."""
+"""Sections of the ready-made sweeps, whose `table.csv` is kept as benchmarks/results/curve_NAME.csv."""
 
 from __future__ import annotations
 
 import csv
 import statistics
-from pathlib import Path
 
-from benchmarks.markdown import markdown
+from benchmarks.markdown import markdown, section
+from benchmarks.results_file import FOLDER
 
-_RESULTS = Path(__file__).parents[1] / "results"
-_SWEEPS = {
+SWEEPS = {
     "pdfa_fashion": "FashionMNIST",
     "pdfa_digits": "Digits",
     "all_trainers_mnist": "MNIST, all trainers",
@@ -17,18 +16,13 @@ _SWEEPS = {
 _TAIL = ("accuracy", "epsilon_proven", "epsilon_claimed")
 
 
-def curve_sections() -> list[str]:
-    """A table a sweep: means over seeds, and their standard deviation."""
-    return [_section(name, title) for name, title in _SWEEPS.items() if _file(name).exists()]
-
-
-def _file(name: str) -> Path:
-    return _RESULTS / f"curve_{name}.csv"
-
-
-def _section(name: str, title: str) -> str:
-    with _file(name).open(newline="") as file:
-        records = list(csv.DictReader(file))
+def sweep_section(name: str) -> str:
+    """Return a sweep's table: means over seeds, and their standard deviation; empty without results."""
+    file = FOLDER / f"curve_{name}.csv"
+    if not file.exists():
+        return ""
+    with file.open(newline="") as lines:
+        records = list(csv.DictReader(lines))
     axes = [
         key for key in list(records[0])[: list(records[0]).index("accuracy")] if key not in ("series", "seed")
     ]
@@ -49,7 +43,7 @@ def _section(name: str, title: str) -> str:
         "whole records, delta 1e-5; inf where no finite guarantee is proven; claimed by the paper's formula with its "
         "hypotheses taken as given."
     )
-    return "\n\n".join((f"## {title}: noise against privacy against accuracy", text, markdown(header, rows)))
+    return section(f"{SWEEPS[name]}: noise against privacy against accuracy", text, markdown(header, rows))
 
 
 def _mean(values: list[float]) -> str:

@@ -20,7 +20,7 @@ import training
 from accounting.tables import print_rows
 from benchmarks.results_file import save_results
 from opusim.description.loading import load_description
-from opusim.devices.registry import register_device
+from opusim.devices.kinds import register_device
 from opusim.errors import OpusimError
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.runs.checkpoints import list_checkpoints, read_checkpoint

@@ -36,13 +36,14 @@ from accounting import require_scheme as require_scheme
 from opusim.description.loading import load_description as load_description
 from opusim.description.schema import DeviceDescription as DeviceDescription
 from opusim.devices.base import NoisyDevice as NoisyDevice
+from opusim.devices.kinds import register_device as register_device
 from opusim.devices.registry import list_devices as list_devices
 from opusim.devices.registry import open_device as open_device
-from opusim.devices.registry import register_device as register_device
 from opusim.encodings import binarize as binarize
 from opusim.encodings import bit_planes as bit_planes
 from opusim.encodings import split_frames as split_frames
 from opusim.encodings import ternarize as ternarize
+from opusim.errors import CapabilityMissing as CapabilityMissing
 from opusim.errors import ConfigError as ConfigError
 from opusim.errors import DeviceBusy as DeviceBusy
 from opusim.errors import DeviceError as DeviceError

@@ -19,7 +19,7 @@ import training
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results, save_results
 from opusim.description.loading import load_description
-from opusim.devices.registry import register_device
+from opusim.devices.kinds import register_device
 from opusim.errors import OpusimError
 from opusim.tables import print_table
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device

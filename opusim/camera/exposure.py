@@ -14,6 +14,8 @@ every entry of a row has. Multiplied by c = sqrt(2 mirrors / (K N_a)) sqrt(mirro
 photo-electrons of the anchor and K the gain, entries of B are N(0, 1): the phase of u_a and the part of a row that is
 orthogonal to the anchor are independent of |u_a|, so masking dark or bright pixels changes no law. (PRNU, at 1 %,
 scales a row by 0.5 %.)
+
+The counts of some vectors' readings as temperature, exposure, laser and bias light set them, and their noise.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from opusim.camera.kernels import expose_fields, recover_rows
 from opusim.camera.stages import Light, Sensor
 from opusim.randomness.kernels import run_split
 from opusim.randomness.streams import NoiseStream
+from opusim.temperature import DarkCurrent
 
 FRAMES_PER_TERNARY = 4
 
@@ -244,3 +247,74 @@ def saturated_shares(exposure: Exposure, anchor: np.ndarray) -> dict[float, floa
         scale = exposure.mirrors * f * (1 - f)
         shares[f] = float(np.mean(ncx2.sf(limit / scale, 2, f * f * some / scale)))
     return shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatingPoint:
+    """How a camera is run, beside its description.
+
+    Attributes:
+        temperature_c: of the sensor, degrees Celsius; None for the description's.
+        light: laser light as a multiple of the description's, above 0.
+        exposure: exposure as a multiple of the description's, above 0.
+        bias_e: bias light in a frame of the described exposure beyond the description's, electrons, at least 0.
+    """
+
+    temperature_c: float | None = None
+    light: float = 1.0
+    exposure: float = 1.0
+    bias_e: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.positive(light=self.light, exposure=self.exposure)
+        checks.non_negative(bias_e=self.bias_e)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CountLaw:
+    """Poisson counts with rates exposure (light L + bias + dark(T)) in every frame of every vector.
+
+    Var[y] = Var of the recovery / (light exposure)^2, since the recovery divides by the anchor's intensity.
+
+    Attributes:
+        light_e: L, electrons of laser light, shape (4, vectors, n_outputs).
+        bias_e: bias light of the description at each output, electrons, shape (n_outputs,).
+        response: relative sensitivity of each output's pixel, shape (n_outputs,).
+        offset_e: fixed offset of each output's pixel, electrons, shape (n_outputs,).
+        exposure_us: the description's exposure, microseconds.
+        temperature_c: the description's, or None if dark current is off.
+        dark: the law of the dark current, or None if it is off.
+        sensor: the stages behind the light.
+        recovery: with the anchor known exactly.
+    """
+
+    light_e: np.ndarray
+    bias_e: np.ndarray
+    response: np.ndarray
+    offset_e: np.ndarray
+    exposure_us: float
+    temperature_c: float | None
+    dark: DarkCurrent | None
+    sensor: Sensor
+    recovery: Recovery
+
+    def dark_e(self, point: OperatingPoint) -> float:
+        """Dark charge of a frame, electrons.
+
+        Raises:
+            ValueError: the sensor does not work at this temperature.
+        """
+        wanted = self.temperature_c if point.temperature_c is None else point.temperature_c
+        if self.dark is None or wanted is None:
+            return 0.0
+        return float(self.dark.current_e_per_s(wanted) * self.exposure_us * point.exposure * 1e-6)
+
+    def rates(self, point: OperatingPoint) -> np.ndarray:
+        """Expected electrons, shape (4, vectors, n_outputs)."""
+        light = point.light * self.light_e + self.bias_e + point.bias_e * self.response
+        return np.asarray(point.exposure * light + self.dark_e(point))
+
+    def std(self, point: OperatingPoint) -> float:
+        """Root mean square over vectors and outputs of a reading's noise, projection units."""
+        variance = self.recovery.variance(self.sensor.moments(self.rates(point), self.offset_e)[1])
+        return float(np.sqrt(variance.mean()) / (point.light * point.exposure))

@@ -13,11 +13,12 @@ import re
 import stat
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from opusim.description.schema import AccessSettings, DeviceDescription
 from opusim.errors import DeviceBusy, DeviceTimeout, DeviceUnavailable
@@ -118,7 +119,8 @@ def _is_own(folder: Path) -> bool:
 
 Result = TypeVar("Result")
 TRANSIENT = (DeviceTimeout, DeviceUnavailable, DeviceBusy)
-"""Failures after which it is worth to try again; a fault (impossible readings, weak noise) is reported at once."""
+"""Failures that may pass; a fault (impossible readings, weak noise) is reported at once."""
+_LONGEST_WAIT_S = 86_400.0
 
 
 class Access:
@@ -150,23 +152,30 @@ class Access:
         self._use.release()
 
     def call(self, act: Callable[[], Result]) -> Result:
-        """The result of a call, tried again after a failure that may pass.
+        """The result of a call, repeated after a failure that may pass; the device is reconnected in between.
 
         Raises:
-            DeviceTimeout, DeviceUnavailable, DeviceBusy: the last failure, when every try failed.
+            DeviceTimeout, DeviceUnavailable, DeviceBusy: the last failure, if every attempt failed.
         """
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                if attempt > 1:
-                    time.sleep(self._settings.backoff_s * 2 ** (attempt - 2))
-                    self._reconnect()
-                return self.once(act)
-            except TRANSIENT as error:
-                if attempt >= self._settings.attempts:
-                    tries = f" (tried {attempt} times)" if attempt > 1 else ""
-                    raise type(error)(f"{error}{tries}") from error
+        try:
+            for attempt in self._attempts():
+                with attempt:
+                    if attempt.retry_state.attempt_number > 1:
+                        self._reconnect()
+                    return self.once(act)
+        except TRANSIENT as error:
+            tries = f" (tried {self._settings.attempts} times)" if self._settings.attempts > 1 else ""
+            raise type(error)(f"{error}{tries}") from error
+        raise AssertionError("an attempt returns or raises")
+
+    def _attempts(self) -> Retrying:
+        """As many attempts as the description allows, with waits that double."""
+        return Retrying(
+            retry=retry_if_exception_type(TRANSIENT),
+            stop=stop_after_attempt(self._settings.attempts),
+            wait=wait_exponential(multiplier=self._settings.backoff_s, max=_LONGEST_WAIT_S),
+            reraise=True,
+        )
 
     def once(self, act: Callable[[], Result]) -> Result:
         """The result of one call.

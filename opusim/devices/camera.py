@@ -9,13 +9,19 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.camera.count_law import CountLaw
-from opusim.camera.exposure import FRAMES_PER_TERNARY, MOST_SATURATED, Exposure, Recovery, saturated_shares
+from opusim.camera.exposure import (
+    FRAMES_PER_TERNARY,
+    MOST_SATURATED,
+    CountLaw,
+    Exposure,
+    Recovery,
+    saturated_shares,
+)
 from opusim.camera.speckle import IMAGINARY_PLANE, REAL_PLANE, Speckle
 from opusim.camera.twin import camera_sections, exposure_of, speckle_law_of
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
-from opusim.devices.capabilities import binary_batch
+from opusim.devices.inputs import binary_batch
 from opusim.errors import ConfigError, NoiseUnknown
 from opusim.noise import PhotonCountNoise
 from opusim.randomness.streams import noise_stream
@@ -44,6 +50,8 @@ class CameraDevice(NoisyDevice):
     Raises:
         ConfigError: a section is missing or contradicts another; at opening, too many outputs would be saturated.
     """
+
+    can = NoisyDevice.can | {"matrix", "intensities"}
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
@@ -378,11 +386,6 @@ class CameraDevice(NoisyDevice):
             rows = slice(start, start + part.shape[0])
             self.exposure.recover(y[rows], field, anchor, decode, shift[rows], self._stream)
         return y.to(self._torch_device)
-
-    def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
-        rows = int(np.prod(shape[:-1], dtype=np.int64))
-        blank = torch.zeros((rows, self.n_inputs), dtype=torch.float32, device=self._torch_device)
-        return self._project(blank).reshape(shape)
 
     def _seek(self, step: int) -> None:
         self._stream.seek(step)

@@ -6,10 +6,10 @@ import hashlib
 import json
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Discriminator, Field, Tag, ValidationError
 
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import StrictSection, first_problem
@@ -71,6 +71,38 @@ class PhotonCountLaw(StrictSection):
     light_ratio_high: float = Field(gt=0)
 
 
+class OtherLaw(StrictSection, extra="allow"):
+    """A law of another package, as `NoiseModel.to_json` writes it.
+
+    Attributes:
+        law: the law's name; the other keys are its numbers.
+    """
+
+    law: str
+
+    def model(self) -> NoiseModel:
+        """The law itself.
+
+        Raises:
+            ValueError, TypeError: it is unknown, or its numbers are not those that it needs.
+        """
+        return NoiseModel.from_json({"law": self.law, **(self.model_extra or {})})
+
+
+def _kind_of_law(value: Any) -> str:
+    """Which section describes a law: its own, or the one for laws of other packages."""
+    law = value.get("law") if isinstance(value, dict) else getattr(value, "law", None)
+    return str(law) if law in ("gaussian", "photon_count") else "other"
+
+
+CertifiedLaw = Annotated[
+    Annotated[GaussianLaw, Tag("gaussian")]
+    | Annotated[PhotonCountLaw, Tag("photon_count")]
+    | Annotated[OtherLaw, Tag("other")],
+    Discriminator(_kind_of_law),
+]
+
+
 class Certificate(StrictSection):
     """What a calibration found.
 
@@ -84,7 +116,7 @@ class Certificate(StrictSection):
         frames: frames it rests on.
         confidence: of each interval in `estimates` by itself.
         beta: probability that any number of `noise` is wrong; a guarantee adds it to its delta.
-        noise: the certified law, None where the frames speak against every law that this device could have.
+        noise: the certified law, or None if the frames speak against every law that this device could have.
         estimates: constants of the device.
         tests: what speaks for or against the law.
         remarks: what the certificate does not cover, for people.
@@ -99,7 +131,7 @@ class Certificate(StrictSection):
     frames: int
     confidence: float = Field(gt=0, lt=1)
     beta: float = Field(gt=0, lt=1)
-    noise: GaussianLaw | PhotonCountLaw | None = Field(default=None, discriminator="law")
+    noise: CertifiedLaw | None = None
     estimates: dict[str, Limits] = Field(default_factory=dict)
     tests: list[TestedProperty] = Field(default_factory=list)
     remarks: list[str] = Field(default_factory=list)
@@ -150,8 +182,25 @@ class Certificate(StrictSection):
                 added_variance_high=noise.added_variance_high,
                 beta=self.beta,
             )
+        if isinstance(self.noise, OtherLaw):
+            return self._other(self.noise, noise)
         law = "no law" if self.noise is None else f"the law {self.noise.law!r}"
         raise ConfigError(self.device, "certificate", f"certifies {law}, the device has {noise.law!r}")
+
+    def _other(self, law: OtherLaw, noise: NoiseModel) -> NoiseModel:
+        """The certified law of another package, if it is the device's."""
+        try:
+            found = law.model()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(self.device, "certificate.noise", " ".join(str(error).split())) from error
+        if type(found) is not type(noise) or found.beta != self.beta:
+            raise ConfigError(
+                self.device,
+                "certificate.noise",
+                f"certifies the law {found.law!r} at beta = {found.beta:g}, the device has {noise.law!r} and the "
+                f"certificate beta = {self.beta:g}; calibrate the device again",
+            )
+        return found
 
     def write(self, path: Path) -> None:
         """Writes a TOML file."""

@@ -23,6 +23,7 @@ import torch
 from opusim.description.schema import DeviceDescription
 from opusim.devices.access import INSTALL_LIGHTONML, require_configuration, require_lightonml
 from opusim.devices.base import NoisyDevice
+from opusim.devices.kinds import Capability
 from opusim.errors import (
     ConfigError,
     DeviceBusy,
@@ -72,6 +73,12 @@ class LightonDevice(NoisyDevice):
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
         self._opu: Any = None
 
+    @classmethod
+    def capabilities_of(cls, description: DeviceDescription) -> frozenset[Capability]:
+        """The simulated device tells its matrix; hardware cannot."""
+        is_simulated = description.lighton is not None and description.lighton.simulated
+        return cls.can | {"matrix"} if is_simulated else cls.can
+
     @property
     def described_noise(self) -> GaussianNoise:
         """Gaussian, as the description assumes.
@@ -90,12 +97,9 @@ class LightonDevice(NoisyDevice):
         """B of the simulated device, float32, shape (n_outputs, n_inputs).
 
         Raises:
-            ValueError: hardware cannot tell its matrix.
+            CapabilityMissing: hardware cannot tell its matrix; project unit vectors instead.
         """
-        if not self._settings.simulated:
-            raise ValueError(
-                f"device {self.name!r} is hardware and cannot tell its matrix; project unit vectors"
-            )
+        self.require("matrix")
         self._require_open()
         b = self._opu.device.random_matrix.real.T * math.sqrt(self.n_inputs)
         return torch.from_numpy(np.ascontiguousarray(b, dtype=np.float32)).to(self._torch_device)
@@ -156,9 +160,7 @@ class LightonDevice(NoisyDevice):
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self._settings.simulated:
             return self._with_noise(torch.zeros(shape, device=self._torch_device))
-        rows = -(-math.prod(shape) // self.n_outputs)
-        blank = torch.zeros((rows, self.n_inputs), device=self._torch_device)
-        return self._project(blank).flatten()[: math.prod(shape)].reshape(shape)
+        return super()._draw(shape)
 
     def _seek(self, step: int) -> None:
         self._stream.seek(step)

@@ -5,7 +5,7 @@ The case is one reading of every record's one-hot label, kept and reused, as for
 rates a simulated device knows, by the exact divergence of Poisson laws. So it covers whoever sees the frames; sigma,
 the noise of the recovered projection, is what learning sees. Dark charge and bias light add counts that no label
 changes; less laser light or a shorter exposure leaves fewer counts to tell labels apart.
-Source: docs/privacy.md, section 9; opusim.camera.count_law for the rates.
+Source: docs/privacy.md, section 9; opusim.camera.exposure for the rates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from accounting.devices.readings import known_counts_guarantee
 from accounting.guarantee import Guarantee
 from accounting.tables import guarantee_rows, number, print_rows
 from opusim import checks
-from opusim.camera.count_law import CountLaw, OperatingPoint
+from opusim.camera.exposure import CountLaw, OperatingPoint
 from opusim.description.schema import DeviceDescription
 from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_described

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from opusim.camera.count_law import OperatingPoint
+from opusim.camera.exposure import OperatingPoint
 from opusim.errors import ConfigError
 from training.device_privacy.camera import LIGHTS, LabelCounts
 

@@ -103,14 +103,7 @@ def level_rows(levels: Sequence[DeviceLevel]) -> list[dict[str, str]]:
 def _label_distance(description: DeviceDescription, n_classes: int, n_outputs: int) -> float:
     """max_ab ||B_a - B_b|| over the device's own matrix."""
     with open_described(description, n_inputs=n_classes, n_outputs=n_outputs) as device:
-        matrix = getattr(device, "matrix", None)
-        if matrix is None:
-            raise ConfigError(
-                description.name,
-                "kind",
-                f"{description.kind!r} cannot tell its matrix; take a simulated device",
-            )
-        return label_distance(matrix().cpu().double().numpy())
+        return label_distance(device.require("matrix").matrix().cpu().double().numpy())
 
 
 def _way_to(sigma: float, own: float, law: TemperatureLaw | None) -> tuple[float | None, str]:

@@ -104,7 +104,7 @@ def read_once_through(
         ConfigError: See `readable_law`.
     """
     law = readable_law(device)
-    codes = device.matrix().cpu().double().numpy()  # type: ignore[attr-defined]  # (n_outputs, k)
+    codes = device.require("matrix").matrix().cpu().double().numpy()  # (n_outputs, k)
     distance = label_distance(codes)
     own = law.min_std
     top_up = math.sqrt(max((distance / mu) ** 2 - own**2, 0.0))
@@ -127,7 +127,7 @@ def readable_law(device: NoisyDevice) -> GaussianNoise:
         ConfigError: See `creditable_law`, or its matrix is not known.
     """
     law = creditable_law(device)
-    if getattr(device, "matrix", None) is None:
+    if "matrix" not in device.capabilities:
         raise ConfigError(
             "configuration",
             "protection.noise",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.camera.count_law import OperatingPoint
+from opusim.camera.exposure import OperatingPoint
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import training
 from benchmarks.devices.faults import AT_STEP, description_file, weights
-from opusim.devices.registry import open_device, register_device
+from opusim.devices.kinds import register_device
+from opusim.devices.registry import open_device
 from opusim.errors import DeviceError, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.convex.gated import GatedNetwork, GatedRelu

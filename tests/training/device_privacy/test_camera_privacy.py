@@ -12,7 +12,7 @@ from accounting.composition import guarantees
 from accounting.guarantee import Status, Unit
 from accounting.labels.leverage import label_distance
 from accounting.labels.mechanisms import LabelOnce
-from opusim.camera.count_law import OperatingPoint
+from opusim.camera.exposure import OperatingPoint
 from opusim.description.loading import load_description
 from opusim.devices.registry import open_device
 from training.cli.app import app

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.devices.faults import EVERY_STEPS, description_file, inject, train, undisturbed
 from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse
-from opusim.devices.registry import register_device
+from opusim.devices.kinds import register_device
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.reports.run_report import write_report
 

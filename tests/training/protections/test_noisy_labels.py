@@ -20,8 +20,8 @@ from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism, RandomizedResponse
 from opusim import open_device
 from opusim.errors import ConfigError
-from opusim.noise import DiscreteNoise
 from opusim.randomness.streams import SeededStream
+from tests.support.discrete_noise import DiscreteNoise
 from training.feedback.rules import _CALIBRATION_STEP
 from training.protections import build as choice
 from training.protections import noisy_labels
@@ -139,11 +139,13 @@ class _NoMatrix:
     """Hardware: it cannot tell its matrix."""
 
     name = "hardware"
+    capabilities = frozenset({"project", "draw"})
     noise = device_of(1.0).noise
 
 
 class _Counts(_NoMatrix):
     name = "counter"
+    capabilities = frozenset({"project", "draw", "matrix"})
     noise = DiscreteNoise(values=np.array([-1.0, 1.0]), log_masses=np.log([0.5, 0.5]))
 
     def matrix(self) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 import training
 from benchmarks.devices.faults import AT_STEP, description_file
-from opusim.devices.registry import register_device
+from opusim.devices.kinds import register_device
 from opusim.errors import DeviceError, DeviceFault
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.errors import RunInterrupted

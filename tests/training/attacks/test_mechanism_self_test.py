@@ -15,8 +15,7 @@ from accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
 from tests.support.faults import FAULTS, Fault
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
-from training.attacks.mechanism.checks import checked
-from training.attacks.mechanism.observations import BatchLaw, Released, Sums
+from training.attacks.mechanism.checks import BatchLaw, Released, Sums, checked
 from training.attacks.mechanism.report import Check, MechanismAudit, report_text
 from training.cli.app import app
 

@@ -15,10 +15,8 @@ from opusim import checks
 from opusim.description.loading import load_description
 from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
-from training.attacks.mechanism.checks import checked
-from training.attacks.mechanism.labels import noisy_readings, response_checks, responses
-from training.attacks.mechanism.observations import Released
-from training.attacks.mechanism.readings import released_steps
+from training.attacks.mechanism.checks import Released, checked, response_checks
+from training.attacks.mechanism.readings import noisy_readings, released_steps, responses
 from training.attacks.mechanism.report import Check, MechanismAudit
 from training.attacks.mechanism.subjects import SUBJECTS, Subject
 from training.config.reading import flat, load_config, merged, parse_setting

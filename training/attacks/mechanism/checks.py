@@ -1,16 +1,22 @@
-"""From what runs released to checks: each statistic with its law under the accounted mechanism."""
+"""The checks of the self-test: each compares what runs released with its law under the accounted mechanism.
+
+`Released` is what one run released, split into noise that no record touches and the sums along the records. `checked`
+turns several of these into checks that share a family level. Labels that are randomized once have `response_checks`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
 
 import numpy as np
+import scipy.stats
+from scipy.special import kolmogorov, ndtr
 
 from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, doubt, normal_p_value
-from training.attacks.mechanism import statistics
-from training.attacks.mechanism.observations import BatchLaw, Released, Sums
 from training.attacks.mechanism.report import Check
 
 LAGS = (1, 2, 3, 4)
@@ -18,6 +24,67 @@ _FEWEST_PAIRS = 20
 """Pairs of batch sizes behind a correlation, at least: of 20, one of 0.9 is found in several hundred at 1e-5."""
 _PENDING = math.nan
 """Level of a check before the family is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLaw:
+    """The accounted law of a batch's size.
+
+    Attributes:
+        mean: Mean number of records.
+        variance: Its variance; 0 for batches of fixed size.
+    """
+
+    mean: float
+    variance: float
+
+    @classmethod
+    def binomial(cls, n_records: int, probability: float) -> BatchLaw:
+        """Binomial(n, q): every record enters with probability q, independently of the others."""
+        return cls(mean=n_records * probability, variance=n_records * probability * (1 - probability))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """The noisy sums of one run along its records' own directions, each in units of the largest contribution.
+
+    Attributes:
+        along: Component of each step's sum along a contribution, shape (steps,): the batch's size plus noise.
+        along_std: Standard deviation of that noise.
+        by_layer: Components along each layer's part of a contribution, shape (steps, layers).
+        shares: The stated norm of each layer's part, shape (layers,).
+    """
+
+    along: np.ndarray
+    along_std: float
+    by_layer: np.ndarray
+    shares: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released:
+    """What one run released, as the self-test takes it apart.
+
+    Attributes:
+        noise: Components that no record touches over their accounted standard deviation, shape (steps, coordinates):
+            independent N(0, 1) under the accounted mechanism.
+        sums: The other components; None if each record is read once.
+        batch: Law of the batches' sizes; None likewise.
+        accounted: The mechanism in words.
+        signal_noise: For noise whose covariance the features determine, its components along the layers' inputs and
+            across the records' signals, whitened, shape (steps, others); None otherwise.
+        parameters: The columns of `noise` that belong to each parameter, where several have noise of their own.
+        prefixes: The first numbers of two parameters, without what records add, each pair of shape (steps, numbers):
+            the first of a pair is N(0, I) whatever the second is.
+    """
+
+    noise: np.ndarray
+    sums: Sums | None
+    batch: BatchLaw | None
+    accounted: str
+    signal_noise: np.ndarray | None = None
+    parameters: Mapping[str, slice] = field(default_factory=dict)
+    prefixes: Sequence[tuple[np.ndarray, np.ndarray]] = ()
 
 
 def checked(released: Sequence[Released], level: float) -> tuple[Check, ...]:
@@ -129,14 +196,14 @@ def _noise_mean(noise: np.ndarray) -> Check:
 
 
 def _noise_law(noise: np.ndarray) -> Check:
-    distance = statistics.kolmogorov_distance(noise)
+    distance = kolmogorov_distance(noise)
     root = math.sqrt(noise.size)
     return Check(
         name="noise: distance from normal",
         observed=distance,
         expected=0.8687 / root,  # mean and standard deviation of the limit law
         standard_error=0.2603 / root,
-        p_value=statistics.kolmogorov_p(distance, noise.size),
+        p_value=kolmogorov_p(distance, noise.size),
         level=_PENDING,
         finds="another law with the same variance",
     )
@@ -150,7 +217,7 @@ def _lag(noise: np.ndarray, lag: int, name: str = "noise") -> Check:
 
 
 def _any_two(noise: np.ndarray, name: str = "noise: any two steps") -> Check:
-    r, pairs = statistics.largest_pair(noise.reshape(-1, noise.shape[2]))
+    r, pairs = largest_pair(noise.reshape(-1, noise.shape[2]))
     p = bonferroni(cosine_p_value(r, noise.shape[2]), pairs)
     text = "noise used again at any distance, or in another run"
     return _correlation(name, r, noise.shape[2], p, text)
@@ -168,7 +235,7 @@ def _least_likely(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]], fin
     """The least likely of several correlations whose means are known to be 0."""
     found = []
     for a, b in pairs:
-        r = statistics.cosine(a, b)
+        r = cosine(a, b)
         found.append((float(cosine_p_value(r, a.size)), r, a.size))
     p, r, dimension = min(found, key=lambda pair: doubt(pair[0]))
     return _correlation(name, r, dimension, bonferroni(p, len(found)), finds)
@@ -266,8 +333,119 @@ def _batches_apart(sums: Sequence[Sums]) -> Check:
                 pairs.append((sizes[:, first].ravel(), sizes[:, first + lag].ravel()))
     found = []
     for a, b in pairs:
-        r = statistics.pearson(a, b)
+        r = pearson(a, b)
         found.append((float(cosine_p_value(r, len(a) - 1)), r, len(a) - 1))
     p, r, dimension = min(found, key=lambda pair: doubt(pair[0]))
     text = "a batch used again, or in another run"
     return _correlation("batch size: any two steps", r, dimension, bonferroni(p, len(found)), text)
+
+
+def response_checks(shifts: Sequence[np.ndarray], mechanism: Any, level: float) -> tuple[Check, ...]:
+    """Checks of randomized response: each label stays with probability p, and moves to each other class alike.
+
+    Args:
+        shifts: Of each run, shape (records,).
+        mechanism: The accounted response.
+        level: Of the family.
+    """
+    k = int(mechanism.n_classes)
+    stays = 1 / (1 + (k - 1) * math.exp(-float(mechanism.step_epsilon)))
+    runs = np.stack(shifts)
+    kept = runs == 0
+    return shared([_kept(kept, stays), _others(runs, k), *_repeats(kept, runs, stays, k)], level)
+
+
+def _kept(kept: np.ndarray, stays: float) -> Check:
+    found = scipy.stats.binomtest(int(kept.sum()), kept.size, stays)
+    return Check(
+        name="response: share of labels kept",
+        observed=float(kept.mean()),
+        expected=stays,
+        standard_error=math.sqrt(stays * (1 - stays) / kept.size),
+        p_value=float(found.pvalue),
+        level=math.nan,
+        finds="labels that stay more often than accounted",
+    )
+
+
+def _others(runs: np.ndarray, k: int) -> Check:
+    """Pearson's chi-squared of the classes that labels moved to."""
+    counts = np.bincount(runs[runs > 0], minlength=k)[1:]
+    expected = max(float(counts.sum()) / (k - 1), 1e-300)
+    total, degrees = float(np.sum(np.square(counts - expected)) / expected), k - 2
+    return Check(
+        name="response: classes moved to",
+        observed=total,
+        expected=float(degrees),
+        standard_error=math.sqrt(2 * degrees),
+        p_value=1.0 if not degrees else float(scipy.stats.chi2.sf(total, degrees)),
+        level=math.nan,
+        finds="moves that depend on the label",
+    )
+
+
+def _repeats(kept: np.ndarray, runs: np.ndarray, stays: float, k: int) -> list[Check]:
+    """Records up to four apart that are kept together, and equal answers in two runs: normal approximations."""
+    n = kept.shape[1]
+    values = (kept - kept.mean()) / math.sqrt(stays * (1 - stays))
+    lagged = [(float(np.sum(values[:, :-lag] * values[:, lag:])), len(kept) * (n - lag)) for lag in LAGS]
+    total, pairs = max(lagged, key=lambda found: abs(found[0]) / math.sqrt(found[1]))
+    same = stays**2 + (1 - stays) ** 2 / (k - 1)
+    error = math.sqrt(same * (1 - same) / n)
+    equal = max(
+        (float(np.mean(a == b)) for a, b in combinations(runs, 2)), key=lambda found: abs(found - same)
+    )
+    n_pairs = len(runs) * (len(runs) - 1) // 2
+    return [
+        Check(
+            name="response: records apart",
+            observed=total / pairs,
+            expected=0.0,
+            standard_error=1 / math.sqrt(pairs),
+            p_value=bonferroni(normal_p_value(total / math.sqrt(pairs)), len(LAGS)),
+            level=math.nan,
+            finds="one draw for several records",
+        ),
+        Check(
+            name="response: equal in two runs",
+            observed=equal,
+            expected=same,
+            standard_error=error,
+            p_value=bonferroni(normal_p_value((equal - same) / error), n_pairs),
+            level=math.nan,
+            finds="answers that do not change from run to run",
+        ),
+    ]
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """<a, b> / (||a|| ||b||) of two arrays of one shape; 0 if one of them is 0."""
+    scale = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(np.vdot(a, b)) / scale if scale else 0.0
+
+
+def kolmogorov_distance(values: np.ndarray) -> float:
+    """Largest distance of the empirical distribution function from that of N(0, 1)."""
+    expected = ndtr(np.sort(values, axis=None))
+    n = len(expected)
+    ranks = np.arange(n + 1) / n
+    return float(max(np.max(ranks[1:] - expected), np.max(expected - ranks[:-1])))
+
+
+def kolmogorov_p(distance: float, n: int) -> float:
+    """P(distance at least so large) for n independent values, by the limit law of large n."""
+    return float(kolmogorov(distance * math.sqrt(n)))
+
+
+def largest_pair(rows: np.ndarray) -> tuple[float, int]:
+    """The largest |cosine| between two of the rows (n, d), with its sign, and the number of pairs."""
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    unit = rows / np.where(norms > 0, norms, 1.0)
+    upper = np.triu_indices(len(rows), 1)
+    found = (unit @ unit.T)[upper]
+    return float(found[np.argmax(np.abs(found))]), len(found)
+
+
+def pearson(a: np.ndarray, b: np.ndarray) -> float:
+    """Correlation of two samples, means estimated; for normal ones `cosine_p_value` of n - 1 dimensions gives its p."""
+    return cosine(a - a.mean(), b - b.mean())

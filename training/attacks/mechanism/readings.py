@@ -22,7 +22,7 @@ from opusim.description.loading import parse_description
 from opusim.description.schema import NoiseSettings
 from opusim.medium.directions import Direction
 from training.attacks.base import Records
-from training.attacks.mechanism.observations import BatchLaw, Released, Sums
+from training.attacks.mechanism.checks import BatchLaw, Released, Sums
 from training.attacks.mechanism.subjects import Subject
 from training.attacks.replay import Shadow
 from training.config.run import RunConfig
@@ -34,6 +34,7 @@ from training.networks.losses import LOSSES
 from training.protections.planning import divisor_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
+from training.runs.storage import read_array
 from training.zeroth_order.step_log import LOG_FILE, LogContent
 
 _BEYOND = 1.5
@@ -401,3 +402,29 @@ def _layer_inputs(state: Weights, dataset: Dataset) -> list[np.ndarray]:
         @ first
     )
     return [first, np.append(np.tanh(z), 1.0)]
+
+
+def noisy_readings(folder: RunFolder, dataset: Dataset) -> Released:
+    """Readings of one-hot labels plus N(0, 2 / mu^2): their contrasts over the classes, whitened, a row a record.
+
+    The folder keeps r_a / sigma^2 - 1 / (2 sigma^2) of each class a, up to a constant of each record, r being the
+    reading. A reflection takes (1, .., 1) to the first axis; the other axes hold contrasts, free of that constant.
+    """
+    mechanism: Any = read_ledger(folder.ledger_file).mechanisms[0]
+    sigma = math.sqrt(2) / float(mechanism.mu)
+    kept = read_array(folder.labels_file).astype(np.float64)
+    k = dataset.n_classes
+    readings = kept * sigma**2 - np.eye(k)[dataset.train.y.numpy()]
+    unit = np.full(k, k**-0.5)
+    unit[0] -= 1.0
+    turned = readings - 2 * np.outer(readings @ unit, unit) / float(unit @ unit)
+    return Released(
+        noise=turned[:, 1:] / sigma, sums=None, batch=None, accounted=mechanism.repeated(1).describe()
+    )
+
+
+def responses(folder: RunFolder, dataset: Dataset) -> tuple[np.ndarray, Any]:
+    """Which class each record answered, as a shift from its own, shape (n,); and the mechanism that was paid for."""
+    observed = np.argmax(read_array(folder.labels_file), axis=1)
+    mechanism = read_ledger(folder.ledger_file).mechanisms[0]
+    return (observed - dataset.train.y.numpy()) % dataset.n_classes, mechanism

@@ -27,8 +27,8 @@ from benchmarks.console import print_table
 from benchmarks.results_file import load_results, save_results
 from benchmarks.sst2 import N_TRAIN, NORM, embeddings
 from opusim.randomness.streams import SeededStream, derive_seed
+from tests.support.canaries import auc_error, own_features, pooled, record_losses
 from training.attacks.base import Scores
-from training.attacks.canaries import auc_error, own_features, pooled, record_losses
 from training.config import load_config
 from training.data.samplers import make_sampler
 from training.engine.optimizers import make_optimizer

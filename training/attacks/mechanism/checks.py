@@ -19,11 +19,10 @@ from scipy.special import kolmogorov, ndtr
 from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, doubt, normal_p_value
 from training.attacks.mechanism.report import Check
 
-LAGS = (1, 2, 3, 4)
-_FEWEST_PAIRS = 20
-"""Pairs of batch sizes behind a correlation, at least: of 20, one of 0.9 is found in several hundred at 1e-5."""
-_PENDING = math.nan
-"""Level of a check before the family is known."""
+_LAGS = (1, 2, 3, 4)
+_MIN_PAIRS = 20
+"""Smallest number of pairs of batch sizes in a correlation: with 20, a correlation of 0.9 is found at a p-value of 1e-5
+even among several hundred."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +39,13 @@ class BatchLaw:
 
     @classmethod
     def binomial(cls, n_records: int, probability: float) -> BatchLaw:
-        """Binomial(n, q): every record enters with probability q, independently of the others."""
+        """Return the law Binomial(n, q): each record enters with probability q, independently of the others."""
         return cls(mean=n_records * probability, variance=n_records * probability * (1 - probability))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """The noisy sums of one run along its records' own directions, each in units of the largest contribution.
+    """The noisy sums of one run along its records' directions, in units of the largest contribution.
 
     Attributes:
         along: Component of each step's sum along a contribution, shape (steps,): the batch's size plus noise.
@@ -63,19 +62,19 @@ class Sums:
 
 @dataclass(frozen=True, kw_only=True)
 class Released:
-    """What one run released, as the self-test takes it apart.
+    """What one run released, split for the checks.
 
     Attributes:
-        noise: Components that no record touches over their accounted standard deviation, shape (steps, coordinates):
-            independent N(0, 1) under the accounted mechanism.
-        sums: The other components; None if each record is read once.
-        batch: Law of the batches' sizes; None likewise.
-        accounted: The mechanism in words.
-        signal_noise: For noise whose covariance the features determine, its components along the layers' inputs and
-            across the records' signals, whitened, shape (steps, others); None otherwise.
-        parameters: The columns of `noise` that belong to each parameter, where several have noise of their own.
-        prefixes: The first numbers of two parameters, without what records add, each pair of shape (steps, numbers):
-            the first of a pair is N(0, I) whatever the second is.
+        noise: Components that no record touches, divided by their accounted standard deviation, shape (steps,
+            coordinates). They are independent N(0, 1) under the accounted mechanism.
+        sums: The other components, or None if each record is read once.
+        batch: Law of the batch sizes, or None if each record is read once.
+        accounted: The mechanism, as text.
+        signal_noise: For noise whose covariance depends on the features, its whitened components along the layers'
+            inputs and across the records' signals, shape (steps, others); None for other noise.
+        parameters: The columns of `noise` that belong to each parameter, if several parameters have separate noise.
+        prefixes: The first numbers of two parameters, without the records' contributions, as pairs of shape (steps,
+            numbers). The first of a pair is N(0, I) for any value of the second.
     """
 
     noise: np.ndarray
@@ -88,10 +87,10 @@ class Released:
 
 
 def checked(released: Sequence[Released], level: float) -> tuple[Check, ...]:
-    """All checks that apply, sharing a family level (Bonferroni).
+    """Return all checks that apply, with a shared family level (Bonferroni).
 
     Args:
-        released: One entry a run, at least two runs of equal length.
+        released: One entry per run; at least two runs of equal length.
         level: Probability of any alarm under the accounted mechanism, in (0, 1).
     """
     noise = np.stack([run.noise for run in released])  # (runs, steps, coordinates)
@@ -108,33 +107,33 @@ def checked(released: Sequence[Released], level: float) -> tuple[Check, ...]:
 
 
 def shared(checks: Sequence[Check], level: float) -> tuple[Check, ...]:
-    """The checks at an equal share of the family level."""
+    """Give each check an equal share of the family level."""
     return tuple(replace(check, level=level / len(checks)) for check in checks)
 
 
 def noise_checks(noise: np.ndarray) -> list[Check]:
-    """Checks of what should be independent N(0, 1), shape (runs, steps, coordinates)."""
+    """Check numbers that should be independent N(0, 1), shape (runs, steps, coordinates)."""
     return [
         _noise_variance(noise),
         _noise_mean(noise),
         _noise_law(noise),
-        *(_lag(noise, lag) for lag in LAGS),
+        *(_lag(noise, lag) for lag in _LAGS),
         _any_two(noise),
         _between_coordinates(noise),
     ]
 
 
 def signal_noise_checks(noise: np.ndarray) -> list[Check]:
-    """Checks of noise along the layers' inputs, shape (runs, steps, coordinates)."""
+    """Check the noise along the layers' inputs, shape (runs, steps, coordinates)."""
     return [
         _noise_variance(noise, "noise on signals: variance"),
         _any_two(noise, "noise on signals: any two steps"),
-        *(_lag(noise, lag, "noise on signals") for lag in LAGS[:1]),
+        *(_lag(noise, lag, "noise on signals") for lag in _LAGS[:1]),
     ]
 
 
 def sum_checks(sums: Sequence[Sums], batch: BatchLaw) -> list[Check]:
-    """Checks of contributions and batches."""
+    """Check contributions and batch sizes."""
     if not batch.variance:
         return [_mean_sum(sums, batch), _layer_sums(sums, batch)]
     return [
@@ -153,13 +152,12 @@ def _noise_variance(noise: np.ndarray, name: str = "noise: variance") -> Check:
         expected=1.0,
         standard_error=math.sqrt(2 / noise.size),
         p_value=chi_squared_p_value(total, noise.size),
-        level=_PENDING,
         finds="noise weaker or stronger than accounted",
     )
 
 
 def _parameter_variance(noise: np.ndarray, parameters: Mapping[str, slice]) -> Check:
-    """The parameter whose noise has the least likely variance."""
+    """Check the parameter whose noise has the least likely variance."""
     parts = [noise[..., columns] for columns in parameters.values()]
     found = [(chi_squared_p_value(float(np.sum(np.square(part))), part.size), part) for part in parts]
     p, part = min(found, key=lambda pair: pair[0])
@@ -169,7 +167,6 @@ def _parameter_variance(noise: np.ndarray, parameters: Mapping[str, slice]) -> C
         expected=1.0,
         standard_error=math.sqrt(2 / part.size),
         p_value=bonferroni(p, len(parts)),
-        level=_PENDING,
         finds="a weight or a bias without noise, or with weaker noise",
     )
 
@@ -190,7 +187,6 @@ def _noise_mean(noise: np.ndarray) -> Check:
         expected=0.0,
         standard_error=error,
         p_value=normal_p_value(float(noise.mean()) / error),
-        level=_PENDING,
         finds="noise that is not centred, records in coordinates that none should touch",
     )
 
@@ -204,13 +200,12 @@ def _noise_law(noise: np.ndarray) -> Check:
         expected=0.8687 / root,  # mean and standard deviation of the limit law
         standard_error=0.2603 / root,
         p_value=kolmogorov_p(distance, noise.size),
-        level=_PENDING,
         finds="another law with the same variance",
     )
 
 
 def _lag(noise: np.ndarray, lag: int, name: str = "noise") -> Check:
-    """Correlation of steps t and t + lag, each phase t mod (lag + 1) by itself: its pairs share no step."""
+    """Check the correlation of steps t and t + lag, for each phase t mod (lag + 1), whose pairs share no step."""
     firsts = [np.arange(phase, noise.shape[1] - lag, lag + 1) for phase in range(lag + 1)]
     pairs = [(noise[:, first], noise[:, first + lag]) for first in firsts]
     return _least_likely(f"{name}: steps {lag} apart", pairs, "noise used again")
@@ -224,7 +219,7 @@ def _any_two(noise: np.ndarray, name: str = "noise: any two steps") -> Check:
 
 
 def _between_coordinates(noise: np.ndarray) -> Check:
-    """Correlation of neighbouring coordinates, from the first and from the second on, and of the two halves."""
+    """Check the correlation of neighbouring coordinates (odd and even pairs), and of the two halves."""
     size = noise.shape[2]
     pairs = [(noise[..., start : size - 1 : 2], noise[..., start + 1 : size : 2]) for start in (0, 1)]
     pairs.append((noise[..., : size // 2], noise[..., size // 2 : size // 2 * 2]))
@@ -232,7 +227,7 @@ def _between_coordinates(noise: np.ndarray) -> Check:
 
 
 def _least_likely(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]], finds: str) -> Check:
-    """The least likely of several correlations whose means are known to be 0."""
+    """Check the least likely of several correlations whose means are known to be 0."""
     found = []
     for a, b in pairs:
         r = cosine(a, b)
@@ -248,7 +243,6 @@ def _correlation(name: str, r: float, dimension: int, p_value: float, finds: str
         expected=0.0,
         standard_error=1 / math.sqrt(dimension),
         p_value=p_value,
-        level=_PENDING,
         finds=finds,
     )
 
@@ -262,13 +256,12 @@ def _mean_sum(sums: Sequence[Sums], batch: BatchLaw) -> Check:
         expected=batch.mean,
         standard_error=error,
         p_value=normal_p_value((float(along.mean()) - batch.mean) / error),
-        level=_PENDING,
         finds="a wider clip, a larger sampling probability, another divisor",
     )
 
 
 def _largest_norm(sums: Sequence[Sums], batch: BatchLaw) -> Check:
-    """Norm of a contribution over all layers, sqrt(sum_l mean_l^2) / mean batch, against 1."""
+    """Check the norm of a contribution over all layers, sqrt(sum_l mean_l^2) / mean batch, against 1."""
     means = np.concatenate([run.by_layer for run in sums]).mean(axis=0)
     shares = sums[0].shares
     wanted = float(np.linalg.norm(shares))
@@ -282,13 +275,12 @@ def _largest_norm(sums: Sequence[Sums], batch: BatchLaw) -> Check:
         expected=wanted,
         standard_error=error,
         p_value=normal_p_value((observed - wanted) / error),
-        level=_PENDING,
         finds="each layer clipped to the whole bound",
     )
 
 
 def _layer_sums(sums: Sequence[Sums], batch: BatchLaw) -> Check:
-    """The layer whose mean is farthest from its share, where batches have a fixed size."""
+    """Check the layer whose mean is farthest from its share, for batches of fixed size."""
     values = np.concatenate([run.by_layer for run in sums])
     error = sums[0].along_std * math.sqrt(values.shape[1] / len(values))  # all layers have the same noise
     gaps = values.mean(axis=0) / batch.mean - sums[0].shares
@@ -300,13 +292,12 @@ def _layer_sums(sums: Sequence[Sums], batch: BatchLaw) -> Check:
         expected=float(sums[0].shares[worst]),
         standard_error=error,
         p_value=bonferroni(normal_p_value(float(gaps[worst]) / error), len(gaps)),
-        level=_PENDING,
         finds="a layer that is not clipped",
     )
 
 
 def _batch_variance(sums: Sequence[Sums], batch: BatchLaw) -> Check:
-    """Variance of the sums about their means; a binomial's excess kurtosis is below 0.01 here and left out."""
+    """Check the variance of the sums; the excess kurtosis of the binomial is below 0.01 here and neglected."""
     expected = batch.variance + sums[0].along_std ** 2
     squares = sum(float(np.sum(np.square(run.along - run.along.mean()))) for run in sums)
     degrees = sum(len(run.along) - 1 for run in sums)
@@ -316,20 +307,19 @@ def _batch_variance(sums: Sequence[Sums], batch: BatchLaw) -> Check:
         expected=expected,
         standard_error=expected * math.sqrt(2 / degrees),
         p_value=chi_squared_p_value(squares / expected, degrees),
-        level=_PENDING,
         finds="batches of fixed size, division by the realised size",
     )
 
 
 def _batches_apart(sums: Sequence[Sums]) -> Check:
-    """Correlation of batch sizes: of steps any number apart, and of the same step of two runs."""
+    """Check the correlation of batch sizes: of any two steps, and of the same step in two runs."""
     sizes = np.stack([run.along for run in sums])  # (runs, steps)
     pairs = [(sizes[i], sizes[j]) for j in range(len(sizes)) for i in range(j)]
     for lag in range(1, sizes.shape[1]):
         steps = np.arange(sizes.shape[1] - lag)
         for phase in (0, 1):  # alternate blocks of `lag` steps, so that no two pairs share a step
             first = steps[steps // lag % 2 == phase]
-            if first.size * len(sizes) >= _FEWEST_PAIRS:
+            if first.size * len(sizes) >= _MIN_PAIRS:
                 pairs.append((sizes[:, first].ravel(), sizes[:, first + lag].ravel()))
     found = []
     for a, b in pairs:
@@ -341,12 +331,12 @@ def _batches_apart(sums: Sequence[Sums]) -> Check:
 
 
 def response_checks(shifts: Sequence[np.ndarray], mechanism: Any, level: float) -> tuple[Check, ...]:
-    """Checks of randomized response: each label stays with probability p, and moves to each other class alike.
+    """Check randomized response: each label is kept with probability p, else replaced uniformly by another class.
 
     Args:
-        shifts: Of each run, shape (records,).
-        mechanism: The accounted response.
-        level: Of the family.
+        shifts: Shift of each record's class, shape (records,), for each run.
+        mechanism: The accounted mechanism.
+        level: Probability of any alarm under the accounted mechanism, in (0, 1).
     """
     k = int(mechanism.n_classes)
     stays = 1 / (1 + (k - 1) * math.exp(-float(mechanism.step_epsilon)))
@@ -363,13 +353,12 @@ def _kept(kept: np.ndarray, stays: float) -> Check:
         expected=stays,
         standard_error=math.sqrt(stays * (1 - stays) / kept.size),
         p_value=float(found.pvalue),
-        level=math.nan,
         finds="labels that stay more often than accounted",
     )
 
 
 def _others(runs: np.ndarray, k: int) -> Check:
-    """Pearson's chi-squared of the classes that labels moved to."""
+    """Check the classes of replaced labels by Pearson's chi-squared."""
     counts = np.bincount(runs[runs > 0], minlength=k)[1:]
     expected = max(float(counts.sum()) / (k - 1), 1e-300)
     total, degrees = float(np.sum(np.square(counts - expected)) / expected), k - 2
@@ -379,16 +368,15 @@ def _others(runs: np.ndarray, k: int) -> Check:
         expected=float(degrees),
         standard_error=math.sqrt(2 * degrees),
         p_value=1.0 if not degrees else float(scipy.stats.chi2.sf(total, degrees)),
-        level=math.nan,
         finds="moves that depend on the label",
     )
 
 
 def _repeats(kept: np.ndarray, runs: np.ndarray, stays: float, k: int) -> list[Check]:
-    """Records up to four apart that are kept together, and equal answers in two runs: normal approximations."""
+    """Check labels kept in records up to four apart, and equal answers in two runs (normal approximations)."""
     n = kept.shape[1]
     values = (kept - kept.mean()) / math.sqrt(stays * (1 - stays))
-    lagged = [(float(np.sum(values[:, :-lag] * values[:, lag:])), len(kept) * (n - lag)) for lag in LAGS]
+    lagged = [(float(np.sum(values[:, :-lag] * values[:, lag:])), len(kept) * (n - lag)) for lag in _LAGS]
     total, pairs = max(lagged, key=lambda found: abs(found[0]) / math.sqrt(found[1]))
     same = stays**2 + (1 - stays) ** 2 / (k - 1)
     error = math.sqrt(same * (1 - same) / n)
@@ -402,8 +390,7 @@ def _repeats(kept: np.ndarray, runs: np.ndarray, stays: float, k: int) -> list[C
             observed=total / pairs,
             expected=0.0,
             standard_error=1 / math.sqrt(pairs),
-            p_value=bonferroni(normal_p_value(total / math.sqrt(pairs)), len(LAGS)),
-            level=math.nan,
+            p_value=bonferroni(normal_p_value(total / math.sqrt(pairs)), len(_LAGS)),
             finds="one draw for several records",
         ),
         Check(
@@ -412,20 +399,19 @@ def _repeats(kept: np.ndarray, runs: np.ndarray, stays: float, k: int) -> list[C
             expected=same,
             standard_error=error,
             p_value=bonferroni(normal_p_value((equal - same) / error), n_pairs),
-            level=math.nan,
             finds="answers that do not change from run to run",
         ),
     ]
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """<a, b> / (||a|| ||b||) of two arrays of one shape; 0 if one of them is 0."""
+    """Return <a, b> / (||a|| ||b||) of two arrays of one shape; 0 if one of them is 0."""
     scale = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(np.vdot(a, b)) / scale if scale else 0.0
 
 
 def kolmogorov_distance(values: np.ndarray) -> float:
-    """Largest distance of the empirical distribution function from that of N(0, 1)."""
+    """Return the largest distance of the empirical distribution function from that of N(0, 1)."""
     expected = ndtr(np.sort(values, axis=None))
     n = len(expected)
     ranks = np.arange(n + 1) / n
@@ -433,12 +419,12 @@ def kolmogorov_distance(values: np.ndarray) -> float:
 
 
 def kolmogorov_p(distance: float, n: int) -> float:
-    """P(distance at least so large) for n independent values, by the limit law of large n."""
+    """Return the p-value of a Kolmogorov distance of n independent values, by the limit law of large n."""
     return float(kolmogorov(distance * math.sqrt(n)))
 
 
 def largest_pair(rows: np.ndarray) -> tuple[float, int]:
-    """The largest |cosine| between two of the rows (n, d), with its sign, and the number of pairs."""
+    """Return the cosine of largest magnitude between two rows (n, d), and the number of pairs."""
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     unit = rows / np.where(norms > 0, norms, 1.0)
     upper = np.triu_indices(len(rows), 1)
@@ -447,5 +433,5 @@ def largest_pair(rows: np.ndarray) -> tuple[float, int]:
 
 
 def pearson(a: np.ndarray, b: np.ndarray) -> float:
-    """Correlation of two samples, means estimated; for normal ones `cosine_p_value` of n - 1 dimensions gives its p."""
+    """Return the sample correlation; for normal samples, `cosine_p_value` in n - 1 dimensions gives its p-value."""
     return cosine(a - a.mean(), b - b.mean())

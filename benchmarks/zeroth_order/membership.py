@@ -28,8 +28,8 @@ from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
 from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.tables import print_table
+from tests.support.canaries import auc_error, own_features, pooled, record_losses
 from training.attacks.base import Scores
-from training.attacks.canaries import auc_error, own_features, pooled, record_losses
 from training.config import load_config
 from training.data.samplers import make_sampler
 from training.engine.optimizers import make_optimizer

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from training.attacks.base import Attack
-from training.attacks.covariance import CovarianceAttack
-from training.attacks.difference import DifferenceAttack
 from training.attacks.replay import RunParts, Shadow
-from training.attacks.row_space import RowSpaceAttack
+from training.attacks.update_attacks import CovarianceAttack, DifferenceAttack, RowSpaceAttack
 from training.config.run import RunConfig
 from training.feedback.config import FeedbackConfig
 from training.networks.clipping import ActivationClipping

@@ -11,7 +11,7 @@ from training.cli import options
 from training.cli.training_runs import flag_changes, private_changes
 
 if TYPE_CHECKING:
-    from training.tuning.search import Found, Search
+    from training.tuning.search import Search, SearchResult
 
 Choose = Annotated[
     list[str] | None,
@@ -82,7 +82,7 @@ def tune(
     typer.echo(f"run folder: {found.run.folder.path}")
 
 
-def _run(search: Search, *, quiet: bool, release: bool) -> Found:
+def _run(search: Search, *, quiet: bool, release: bool) -> SearchResult:
     """Run the search behind a progress line."""
     from opusim.progress import Progress
 

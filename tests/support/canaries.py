@@ -1,10 +1,9 @@
-"""Membership of planted records: a fair coin for each says whether it is trained on, and the model's losses tell.
+"""Canaries: planted records whose membership a fair coin decides and the model's losses reveal.
 
-Canaries are records that an auditor makes: unlike the others, and unlike each other, so that what a model knows of one
-it has from that one. The coins are independent of each other and of everything else; halves of fixed size would not be.
-A score is by how much training lowered a canary's loss. The area under the curve of all scores is what the DP-ZO
-paper's Table 6 shows. For a lower bound on epsilon (`accounting.audit`) scores must be independent, and those of one
-run are not: take one canary of each of many runs.
+Canaries differ from all other records and from each other, so that a model can only know one from that one. The coins
+are independent; halves of fixed size would not be. The score is the decrease of a canary's loss by training. The DP-ZO
+paper's Table 6 shows the area under the curve of all scores. A lower bound on epsilon (`accounting.audit`) needs
+independent scores: take one canary from each of many runs, since scores within a run are dependent.
 Source: Tang et al., Table 6; Panda et al. 2024; Steinke et al. 2023 for the coins.
 """
 

@@ -153,7 +153,9 @@ def test_a_loss_that_is_not_finite_is_reported_and_leaves_the_others_alone(
         x[5] = value
         if rows.stop == 6:
             numbers = torch.tensor([40, 41, 42, 43, 44, 99])
-            with pytest.warns(UserWarning, match=r"step 3: ignored 1 of 6 records, .*NaN or infinite.*records 99\)"):
+            with pytest.warns(
+                UserWarning, match=r"step 3: ignored 1 of 6 records, .*NaN or infinite.*records 99\)"
+            ):
                 record = trainer.step(x[rows], y[rows], step=3, records=numbers)
         else:
             record = trainer.step(x[rows], y[rows], step=3)

@@ -1,9 +1,7 @@
-"""Residuals of the convex objectives: what a record's logits leave to be desired, with a bound on its norm.
+"""Train a gated model by noisy gradient descent, with gradients and their norms in closed form.
 
-A record's gradient is x~ residual^T, of norm |x~| |residual|, so a bound on the residual is one on the gradient.
-accounting.convex.constants has each residual's formula, its Lipschitz constant and its bound.
-
-Noisy gradient descent on a gated model, gradients and their norms in closed form.
+A record's gradient is x~ residual^T, of norm |x~| |residual|, so a bound on the residual bounds the gradient.
+`accounting.convex.constants` states each residual's formula, Lipschitz constant and bound.
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ from training.networks.functions import LOSSES
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """One objective with its numbers.
+    """A convex objective, given by the residual of a record's logits.
 
     Attributes:
         name: squared, margin, one-against-rest or softmax.
-        clip: C, or None where the residual bounds itself.
+        clip: Largest norm C of a residual, or None if the residual is bounded without a clip.
     """
 
     name: str
@@ -41,11 +39,11 @@ class Objective:
 
     @classmethod
     def from_config(cls, options: ConvexConfig) -> Objective:
-        """The objective of a configuration."""
+        """Return the objective of a configuration."""
         return cls(name=options.objective, clip=options.residual_clip)
 
     def residual(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The clipped residual of each record, shape (batch, k); 0 for one whose logits are not finite.
+        """Return the clipped residual of each record, shape (batch, k); 0 for a record whose logits are not finite.
 
         Args:
             logits: Shape (batch, k).
@@ -53,7 +51,7 @@ class Objective:
         """
         target = torch.zeros_like(logits).scatter_(1, labels.unsqueeze(1), 1.0)
         residual = _RESIDUALS[self.name](logits, target)
-        if self.clip is not None and self.name == "one-against-rest":  # scalar by scalar, which stays convex
+        if self.clip is not None and self.name == "one-against-rest":  # entry by entry, which keeps it convex
             bound = self.clip / math.sqrt(logits.shape[1])
             residual = residual.clamp(-bound, bound)
         norms = row_norms(residual)
@@ -63,45 +61,32 @@ class Objective:
         return (residual * bounded_factors(norms, self.clip).unsqueeze(1)).to(residual.dtype)
 
     def bound(self, n_classes: int) -> float:
-        """C: the largest norm of a residual, and so of a record's gradient."""
+        """Return the largest norm of a residual, which bounds the norm of a record's gradient."""
         return residual_bound(self.name, self.clip, n_classes)
 
 
-def _squared(logits: Tensor, target: Tensor) -> Tensor:
-    return logits - target
-
-
-def _margin(logits: Tensor, target: Tensor) -> Tensor:
-    """From the nearest point of the box z_y >= 1, z_c <= 0."""
-    return torch.where(target > 0, (logits - 1.0).clamp_max(0.0), logits.clamp_min(0.0))
-
-
-def _one_against_rest(logits: Tensor, target: Tensor) -> Tensor:
-    return torch.sigmoid(logits) - target
-
-
-def _softmax(logits: Tensor, target: Tensor) -> Tensor:
-    return torch.softmax(logits, dim=1) - target
-
-
 _RESIDUALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "squared": _squared,
-    "margin": _margin,
-    "one-against-rest": _one_against_rest,
-    "softmax": _softmax,
+    "squared": lambda logits, target: logits - target,
+    # distance to the box z_y >= 1, z_c <= 0
+    "margin": lambda logits, target: torch.where(
+        target > 0, (logits - 1.0).clamp_max(0.0), logits.clamp_min(0.0)
+    ),
+    "one-against-rest": lambda logits, target: torch.sigmoid(logits) - target,
+    "softmax": lambda logits, target: torch.softmax(logits, dim=1) - target,
 }
+"""Residual of each objective from logits and one-hot targets, both of shape (batch, k)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Descent:
-    """The numbers of a descent.
+    """Constants of a descent.
 
     Attributes:
         regularisation: lambda.
-        divisor: b, the constant that a batch's sum is divided by.
+        divisor: b, the constant that divides a batch's sum.
         noise_std: Standard deviation of the noise on a batch's sum, z C; 0 for none.
-        final_std: That of the noise which the last step adds to the weights beside its own.
-        total_steps: Steps of the run.
+        final_std: Standard deviation of the extra noise that the last step adds to the weights.
+        total_steps: Number of steps of the run.
     """
 
     regularisation: float
@@ -114,18 +99,20 @@ class Descent:
 class ConvexTrainer(Trainer):
     """v <- (1 - eta lambda) v - (eta / b) [sum over the batch of x~ residual^T + N(0, (z C)^2 I)].
 
-    Guarantees, for every batch whatever it holds: x~ of every finite record has norm at most 1, and a record's share of
-    the sum norm at most C, both up to float32 rounding (relative 1e-6); a record whose features or logits are not
-    finite counts as 0; an empty batch takes the same noisy step.
+    Guarantees for every batch, whatever it holds:
+        - x~ of every finite record has norm at most 1 and its term of the sum norm at most C, both up to float32
+          rounding (relative 1e-6);
+        - a record whose features or logits are not finite counts as 0;
+        - an empty batch takes the same noisy step.
 
     Args:
-        network: The model; its weights are updated in place.
-        optimizer: Holds the learning rate that the engine sets; it does no step of its own.
-        objective: Whose residual is followed.
+        network: The network; its weights are updated in place.
+        optimizer: Holds the learning rate that the engine sets; it takes no step.
+        objective: Supplies the residuals.
         descent: Constants of the run.
         loss: Loss that the metrics report.
-        noise: Source of independent N(0, 1); required where there is noise.
-        device: The open device of gates or noise, None for a run without one.
+        noise: Source of independent N(0, 1); required if the descent has noise.
+        device: The open device that supplies gates or noise, or None.
     """
 
     kind = "convex"
@@ -170,24 +157,24 @@ class ConvexTrainer(Trainer):
         )
 
     def recover_hyperplanes(self, readings: int) -> None:
-        """Take the device's own matrix for the hyperplanes, once, before the first step."""
+        """Read the hyperplanes from the device, once, before the first step."""
         if self._device is None:
-            raise ValueError("device is missing; gates from a device are read from an open one")
-        self._device.seek(self._descent.total_steps)  # no step's own noise
+            raise ValueError("device is missing; trainer.gates = 'device' reads them from an open device")
+        self._device.seek(self._descent.total_steps)  # repeats no step's noise
         self.model.hyperplanes.copy_(device_hyperplanes(self._device, readings=readings))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and hyperplanes."""
+        """See Network.tensors."""
         return self._network.tensors
 
     @property
     def usage(self) -> Usage:
-        """Usage of the device."""
+        """See Trainer.usage."""
         return Usage() if self._device is None else self._device.usage
 
     def _descend(self, x: Tensor, spread: Tensor, step: int) -> None:
-        """Move the weights, in place and at once: a device that fails while it gives noise has moved nothing."""
+        """Update the weights in place, after all noise is drawn: a device that fails leaves them unchanged."""
         numbers = self._descent
         rate = self.optimizer.param_groups[0]["lr"]
         weight = self.model.weight.data.flatten(1)  # (d, P k), a view
@@ -195,7 +182,7 @@ class ConvexTrainer(Trainer):
         torch.add(move, weight, alpha=1 - rate * numbers.regularisation, out=weight)
 
     def _scaled_noise(self, weight: Tensor, rate: float, step: int) -> Tensor:
-        """Noise of one step on the weights; the last step's holds what is added at the end."""
+        """Return one step's noise on the weights; that of the last step includes the final noise."""
         numbers = self._descent
         std = rate * numbers.noise_std / numbers.divisor
         if step == numbers.total_steps - 1:

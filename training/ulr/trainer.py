@@ -184,7 +184,7 @@ class UlrTrainer(Trainer):
             return
         if not bool(used.any()):
             raise TrainingDiverged(
-                f"step {step}: no record of the batch has a finite loss, so the training diverged; start a new run "
+                f"step {step}: training diverged, because no record of the batch has a finite loss; start a new run "
                 "with a lower optimizer.lr or trainer.sigma, or check the inputs"
             )
         places = torch.nonzero(~used).flatten()

@@ -1,18 +1,17 @@
-"""Simultaneous perturbation in place: to both sides of a direction, back, and a step along it.
+"""Perturb and update parameters in their own memory (SPSA), so that a log of steps rebuilds them to the bit.
 
-One step with directions z_1 .. z_n moves the parameters, in their own memory and in this order of roundings:
-for each j: + phi z_j, - 2 phi z_j, + phi z_j; then theta <- (1 - eta lambda) theta + sum_j m_j z_j, m_j = -eta s_j / n.
-The same entry repeats the same roundings, with data or without, on every machine and thread count: float32 parameters
-are rebuilt from a log to the bit, including what perturbing and returning changed in their last digits.
+A step with directions z_1 .. z_n moves the parameters in this order: for each j by + phi z_j, - 2 phi z_j, + phi z_j;
+then theta <- (1 - eta lambda) theta + sum_j m_j z_j with m_j = -eta s_j / n. The order fixes all roundings, with data
+or without, on every machine and thread count: a log rebuilds float32 parameters to the bit, including the last digits
+that perturbing changed.
 
-Half precision would lose more than last digits: after each return 8 or 11 bits are left of what was there, and updates
-smaller than half a unit vanish. Such parameters have float32 copies in a file on disk, which the entries alone move;
-every few steps the parameters are set to the copies, rounded. What they are then does not depend on any perturbation.
-A checkpoint settles them too, but training goes on from where roundings had led, which the file keeps beside the
-copies: when checkpoints are written changes nothing of a run.
-Source: Spall 1992; Malladi et al. 2023 for the steps in place.
+Half precision would lose more than last digits: 8 or 11 bits remain after each return, and updates below half a unit
+vanish. Such parameters have float32 copies in a file on disk, which only the logged entries move. Every few steps the
+parameters are settled: set to the rounded copies. Settled parameters do not depend on any perturbation. A checkpoint
+settles them temporarily; the file keeps the unsettled values, from which training continues, so the times of
+checkpoints do not change a run.
 
-Copies of tensors that live in a file and take memory only while they are used.
+Sources: Spall 1992; Malladi et al. 2023 for the steps in place.
 """
 
 from __future__ import annotations
@@ -29,14 +28,18 @@ from torch import Tensor
 
 from opusim.medium.directions import Direction
 
+_CAN_RELEASE_MEMORY = hasattr(mmap, "MADV_DONTNEED")
+_PENDING_LIMIT = 256
+"""Largest number of entries that the float32 copies may lag behind."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepEntry:
-    """One line of a step log.
+    """One step as the step log records it.
 
     Attributes:
         rate: eta, the step's learning rate, a float32 value.
-        seeds: Of the directions, each in [0, 2^64).
+        seeds: Seeds of the directions, each in [0, 2^64).
         scalars: s of each direction, float32 values: the noised sum over batch size and 2 phi.
     """
 
@@ -46,7 +49,7 @@ class StepEntry:
 
     @classmethod
     def rounded(cls, *, rate: float, seeds: tuple[int, ...], scalars: tuple[float, ...]) -> StepEntry:
-        """The entry as a log holds it; a step moves by these numbers and no others."""
+        """Round numbers to float32, as the log stores them; the step uses the rounded ones."""
         with np.errstate(over="ignore"):
             return cls(
                 rate=float(np.float32(rate)),
@@ -56,27 +59,24 @@ class StepEntry:
 
     @property
     def moves(self) -> tuple[float, ...]:
-        """-eta s / n: how far the parameters go along each of the n directions."""
+        """-eta s / n: the move along each of the n directions."""
         return tuple(-self.rate * scalar / len(self.scalars) for scalar in self.scalars)
 
     def keep(self, weight_decay: float) -> float:
-        """1 - eta lambda: what the decay leaves of the parameters."""
+        """Return 1 - eta lambda, the factor of the weight decay."""
         return 1.0 - self.rate * weight_decay
 
 
-_CAN_PAGE_OUT = hasattr(mmap, "MADV_DONTNEED")
-
-
 class MemoryMappedTensors:
-    """Copies of tensors, by number, in one unnamed file that is mapped into memory.
+    """Copies of tensors in one unnamed file that is mapped into memory; they take memory only while in use.
 
     Attributes:
-        tensors: The copies; reading and writing them reads and writes the file.
+        tensors: The copies by number; reading and writing them reads and writes the file.
 
     Args:
-        like: What is copied.
-        dtype: Type of the copies; None keeps each tensor's own.
-        scratch: Folder of the file; None for the system's temporary one.
+        like: The tensors to copy.
+        dtype: Type of the copies; None keeps each tensor's type.
+        scratch: Folder of the file; None for the system's temporary folder.
     """
 
     def __init__(
@@ -100,27 +100,23 @@ class MemoryMappedTensors:
             self.release_memory()
 
     def release_memory(self) -> None:
-        """Give the memory back; what was written stays in the file, or on its way there."""
-        if _CAN_PAGE_OUT and self.tensors:
+        """Return the memory to the system; the file keeps what was written."""
+        if _CAN_RELEASE_MEMORY and self.tensors:
             self._memory.madvise(mmap.MADV_DONTNEED)
 
 
-_PENDING_LIMIT = 256
-"""Entries after which the float32 copies are brought up to date at the latest."""
-
-
 class InPlacePerturbation:
-    """Moves a fixed list of tensors.
+    """Moves a fixed list of tensors along random directions and by logged steps.
 
     Attributes:
-        copies: Of tensors in half precision, by number: float32, moved by the entries alone. Part of a run's state.
-        drifted: Of the same, in their own type: where roundings had led when they were settled for a while.
+        copies: float32 copies of the half-precision tensors, by number; only entries move them. Part of a run's state.
+        drifted: Unsettled values of the same tensors, in their own type, kept while they are settled temporarily.
 
     Args:
         tensors: Floating-point, contiguous; moved in place.
         perturbation: phi > 0.
         weight_decay: lambda >= 0.
-        scratch: Folder of the files with what is kept of half-precision tensors; None for the system's temporary one.
+        scratch: Folder of the files for half-precision tensors; None for the system's temporary folder.
     """
 
     def __init__(
@@ -134,11 +130,11 @@ class InPlacePerturbation:
         self._tensors = list(tensors)
         self._phi, self._decay = perturbation, weight_decay
         self._pending: list[StepEntry] = []
-        self._along = 0  # seed of the direction that is looked along
-        self._sides = [0] * len(self._tensors)  # where each tensor stands on it, in phi z: 1, -1 or 0
-        short = {n: t for n, t in enumerate(tensors) if t.dtype in (torch.float16, torch.bfloat16)}
-        self._copies = MemoryMappedTensors(short, dtype=torch.float32, scratch=scratch)
-        self._drifted = MemoryMappedTensors(short, scratch=scratch)
+        self._seed = 0  # of the current direction
+        self._offsets = [0] * len(self._tensors)  # of each tensor along it, in phi z: 1, -1 or 0
+        half = {n: t for n, t in enumerate(tensors) if t.dtype in (torch.float16, torch.bfloat16)}
+        self._copies = MemoryMappedTensors(half, dtype=torch.float32, scratch=scratch)
+        self._drifted = MemoryMappedTensors(half, scratch=scratch)
         self._settled_temporarily = True
 
     @property
@@ -152,52 +148,52 @@ class InPlacePerturbation:
         return self._drifted.tensors
 
     def move_to_plus(self, seed: int) -> None:
-        """From theta to theta + phi z."""
+        """Move from theta to theta + phi z."""
         self._shift(seed, 1)
 
     def move_to_minus(self, seed: int) -> None:
-        """From theta + phi z to theta - phi z."""
+        """Move from theta + phi z to theta - phi z."""
         self._shift(seed, -2)
 
     def move_back(self, seed: int) -> None:
-        """From theta - phi z to theta."""
+        """Move from theta - phi z to theta."""
         self._shift(seed, 1)
 
     def restore(self) -> None:
-        """From where a step broke off before `update` to theta: float32 up to roundings, half precision settled."""
-        for number, sides in enumerate(self._sides):
-            if sides and number not in self.copies:
-                Direction(self._along).add_to(self._tensors[number], number, -sides * self._phi)
-            self._sides[number] = 0
+        """Return to theta from an interrupted step: float32 up to rounding, half precision settled."""
+        for number, offset in enumerate(self._offsets):
+            if offset and number not in self.copies:
+                Direction(self._seed).add_to(self._tensors[number], number, -offset * self._phi)
+            self._offsets[number] = 0
         self.settle()
 
     def update(self, entry: StepEntry) -> None:
-        """From the minus side of the last direction to where the step leads."""
+        """Take the step, from the minus side of its last direction."""
         self._update(entry, range(len(self._tensors)))
 
     def replay(self, entry: StepEntry) -> None:
-        """All that a step does to the parameters, without looking at any data.
+        """Move the parameters as the whole step did, perturbations included, without any data.
 
-        Half-precision tensors are left alone until `settle`: perturbations leave nothing behind in a settled one.
+        Half-precision tensors wait for `settle`, because perturbations do not change settled values.
         """
         whole = [number for number in range(len(self._tensors)) if number not in self.copies]
         *others, last = entry.seeds
         for seed in others:
-            for sides in (1, -2, 1):
-                self._add(seed, sides * self._phi, whole)
-        for sides in (1, -2):
-            self._add(last, sides * self._phi, whole)
+            for offset in (1, -2, 1):
+                self._add(seed, offset * self._phi, whole)
+        for offset in (1, -2):
+            self._add(last, offset * self._phi, whole)
         self._update(entry, whole)
 
     def settle(self) -> None:
-        """Bring the float32 copies up to date and set the half-precision tensors to them."""
-        self._catch_up()
+        """Update the float32 copies and set the half-precision tensors to them."""
+        self._update_copies()
         for number, copy in self.copies.items():
             self._tensors[number].detach().copy_(copy)
             self._copies.release_memory()
 
     def settle_temporarily(self) -> None:
-        """Settle, but keep where roundings had led; `undo_settling` returns there."""
+        """Settle, but keep the unsettled values for `undo_settling`."""
         if not self._settled_temporarily:
             for number, kept in self.drifted.items():
                 kept.copy_(self._tensors[number].detach())
@@ -206,7 +202,7 @@ class InPlacePerturbation:
         self.settle()
 
     def undo_settling(self) -> None:
-        """Undo `settle_temporarily`; a new walk, or one whose state was restored, stands as after it."""
+        """Undo `settle_temporarily`; a new or restored object counts as settled temporarily."""
         if self._settled_temporarily:
             for number, kept in self.drifted.items():
                 self._tensors[number].detach().copy_(kept)
@@ -214,7 +210,7 @@ class InPlacePerturbation:
         self._settled_temporarily = False
 
     def reset_copies(self) -> None:
-        """Take what is kept anew from the tensors, which somebody has set."""
+        """Take all copies from the tensors again, after the caller has set these."""
         self._pending.clear()
         self._settled_temporarily = True
         for number, copy in self.copies.items():
@@ -227,16 +223,16 @@ class InPlacePerturbation:
         direction, numbers = Direction(last[0]), list(numbers)
         for number in numbers:
             direction.return_and_move(self._tensors[number], number, back=self._phi, keep=keep, move=last[1])
-            self._sides[number] = 0
+            self._offsets[number] = 0
         for seed, move in others:
             self._add(seed, move, numbers)
         if self.copies:
             self._pending.append(entry)
             if len(self._pending) >= _PENDING_LIMIT:
-                self._catch_up()
+                self._update_copies()
 
-    def _catch_up(self) -> None:
-        """Have the float32 copies where the entries lead."""
+    def _update_copies(self) -> None:
+        """Apply the pending entries to the float32 copies."""
         for number, copy in self.copies.items():
             for entry in self._pending:
                 keep = entry.keep(self._decay)
@@ -246,11 +242,11 @@ class InPlacePerturbation:
             self._copies.release_memory()
         self._pending.clear()
 
-    def _shift(self, seed: int, sides: int) -> None:
-        direction, self._along = Direction(seed), seed
+    def _shift(self, seed: int, offset: int) -> None:
+        direction, self._seed = Direction(seed), seed
         for number, tensor in enumerate(self._tensors):
-            direction.add_to(tensor, number, sides * self._phi)
-            self._sides[number] += sides
+            direction.add_to(tensor, number, offset * self._phi)
+            self._offsets[number] += offset
 
     def _add(self, seed: int, scale: float, numbers: Iterable[int]) -> None:
         direction = Direction(seed)

@@ -146,5 +146,5 @@ def test_a_noisy_devices_columns_are_means_of_readings(seed: int) -> None:
 def test_without_a_feedback_matrix_or_a_hidden_layer_it_is_refused(
     kind: str, widths: tuple[int, ...]
 ) -> None:
-    with pytest.raises(ValueError, match="model.initial_output = 'feedback' takes.*has none: use 'random'"):
+    with pytest.raises(ValueError, match="model.initial_output = 'feedback' needs.*has none; use 'random'"):
         trainer_of(network_of(*widths), kind).start_from_feedback()

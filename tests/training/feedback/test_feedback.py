@@ -199,7 +199,7 @@ def test_nan_in_the_error_stops_before_the_update() -> None:
     x, y = batch()
     x[3, 2] = float("nan")
     before = [parameter.detach().clone() for parameter in network.parameters]
-    with pytest.raises(TrainingDiverged, match="step 7.*NaN or infinity.*optimizer.lr"):
+    with pytest.raises(TrainingDiverged, match="step 7.*NaN or infinite.*optimizer.lr"):
         trainer.step(x, y, step=7)
     assert all(torch.equal(a, b) for a, b in zip(before, network.parameters, strict=True))
 

@@ -111,7 +111,7 @@ def test_what_a_run_stores_tells_no_texts_length(tmp_path: Path, kind: str) -> N
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     _, tokenizer = load_classifier(make(tmp_path / "m"), CAUSAL)
-    with pytest.raises(ValueError, match="classes: 'wonderful' is 1 tokens, or unknown"):
+    with pytest.raises(ValueError, match="classes: 'wonderful' is 1 tokens or unknown"):
         class_tokens(tokenizer, Prompt(classes=("great", "wonderful")))
     with pytest.raises(ValueError, match="classes: 'very good' is 2 tokens"):
         class_tokens(tokenizer, Prompt(classes=("great", "very good")))
@@ -228,7 +228,7 @@ def test_a_language_model_without_texts_is_named(tmp_path: Path) -> None:
         training.train({"trainer": {"kind": "zo", "language": options}}, folder=tmp_path / "run")
     options["text"] = str(tmp_path / "texts.tsv")
     with pytest.raises(
-        ConfigError, match="data.n_classes: 3 is not the number of trainer.language.classes, 2"
+        ConfigError, match="data.n_classes: 3 differs from the number of trainer.language.classes, 2"
     ):
         training.train(
             {"data": {"n_classes": 3}, "trainer": {"kind": "zo", "language": options}},
@@ -238,6 +238,6 @@ def test_a_language_model_without_texts_is_named(tmp_path: Path) -> None:
 
 def test_a_masked_model_needs_a_mask_in_the_prompt(tmp_path: Path) -> None:
     folder = make(tmp_path, "bert")
-    with pytest.raises(ValueError, match=r"type 'bert' fills in a masked word; put \{mask\}"):
+    with pytest.raises(ValueError, match=r"type 'bert' predicts a masked word; put \{mask\}"):
         load_classifier(folder, Prompt(template="{text} it was"), local_only=True)
     load_classifier(folder, Prompt(template="{text} it was {mask}"), local_only=True)

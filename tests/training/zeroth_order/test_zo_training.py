@@ -277,9 +277,9 @@ def test_tampering_is_found(tmp_path: Path) -> None:
         "step 18: its digest": _flip(content, len(content) - 1),
         "step 3: its digest": moved,
         "step 2: its digest": content[: start + 24] + content[start + 48 :],
-        "ends behind step 17": content[:-24],
+        "ends after step 17": content[:-24],
         "header was changed": _flip(content, 40),
-        "is no step log": b"something else",
+        "is not a step log": b"something else",
     }  # fmt: skip
     for message, changed in changes.items():
         log.write_bytes(changed)
@@ -301,7 +301,7 @@ def test_tampering_is_found(tmp_path: Path) -> None:
 
 def test_another_base_is_refused(tmp_path: Path) -> None:
     one, two = run(tmp_path, PROTECTED, "one"), run(tmp_path, {**PROTECTED, "seed": 4}, "two")
-    with pytest.raises(StepLogCorrupt, match="is not what the log began with"):
+    with pytest.raises(StepLogCorrupt, match="is not what the log starts from"):
         replay(one.folder.path, base=two.folder.path / "base.safetensors")
 
 

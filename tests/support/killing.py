@@ -6,6 +6,7 @@ changes (before and after an fsync, say) leave the same state, so one kill stand
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -96,6 +97,7 @@ def read_moments(file: Path) -> tuple[int, list[tuple[str, Moment]]]:
 
 def start_child(work: Callable[[], object]) -> int:
     """Fork; return the number of the child, which does the work and exits with 0, or with 1 after an exception."""
+    gc.freeze()  # the child's collector leaves the parent's memory shared
     child = os.fork()
     if child:
         return child

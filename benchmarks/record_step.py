@@ -27,7 +27,7 @@ from training.engine.optimizers import make_optimizer
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
-from training.protections.record import RecordProtection
+from training.protections.record import RecordGradients
 
 CLIP_NORM, NOISE_MULTIPLIER = 1.0, 1.0
 REFERENCE = "Opacus, ghost clipping"
@@ -66,7 +66,7 @@ def ghost_step(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[
 def protected_step(x: torch.Tensor, y: torch.Tensor, mode: str, kind: str) -> Callable[[], None]:
     """A step of this package with per-record clipping and central noise."""
     network = FullyConnected(new_model())
-    protection = RecordProtection(
+    protection = RecordGradients(
         clip_norm=CLIP_NORM,
         noise_multiplier=NOISE_MULTIPLIER,
         divisor=BATCH,

@@ -24,7 +24,7 @@ from benchmarks.timing import interleaved
 from opusim.randomness.streams import noise_stream
 from training.config.sections import OptimizerConfig
 from training.engine.optimizers import make_optimizer
-from training.protections.record import RecordProtection
+from training.protections.record import RecordGradients
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence
 from training.ulr.published import PublishedOptions, PublishedUpdate
@@ -49,7 +49,7 @@ def paper_model(seed: int = 0) -> nn.Sequential:
 def ulr_trainer(copies: int, *, rows_per_pass: int | None = None, mode: str = "experiment") -> UlrTrainer:
     """A trainer whose records are clipped and noised."""
     network = ModuleSequence(paper_model(), n_inputs=WIDTHS[0])
-    protection = RecordProtection(
+    protection = RecordGradients(
         clip_norm=CLIP_NORM,
         noise_multiplier=NOISE_MULTIPLIER,
         divisor=BATCH,

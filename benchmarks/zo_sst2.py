@@ -39,10 +39,10 @@ from training.config import load_config
 from training.data.samplers import make_sampler
 from training.engine.optimizers import make_optimizer, set_learning_rate
 from training.engine.trainer import Trainer
-from training.feedback.algorithm import feedback_options
+from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, LayerShape, build_model
-from training.protections.record import RecordProtection
+from training.protections.record import RecordGradients
 from training.zeroth_order.network import ModuleNetwork
 from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, ScalarRelease, ZoTrainer
 
@@ -123,9 +123,9 @@ def _dp_sgd(noise: float, rate: float, stream: SeededStream) -> tuple[Trainer, A
     network = FullyConnected(model)
     config = load_config({"trainer": {"kind": "bp"}, "optimizer": {"lr": rate, "momentum": 0.0}})
     batch = METHODS[BASELINE]["batch"]
-    protection = RecordProtection(clip_norm=1.0, noise_multiplier=noise, divisor=batch, noise=stream)
+    protection = RecordGradients(clip_norm=1.0, noise_multiplier=noise, divisor=batch, noise=stream)
     optimizer = make_optimizer(network.parameters, config.optimizer)
-    trainer = FeedbackTrainer(network, optimizer, feedback_options(config), protection=protection)
+    trainer = FeedbackTrainer(network, optimizer, config.trainer_as(FeedbackConfig), protection=protection)
     return trainer, config.optimizer
 
 

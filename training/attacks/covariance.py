@@ -18,8 +18,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from training.attacks.base import Attack, Candidates, Records, Sight, layer_gradient
-from training.attacks.replay import Shadow
+from training.attacks.base import Attack, Candidates, Observation, Records, layer_gradient
+from training.attacks.replay import NoiselessStep
 from training.networks.clipping import ActivationClipping
 from training.networks.network import FullyConnected
 from training.protections.base import with_constant
@@ -33,7 +33,7 @@ class CovarianceAttack(Attack):
     """The likelihood ratio of the first layer's rows.
 
     Args:
-        shadow: Computes the signals' part.
+        noiseless: Computes the signals' part.
         clipping: What the update does to the inputs.
         through_clip: Whether clipped neurons have slope 0.
         depth: Layers of the network.
@@ -45,46 +45,52 @@ class CovarianceAttack(Attack):
 
     def __init__(
         self,
-        shadow: Shadow[FullyConnected],
+        noiseless: NoiselessStep[FullyConnected],
         clipping: ActivationClipping,
         *,
         through_clip: bool,
         depth: int,
         bias: bool,
     ) -> None:
-        self._shadow, self._clipping, self._through_clip = shadow, clipping, through_clip
+        self._noiseless, self._clipping, self._through_clip = noiseless, clipping, through_clip
         self._depth, self._bias = depth, bias
-        self._seen: tuple[Sight, Rows] | None = None
+        self._seen: tuple[Observation, Rows] | None = None
 
-    def score(self, sight: Sight, candidates: Candidates) -> float:
+    def score(self, observation: Observation, candidates: Candidates) -> float:
         """See Attack.score; where a record is replaced, the ratio of the two."""
-        score = self._ratio(sight, candidates.member)
-        return score if candidates.rival is None else score - self._ratio(sight, candidates.rival)
+        score = self._ratio(observation, candidates.member)
+        return (
+            score
+            if candidates.replacement is None
+            else score - self._ratio(observation, candidates.replacement)
+        )
 
-    def _ratio(self, sight: Sight, record: Records) -> float:
-        if self._seen is None or self._seen[0] is not sight:
-            left = sight.gradient(0) * sight.batch_size - self._sum(sight, sight.others)
-            self._seen = sight, Rows(left, *self._layer(sight, sight.others))
-        h, slope = self._layer(sight, record)
-        own = self._sum(sight, record)
+    def _ratio(self, observation: Observation, record: Records) -> float:
+        if self._seen is None or self._seen[0] is not observation:
+            left = observation.gradient(0) * observation.batch_size - self._sum(
+                observation, observation.others
+            )
+            self._seen = observation, Rows(left, *self._layer(observation, observation.others))
+        h, slope = self._layer(observation, record)
+        own = self._sum(observation, record)
         signal = own @ h[0] / h[0].square().sum()  # w_j, shape (n,)
         return self._seen[1].log_likelihood_ratio(h[0], slope[0], signal)
 
-    def _sum(self, sight: Sight, records: Records) -> Tensor:
+    def _sum(self, observation: Observation, records: Records) -> Tensor:
         """The first layer's summed update without noise; the run averages over its batch."""
-        gradients = self._shadow.gradients(sight.weights[-2], records, step=sight.step)
+        gradients = self._noiseless.gradients(observation.weights[-2], records, step=observation.step)
         return layer_gradient(gradients, 0) * len(records.x)
 
     def _slopes(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """The slopes phi'_1 of records, float64, shape (n, n_1)."""
-        network = self._shadow.network_at(weights)
+        network = self._noiseless.network_at(weights)
         forward = network.forward(x)
         slope = network.derivative(forward, 0, through_clip=self._through_clip)
         return torch.ones_like(forward.pre_activations[0]).double() if slope is None else slope.double()
 
-    def _layer(self, sight: Sight, records: Records) -> tuple[Tensor, Tensor]:
+    def _layer(self, observation: Observation, records: Records) -> tuple[Tensor, Tensor]:
         """What the first layer's update takes for the inputs, and its slopes, float64."""
-        weights = sight.weights[-2]
+        weights = observation.weights[-2]
         slopes = self._slopes(weights, records.x)
         h = self._clipping(records.x, layer=0, depth=self._depth, n_layer=slopes.shape[1])
         return with_constant(h, bias=self._bias).double(), slopes

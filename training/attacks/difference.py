@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.attacks.base import Attack, Candidates, Records, Sight, Trial
-from training.attacks.replay import Shadow
+from training.attacks.base import Attack, Candidates, Observation, Records, Trial
+from training.attacks.replay import NoiselessStep
 
 _LEAST = 1e-30
 _CERTAIN = 30.0
@@ -52,7 +52,7 @@ class DifferenceAttack(Attack):
     """The likelihood ratio of an update with the candidate against one without.
 
     Args:
-        shadow: Computes updates without the credited noise.
+        noiseless: Computes updates without the credited noise.
         groups: Names of the parameters that are looked at, in groups of one noise each: those whose noise does not
             drown the others'.
     """
@@ -60,18 +60,18 @@ class DifferenceAttack(Attack):
     name = "difference"
     knows = "all other records of the batch, the candidate, the weights, the device's matrix and every public seed"
 
-    def __init__(self, shadow: Shadow[Any], *, groups: Sequence[Sequence[str]]) -> None:
-        self._shadow, self._groups = shadow, groups
+    def __init__(self, noiseless: NoiselessStep[Any], *, groups: Sequence[Sequence[str]]) -> None:
+        self._noiseless, self._groups = noiseless, groups
         self._learnt: list[Products] = []
-        self._seen: tuple[Sight, list[Tensor], list[Tensor]] | None = None
+        self._seen: tuple[Observation, list[Tensor], list[Tensor]] | None = None
 
     def learn(self, trial: Trial) -> None:
         """See Attack.learn: the groups' noise and shrinking."""
-        self._learnt.append(self._products(trial.sight, trial.candidates))
+        self._learnt.append(self._products(trial.observation, trial.candidates))
 
-    def score(self, sight: Sight, candidates: Candidates) -> float:
+    def score(self, observation: Observation, candidates: Candidates) -> float:
         """See Attack.score."""
-        seen, k = self._products(sight, candidates), self._share()
+        seen, k = self._products(observation, candidates), self._share()
         along = k * (seen.released_step - k * seen.others_step)
         ratio = float(np.sum((along - k**2 * seen.step / 2) / self._variance(k)))
         return min(max(ratio, -_CERTAIN), _CERTAIN)
@@ -98,11 +98,11 @@ class DifferenceAttack(Attack):
         ]
         return np.maximum(np.mean(squares, axis=0), _LEAST)
 
-    def _products(self, sight: Sight, candidates: Candidates) -> Products:
-        first, second = candidates.batches(sight.others)
-        released, alone = self._known(sight)
-        present = self._update(sight, first)
-        absent = alone if candidates.rival is None else self._update(sight, second)
+    def _products(self, observation: Observation, candidates: Candidates) -> Products:
+        first, second = candidates.batches(observation.others)
+        released, alone = self._known(observation)
+        present = self._update(observation, first)
+        absent = alone if candidates.replacement is None else self._update(observation, second)
         steps = [one - other for one, other in zip(present, absent, strict=True)]
         return Products(
             released_step=_dots(released, steps),
@@ -112,14 +112,20 @@ class DifferenceAttack(Attack):
             others=_dots(absent, absent),
         )
 
-    def _known(self, sight: Sight) -> tuple[list[Tensor], list[Tensor]]:
+    def _known(self, observation: Observation) -> tuple[list[Tensor], list[Tensor]]:
         """What was released and the others' update, the same for every candidate of a trial."""
-        if self._seen is None or self._seen[0] is not sight:
-            self._seen = sight, self._grouped(sight.gradients()), self._update(sight, sight.others)
+        if self._seen is None or self._seen[0] is not observation:
+            self._seen = (
+                observation,
+                self._grouped(observation.gradients()),
+                self._update(observation, observation.others),
+            )
         return self._seen[1:]
 
-    def _update(self, sight: Sight, records: Records) -> list[Tensor]:
-        return self._grouped(self._shadow.gradients(sight.weights[-2], records, step=sight.step))
+    def _update(self, observation: Observation, records: Records) -> list[Tensor]:
+        return self._grouped(
+            self._noiseless.gradients(observation.weights[-2], records, step=observation.step)
+        )
 
     def _grouped(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
         """One vector a group."""

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from training.attacks.base import Attack, Candidates, Sight
+from training.attacks.base import Attack, Candidates, Observation
 from training.networks.clipping import ActivationClipping
 from training.protections.base import with_constant
 
@@ -38,22 +38,22 @@ class RowSpaceAttack(Attack):
 
     def __init__(self, clipping: ActivationClipping, *, width: int, depth: int, bias: bool) -> None:
         self._clipping, self._width, self._depth, self._bias = clipping, width, depth, bias
-        self._seen: tuple[Sight, Tensor] | None = None
+        self._seen: tuple[Observation, Tensor] | None = None
 
-    def score(self, sight: Sight, candidates: Candidates) -> float:
+    def score(self, observation: Observation, candidates: Candidates) -> float:
         """See Attack.score."""
         h = self._clipping(candidates.member.x, layer=0, depth=self._depth, n_layer=self._width)
-        outside = residual(with_constant(h, bias=self._bias)[0], self._basis(sight))
+        outside = residual(with_constant(h, bias=self._bias)[0], self._basis(observation))
         return -math.log10(max(outside, _SMALLEST))
 
     def figure(self, score: float) -> str:
         """The relative residual."""
         return f"residual {10**-score:.2g}"
 
-    def _basis(self, sight: Sight) -> Tensor:
+    def _basis(self, observation: Observation) -> Tensor:
         """The row space; candidates and strangers are looked for in the same one."""
-        if self._seen is None or self._seen[0] is not sight:
-            self._seen = sight, row_space(sight.gradient(0), sight.batch_size)
+        if self._seen is None or self._seen[0] is not observation:
+            self._seen = observation, row_space(observation.gradient(0), observation.batch_size)
         return self._seen[1]
 
 

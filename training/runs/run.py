@@ -22,7 +22,6 @@ from training.data.arrays import check_lengths, check_range, checked_features, c
 from training.data.catalogue import OWN_ARRAYS
 from training.data.dataset import DataError, PrincipalComponents, Standardisation
 from training.data.formats import read_arrays
-from training.engine.algorithm import family_of
 from training.errors import RunFolderError
 from training.networks.losses import LOSSES
 from training.runs.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
@@ -168,7 +167,7 @@ def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:
             stacklevel=2,
         )
     config = folder.read_config()
-    last_alone = config.mode == "release" and config.protection.kind == "last-iterate"
+    last_alone = config.mode == "release" and config.protection.last_iterate
     if last_alone and not folder.finished:
         raise RunFolderError(
             f"run folder {path} holds a model on the way, and only the last one is covered by its guarantee; finish it "
@@ -181,7 +180,7 @@ def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:
             if folder.finished
             else f"run folder {path} has no checkpoint yet; go on with: opusim train resume {path}"
         )
-    network = family_of(config.trainer.kind).rebuilt(facts["network"], model)
+    network = config.trainer.implementation().rebuild_network(facts["network"], model)
     checkpoint = read_checkpoint(checkpoints[-1])
     copy_parameters(checkpoint, network.tensors, checkpoints[-1])
     return Run(folder, network.model.cpu(), checkpoint.step)  # a person's own module may come from elsewhere

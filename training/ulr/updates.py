@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import finite_rows
-from training.protections.record import RecordProtection
+from training.protections.base import PrivateGradients
 from training.ulr.estimator import Estimator, Losses
 from training.ulr.network import ModuleSequence, Outputs
 
@@ -125,7 +125,7 @@ class PlainUpdate(Update):
         *,
         sigma: float,
         noise: NoiseStream,
-        protection: RecordProtection | None = None,
+        protection: PrivateGradients | None = None,
     ) -> None:
         self._network = network
         self._estimator = estimator

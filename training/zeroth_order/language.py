@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from opusim.errors import ConfigError
 from training.config.run import RunConfig
-from training.zeroth_order.config import LanguageConfig
-from training.zeroth_order.planning import zo_options
+from training.zeroth_order.config import LanguageConfig, ZoConfig
 from training.zeroth_order.prompts import PAD, Prompt, class_tokens, encode, read_texts
 
 
@@ -209,7 +208,7 @@ def configured_language(config: RunConfig) -> tuple[RunConfig, tuple[Tensor, Ten
         ModuleNotFoundError: transformers or peft is missing.
         ValueError: The model cannot be loaded, or the prompt does not fit its tokenizer.
     """
-    options = zo_options(config).language
+    options = config.trainer_as(ZoConfig).language
     config = _with_classes(config, len(options.classes))
     if options.text is None:
         raise ConfigError(
@@ -239,4 +238,4 @@ def _with_classes(config: RunConfig, n_classes: int) -> RunConfig:
             "data.n_classes",
             f"{config.data.n_classes} is not the number of trainer.language.classes, {n_classes}; leave it out",
         )
-    return config.model_copy(update={"data": config.data.model_copy(update={"n_classes": n_classes})})
+    return config.replaced(data={"n_classes": n_classes})

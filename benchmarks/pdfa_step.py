@@ -15,10 +15,10 @@ from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
 from opusim import open_device
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
+from training.networks.optimizers import make_optimizer
 
 BATCH, REPEATS, STEPS = 256, 15, 40
 

@@ -23,10 +23,10 @@ from benchmarks.timing import interleaved
 from opusim import open_device
 from opusim.randomness.streams import noise_stream
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
+from training.networks.optimizers import make_optimizer
 from training.protections.record import RecordGradients
 
 CLIP_NORM, NOISE_MULTIPLIER = 1.0, 1.0

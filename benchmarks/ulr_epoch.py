@@ -23,7 +23,7 @@ from benchmarks.results_file import save_results
 from benchmarks.timing import interleaved
 from opusim.randomness.streams import noise_stream
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
+from training.networks.optimizers import make_optimizer
 from training.protections.record import RecordGradients
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence

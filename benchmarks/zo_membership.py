@@ -31,11 +31,11 @@ from training.attacks.base import Scores
 from training.attacks.canaries import auc_error, own_features, pooled, record_losses
 from training.config import load_config
 from training.data.samplers import make_sampler
-from training.engine.optimizers import make_optimizer
 from training.engine.trainer import Trainer
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, LayerShape, build_model
+from training.networks.optimizers import make_optimizer
 from training.protections.record import RecordGradients
 from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
 

@@ -37,11 +37,11 @@ from benchmarks.sst2 import N_TRAIN, NORM, embeddings
 from opusim.randomness.streams import SeededStream, derive_seed
 from training.config import load_config
 from training.data.samplers import make_sampler
-from training.engine.optimizers import make_optimizer, set_learning_rate
 from training.engine.trainer import Trainer
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, LayerShape, build_model
+from training.networks.optimizers import make_optimizer, set_learning_rate
 from training.protections.record import RecordGradients
 from training.zeroth_order.network import ModuleNetwork
 from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, ScalarRelease, ZoTrainer

@@ -32,7 +32,7 @@ from benchmarks.zo_sst2 import BASELINE, DELTA, PHI, PILOTS, SEEDS, key_of, sent
 from opusim.randomness.streams import SeededStream, derive_seed
 from training.config import load_config
 from training.data.samplers import make_sampler
-from training.engine.optimizers import set_learning_rate
+from training.networks.optimizers import set_learning_rate
 from training.zeroth_order.network import ModuleNetwork
 from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from training.attacks.base import Records, steps_needed
 from training.attacks.controls import noiseless_step
-from training.engine.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
 from training.engine.plan import RunPlan
 from training.engine.trainer import Trainer
 from training.networks.base import Network
+from training.networks.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
 from training.runs.checkpoints import Checkpoint, copy_parameters
 
 NetworkT = TypeVar("NetworkT", bound=Network)

@@ -25,7 +25,7 @@ from training.convex.planning import (
 from training.convex.trainer import ConvexTrainer, Descent
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
-from training.engine.optimizers import make_optimizer
+from training.networks.optimizers import make_optimizer
 from training.protections.base import SoftLabels, central_noise, noise_std
 from training.protections.planning import total_steps
 

@@ -20,10 +20,10 @@ from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.errors import DeviceError
 from opusim.usage import Usage
-from training.engine.optimizers import TailAverage, set_learning_rate
 from training.engine.plan import RunPlan, to_device
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import RunFolderError, RunInterrupted, TrainingDiverged
+from training.networks.optimizers import TailAverage, set_learning_rate
 from training.runs.checkpoints import (
     list_checkpoints,
     read_checkpoint,

@@ -17,11 +17,11 @@ from training.config.run import RunConfig
 from training.config.seeds import seed_for
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
-from training.engine.optimizers import make_optimizer
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.activations import ACTIVATIONS
 from training.networks.network import FullyConnected, fitting_network
+from training.networks.optimizers import make_optimizer
 from training.protections.base import SoftLabels
 from training.protections.planning import Updates
 

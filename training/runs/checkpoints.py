@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,14 +20,27 @@ from safetensors.torch import save
 from torch import Tensor
 
 from accounting.ledger.journal import head_file, read_position
-from training.engine.optimizers import TailAverage, load_optimizer_tensors, optimizer_tensors
-from training.engine.trainer import Trainer
 from training.errors import RunFolderError
+from training.networks.optimizers import TailAverage, load_optimizer_tensors, optimizer_tensors
 from training.runs.folder import RunFolder
 from training.runs.seal import REMEDY, Header, Seal, read_header
 from training.runs.seal import checkpoint_path as checkpoint_path
 from training.runs.seal import list_checkpoints as list_checkpoints
 from training.runs.storage import write_file
+
+
+class Trained(Protocol):
+    """What a checkpoint keeps of a trainer (`training.engine.trainer.Trainer`)."""
+
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What else a resumed run must have back, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +74,7 @@ def save_checkpoint(
     folder: Path,
     *,
     step: int,
-    trainer: Trainer,
+    trainer: Trained,
     average: TailAverage,
     progress: Mapping[str, Any],
     seal: Seal,
@@ -153,7 +166,7 @@ def copy_parameters(
             tensor.copy_(found[name])
 
 
-def restore(trainer: Trainer, average: TailAverage, checkpoint: Checkpoint, path: Path) -> None:
+def restore(trainer: Trained, average: TailAverage, checkpoint: Checkpoint, path: Path) -> None:
     """Give a trainer the parameters, the optimizer's state and its own of a checkpoint, and the average its means."""
     copy_parameters(checkpoint, trainer.tensors, path)
     copy_parameters(checkpoint, trainer.state, path, prefix="state.")

@@ -18,10 +18,10 @@ from training.config.run import RunConfig
 from training.config.seeds import seed_for
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
-from training.engine.optimizers import make_optimizer
 from training.errors import RunFolderError
 from training.networks.base import require_class_scores
 from training.networks.network import FullyConnected, configured_model
+from training.networks.optimizers import make_optimizer
 from training.networks.records_apart import probe_records, require_records_apart
 from training.protections.base import DeviceNormals, SoftLabels
 from training.protections.planning import Updates

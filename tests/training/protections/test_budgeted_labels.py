@@ -22,11 +22,11 @@ from opusim import open_device
 from opusim.randomness.streams import NoiseStream, SeededStream, noise_stream
 from training.config import RunConfig, load_config
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
 from training.engine.plan import RunPlan, build_sampler
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.activations import ACTIVATIONS
 from training.networks.network import FullyConnected
+from training.networks.optimizers import make_optimizer
 from training.protections import budgeted_labels
 from training.protections.budgeted_labels import BudgetedLabels
 from training.protections.metric import batch_leverages

@@ -16,11 +16,11 @@ from accounting.errors import NoGuarantee
 from opusim.randomness.streams import noise_stream
 from training.config.reading import merged
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
 from training.engine.plan import load_data
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, outer_squared_norms
+from training.networks.optimizers import make_optimizer
 from training.protections.record import RecordGradients, layer_norms
 
 CLIP, DIVISOR = 0.27, 17.0

@@ -17,10 +17,10 @@ from opusim.randomness.streams import SeededStream, noise_stream
 from tests.support.ulr_models import new_network, records
 from training.config import load_config
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
 from training.errors import RunFolderError, TrainingDiverged
 from training.networks.losses import cross_entropy
 from training.networks.network import FullyConnected
+from training.networks.optimizers import make_optimizer
 from training.protections.base import DeviceNormals
 from training.protections.record import RecordGradients
 from training.ulr.estimator import Estimator

@@ -21,7 +21,7 @@ from benchmarks.markdown import command
 from benchmarks.results_file import load_results, save_results
 from training.config import load_config
 from training.config.run import RunConfig
-from training.engine.assembly import load_data
+from training.engine.plan import load_data
 
 MODULE, RESULTS = "benchmarks.convex.opacus_baseline", "convex_opacus"
 ROW, DATA, SEED, WIDTH = "ReLU network, DP-SGD", "mnist", 0, 200

@@ -16,10 +16,10 @@ from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
 from opusim import open_device
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
+from training.networks.optimizers import make_optimizer
 
 MODULE, NAME = "benchmarks.speed.pdfa_step", "pdfa_step"
 BATCH, REPEATS, STEPS = 256, 15, 40

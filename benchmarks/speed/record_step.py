@@ -21,11 +21,11 @@ from benchmarks.timing import interleaved
 from opusim import open_device
 from opusim.randomness.streams import noise_stream
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
-from training.protections.record import RecordProtection
+from training.networks.optimizers import make_optimizer
+from training.protections.record import RecordGradients
 
 MODULE, NAME = "benchmarks.speed.record_step", "record_step"
 CLIP_NORM, NOISE_MULTIPLIER = 1.0, 1.0
@@ -69,7 +69,7 @@ def ghost_step(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[
 def protected_step(x: torch.Tensor, y: torch.Tensor, mode: str, kind: str) -> Callable[[], None]:
     """A step of this package with per-record clipping and central noise."""
     network = FullyConnected(new_model())
-    protection = RecordProtection(
+    protection = RecordGradients(
         clip_norm=CLIP_NORM,
         noise_multiplier=NOISE_MULTIPLIER,
         divisor=BATCH,

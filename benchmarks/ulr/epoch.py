@@ -24,8 +24,8 @@ from benchmarks.speed.record_step import CLIP_NORM, NOISE_MULTIPLIER, REFERENCE,
 from benchmarks.timing import interleaved
 from opusim.randomness.streams import noise_stream
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
-from training.protections.record import RecordProtection
+from training.networks.optimizers import make_optimizer
+from training.protections.record import RecordGradients
 from training.ulr.config import UlrConfig
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence
@@ -51,7 +51,7 @@ def paper_model(seed: int = 0) -> nn.Sequential:
 def ulr_trainer(copies: int, *, rows_per_pass: int | None = None, mode: str = "experiment") -> UlrTrainer:
     """A trainer whose records are clipped and noised."""
     network = ModuleSequence(paper_model(), n_inputs=WIDTHS[0])
-    protection = RecordProtection(
+    protection = RecordGradients(
         clip_norm=CLIP_NORM,
         noise_multiplier=NOISE_MULTIPLIER,
         divisor=BATCH,

@@ -32,12 +32,12 @@ from tests.support.canaries import auc_error, own_features, pooled, record_losse
 from training.attacks.base import Scores
 from training.config import load_config
 from training.data.samplers import make_sampler
-from training.engine.optimizers import make_optimizer
 from training.engine.trainer import Trainer
-from training.feedback.algorithm import feedback_options
+from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, LayerShape, build_sequential
-from training.protections.record import RecordProtection
+from training.networks.optimizers import make_optimizer
+from training.protections.record import RecordGradients
 from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
 
 MODULE = "benchmarks.zeroth_order.membership"
@@ -76,11 +76,11 @@ def make(method: str, noise: float, seed: int, n_features: int) -> Trainer:
     stream = SeededStream(seed, "central-noise")
     if method == "dp-sgd":
         config = load_config({"trainer": {"kind": "bp"}, "optimizer": {"lr": plan["rate"], "momentum": 0.0}})
-        protection = RecordProtection(
+        protection = RecordGradients(
             clip_norm=1.0 if noise else 1e9, noise_multiplier=noise, divisor=plan["batch"], noise=stream
         )
         optimizer = make_optimizer(network.parameters, config.optimizer)
-        return FeedbackTrainer(network, optimizer, feedback_options(config), protection=protection)
+        return FeedbackTrainer(network, optimizer, config.trainer_as(FeedbackConfig), protection=protection)
     config = load_config({"trainer": {"kind": "zo", "perturbation": PHI}, "optimizer": {"lr": plan["rate"]}})
     release = ScalarRelease(
         clip=CLIP if noise else None, divisor=plan["batch"], scale=noise * CLIP, noise=GaussianScalars(stream)

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from training.zeroth_order.network import ModuleNetwork
 
 from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate
 from benchmarks.markdown import Row, command, markdown, section
@@ -38,13 +39,12 @@ from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.tables import print_table
 from training.config import load_config
 from training.data.samplers import make_sampler
-from training.engine.optimizers import make_optimizer, set_learning_rate
 from training.engine.trainer import Trainer
-from training.feedback.algorithm import feedback_options
+from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.base import ModuleNetwork
 from training.networks.network import FullyConnected, LayerShape, build_sequential
-from training.protections.record import RecordProtection
+from training.networks.optimizers import make_optimizer, set_learning_rate
+from training.protections.record import RecordGradients
 from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, ScalarRelease, ZoTrainer
 
 MODULE = "benchmarks.zeroth_order.sst2_head"
@@ -125,9 +125,9 @@ def _dp_sgd(noise: float, rate: float, stream: SeededStream) -> tuple[Trainer, A
     network = FullyConnected(model)
     config = load_config({"trainer": {"kind": "bp"}, "optimizer": {"lr": rate, "momentum": 0.0}})
     batch = METHODS[BASELINE]["batch"]
-    protection = RecordProtection(clip_norm=1.0, noise_multiplier=noise, divisor=batch, noise=stream)
+    protection = RecordGradients(clip_norm=1.0, noise_multiplier=noise, divisor=batch, noise=stream)
     optimizer = make_optimizer(network.parameters, config.optimizer)
-    trainer = FeedbackTrainer(network, optimizer, feedback_options(config), protection=protection)
+    trainer = FeedbackTrainer(network, optimizer, config.trainer_as(FeedbackConfig), protection=protection)
     return trainer, config.optimizer
 
 

@@ -101,7 +101,7 @@ class Records:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class Observation:
     """What the attacker sees and knows in a trial.
 
     Attributes:
@@ -157,12 +157,12 @@ class Trial:
     """What one trial shows.
 
     Attributes:
-        sight: What is seen.
+        observation: What is seen.
         candidates: Whom the coin was about.
         strangers: A pair that is in no batch in either world, for the null control.
     """
 
-    sight: Sight
+    observation: Observation
     candidates: Candidates
     strangers: Candidates
 
@@ -200,11 +200,11 @@ class Attack(ABC):
     knows: str
 
     @abstractmethod
-    def score(self, sight: Sight, candidates: Candidates) -> float:
+    def score(self, observation: Observation, candidates: Candidates) -> float:
         """Higher where the first world looks likelier; finite.
 
         Args:
-            sight: What is seen.
+            observation: What is seen.
             candidates: The pair in question.
         """
 
@@ -299,8 +299,8 @@ def play(
         present, imagined = bool(coins.random() < 0.5), bool(coins.random() < 0.5)
         trial = game.play(number, first_world=present)
         for attack, (known, strange) in zip(attacks, tallies, strict=True):
-            known.add(attack.score(trial.sight, trial.candidates), present)
+            known.add(attack.score(trial.observation, trial.candidates), present)
             if strangers:
-                strange.add(attack.score(trial.sight, trial.strangers), imagined)
+                strange.add(attack.score(trial.observation, trial.strangers), imagined)
         on_trial()
     return [GameScores(candidates=known.done(), strangers=strange.done()) for known, strange in tallies]

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.attacks.base import Attack, Candidates, Records, Sight, Trial, layer_gradient
-from training.attacks.replay import Shadow
+from training.attacks.base import Attack, Candidates, Observation, Records, Trial, layer_gradient
+from training.attacks.replay import NoiselessStep
 from training.networks.clipping import ActivationClipping
 from training.networks.network import FullyConnected
 from training.protections.base import with_constant
@@ -62,22 +62,22 @@ class RowSpaceAttack(Attack):
 
     def __init__(self, clipping: ActivationClipping, *, width: int, depth: int, bias: bool) -> None:
         self._clipping, self._width, self._depth, self._bias = clipping, width, depth, bias
-        self._seen: tuple[Sight, Tensor] | None = None
+        self._seen: tuple[Observation, Tensor] | None = None
 
-    def score(self, sight: Sight, candidates: Candidates) -> float:
+    def score(self, observation: Observation, candidates: Candidates) -> float:
         """See Attack.score."""
         h = self._clipping(candidates.member.x, layer=0, depth=self._depth, n_layer=self._width)
-        outside = residual(with_constant(h, bias=self._bias)[0], self._basis(sight))
+        outside = residual(with_constant(h, bias=self._bias)[0], self._basis(observation))
         return -math.log10(max(outside, _MIN_RESIDUAL))
 
     def figure(self, score: float) -> str:
         """Return the relative residual."""
         return f"residual {10**-score:.2g}"
 
-    def _basis(self, sight: Sight) -> Tensor:
+    def _basis(self, observation: Observation) -> Tensor:
         """Return the row space, computed once per trial for candidates and strangers."""
-        if self._seen is None or self._seen[0] is not sight:
-            self._seen = sight, row_space(sight.gradient(0), sight.batch_size)
+        if self._seen is None or self._seen[0] is not observation:
+            self._seen = observation, row_space(observation.gradient(0), observation.batch_size)
         return self._seen[1]
 
 
@@ -132,7 +132,7 @@ class CovarianceAttack(Attack):
     batches above the fan-in, for which the row space says nothing.
 
     Args:
-        shadow: Computes the signals.
+        noiseless: Computes the signals.
         clipping: Clipping of the inputs in the update.
         through_clip: Whether clipped neurons have slope 0.
         depth: Layers of the network.
@@ -144,34 +144,40 @@ class CovarianceAttack(Attack):
 
     def __init__(
         self,
-        shadow: Shadow[FullyConnected],
+        noiseless: NoiselessStep[FullyConnected],
         clipping: ActivationClipping,
         *,
         through_clip: bool,
         depth: int,
         bias: bool,
     ) -> None:
-        self._shadow, self._clipping, self._through_clip = shadow, clipping, through_clip
+        self._shadow, self._clipping, self._through_clip = noiseless, clipping, through_clip
         self._depth, self._bias = depth, bias
-        self._seen: tuple[Sight, Rows] | None = None
+        self._seen: tuple[Observation, Rows] | None = None
 
-    def score(self, sight: Sight, candidates: Candidates) -> float:
+    def score(self, observation: Observation, candidates: Candidates) -> float:
         """See Attack.score; if a record is replaced, the ratio of the two records."""
-        score = self._ratio(sight, candidates.member)
-        return score if candidates.replacement is None else score - self._ratio(sight, candidates.replacement)
+        score = self._ratio(observation, candidates.member)
+        return (
+            score
+            if candidates.replacement is None
+            else score - self._ratio(observation, candidates.replacement)
+        )
 
-    def _ratio(self, sight: Sight, record: Records) -> float:
-        if self._seen is None or self._seen[0] is not sight:
-            left = sight.gradient(0) * sight.batch_size - self._sum(sight, sight.others)
-            self._seen = sight, Rows(left, *self._layer(sight, sight.others))
-        h, slope = self._layer(sight, record)
-        own = self._sum(sight, record)
+    def _ratio(self, observation: Observation, record: Records) -> float:
+        if self._seen is None or self._seen[0] is not observation:
+            left = observation.gradient(0) * observation.batch_size - self._sum(
+                observation, observation.others
+            )
+            self._seen = observation, Rows(left, *self._layer(observation, observation.others))
+        h, slope = self._layer(observation, record)
+        own = self._sum(observation, record)
         signal = own @ h[0] / h[0].square().sum()  # w_j, shape (n,)
         return self._seen[1].log_likelihood_ratio(h[0], slope[0], signal)
 
-    def _sum(self, sight: Sight, records: Records) -> Tensor:
+    def _sum(self, observation: Observation, records: Records) -> Tensor:
         """Return the first layer's summed update without noise; the run averages over its batch."""
-        gradients = self._shadow.gradients(sight.weights[-2], records, step=sight.step)
+        gradients = self._shadow.gradients(observation.weights[-2], records, step=observation.step)
         return layer_gradient(gradients, 0) * len(records.x)
 
     def _slopes(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -181,9 +187,9 @@ class CovarianceAttack(Attack):
         slope = network.derivative(forward, 0, through_clip=self._through_clip)
         return torch.ones_like(forward.pre_activations[0]).double() if slope is None else slope.double()
 
-    def _layer(self, sight: Sight, records: Records) -> tuple[Tensor, Tensor]:
+    def _layer(self, observation: Observation, records: Records) -> tuple[Tensor, Tensor]:
         """Return the inputs as the first layer's update takes them, and its slopes, float64."""
-        weights = sight.weights[-2]
+        weights = observation.weights[-2]
         slopes = self._slopes(weights, records.x)
         h = self._clipping(records.x, layer=0, depth=self._depth, n_layer=slopes.shape[1])
         return with_constant(h, bias=self._bias).double(), slopes
@@ -272,7 +278,7 @@ class DifferenceAttack(Attack):
     (directions, probes of a likelihood ratio) counts as public, since no guarantee rests on it.
 
     Args:
-        shadow: Computes updates without the credited noise.
+        noiseless: Computes updates without the credited noise.
         groups: Names of the attacked parameters, in groups with the same noise; a group must not have so much noise
             that it hides the others.
     """
@@ -280,18 +286,18 @@ class DifferenceAttack(Attack):
     name = "difference"
     knows = "all other records of the batch, the candidate, the weights, the device's matrix and every public seed"
 
-    def __init__(self, shadow: Shadow[Any], *, groups: Sequence[Sequence[str]]) -> None:
-        self._shadow, self._groups = shadow, groups
+    def __init__(self, noiseless: NoiselessStep[Any], *, groups: Sequence[Sequence[str]]) -> None:
+        self._shadow, self._groups = noiseless, groups
         self._learnt: list[Products] = []
-        self._seen: tuple[Sight, list[Tensor], list[Tensor]] | None = None
+        self._seen: tuple[Observation, list[Tensor], list[Tensor]] | None = None
 
     def learn(self, trial: Trial) -> None:
         """See Attack.learn: estimate k and v of the groups."""
-        self._learnt.append(self._products(trial.sight, trial.candidates))
+        self._learnt.append(self._products(trial.observation, trial.candidates))
 
-    def score(self, sight: Sight, candidates: Candidates) -> float:
+    def score(self, observation: Observation, candidates: Candidates) -> float:
         """See Attack.score."""
-        seen, k = self._products(sight, candidates), self._share()
+        seen, k = self._products(observation, candidates), self._share()
         along = k * (seen.released_step - k * seen.others_step)
         ratio = float(np.sum((along - k**2 * seen.step / 2) / self._variance(k)))
         return min(max(ratio, -_MAX_LOG_RATIO), _MAX_LOG_RATIO)
@@ -318,11 +324,11 @@ class DifferenceAttack(Attack):
         ]
         return np.maximum(np.mean(squares, axis=0), _MIN_NORM)
 
-    def _products(self, sight: Sight, candidates: Candidates) -> Products:
-        first, second = candidates.batches(sight.others)
-        released, alone = self._known(sight)
-        present = self._update(sight, first)
-        absent = alone if candidates.replacement is None else self._update(sight, second)
+    def _products(self, observation: Observation, candidates: Candidates) -> Products:
+        first, second = candidates.batches(observation.others)
+        released, alone = self._known(observation)
+        present = self._update(observation, first)
+        absent = alone if candidates.replacement is None else self._update(observation, second)
         steps = [one - other for one, other in zip(present, absent, strict=True)]
         return Products(
             released_step=_dots(released, steps),
@@ -332,14 +338,18 @@ class DifferenceAttack(Attack):
             others=_dots(absent, absent),
         )
 
-    def _known(self, sight: Sight) -> tuple[list[Tensor], list[Tensor]]:
+    def _known(self, observation: Observation) -> tuple[list[Tensor], list[Tensor]]:
         """Return the released update and that of the others, computed once per trial."""
-        if self._seen is None or self._seen[0] is not sight:
-            self._seen = sight, self._grouped(sight.gradients()), self._update(sight, sight.others)
+        if self._seen is None or self._seen[0] is not observation:
+            self._seen = (
+                observation,
+                self._grouped(observation.gradients()),
+                self._update(observation, observation.others),
+            )
         return self._seen[1:]
 
-    def _update(self, sight: Sight, records: Records) -> list[Tensor]:
-        return self._grouped(self._shadow.gradients(sight.weights[-2], records, step=sight.step))
+    def _update(self, observation: Observation, records: Records) -> list[Tensor]:
+        return self._grouped(self._shadow.gradients(observation.weights[-2], records, step=observation.step))
 
     def _grouped(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
         """Concatenate the parameters of each group."""

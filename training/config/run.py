@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Discriminator, Field, model_validator
+from pydantic import BaseModel, Discriminator, Field, model_validator
 
 from accounting.guarantee import Adjacency
 from training.config.completion import completed
 from training.config.effect import require_used
-from training.config.section import Section
+from training.config.section import Section, TrainerSection
 from training.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -31,7 +31,8 @@ from training.zeroth_order.config import ZoConfig
 LossName = Literal["cross-entropy", "squared-error"]
 TrainerConfig = Annotated[FeedbackConfig | UlrConfig | ZoConfig | ConvexConfig, Discriminator("kind")]
 """The options of each family of trainers, told apart by their kind."""
-
+ModelT = TypeVar("ModelT", bound=BaseModel)
+SectionT = TypeVar("SectionT", bound=TrainerSection)
 
 _FITTING_SPLITS: dict[Adjacency, tuple[SplitRule, ...]] = {
     Adjacency.ZERO_OUT: ("index", "id"),
@@ -52,6 +53,14 @@ def split_refusal(config: RunConfig, split: str) -> str:
         f"data.split = {split!r} does not fit the relation {str(config.relation)!r}: {_MISFITS[split]}; "
         f"use {fitting}"
     )
+
+
+def _updated(section: ModelT, changes: Mapping[str, Any]) -> ModelT:
+    """Return a section with other values, which are not checked again."""
+    for name in changes:
+        if name not in type(section).model_fields:
+            raise TypeError(f"{type(section).__name__} has no key {name!r}")
+    return section.model_copy(update=dict(changes))
 
 
 class RunConfig(Section):
@@ -108,6 +117,34 @@ class RunConfig(Section):
         """Whether the run opens its device."""
         return self.trainer.uses_device(self.protection)
 
+    def replaced(self, **changes: Any) -> Self:
+        """Return the configuration with some keys changed, whose values are taken as they are.
+
+        Args:
+            **changes: Keys of the run. A section takes a mapping of its changed keys, or another section in its place.
+
+        Raises:
+            TypeError: There is no such key.
+        """
+        updates: dict[str, Any] = {}
+        for name, value in changes.items():
+            section = getattr(self, name, None)
+            if isinstance(value, Mapping) and isinstance(section, BaseModel):
+                updates[name] = _updated(section, value)
+            else:
+                updates[name] = value
+        return _updated(self, updates)
+
+    def trainer_as(self, section: type[SectionT]) -> SectionT:
+        """Return the section `trainer`, which must be one of this class.
+
+        Raises:
+            TypeError: It is another trainer's.
+        """
+        if not isinstance(self.trainer, section):
+            raise TypeError(f"trainer.kind = {self.trainer.kind!r} has no {section.__name__}")
+        return self.trainer
+
     def digest(self) -> str:
         """BLAKE2b of the whole configuration, by which a checkpoint knows the run it belongs to."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
@@ -156,6 +193,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
+        if self.protection.kind not in self.trainer.protections:
+            raise ValueError(
+                f"protection.kind = {self.protection.kind!r} is not for trainer.kind = {self.trainer.kind!r}; it takes "
+                f"{', '.join(self.trainer.protections)}"
+            )
         if self.protection.noise == "device" and not self.uses_device:
             raise ValueError(
                 f"protection.noise = 'device' needs a device, but trainer.kind = {self.trainer.kind!r} has none; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -27,3 +27,21 @@ class Section(BaseModel):
                     f"{name} = {value:g} exceeds {limit:g}, beyond which float32 overflows; lower it"
                 )
         return self
+
+
+class TrainerSection(Section):
+    """The options of a trainer; the base of the section of every `trainer.kind`."""
+
+    protections: ClassVar[tuple[str, ...]] = ("none", "record")
+    """Values of protection.kind that this trainer takes."""
+
+    def implementation(self) -> Any:
+        """Return the subclass of `training.engine.algorithm.Algorithm` of this kind.
+
+        It is imported here, so that reading a configuration imports neither torch nor a third party's code.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override implementation")
+
+    def build(self, plan: Any) -> Any:
+        """Return the algorithm of a `training.engine.plan.RunPlan`, bound to it."""
+        return self.implementation()(plan, self)

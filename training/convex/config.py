@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.config.section import Section
+from training.config.section import TrainerSection
 from training.protections.config import ProtectionConfig, Relation
 
 
-class ConvexConfig(Section):
+class ConvexConfig(TrainerSection):
     """A convex approximation of a two-layer ReLU network; sampler.scheme says how it descends."""
 
+    protections: ClassVar[tuple[str, ...]] = ("none", "record", "last-iterate")
+    """See TrainerSection."""
     relations: ClassVar[tuple[Relation, ...]] = ("replace_one", "zero_out", "add_or_remove_one")
     """What protection.relation may be under protection.kind = 'record'; the first is its default."""
 
@@ -44,6 +46,12 @@ class ConvexConfig(Section):
         if self.clip is None and self.objective in ("squared", "margin"):
             return 0.5
         return self.clip
+
+    def implementation(self) -> Any:
+        """See TrainerSection.implementation."""
+        from training.convex.algorithm import ConvexAlgorithm
+
+        return ConvexAlgorithm
 
     def uses_device(self, protection: ProtectionConfig) -> bool:
         """Whether the run opens its device."""

@@ -7,14 +7,23 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.config.section import Section
+from training.config.section import TrainerSection
 from training.config.sections import ClippedLayers, WidthRule, check_clip
 from training.protections.config import ProtectionConfig, Relation
 
 
-class FeedbackConfig(Section):
+class FeedbackConfig(TrainerSection):
     """Which feedback trains the hidden layers, and what happens to it."""
 
+    protections: ClassVar[tuple[str, ...]] = (
+        "none",
+        "record",
+        "label",
+        "label-amplified",
+        "label-once",
+        "label-response",
+    )
+    """See TrainerSection."""
     relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one", "replace_one")
     """What protection.relation may be under protection.kind = 'record'; the first is its default."""
 
@@ -57,6 +66,12 @@ class FeedbackConfig(Section):
     feedback_seed: int = Field(20210603, ge=0)
     """Seed of the digital feedback matrix of dfa and tdfa; the default is the packaged devices' medium, so that
     tdfa is pdfa without noise."""
+
+    def implementation(self) -> Any:
+        """See TrainerSection.implementation."""
+        from training.feedback.algorithm import FeedbackAlgorithm
+
+        return FeedbackAlgorithm
 
     def uses_device(self, protection: ProtectionConfig) -> bool:
         """Whether the run opens its device."""

@@ -34,16 +34,11 @@ from training.feedback.rules import (
 from training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
 from training.networks.functions import LOSSES
 from training.networks.network import ForwardPass, FullyConnected
-from training.protections.base import Protection
-from training.protections.noisy_labels import NoisyLabels
+from training.protections.base import PrivateGradients, SoftLabels
 
 
 class FeedbackTrainer(Trainer):
     """Trains a fully connected network with one of the four feedbacks.
-
-    Attributes:
-        noisy_labels: Private knowledge of the labels that replaces them; set before the first step. None uses the
-            labels.
 
     Args:
         network: The network; its parameters are updated in place.
@@ -51,14 +46,13 @@ class FeedbackTrainer(Trainer):
         config: Feedback, order of noise, clips.
         loss: "cross-entropy" or "squared-error".
         device: An open device; required by pdfa, ignored by the others.
-        noise: Source of digital noise; required if config.sigma > 0.
-        protection: Clips the records' contributions and adds noise; None averages over the batch.
+        noise: Digital noise; required where config.sigma > 0.
+        protection: Clips and noises the records' contributions; None averages over the batch.
+        labels: What training knows of the labels in their place; None if it sees the labels themselves.
 
     Raises:
         ValueError: pdfa without a device, a device of other widths, or sigma without a noise stream.
     """
-
-    noisy_labels: NoisyLabels | None = None
 
     def __init__(
         self,
@@ -69,7 +63,8 @@ class FeedbackTrainer(Trainer):
         loss: LossName = "cross-entropy",
         device: NoisyDevice | None = None,
         noise: NoiseStream | None = None,
-        protection: Protection | None = None,
+        protection: PrivateGradients | None = None,
+        labels: SoftLabels | None = None,
     ) -> None:
         self.kind = config.kind
         self.model = network.model
@@ -79,6 +74,7 @@ class FeedbackTrainer(Trainer):
         self._device = device if config.kind == "pdfa" else None
         self._noise = noise
         self._protection = protection
+        self._labels = labels
         self._clipping = ActivationClipping(
             tau_h_max=config.tau_h_max,
             tau_h_min=config.tau_h_min,
@@ -151,12 +147,12 @@ class FeedbackTrainer(Trainer):
         return self._device.usage if self._device is not None else Usage()
 
     def _targets(self, output: Tensor, y: Tensor, records: Tensor | None, step: int) -> Tensor:
-        """Return the targets of the loss: class numbers, or soft labels."""
-        if self.noisy_labels is None:
+        """What the loss compares the output with: class numbers, or soft labels."""
+        if self._labels is None:
             return y
         if records is None:
-            raise ValueError("records is missing; noisy labels are found by the records' numbers")
-        return self.noisy_labels.targets(output, records, step)
+            raise ValueError("records is missing; noisy labels are looked up by the records' numbers")
+        return self._labels.targets(output, records, step)
 
     def _set_gradients(self, forward: ForwardPass, deltas: Deltas, records: Tensor | None) -> None:
         network, protection = self._network, self._protection

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -79,6 +79,31 @@ class ProtectionConfig(Section):
     def one_look(self) -> bool:
         """Whether the labels are read or randomized once, before training."""
         return self.kind in ("label-once", "label-response")
+
+    def implementation(self) -> Any:
+        """Return the subclass of `training.protections.base.Protection` of this kind.
+
+        It is imported here, so that reading a configuration imports no torch.
+        """
+        from training.protections.amplified_labels import AmplifiedLabelProtection
+        from training.protections.base import NoProtection
+        from training.protections.budgeted_labels import LabelBudgetProtection
+        from training.protections.noisy_labels import LabelReadoutProtection, RandomizedResponseProtection
+        from training.protections.record import LastIterateProtection, RecordGradients
+
+        return {
+            "none": NoProtection,
+            "record": RecordGradients,
+            "last-iterate": LastIterateProtection,
+            "label": LabelBudgetProtection,
+            "label-amplified": AmplifiedLabelProtection,
+            "label-once": LabelReadoutProtection,
+            "label-response": RandomizedResponseProtection,
+        }[self.kind]
+
+    def build(self, plan: Any, algorithm: Any) -> Any:
+        """Return the protection of a `training.engine.plan.RunPlan` and its algorithm, bound to both."""
+        return self.implementation()(plan, algorithm)
 
     @property
     def clip(self) -> float:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,11 +19,24 @@ from torch import Tensor
 
 from accounting.ledger.journal import head_file, read_position
 from opusim.files import require_regular, write_file
-from training.engine.optimizers import TailAverage, load_optimizer_tensors, optimizer_tensors
-from training.engine.trainer import Trainer
 from training.errors import RunFolderError
+from training.networks.optimizers import TailAverage, load_optimizer_tensors, optimizer_tensors
 from training.runs.folder import RunFolder
 from training.runs.seal import REMEDY, Header, Seal, checkpoint_path, list_checkpoints, read_header
+
+
+class Trained(Protocol):
+    """What a checkpoint keeps of a trainer (`training.engine.trainer.Trainer`)."""
+
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What else a resumed run must have back, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +70,7 @@ def save_checkpoint(
     folder: Path,
     *,
     step: int,
-    trainer: Trainer,
+    trainer: Trained,
     average: TailAverage,
     progress: Mapping[str, Any],
     seal: Seal,
@@ -149,7 +162,7 @@ def copy_parameters(
             tensor.copy_(found[name])
 
 
-def restore(trainer: Trainer, average: TailAverage, checkpoint: Checkpoint, path: Path) -> None:
+def restore(trainer: Trained, average: TailAverage, checkpoint: Checkpoint, path: Path) -> None:
     """Restore a trainer, its optimizer and the running average from a checkpoint.
 
     Raises:

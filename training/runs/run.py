@@ -20,7 +20,6 @@ from training.data.arrays import check_lengths, check_range, checked_features, c
 from training.data.catalogue import OWN_ARRAYS
 from training.data.dataset import DataError, PrincipalComponents, Standardisation
 from training.data.formats import read_arrays
-from training.engine.algorithm import family_of
 from training.errors import RunFolderError
 from training.networks.functions import LOSSES
 from training.runs.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
@@ -169,7 +168,7 @@ def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:
     facts = folder.read_facts()
     folder.require_sealed()
     config = folder.read_config()
-    only_last = config.mode == "release" and config.protection.kind == "last-iterate"
+    only_last = config.mode == "release" and config.protection.last_iterate
     if only_last and not folder.finished:
         raise RunFolderError(
             f"run folder {path} holds an unfinished run whose guarantee covers only the final model; finish it with: "
@@ -182,7 +181,7 @@ def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:
             if folder.finished
             else f"run folder {path} has no checkpoint yet; resume it with: opusim train resume {path}"
         )
-    network = family_of(config.trainer.kind).rebuilt(facts["network"], model)
+    network = config.trainer.implementation().rebuild_network(facts["network"], model)
     checkpoint = read_checkpoint(checkpoints[-1])
     copy_parameters(checkpoint, network.tensors, checkpoints[-1])
     return Run(folder, network.model.cpu(), checkpoint.step)  # a user-supplied module may be on a GPU

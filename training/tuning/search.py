@@ -35,8 +35,7 @@ from opusim.files import make_folder, write_file
 from opusim.randomness.streams import derive_seed, noise_stream
 from training.config.reading import load_config
 from training.config.run import RunConfig
-from training.engine.algorithm import family_of
-from training.engine.assembly import configured_sampler, load_data
+from training.engine.plan import RunPlan, load_data
 from training.engine.session import train
 from training.errors import RunFolderError
 from training.runs.checkpoints import adopt_ledger
@@ -242,7 +241,7 @@ class Search:
         for values in itertools.product(*choices.values()):
             lines = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
             trial = load_config(self._config, lines)
-            family_of(trial.trainer.kind).require_covered(trial, dataset, configured_sampler(trial, dataset))
+            RunPlan.checked(trial, dataset)
 
     def _score(self, state: SearchState, number: int) -> float:
         """Train or resume a trial, and score it."""
@@ -269,7 +268,7 @@ class Search:
         if folder.started:
             return train(folder=folder.path, resume=True)
         config = load_config(self._config, state.draw.trials[number])
-        return train(config.model_copy(update={"seed": _seed(state.draw, number)}), folder=folder.path)
+        return train(config.replaced(seed=_seed(state.draw, number)), folder=folder.path)
 
     def _keep_best(self, state: SearchState) -> tuple[Run | None, float | None, tuple[str, ...]]:
         """Copy the best trial to `best` with the ledger of the search, since its own epsilon ignores the choice."""
@@ -338,13 +337,12 @@ def _base(config: RunConfig, mu: float) -> RunConfig:
         raise NoGuarantee(
             f"epsilon = {config.protection.epsilon}: leaves no budget for a trial; raise it, or ask for fewer trials"
         )
-    protection = config.protection.model_copy(update={"epsilon": bounds.lower})
-    return config.model_copy(update={"protection": protection})
+    return config.replaced(protection={"epsilon": bounds.lower})
 
 
 def _require_searchable(config: RunConfig) -> None:
     problems = {
-        "protection.kind": (config.protection.kind != "last-iterate", "must be 'last-iterate' for a search"),
+        "protection.kind": (not config.protection.last_iterate, "must be 'last-iterate' for a search"),
         "protection.epsilon": (
             config.protection.epsilon is None,
             "is missing; give the epsilon of the whole search",

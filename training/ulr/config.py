@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.config.section import Section
+from training.config.section import TrainerSection
 from training.protections.config import ProtectionConfig, Relation
 
 Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
 
 
-class UlrConfig(Section):
+class UlrConfig(TrainerSection):
     """Forward passes with noise on one module's output at a time, whose score times the loss is the gradient."""
 
     relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one", "replace_one")
@@ -52,6 +52,12 @@ class UlrConfig(Section):
     def variance_reduction(self) -> Reduction:
         """`reduction`, or the default of the form."""
         return self.reduction or ("none" if self.form == "published" else "antithetic")
+
+    def implementation(self) -> Any:
+        """See TrainerSection.implementation."""
+        from training.ulr.algorithm import UlrAlgorithm
+
+        return UlrAlgorithm
 
     def uses_device(self, protection: ProtectionConfig) -> bool:
         """Whether the run opens its device."""

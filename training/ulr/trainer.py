@@ -21,7 +21,7 @@ from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
 from training.networks.clipping import finite_rows
 from training.networks.functions import LOSS_VALUES
-from training.protections.record import RecordProtection
+from training.protections.base import PrivateGradients
 from training.ulr.estimator import Estimator, Losses
 from training.ulr.network import ModuleSequence, Outputs
 
@@ -65,7 +65,7 @@ class PlainUpdate(Update):
         *,
         sigma: float,
         noise: NoiseStream,
-        protection: RecordProtection | None = None,
+        protection: PrivateGradients | None = None,
     ) -> None:
         self._network = network
         self._estimator = estimator

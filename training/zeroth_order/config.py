@@ -6,11 +6,11 @@ Which language model a run fine-tunes, on which texts, asked how.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from training.config.section import Section
+from training.config.section import Section, TrainerSection
 from training.protections.config import ProtectionConfig, Relation
 
 
@@ -56,7 +56,7 @@ class LanguageConfig(Section):
         return prompt
 
 
-class ZoConfig(Section):
+class ZoConfig(TrainerSection):
     """Forward passes alone: the loss on both sides of a random direction tells how far to go along it.
 
     The update takes lr, schedule and weight_decay of the section `optimizer`, and neither momentum nor moments.
@@ -81,6 +81,12 @@ class ZoConfig(Section):
     """Whether the run folder keeps the parameters that training began with, from which the step log is replayed."""
 
     language: LanguageConfig = LanguageConfig()
+
+    def implementation(self) -> Any:
+        """See TrainerSection.implementation."""
+        from training.zeroth_order.algorithm import ZoAlgorithm
+
+        return ZoAlgorithm
 
     def uses_device(self, protection: ProtectionConfig) -> bool:
         """Whether the run opens its device."""

@@ -23,8 +23,7 @@ from opusim.files import read_text
 from training.config.run import RunConfig
 from training.data.dataset import DataError
 from training.networks.base import DescribedModule
-from training.zeroth_order.config import LanguageConfig
-from training.zeroth_order.planning import zo_options
+from training.zeroth_order.config import LanguageConfig, ZoConfig
 
 PAD = -1.0
 _TEXTS_LIMIT = 2**30
@@ -358,7 +357,7 @@ def build_language(config: RunConfig) -> tuple[RunConfig, tuple[Tensor, Tensor],
         ModuleNotFoundError: transformers or peft is missing.
         ValueError: The model cannot be loaded, or its tokenizer does not match the prompt.
     """
-    options = zo_options(config).language
+    options = config.trainer_as(ZoConfig).language
     config = _with_classes(config, len(options.classes))
     if options.text is None:
         raise ConfigError(
@@ -388,4 +387,4 @@ def _with_classes(config: RunConfig, n_classes: int) -> RunConfig:
             "data.n_classes",
             f"{config.data.n_classes} differs from the number of trainer.language.classes, {n_classes}; leave it out",
         )
-    return config.model_copy(update={"data": config.data.model_copy(update={"n_classes": n_classes})})
+    return config.replaced(data={"n_classes": n_classes})

@@ -224,6 +224,16 @@ class ZoTrainer(Trainer):
         if not self._private:
             self._counts[1] += int(sum(totals.bad))
 
+    def keep_log(self, log: StepLog, *, root: int) -> None:
+        """Write every step to a log from here on, and draw directions from the root that the log names.
+
+        Args:
+            log: Where steps are written.
+            root: The seed from which the directions' seeds are derived.
+        """
+        self.log, self.root = log, root
+        log.mark(self._tensors)
+
     @property
     def steps(self) -> int:
         """Number of steps done."""

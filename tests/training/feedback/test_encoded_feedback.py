@@ -11,11 +11,11 @@ from opusim import open_device
 from opusim.devices.base import NoisyDevice
 from opusim.encodings import bit_planes
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
 from training.feedback.config import FeedbackConfig
 from training.feedback.rules import DeviceProjection
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
+from training.networks.optimizers import make_optimizer
 
 CLASSES, OUTPUTS, SIGMA, BATCH = 4, 30, 0.37, 9
 

@@ -11,12 +11,12 @@ from opusim.encodings import ternarize
 from opusim.medium.transmission import Medium
 from opusim.randomness.streams import noise_stream
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
 from training.errors import TrainingDiverged
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.functions import cross_entropy
 from training.networks.network import FullyConnected
+from training.networks.optimizers import make_optimizer
 
 WIDTHS = (9, 12, 15, 4)  # inputs, two hidden layers, classes
 SIGMA = 0.37

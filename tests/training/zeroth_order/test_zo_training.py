@@ -21,7 +21,7 @@ from training.config import load_config
 from training.errors import RunFolderError
 from training.networks.network import FullyConnected
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.zeroth_order.algorithm import ZoFamily
+from training.zeroth_order.config import ZoConfig
 from training.zeroth_order.step_log import LOG_FILE, LogContent, StepLogCorrupt, mark_file, replay
 from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
 
@@ -357,6 +357,6 @@ def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
         run(tmp_path, BASE, model=Own().requires_grad_(False))
 
 
-def test_the_family_takes_part_like_the_others() -> None:
-    assert ZoFamily.protections == ("none", "record")
+def test_it_takes_part_like_the_others() -> None:
+    assert ZoConfig.protections == ("none", "record")
     assert load_config({"trainer": {"kind": "zo"}}).uses_device is False

@@ -21,12 +21,10 @@ from training.attacks.mechanism.report import Check, MechanismAudit
 from training.attacks.mechanism.subjects import SUBJECTS, Subject
 from training.config.reading import flat, load_config, merged, parse_setting
 from training.config.run import RunConfig
-from training.convex.planning import largest_gradient
 from training.data import Dataset
 from training.engine.session import train
 from training.runs.folder import RunFolder
 from training.zeroth_order.config import ZoConfig
-from training.zeroth_order.planning import clip_of
 
 RUNS = 2
 MIN_STEPS = 40
@@ -138,7 +136,7 @@ def _trained(
     """Make one run in its folder; the folder's name keys its seed."""
     own = 0 if seed is None else derive_seed(seed, "mechanism", int(folder.path.name)) >> 33
     train(
-        config.model_copy(update={"seed": own}),
+        config.replaced(seed=own),
         data=dataset,
         model=None if config.protection.kind in _LABELS else subject.model(_clip(config, subject)),
         folder=folder.path,
@@ -254,10 +252,8 @@ def _dataset(subject: Subject, config: RunConfig) -> Dataset:
 
 
 def _clip(config: RunConfig, subject: Subject) -> float:
-    """Return the clip C."""
-    if config.trainer.kind == "convex":
-        return largest_gradient(config, subject.n_classes)
-    return clip_of(config) if config.trainer.kind == "zo" else config.protection.clip
+    """Return C, the largest norm of a record's contribution."""
+    return float(config.trainer.implementation().clip_norm(config, subject.n_classes))
 
 
 def _total_steps(config: RunConfig) -> int:

@@ -18,19 +18,18 @@ from torch import Tensor, nn
 
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
-from opusim.description.loading import parse_description
-from opusim.description.schema import NoiseSettings
 from opusim.medium.directions import Direction
 from training.attacks.base import Records
+from training.attacks.controls import plain_descent
 from training.attacks.mechanism.checks import BatchLaw, Released, Sums
 from training.attacks.mechanism.subjects import Subject
-from training.attacks.replay import Shadow
+from training.attacks.replay import NoiselessStep
 from training.config.run import RunConfig
-from training.convex.planning import convex_options
+from training.convex.config import ConvexConfig
 from training.data import Dataset
-from training.engine.algorithm import family_of
-from training.engine.assembly import opened_device
+from training.engine.plan import RunPlan
 from training.networks.functions import LOSSES
+from training.protections.config import ProtectionConfig
 from training.protections.planning import divisor_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
@@ -103,23 +102,11 @@ def _gradients(
     model, x, y = subject.model(config.protection.clip), dataset.train.x[:1], dataset.train.y[:1]
     if config.trainer.kind == "ulr":
         return [_autograd(model, dict(state), x, y, config) for state in states]
-    plain = {"name": "sgd", "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant"}
-    silent = config.model_copy(
-        update={
-            "protection": type(config.protection)(),
-            "optimizer": config.optimizer.model_copy(update=plain),
-            "mode": "experiment",
-        }
-    )
-    family = family_of(config.trainer.kind)
-    network = family.network(silent, dataset, model)
-    facts = folder.read_facts()["device"]
-    description = None if facts is None else parse_description(str(folder.config_file), facts)
-    if description is not None and description.noise is not None:
-        description = description.model_copy(update={"noise": NoiseSettings(sigma=0.0)})
-    with opened_device(silent, family.device_shape(silent, network), description) as device:
-        shadow = Shadow(network, family.trainer(silent, network, dataset, device))
-        found = [shadow.gradients(state, Records(x=x, y=y), step=0) for state in states]
+    unprotected = config.replaced(protection=ProtectionConfig(), mode="experiment", optimizer={"name": "sgd"})
+    plan = plain_descent(RunPlan.checked(unprotected, dataset, model=model)).with_silent_device()
+    with plan.opened_device() as device:
+        noiseless = NoiselessStep(plan.network, plan.algorithm.trainer(device))
+        found = [noiseless.gradients(state, Records(x=x, y=y), step=0) for state in states]
     return [{name: tensor.numpy() for name, tensor in gradient.items()} for gradient in found]
 
 
@@ -171,8 +158,8 @@ def _clipped(gradient: Gradient, clip: float, *, by_layer: bool) -> Gradient:
 
 
 def _convex_contribution(config: RunConfig, dataset: Dataset, mechanism: Mechanism) -> Gradient:
-    """Return x~ residual^T at weights 0 for a record with all gates open: x~ = x / (|x| sqrt(P)) on every gate."""
-    options, k = convex_options(config), dataset.n_classes
+    """x~ residual^T at weights of 0, for a record with open gates only: x~ = x / (|x| sqrt(P)) on every gate."""
+    options, k = config.trainer_as(ConvexConfig), dataset.n_classes
     x, label = dataset.train.x[0].double().numpy(), int(dataset.train.y[0])
     target = np.eye(k)[label]
     residual = {

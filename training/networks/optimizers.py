@@ -1,7 +1,4 @@
-"""The mean of the last iterates: noise in the updates averages out, and nothing more is released.
-
-torch optimizers by name, and their state as named tensors.
-"""
+"""Torch optimizers by name, their learning rates, their state as named tensors, and the mean of the last iterates."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 }
 _FUSED = ("sgd", "adam", "adamw")
 _ROUNDING = 1e-9
-"""Steps of the rate by which a quotient of floats may fall short of the whole number that it is."""
+"""By how much a quotient of floats may fall short of the whole number that it stands for."""
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -63,7 +60,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: OptimizerConfig,
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as tensors named "parameter.key"; plain numbers become float64 scalars."""
+    """Return the optimizer's state as tensors named "parameter.key"; plain numbers become float64 scalars."""
     tensors = {}
     for parameter, state in optimizer.state_dict()["state"].items():
         for key, value in state.items():
@@ -74,7 +71,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Give an optimizer the state that `optimizer_tensors` took; its hyperparameters stay its own."""
+    """Restore an optimizer from `optimizer_tensors`; its hyperparameters stay as they are."""
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         parameter, key = name.split(".", 1)
@@ -85,6 +82,8 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[st
 
 class TailAverage:
     """Running mean of the parameters after each of the last steps (Polyak and Juditsky 1992).
+
+    Noise in the updates averages out, and nothing more is released.
 
     Args:
         share: Share of the run's steps, at its end, that are averaged, in [0, 1); 0 for none.
@@ -97,7 +96,7 @@ class TailAverage:
         self._means: dict[str, Tensor] = {}
 
     def update(self, step: int, parameters: Mapping[str, Tensor]) -> None:
-        """Take in the parameters after a step; after the last one they are replaced by the mean.
+        """Add the parameters after a step; after the last step the mean replaces them.
 
         Args:
             step: Steps done, at least 1.
@@ -122,5 +121,5 @@ class TailAverage:
         return self._means
 
     def load(self, state: Mapping[str, Tensor], place: torch.device) -> None:
-        """Take back what `state` gave."""
+        """Restore the means from `state`."""
         self._means = {name: tensor.clone().to(place) for name, tensor in state.items()}

@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from training.zeroth_order.network import ModuleNetwork
 
 from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate
 from benchmarks.markdown import Row, command, markdown, section
@@ -42,6 +41,7 @@ from training.data.samplers import make_sampler
 from training.engine.trainer import Trainer
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
+from training.networks.base import ModuleNetwork
 from training.networks.network import FullyConnected, LayerShape, build_sequential
 from training.networks.optimizers import make_optimizer, set_learning_rate
 from training.protections.record import RecordGradients

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from training.zeroth_order.network import ModuleNetwork
 
 from accounting import RecordCentral, ZoGaussian, calibrate
 from benchmarks.markdown import command, markdown, section
@@ -44,6 +43,7 @@ from opusim.randomness.streams import SeededStream, derive_seed
 from opusim.tables import print_table
 from training.config import load_config
 from training.data.samplers import make_sampler
+from training.networks.base import ModuleNetwork
 from training.networks.optimizers import set_learning_rate
 from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
 

@@ -11,7 +11,7 @@ from training.attacks.difference import DifferenceAttack
 from training.attacks.replay import RunParts, Shadow
 from training.attacks.row_space import RowSpaceAttack
 from training.config.run import RunConfig
-from training.feedback.config import FeedbackConfig
+from training.feedback.config import DfaConfig, FeedbackConfig, PdfaConfig, TdfaConfig
 from training.networks.clipping import ActivationClipping
 from training.networks.network import LayerShape
 from training.ulr.config import UlrConfig
@@ -90,9 +90,9 @@ def _noised_readings(options: object) -> bool:
     """Whether every hidden layer's signal has noise of one standard deviation, before the slope."""
     if not isinstance(options, FeedbackConfig):
         return False
-    if options.kind == "pdfa":
+    if isinstance(options, PdfaConfig):
         return options.encoding == "ternary"
-    return options.kind in ("dfa", "tdfa") and options.sigma > 0
+    return isinstance(options, DfaConfig | TdfaConfig) and options.sigma > 0
 
 
 def _covariance(options: object, layers: Sequence[LayerShape], shadow: Shadow[Any]) -> CovarianceAttack:

@@ -23,6 +23,7 @@ from training.data.samplers import Sampler
 from training.data.splits import Ids
 from training.engine.trainer import Trainer
 from training.networks.base import Network
+from training.protections.config import RecordConfig
 from training.protections.planning import divisor_of, require_covered, with_multiplier, with_sampled_noise
 from training.runs.folder import RunFolder
 
@@ -163,18 +164,17 @@ class TrainerFamily(ABC, Generic[NetworkT]):
             noise_multiplier: z, for a step with one direction (zo); doubled where a record is replaced, which moves a
                 sum twice as far as leaving it out.
         """
-        protection = {
-            "kind": "record",
-            "noise_multiplier": noise_multiplier,
-            "epsilon": None,
-            "noise": "digital",
-            "clip_norm": config.protection.clip,
-            "divisor": divisor_of(config),
-        }
+        protection = RecordConfig(
+            noise_multiplier=noise_multiplier,
+            delta=config.protection.delta,
+            relation=getattr(config.protection, "relation", None),
+            clip_norm=config.protection.clip,
+            divisor=divisor_of(config),
+        )
         sampler = {"scheme": "poisson", "min_batch_size": None}
         control = config.model_copy(
             update={
-                "protection": config.protection.model_copy(update=protection),
+                "protection": protection,
                 "sampler": config.sampler.model_copy(update=sampler),
             }
         )

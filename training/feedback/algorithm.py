@@ -109,7 +109,7 @@ class FeedbackFamily(TrainerFamily[FullyConnected]):
         """See TrainerFamily.trainer; what is known of the labels is left to `pay_at_start`."""
         options = feedback_options(config)
         noise = None
-        if options.sigma:
+        if getattr(options, "sigma", 0.0):
             noise = noise_stream(config.mode, seed_for(config, "noise"), "digital-noise")
         return FeedbackTrainer(
             network,
@@ -164,5 +164,6 @@ class FeedbackFamily(TrainerFamily[FullyConnected]):
 
     def without_noise(self, config: RunConfig) -> RunConfig | None:
         """See TrainerFamily.without_noise; a digital feedback's own noise goes too."""
-        silent = config.model_copy(update={"trainer": config.trainer.model_copy(update={"sigma": 0.0})})
-        return super().without_noise(silent)
+        if "sigma" in type(config.trainer).model_fields:
+            config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"sigma": 0.0})})
+        return super().without_noise(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ def make_protection(
     Raises:
         ConfigError: The device's noise cannot be credited.
     """
-    options = config.protection
+    options: Any = config.protection
     kind, noise_multiplier = options.kind, options.noise_multiplier
     if kind == "label-once" and options.noise == "device" and device is not None:
         readable_law(device)  # refused before the run begins
@@ -136,7 +137,8 @@ def make_noisy_labels(
         ConfigError: The device's noise cannot be credited.
         LedgerCorrupt: The look was taken and is not paid for.
     """
-    if config.protection.kind not in ("label-once", "label-response"):
+    options: Any = config.protection
+    if not options.one_look:
         return None
     if not folder.labels_file.exists():
         write_array(folder.labels_file, _look(config, dataset, device, ledger).numpy())
@@ -145,7 +147,7 @@ def make_noisy_labels(
             f"{folder.ledger_file}: does not pay for {folder.labels_file.name}, which is there; restore it from a copy"
         )
     scores = torch.from_numpy(read_array(folder.labels_file)).to(config.torch_device)
-    return NoisyLabels(log_likelihood=scores, flat_steps=math.ceil(config.protection.flat_prior * steps))
+    return NoisyLabels(log_likelihood=scores, flat_steps=math.ceil(options.flat_prior * steps))
 
 
 def _look(config: RunConfig, dataset: Dataset, device: NoisyDevice | None, ledger: Ledger) -> torch.Tensor:
@@ -185,5 +187,6 @@ def _reference(config: RunConfig, dataset: Dataset) -> torch.Tensor:
     """Features of training records that stand for all: public, since the labels alone are protected."""
     x = dataset.train.x
     generator = torch.Generator().manual_seed(config.data.split_seed)
-    chosen = torch.randperm(len(x), generator=generator)[: config.protection.reference_size]
+    options: Any = config.protection
+    chosen = torch.randperm(len(x), generator=generator)[: options.reference_size]
     return x[chosen].to(config.torch_device)

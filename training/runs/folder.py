@@ -15,6 +15,7 @@ from accounting.ledger.ledger import LEDGER_FILE, LedgerContent, read_ledger
 from opusim.errors import ConfigError
 from opusim.files import make_folder, read_bytes
 from training.config.reading import stored_config
+from training.config.run import SCHEMA_VERSION as CONFIG_VERSION
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.locking import LOCK_FILE, only_writer, require_kind
@@ -169,7 +170,7 @@ class RunFolder:
         values = config.model_dump(mode="json")
         if config.mode == "release":
             del values["seed"]
-        return json_content({"schema_version": SCHEMA_VERSION, "config": values, **facts})
+        return json_content({"schema_version": CONFIG_VERSION, "config": values, **facts})
 
     def begin(self, configuration: bytes) -> None:
         """Write `config.json`, which marks a run as begun."""
@@ -185,9 +186,9 @@ class RunFolder:
             raise RunFolderError(f"run folder {self.path} holds no run (no config.json); check the path")
         facts = read_json(self.config_file)
         version = facts.get("schema_version") if isinstance(facts, dict) else None
-        if version != SCHEMA_VERSION:
+        if version != CONFIG_VERSION:
             raise RunFolderError(
-                f"{self.config_file}: schema_version {version!r} is not {SCHEMA_VERSION}; "
+                f"{self.config_file}: schema_version {version!r} is not {CONFIG_VERSION}; "
                 "read it with the opusim that wrote it"
             )
         missing = [name for name in _PARTS if name not in facts]

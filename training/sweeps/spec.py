@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
-from training.config.section import Section
+from training.config.sections import Section
 from training.sweeps.lines import line_of
 
 

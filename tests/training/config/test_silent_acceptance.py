@@ -14,9 +14,11 @@ import pytest
 import training.engine.session
 from opusim.errors import ConfigError
 from training.cli import main
+from training.cli.options import key_rows
 from training.config import RunConfig, load_config
-from training.config.effect import EFFECTS, unused
-from training.config.reading import flat, merged, nested, option_rows, stored_config
+from training.config.kinds import KINDS
+from training.config.reading import flat, merged, nested, stored_config
+from training.config.run import effects_of, unused
 from training.data import from_arrays
 from training.sweeps.points import points_of
 from training.sweeps.spec import read_spec
@@ -52,8 +54,12 @@ ALWAYS = {
     ),
     *("trainer.settle_every", "trainer.keep_base", "trainer.hyperplanes", "trainer.gates", "trainer.centre"),
     *("trainer.objective", "trainer.regularisation"),
+    *("trainer.gain", "trainer.feedback_seed", "trainer.sigma", "trainer.encoding"),
+    *("protection.relation", "protection.epsilon", "protection.noise_multiplier", "protection.clip_norm"),
+    *("protection.noise", "protection.floor", "protection.reference_size", "protection.equalise"),
+    "protection.flat_prior",
 }
-"""Keys with an effect in every configuration, or which a trainer refuses by name."""
+"""Keys with an effect in every configuration that has them, or which a trainer refuses by name."""
 
 RECORD = {"kind": "record", "noise_multiplier": 1.0}
 USELESS: list[tuple[str, dict[str, Any], Any]] = [
@@ -140,13 +146,23 @@ def test_a_resolved_configuration_is_taken_back(kind: str, protection: str, tmp_
 
 
 def test_every_key_says_when_it_has_an_effect() -> None:
-    conditional = {key for effect in EFFECTS for key in effect.keys}
-    keys = {key for key, _, _ in option_rows()}
+    sections = [section for kinds in KINDS.values() for section in kinds.every().values()]
+    effects = effects_of(RunConfig()) + [effect for section in sections for effect in section.effects]
+    conditional = {key for effect in effects for key in effect.keys}
+    keys = {key for key, _, _ in key_rows()}
     missing = {
         key for key in keys - ALWAYS if not any(f"{key}.".startswith(f"{known}.") for known in conditional)
     }
     assert not missing
     assert not ALWAYS - keys
+    assert not (conditional & ALWAYS)
+
+
+def test_a_changed_kind_keeps_what_it_knows_of_a_resolved_configuration() -> None:
+    config = load_config({"trainer": {"tau_h_max": 0.5, "encoding": "planes"}, "protection": RECORD})
+    changed = load_config(config, ["trainer.kind=dfa", "protection.kind=label-amplified"])
+    assert (changed.trainer.kind, changed.trainer.tau_h_max) == ("dfa", 0.5)
+    assert (changed.protection.kind, changed.protection.noise_multiplier) == ("label-amplified", 1.0)
 
 
 class _Resolved(Exception):

@@ -31,6 +31,7 @@ from training.data import Dataset
 from training.engine.algorithm import family_of
 from training.engine.assembly import opened_device
 from training.networks.losses import LOSSES
+from training.protections.config import NoProtectionConfig
 from training.protections.planning import divisor_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
@@ -105,7 +106,7 @@ def _gradients(
     plain = {"name": "sgd", "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant"}
     silent = config.model_copy(
         update={
-            "protection": type(config.protection)(),
+            "protection": NoProtectionConfig(),
             "optimizer": config.optimizer.model_copy(update=plain),
             "mode": "experiment",
         }
@@ -366,7 +367,8 @@ def _whitened(
         At features of 0, shape (coordinates,); along the layers' inputs, across delta, shape (outputs - layers,); along
         contributions, shape (layers,); and the norm of a record's contribution before the clip, shape (layers,).
     """
-    amplified, floor = config.protection.kind == "label-amplified", config.protection.floor
+    protection: Any = config.protection
+    amplified, floor = protection.poisson, protection.floor
     inputs = _layer_inputs(state, dataset)
     fan_ins = sum(len(h) for h in inputs)
     free, across, sums, norms = [], [], [], []

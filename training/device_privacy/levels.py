@@ -1,6 +1,6 @@
 """What a device's own noise is worth: from sigma or temperature to epsilon, and from epsilon back.
 
-The case is one reading of every record's one-hot label through the device, kept and reused (label-once): the Gaussian
+The case is label-readout: one reading of every record's one-hot label through the device, kept and reused. The Gaussian
 mechanism with mu = max_ab ||B_a - B_b|| / sigma over the device's own matrix. Accounting ends at a sigma; the device's
 description says which temperature gives it, or that none does.
 Source: docs/privacy.md (labels read once); opusim.temperature.law for the law.

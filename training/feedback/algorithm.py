@@ -86,7 +86,14 @@ def published_mechanism(
 class FeedbackFamily(TrainerFamily[FullyConnected]):
     """bp, dfa, tdfa and pdfa."""
 
-    protections = ("none", "record", "label", "label-amplified", "label-once", "label-response")
+    protections = (
+        "none",
+        "record",
+        "label-budget",
+        "label-amplified",
+        "label-readout",
+        "label-randomized-response",
+    )
 
     def network(self, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected:
         """See TrainerFamily.network; pdfa needs a hidden layer."""
@@ -137,7 +144,7 @@ class FeedbackFamily(TrainerFamily[FullyConnected]):
     def with_noise(self, config: RunConfig, network: FullyConnected, sampler: Sampler) -> RunConfig:
         """See TrainerFamily.with_noise."""
         protection = config.protection
-        if protection.kind == "label" and protection.noise_multiplier is None:
+        if protection.kind == "label-budget" and protection.noise_multiplier is None:
             return with_multiplier(config, label_noise(config, network, sampler))
         return with_sampled_noise(config, sampler)
 

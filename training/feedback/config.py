@@ -24,10 +24,10 @@ class FeedbackConfig(TrainerSection):
     protections: ClassVar[tuple[str, ...]] = (
         "none",
         "record",
-        "label",
+        "label-budget",
         "label-amplified",
-        "label-once",
-        "label-response",
+        "label-readout",
+        "label-randomized-response",
     )
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(

@@ -34,7 +34,7 @@ from training.runs.folder import RunFolder
 from training.runs.storage import read_array, write_array
 
 _LABELS = "labels"
-"""What a ledger calls the one look at the labels that label-once and label-response take."""
+"""What a ledger calls the one look at the labels that label-readout and label-randomized-response take."""
 _BUDGET = "label budget"
 
 
@@ -54,15 +54,15 @@ def make_protection(
     """
     options: Any = config.protection
     kind, noise_multiplier = options.kind, options.noise_multiplier
-    if kind == "label-once" and options.noise == "device" and device is not None:
+    if kind == "label-readout" and options.noise == "device" and device is not None:
         readable_law(device)  # refused before the run begins
-    if kind not in ("record", "label", "label-amplified") or noise_multiplier is None:
+    if kind not in ("record", "label-budget", "label-amplified") or noise_multiplier is None:
         return None
     if kind == "record":
         return make_record_protection(config, device)
     noise = _central_noise(config, device)
     clip_norm, divisor, floor = options.clip, divisor_of(config), options.floor
-    if kind == "label":
+    if kind == "label-budget":
         return BudgetedLabels(
             budget_mu=label_budget(config).budget_mu,
             n_records=len(dataset.train),
@@ -117,7 +117,7 @@ def pay_for_budget(config: RunConfig, ledger: Ledger) -> None:
     Raises:
         BudgetExceeded: It was spent before.
     """
-    if config.protection.kind == "label":
+    if config.protection.kind == "label-budget":
         ledger.pay_once(_BUDGET, label_budget(config), whole_run=True)
 
 
@@ -157,7 +157,7 @@ def _look(config: RunConfig, dataset: Dataset, device: NoisyDevice | None, ledge
     def pay(mechanism: Mechanism) -> None:
         ledger.pay_once(_LABELS, mechanism)
 
-    if config.protection.kind == "label-response":
+    if config.protection.kind == "label-randomized-response":
         seed = seed_for(config, "labels")
         source: UniformSource = SystemUniforms() if seed is None else np.random.default_rng(seed)
         return randomize(labels, label_response(config, k), source, pay=pay)

@@ -159,7 +159,7 @@ class LabelBudgetConfig(_NoisyStrength):
     summary: ClassVar[str] = "Labels: noise on every layer's signal and a budget for each record."
     instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
 
-    kind: Literal["label"] = "label"
+    kind: Literal["label-budget"] = "label-budget"
     """label: labels, with public features, by noise on every layer's signal and a budget for each record."""
     clip_norm: float | None = Field(None, ge=1e-12, le=1e12)
     """Largest norm of a record's signal in each layer; 1 by default."""
@@ -205,8 +205,8 @@ class LabelReadoutConfig(_Strength):
     summary: ClassVar[str] = "Labels: one noisy reading of each label, kept; posterior targets."
     instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
 
-    kind: Literal["label-once"] = "label-once"
-    """label-once: labels, with public features, by one noisy reading of each label."""
+    kind: Literal["label-readout"] = "label-readout"
+    """label-readout: labels, with public features, by one noisy reading of each label."""
     noise: Source = "digital"
     """Source of the noise that the guarantee rests on: a digital generator, or the device, whose noise must be
     Gaussian."""
@@ -222,7 +222,7 @@ class LabelRandomizedResponseConfig(_Strength):
     summary: ClassVar[str] = "Labels: randomized response; posterior targets."
     instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
 
-    kind: Literal["label-response"] = "label-response"
-    """label-response: labels, with public features, by randomized response."""
+    kind: Literal["label-randomized-response"] = "label-randomized-response"
+    """label-randomized-response: labels, with public features, by randomized response."""
     flat_prior: float = Field(0.3, ge=0.0, le=1.0)
     """Share of the training before the model's own prediction becomes the prior of a noisy label; 1 for never."""

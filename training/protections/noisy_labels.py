@@ -1,6 +1,6 @@
 """Labels that are noised once, before training, and never looked at again.
 
-Either a noisy reading of each record's one-hot label is kept (label-once), or each label is replaced by k-ary
+Either a noisy reading of each record's one-hot label is kept (label-readout), or each label is replaced by k-ary
 randomized response. Training sees the log-likelihood of every class given what was observed, and nothing else of the
 labels; its targets are the posterior softmax(prior + log-likelihood), with a flat prior at first and the model's own
 prediction as prior later. All of it is post-processing of what was observed once.

@@ -36,7 +36,7 @@ FEWEST_FREE = 40
 """Components of a step that no record touches, at least."""
 _RECORDS = 400
 _BATCH = 40
-_LABELS = {"label-once": 1000, "label-response": 4000}
+_LABELS = {"label-readout": 1000, "label-randomized-response": 4000}
 """Records of a run whose labels are looked at once."""
 _LABEL_CLASSES = 10
 _QUIET_SIGMA, _LARGEST_SIGMA = 1e-3, 0.01
@@ -73,7 +73,7 @@ def audit_mechanism(
         kind: pdfa, dfa, tdfa, bp, ulr, zo or convex.
         mode: "experiment" (from seeds), or "release" (from the operating system's entropy).
         steps: Of each run, at least 40.
-        settings: Lines "key=value" over the configuration, such as "protection.kind=label" (record by default),
+        settings: Lines "key=value" over the configuration, such as "protection.kind=label-budget" (record by default),
             "protection.noise_multiplier=2" (1 by default), "sampler.batch_size=20", "trainer.clip=module".
         seed: Of the runs in experiment mode, in [0, 2^63); None draws one, which the result keeps.
         level: Probability of any alarm where the mechanism is as accounted, in (0, 1).
@@ -151,7 +151,7 @@ def _compared(
 ) -> tuple[tuple[Check, ...], tuple[int, int], str]:
     """The checks of finished runs; steps (or records) and noise-only components of each; what was accounted."""
     config = folders[0].read_config()
-    if config.protection.kind == "label-response":
+    if config.protection.kind == "label-randomized-response":
         shifts = [responses(folder, dataset)[0] for folder in folders]
         mechanism = responses(folders[0], dataset)[1]
         accounted = mechanism.repeated(1).describe()
@@ -163,7 +163,7 @@ def _compared(
 
 def _released(folder: RunFolder, subject: Subject, dataset: Dataset) -> Released:
     config = folder.read_config()
-    if config.protection.kind == "label-once":
+    if config.protection.kind == "label-readout":
         return noisy_readings(folder, dataset)
     return released_steps(folder, config, subject, dataset)
 
@@ -236,10 +236,10 @@ def _strength(protection: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     """The protection's keys that nobody asked for."""
     once = {"epsilon": 2.0}
     found: dict[str, dict[str, Any]] = {
-        "label": {"noise_multiplier": 1.0, "epsilon": 50.0},  # a budget that no record exhausts
+        "label-budget": {"noise_multiplier": 1.0, "epsilon": 50.0},  # a budget that no record exhausts
         "label-amplified": {"noise_multiplier": 1.0, "clip_norm": 0.005},
-        "label-once": once | {"clip_norm": None},
-        "label-response": once | {"clip_norm": None},
+        "label-readout": once | {"clip_norm": None},
+        "label-randomized-response": once | {"clip_norm": None},
     }
     chosen = found.get(protection, {"noise_multiplier": 1.0} if "epsilon" not in asked else {})
     return {"protection": chosen}

@@ -87,7 +87,7 @@ def _noisy_sums(
 ) -> list[Gradient]:  # by step
     """G of each step."""
     divisor = getattr(mechanism, "divisor", None) or divisor_of(config)
-    if config.protection.kind == "label":  # its batches' sizes are public, and divide
+    if config.protection.kind == "label-budget":  # its batches' sizes are public, and divide
         divisor = config.sampler.batch_size
     factor = divisor / config.optimizer.lr
     return [

@@ -138,7 +138,7 @@ def _row(check: Check) -> str:
 
 def _what_ran(found: MechanismAudit) -> str:
     seeds = "nothing seeded" if found.seed is None else f"seed {found.seed}"
-    once = found.protection in ("label-once", "label-response")
+    once = found.protection in ("label-readout", "label-randomized-response")
     length = "the labels read once" if once else f"{found.steps} steps"
     return (
         f"Self-test of {found.kind}, protection.kind = {found.protection}, {found.mode} mode: {found.runs} runs, "

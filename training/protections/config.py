@@ -157,6 +157,7 @@ class LabelBudgetConfig(_NoisyStrength):
         "a kill or a power cut ends it, because its label budget would be spent a second time"
     )
     summary: ClassVar[str] = "Labels: noise on every layer's signal and a budget for each record."
+    formerly: ClassVar[tuple[str, ...]] = ("label",)
     instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
 
     kind: Literal["label-budget"] = "label-budget"
@@ -203,6 +204,7 @@ class LabelReadoutConfig(_Strength):
     protects = "labels"
     one_look = True
     summary: ClassVar[str] = "Labels: one noisy reading of each label, kept; posterior targets."
+    formerly: ClassVar[tuple[str, ...]] = ("label-once",)
     instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
 
     kind: Literal["label-readout"] = "label-readout"
@@ -220,6 +222,7 @@ class LabelRandomizedResponseConfig(_Strength):
     protects = "labels"
     one_look = True
     summary: ClassVar[str] = "Labels: randomized response; posterior targets."
+    formerly: ClassVar[tuple[str, ...]] = ("label-response",)
     instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
 
     kind: Literal["label-randomized-response"] = "label-randomized-response"

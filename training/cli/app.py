@@ -17,7 +17,7 @@ _DEVICES = "Devices"
 
 
 class OpusimGroup(LazyGroup):
-    """The commands of all layers."""
+    """The commands of all layers, listed by subject."""
 
     def fill(self) -> None:
         """See LazyGroup.fill."""
@@ -33,6 +33,13 @@ class OpusimGroup(LazyGroup):
         self.later("account", "Say how private a run or a mechanism is.", _account, panel=_RUNS)
         self.later("zo", "Replay a zeroth-order run from its step log.", partial(_of_runs, "zo"), panel=_RUNS)
         self.later("device", "Show, record, calibrate and check devices.", _device, panel=_DEVICES)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands under their headings."""
+        for panel in (_TRAIN, _RUNS, _DEVICES):
+            with formatter.section(panel):
+                shown = [command for command in self.commands.values() if self.panels[command.name] == panel]
+                formatter.write_dl([(f"{command.name:<9}", command.help) for command in shown])
 
 
 def _train() -> Any:
@@ -84,7 +91,7 @@ app = typer.Typer(
     "privacy budget, 130 for Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # plain text: importing rich's panels takes longer than all else that this page does
     pretty_exceptions_enable=False,
 )
 

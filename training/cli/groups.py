@@ -15,6 +15,7 @@ class LazyGroup(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self._loaders: dict[str, Callable[[], Any]] = {}
+        self.panels: dict[str | None, str | None] = {}
         self.fill()
 
     def fill(self) -> None:
@@ -30,7 +31,7 @@ class LazyGroup(TyperGroup):
             panel: Heading under which help lists it.
         """
         self.commands[name] = TyperCommand(name, help=summary, rich_help_panel=panel)
-        self._loaders[name] = load
+        self._loaders[name], self.panels[name] = load, panel
 
     def loaded(self, name: str) -> Any:
         """The subcommand itself, which `commands` only names until then."""

@@ -4,14 +4,15 @@ import re
 import shlex
 from pathlib import Path
 
-import click
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.support.commands import subcommands
 from training.cli.app import app
 from training.engine import session
 
+COMMANDS = typer.main.get_command(app)
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 SHOWN = re.compile(r"(?<![\w/.-])opusim(?: (?:[^`\n\\]|\\\n)*)")
@@ -26,21 +27,17 @@ def shown_commands() -> list[str]:
 
 def is_command(line: str) -> bool:
     words = line.split()
-    return len(words) > 1 and words[1] in commands(typer.main.get_command(app))
-
-
-def commands(command: click.Command) -> dict[str, click.Command]:
-    return getattr(command, "commands", {})
+    return len(words) > 1 and words[1] in subcommands(COMMANDS)
 
 
 def unknown(line: str) -> list[str]:
     """Subcommands and options of a line that do not exist."""
-    command, words = typer.main.get_command(app), shlex.split(line)[1:]
-    while commands(command) and words:
+    command, words = COMMANDS, shlex.split(line)[1:]
+    while subcommands(command) and words:
         name = words.pop(0)
-        if name not in commands(command):
+        if name not in subcommands(command):
             return [name]
-        command = commands(command)[name]
+        command = subcommands(command)[name]
     known = {option for parameter in command.params for option in parameter.opts}
     return [word for word in words if word.startswith("--") and word not in known]
 
@@ -66,7 +63,7 @@ def test_configurations_are_valid(line: str, monkeypatch: pytest.MonkeyPatch) ->
         raise ReachedError
 
     monkeypatch.setattr(session, "train", begin)
-    monkeypatch.setattr("training.cli.training_runs.require_present", lambda description: None)
+    monkeypatch.setattr("opusim.devices.lightonml_driver.require_present", lambda description: None)
     result = CliRunner().invoke(app, shlex.split(line)[1:])
     assert isinstance(result.exception, ReachedError), result.exception or result.output
 

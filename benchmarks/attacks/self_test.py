@@ -32,7 +32,7 @@ NAMED = (
     *("fixed_size_batches", "fixed_size_batches_on_release"),
 )
 OFTEN, ATTEMPTS, NULLS = ("pdfa", "ulr"), 20, 5
-PROTECTIONS = ("record", "label", "label-amplified", "label-once", "label-response")
+PROTECTIONS = ("record", "label-budget", "label-amplified", "label-readout", "label-randomized-response")
 
 
 class Cell(NamedTuple):

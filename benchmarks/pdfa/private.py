@@ -65,19 +65,19 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]], tuple[float, .
     ),
     "record, pdfa, ternary": (merged(RECORD, PHOTONIC), RECORD_GRID, RECORD_EPSILONS),
     "record, DP-SGD": (merged(RECORD, {"trainer": {"kind": "bp"}}), RECORD_GRID, RECORD_EPSILONS),
-    "label, budget": (merged(LABEL, {"protection": {"kind": "label"}}), NOISE_GRID, LABEL_EPSILONS),
+    "label, budget": (merged(LABEL, {"protection": {"kind": "label-budget"}}), NOISE_GRID, LABEL_EPSILONS),
     "label, amplified": (
         merged(LABEL, {"protection": {"kind": "label-amplified"}}),
         NOISE_GRID,
         LABEL_EPSILONS,
     ),
     "label, once": (
-        merged(merged(LABEL, SMALL_BATCHES), {"protection": {"kind": "label-once"}}),
+        merged(merged(LABEL, SMALL_BATCHES), {"protection": {"kind": "label-readout"}}),
         TABLE_GRID,
         LABEL_EPSILONS,
     ),
     "label, randomized response": (
-        merged(merged(LABEL, SMALL_BATCHES), {"protection": {"kind": "label-response"}}),
+        merged(merged(LABEL, SMALL_BATCHES), {"protection": {"kind": "label-randomized-response"}}),
         TABLE_GRID,
         LABEL_EPSILONS,
     ),

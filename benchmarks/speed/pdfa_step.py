@@ -16,7 +16,7 @@ from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
 from opusim import open_device
 from training.config.sections import OptimizerConfig
-from training.feedback.config import FeedbackConfig
+from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
 from training.networks.optimizers import make_optimizer
@@ -72,13 +72,13 @@ def main() -> None:
     x, y = torch.randn(BATCH, 784), torch.randint(0, 10, (BATCH,))
     work = {
         "autograd backpropagation": autograd_step(x, y),
-        "bp, closed form": closed_form_step(x, y, FeedbackConfig(kind="bp")),
-        "dfa": closed_form_step(x, y, FeedbackConfig(kind="dfa")),
-        "pdfa, hardware order": closed_form_step(x, y, FeedbackConfig(kind="pdfa")),
+        "bp, closed form": closed_form_step(x, y, BpConfig()),
+        "dfa": closed_form_step(x, y, DfaConfig()),
+        "pdfa, hardware order": closed_form_step(x, y, PdfaConfig()),
         "pdfa, published order (two noises)": closed_form_step(
             x,
             y,
-            FeedbackConfig(kind="pdfa", order="published", tau_b=1.0, tau_h_max=1.0, clipped_layers="hidden"),
+            PdfaConfig(order="published", tau_b=1.0, tau_h_max=1.0, clipped_layers="hidden"),
         ),
     }
     rows = []

@@ -20,8 +20,8 @@ from benchmarks.speed.pdfa_step import BATCH, REPEATS, STEPS, new_model, void
 from benchmarks.timing import interleaved
 from opusim import open_device
 from opusim.randomness.streams import noise_stream
+from training.config.kinds import TRAINERS
 from training.config.sections import OptimizerConfig
-from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
 from training.networks.optimizers import make_optimizer
@@ -78,7 +78,7 @@ def protected_step(x: torch.Tensor, y: torch.Tensor, mode: str, kind: str) -> Ca
     trainer = FeedbackTrainer(
         network,
         make_optimizer(network.parameters, OptimizerConfig()),
-        FeedbackConfig(kind=kind),
+        TRAINERS.validated({"kind": kind}),
         device=open_device("gaussian", n_inputs=10, n_outputs=1024, mode=mode) if kind == "pdfa" else None,
         protection=protection,
     )

@@ -32,8 +32,8 @@ Stop = tuple[int, signal.Signals] | None
 STORIES: dict[str, tuple[str, list[Stop]]] = {
     "record-ctrl-c": ("record", [(3, signal.SIGINT), (7, signal.SIGINT), None]),
     "record-kill": ("record", [(3, signal.SIGINT), (4, signal.SIGKILL), (2, signal.SIGINT), None]),
-    "label-ctrl-c": ("label", [(3, signal.SIGINT), (2, signal.SIGINT), None]),
-    "label-kill": ("label", [(3, signal.SIGINT), (2, signal.SIGKILL), None]),
+    "label-ctrl-c": ("label-budget", [(3, signal.SIGINT), (2, signal.SIGINT), None]),
+    "label-kill": ("label-budget", [(3, signal.SIGINT), (2, signal.SIGKILL), None]),
 }
 
 

@@ -9,7 +9,7 @@ from training.attacks.base import Attack
 from training.attacks.replay import AuditedRun, NoiselessStep
 from training.attacks.update_attacks import CovarianceAttack, DifferenceAttack, RowSpaceAttack
 from training.engine.plan import RunPlan
-from training.feedback.config import FeedbackConfig
+from training.feedback.config import DfaConfig, FeedbackConfig, PdfaConfig, TdfaConfig
 from training.networks.clipping import ActivationClipping
 from training.networks.network import LayerShape
 from training.ulr.config import UlrConfig
@@ -88,9 +88,9 @@ def _noised_readings(options: object) -> bool:
     """Return whether every hidden layer's signal has noise of one standard deviation, before the slope."""
     if not isinstance(options, FeedbackConfig):
         return False
-    if options.kind == "pdfa":
+    if isinstance(options, PdfaConfig):
         return options.encoding == "ternary"
-    return options.kind in ("dfa", "tdfa") and options.sigma > 0
+    return isinstance(options, DfaConfig | TdfaConfig) and options.sigma > 0
 
 
 def _covariance(

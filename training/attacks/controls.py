@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from accounting.guarantee import Adjacency
 from training.engine.plan import RunPlan
-from training.protections.config import ProtectionConfig
+from training.protections.config import RecordConfig
 from training.protections.planning import divisor_of
 
 _SIMULATED = ("ideal", "gaussian")
@@ -24,9 +24,8 @@ def record_protected(plan: RunPlan, noise_multiplier: float) -> RunPlan:
     control = config.replaced(
         trainer=algorithm.record_options,
         sampler={"scheme": "poisson", "min_batch_size": None},
-        protection=ProtectionConfig(
-            kind="record",
-            relation=options.relation,
+        protection=RecordConfig(
+            relation=getattr(options, "relation", None),
             delta=options.delta,
             noise_multiplier=multiplier,
             clip_norm=algorithm.clip_norm(config, plan.dataset.n_classes),
@@ -48,7 +47,9 @@ def without_noise(plan: RunPlan) -> RunPlan | None:
         return None
     silent = plan.config.replaced(trainer=own)
     if silent.protection.protects != "nothing":
-        silent = silent.replaced(protection={"noise_multiplier": 0.0, "noise": "digital"})
+        without = {"noise_multiplier": 0.0, "noise": "digital"}
+        own_keys = type(silent.protection).model_fields
+        silent = silent.replaced(protection={key: value for key, value in without.items() if key in own_keys})
     return plan.configured(silent)
 
 

@@ -1,47 +1,99 @@
-"""The `opusim` command: mounts each layer's commands and turns errors into one line and an exit code."""
+"""The `opusim` command: each layer's commands under one name; errors become one line and an exit code."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
-from accounting.cli import app as account_app
-from opusim.cli import app as device_app
 from opusim.errors import DeviceError, OpusimError
-from training.cli import account_run, convex, curve, device_privacy, feedback, resuming, runs, tune, ulr, zo
+from training.cli.groups import LazyGroup, built
+
+_TRAIN = "Train"
+_RUNS = "Runs and privacy"
+_DEVICES = "Devices"
+
+
+class OpusimGroup(LazyGroup):
+    """The commands of all layers, listed by subject."""
+
+    def fill(self) -> None:
+        """See LazyGroup.fill."""
+        self.later("train", "Train a network, resume a run, list the options.", _train, panel=_TRAIN)
+        self.later("tune", "Choose a convex run's settings privately.", _tune, panel=_TRAIN)
+        self.later("curve", "Train a table of runs and draw accuracy against noise.", _curve, panel=_TRAIN)
+        for name, summary in (
+            ("evaluate", "Measure a run's model on test records."),
+            ("report", "Write the HTML report of one run or several."),
+            ("audit", "Attack a run, or test a trainer's mechanism."),
+        ):
+            self.later(name, summary, partial(_of_runs, name), panel=_RUNS)
+        self.later("account", "Say how private a run or a mechanism is.", _account, panel=_RUNS)
+        self.later("zo", "Replay a zeroth-order run from its step log.", partial(_of_runs, "zo"), panel=_RUNS)
+        self.later("device", "Show, record, calibrate and check devices.", _device, panel=_DEVICES)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands under their headings."""
+        for panel in (_TRAIN, _RUNS, _DEVICES):
+            with formatter.section(panel):
+                shown = [command for command in self.commands.values() if self.panels[command.name] == panel]
+                formatter.write_dl([(f"{command.name:<9}", command.help) for command in shown])
+
+
+def _train() -> Any:
+    from training.cli.train import app as train_app
+
+    return typer.main.get_group(train_app)
+
+
+def _tune() -> Any:
+    from training.cli.searches import tune_app
+
+    return typer.main.get_command(tune_app)
+
+
+def _curve() -> Any:
+    from training.cli.searches import curve_app
+
+    return typer.main.get_command(curve_app)
+
+
+def _of_runs(name: str) -> Any:
+    from training.cli.runs import app as runs_app
+
+    return typer.main.get_group(runs_app).commands[name]
+
+
+def _account() -> Any:
+    from accounting.cli import app as account_app
+    from training.cli.runs import account_device, account_run
+
+    group = typer.main.get_group(account_app)
+    for name, command in (("run", account_run), ("device", account_device)):
+        group.add_command(built(name, command), name)
+    return group
+
+
+def _device() -> Any:
+    from opusim.cli import app as device_app
+
+    return typer.main.get_group(device_app)
+
 
 app = typer.Typer(
     name="opusim",
+    cls=OpusimGroup,
     help="Train neural networks on a simulated or real optical processing unit (OPU), and see what its noise does.",
     epilog="Start with:  opusim train pdfa --data digits\n\nAny command takes --debug, which shows the traceback of an "
     "error. Exit codes: 1 for a sweep in which a run failed, 2 for bad input, 3 for a device fault, 4 for a spent "
     "privacy budget, 130 for Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # plain text: importing rich's panels takes longer than all else that this page does
     pretty_exceptions_enable=False,
 )
-train_app = typer.Typer(
-    help="Train a network: pdfa (through the device), dfa, tdfa (digital), bp (backpropagation), ulr, zo "
-    "(forward passes alone), convex (private at the last iterate).",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
-app.add_typer(device_app, name="device")
-app.add_typer(train_app, name="train")
-app.add_typer(account_app, name="account")
-feedback.mount(train_app)
-ulr.mount(train_app)
-zo.mount(app, train_app)
-convex.mount(train_app)
-resuming.mount(train_app)
-runs.mount(app)
-tune.mount(app)
-curve.mount(app)
-account_run.mount(account_app)
-device_privacy.mount(account_app)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,11 +1,26 @@
-"""Options that the training commands share."""
+"""Command-line options from the typed fields of the configuration, and the list of its keys by topic."""
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from opusim.errors import ConfigError
+from training.config.kinds import KINDS, PROTECTIONS
+from training.config.reading import load_config, merged, named_trainer, nested
+from training.config.run import RunConfig
+from training.config.sections import TrainerSection
 
 Config = Annotated[
     Path | None, typer.Option(help="Run configuration: a TOML file, or the config.json of a run.")
@@ -14,51 +29,322 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the configuration; repeatable."),
 ]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        help="digits (embedded), mnist or fashion-mnist (from $OPUSIM_DATA, else downloaded), cifar-10 ($OPUSIM_DATA)."
-    ),
-]
-Epochs = Annotated[int | None, typer.Option(help="Passes over the training records.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of initialisation, batches and simulated noise.")]
 Out = Annotated[Path | None, typer.Option(help="The run folder; a new one under ./runs by default.")]
-Device = Annotated[
-    str | None,
-    typer.Option(help="Device description: a name of `opusim device list`, or the path of a TOML file."),
-]
-Sigma = Annotated[
-    float | None,
-    typer.Option(help="Standard deviation of the noise, in units of the projection (short for --set)."),
-]
-Protect = Annotated[
-    str | None,
-    typer.Option(
-        help="What is protected: record (whole records; Poisson batches), label, label-amplified (Poisson batches), "
-        "label-once or label-response (labels alone, features public). Needs --epsilon, or for record and "
-        "label-amplified --noise-multiplier."
-    ),
-]
-ProtectRecord = Annotated[
-    str | None,
-    typer.Option(
-        help="What is protected: record (whole records; Poisson batches). Needs --epsilon or --noise-multiplier."
-    ),
-]
-Epsilon = Annotated[
-    float | None,
-    typer.Option(
-        help="Privacy budget: sets the noise where none is given; training stops before it is exceeded."
-    ),
-]
-Delta = Annotated[float | None, typer.Option(help="delta of every guarantee (1e-5 by default).")]
-NoiseMultiplier = Annotated[
-    float | None, typer.Option(help="Standard deviation of the central noise over the clip norm.")
-]
-ReleaseMode = Annotated[
-    bool,
-    typer.Option("--release", help="Draw from the system's entropy, store no seed and no private figure."),
-]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", help="No progress bar, no table; prints the run folder alone.")
+    bool, typer.Option("--quiet", help="No progress bar and no table; print only the run folder.")
 ]
+PRIVACY = "Privacy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyOption:
+    """An option that sets one key of the configuration.
+
+    Attributes:
+        name: The option without its dashes.
+        key: The dotted key.
+        annotation: Type of the value.
+        help: What it means.
+        panel: Heading under which help lists it, or None for the first.
+        values: Words and the values that they stand for, or None to take the value as it is.
+        many: Whether the value is a list, separated by commas.
+        constant: What a switch without a value sets, or None for an option with a value.
+    """
+
+    name: str
+    key: str
+    annotation: Any
+    help: str
+    panel: str | None = None
+    values: Mapping[str, str] | None = None
+    many: bool = False
+    constant: str | None = None
+
+    @property
+    def parameter(self) -> str:
+        """Name of the command's parameter."""
+        return self.name.replace("-", "_")
+
+    @property
+    def option(self) -> Any:
+        """The annotation that typer reads."""
+        is_pair = self.annotation is bool and self.constant is None
+        dashed = f"--{self.name}/--no-{self.name}" if is_pair else f"--{self.name}"
+        described = typer.Option(dashed, help=self.help.replace("[", r"\["), rich_help_panel=self.panel)
+        return Annotated[self.annotation | None, described]
+
+    def change(self, value: Any) -> dict[str, Any]:
+        """The nested mapping that sets the key.
+
+        Raises:
+            ValueError: A word that the option does not know.
+        """
+        if self.values is not None and value not in self.values:
+            raise ValueError(f"--{self.name} {value}: must be one of {', '.join(self.values)}")
+        if self.many:
+            value = str(value).split(",")
+        elif self.values is not None:
+            value = self.values[value]
+        elif self.constant is not None:
+            value = self.constant
+        return nested(self.key, value)
+
+
+DATA = KeyOption(
+    name="data",
+    key="data.name",
+    annotation=str,
+    help="digits (embedded), mnist or fashion-mnist (from $OPUSIM_DATA, else downloaded), cifar-10 ($OPUSIM_DATA).",
+)
+EPOCHS = KeyOption(name="epochs", key="epochs", annotation=int, help="Passes over the training records.")
+SEED = KeyOption(
+    name="seed", key="seed", annotation=int, help="Seed of initialisation, batches and simulated noise."
+)
+DEVICE = KeyOption(
+    name="device",
+    key="device.name",
+    annotation=str,
+    help="Device: a name of `opusim device list`, or the path of a TOML file.",
+)
+EPSILON = KeyOption(
+    name="epsilon",
+    key="protection.epsilon",
+    annotation=float,
+    help="Privacy budget: calibrates the noise unless that is given; training stops before exceeding it.",
+    panel=PRIVACY,
+)
+DELTA = KeyOption(
+    name="delta",
+    key="protection.delta",
+    annotation=float,
+    help="delta of every guarantee (1e-5 by default).",
+    panel=PRIVACY,
+)
+NOISE_MULTIPLIER = KeyOption(
+    name="noise-multiplier",
+    key="protection.noise_multiplier",
+    annotation=float,
+    help="Standard deviation of the central noise over the clip norm.",
+    panel=PRIVACY,
+)
+RELEASE = KeyOption(
+    name="release",
+    key="mode",
+    annotation=bool,
+    help="Draw from the system's entropy; store no seed and no private figure.",
+    panel=PRIVACY,
+    constant="release",
+)
+_RESERVED = {"config", "set", "out", "quiet", "help", "debug", "device", "protect"}
+
+
+def trainer_options(kind: str, section: type[TrainerSection]) -> list[KeyOption]:
+    """The options of `opusim train KIND`: the shared ones, then one for each field of its section."""
+    shared = [DATA, EPOCHS, SEED, *([] if section.device_keys is None else [DEVICE])]
+    shared += [_protect(kind, section), EPSILON, DELTA, NOISE_MULTIPLIER, RELEASE]
+    panel = f"Options of {kind}"
+    own = [
+        KeyOption(
+            name=flag.name,
+            key=flag.key,
+            annotation=str if flag.values is not None else _type(_field(section, flag.key)),
+            help=flag.help or _short(_field(section, flag.key)),
+            panel=panel,
+            values=flag.values,
+        )
+        for flag in section.flags
+    ]
+    taken = _RESERVED | {option.name for option in [*shared, *own]}
+    keys = {option.key for option in own}
+    for key, field in _fields(section, "trainer."):
+        name = key.rpartition(".")[2].replace("_", "-")
+        if name not in taken and key not in keys and key != "trainer.kind":
+            many = typing.get_origin(_plain(field.annotation)) is tuple
+            own.append(
+                KeyOption(
+                    name=name, key=key, annotation=_type(field), help=_short(field), panel=panel, many=many
+                )
+            )
+            taken.add(name)
+    return [*shared, *own]
+
+
+def _protect(kind: str, section: type[TrainerSection]) -> KeyOption:
+    """--protect, with the protections that a trainer takes."""
+    others = [name for name, protection in PROTECTIONS.every().items() if kind in protection.trainers]
+    taken = [name for name in dict.fromkeys([*section.protections, *others]) if name != "none"]
+    return KeyOption(
+        name="protect",
+        key="protection.kind",
+        annotation=str,
+        help=f"What is protected: {', '.join(taken)}; `opusim train options record` explains record.",
+        panel=PRIVACY,
+    )
+
+
+def changes_of(options: Sequence[KeyOption], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given, as a nested mapping over the configuration."""
+    changes: dict[str, Any] = {}
+    for option in options:
+        value = values.get(option.parameter)
+        if value is not None and not (value is False and option.constant is not None):
+            changes = merged(changes, option.change(value))
+    return changes
+
+
+def resolved(kind: str, config: Path | None, settings: Sequence[str], changes: dict[str, Any]) -> RunConfig:
+    """The configuration of a command for one kind of trainer: its file, its options, its settings.
+
+    Raises:
+        ConfigError: They are wrong, or name another trainer than the command.
+    """
+    named = None if config is None else named_trainer(config)
+    if named not in (None, kind):
+        raise ConfigError(
+            str(config),
+            "trainer.kind",
+            f"{named!r} contradicts the command; use: opusim train {named} --config {config}",
+        )
+    found = load_config(config, settings, merged({"trainer": {"kind": kind}}, changes))
+    if found.trainer.kind != kind:
+        reason = f"{found.trainer.kind!r} contradicts the command; use: opusim train {found.trainer.kind}"
+        raise ConfigError("--set", "trainer.kind", reason)
+    return found
+
+
+def with_signature(command: Callable[..., None], options: Sequence[KeyOption]) -> Callable[..., None]:
+    """A command `(..., **values)` with the parameters that typer shows and reads in place of `values`.
+
+    These are its own parameters, then config, settings, those of the options, out and quiet.
+    """
+    hints = typing.get_type_hints(command, include_extras=True)
+    own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    shown = {p.name: (hints[p.name], p.default) for p in own}
+    shown |= {"config": (Config, None), "settings": (Settings, None)}
+    shown |= {option.parameter: (option.option, None) for option in options}
+    shown = {**shown, "out": shown.get("out", (Out, None)), "quiet": (Quiet, False)}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(name, keyword, annotation=annotation, default=default)
+        for name, (annotation, default) in shown.items()
+    ]
+    command.__annotations__ = {name: annotation for name, (annotation, _) in shown.items()}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+    return command
+
+
+def _fields(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of a section and of the sections in it, with its field."""
+    for name, field in section.model_fields.items():
+        inner = _plain(field.annotation)
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _fields(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def _field(section: type[TrainerSection], key: str) -> FieldInfo:
+    """The field of a dotted key that starts with "trainer."."""
+    found = dict(_fields(section, "trainer."))
+    return found.get(key, FieldInfo(annotation=float, default=None, description=""))
+
+
+def _plain(annotation: Any) -> Any:
+    """An annotation without `| None`."""
+    parts = [part for part in typing.get_args(annotation) if part is not types.NoneType]
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    return parts[0] if is_union and len(parts) == 1 else annotation
+
+
+def _type(field: FieldInfo) -> Any:
+    """The type of an option's value; words and lists are read from text."""
+    plain = _plain(field.annotation)
+    return plain if plain in (bool, int, float) else str
+
+
+def _short(field: FieldInfo) -> str:
+    """The first sentence of a field's description, with its choices and its default."""
+    text = _meaning(field)
+    first = re.split(r"(?<!eq)(?<!\be\.g)[.;] ", text, maxsplit=1)[0].rstrip(".")
+    plain = _plain(field.annotation)
+    choices = typing.get_args(plain) if typing.get_origin(plain) is Literal else ()
+    named = [choice for choice in choices if re.match(rf"{re.escape(str(choice))}\b[^:]*:", text)]
+    if choices:
+        words = f"{', '.join(map(str, choices[:-1]))} or {choices[-1]}"
+        told = all(re.search(rf"\b{re.escape(str(choice))}\b", first) for choice in choices)
+        first = words if named else first if told else f"{first} ({words})"
+    default = field.get_default(call_default_factory=True, validated_data={})
+    if default is None or default == () or isinstance(default, bool):
+        return f"{first}."
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else f"{default}"
+    return f"{first}; {shown} by default."
+
+
+def _meaning(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
+
+
+KeyRow = tuple[str, str, str]
+"""Dotted key, default, meaning."""
+
+
+def topics() -> dict[str, str]:
+    """The topics under which keys are listed, each with a line: sections, trainers, protections."""
+    found = {"run": "Mode, seed, epochs, loss and torch device."}
+    for name, field in RunConfig.model_fields.items():
+        cls = _section(field)
+        if cls is not None and name not in KINDS:
+            found[name] = (cls.__doc__ or "").strip().splitlines()[0]
+    for kinds in KINDS.values():
+        found |= {name: section.summary for name, section in kinds.every().items()}
+    return found
+
+
+def key_rows(topic: str | None = None, *, search: str | None = None) -> list[KeyRow]:
+    """The keys of a topic, or all; with `search` those that hold the word in their key or meaning.
+
+    Keys of a trainer or protection say in brackets which kinds have them if all topics are listed.
+
+    Raises:
+        ValueError: There is no such topic.
+    """
+    if topic is not None and topic not in topics():
+        raise ValueError(f"{topic!r} is no topic; take one of {', '.join(topics())}")
+    rows = _all_rows() if topic is None else _topic_rows(topic)
+    word = (search or "").lower()
+    return [row for row in rows if word in row[0].lower() or word in row[2].lower()]
+
+
+def _all_rows() -> list[KeyRow]:
+    rows = _topic_rows("run")
+    for name, field in RunConfig.model_fields.items():
+        if name not in KINDS:
+            rows += _topic_rows(name) if _section(field) is not None else []
+            continue
+        kinds: dict[KeyRow, list[str]] = {}
+        for kind in KINDS[name].names():
+            for row in _topic_rows(kind):
+                kinds.setdefault(row, []).append(kind)
+        rows += [(key, default, f"[{', '.join(of)}] {text}") for (key, default, text), of in kinds.items()]
+    return rows
+
+
+def _topic_rows(topic: str) -> list[KeyRow]:
+    if topic == "run":
+        plain = {key: field for key, field in RunConfig.model_fields.items() if _section(field) is None}
+        return [_row(key, field) for key, field in plain.items()]
+    for name, kinds in KINDS.items():
+        if topic in kinds.names():
+            return [_row(key, field) for key, field in _fields(kinds.find(topic), f"{name}.")]
+    section = _section(RunConfig.model_fields[topic])
+    return [] if section is None else [_row(key, field) for key, field in _fields(section, f"{topic}.")]
+
+
+def _row(key: str, field: FieldInfo) -> KeyRow:
+    default = field.get_default(call_default_factory=True, validated_data={})
+    return key, json.dumps(default), _meaning(field)
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

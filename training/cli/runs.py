@@ -1,20 +1,29 @@
-"""The commands on finished runs: evaluate, report, audit."""
+"""The commands on finished runs: evaluate, report, audit, zo replay, account run, account device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from accounting.ledger.ledger import LedgerContent
+    from training.runs.folder import RunFolder
 
-def mount(app: typer.Typer) -> None:
-    """Add the commands to `opusim`."""
-    for command in (evaluate, report, audit):
-        app.command()(command)
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+zo_app = typer.Typer(help="Replay a zeroth-order run from its step log.", no_args_is_help=True)
+app.add_typer(zo_app, name="zo")
 
 
+@zo_app.callback()
+def zo() -> None:
+    """Replay a zeroth-order run from its step log."""
+
+
+@app.command()
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     data: Annotated[
@@ -28,8 +37,6 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Loss and accuracy of a run's model on test records."""
-    import json
-
     from training.runs.run import evaluate_run
 
     figures = evaluate_run(run, data=data, arrays=arrays)
@@ -42,6 +49,7 @@ def evaluate(
         )
 
 
+@app.command()
 def report(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="One run folder, or several to compare.")
@@ -65,6 +73,7 @@ def report(
     typer.echo(write_comparison(loaded, out or Path("report.html"), title="Runs compared", names=names))
 
 
+@app.command()
 def audit(
     run: Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder.")] = None,
     mechanism: Annotated[
@@ -124,9 +133,7 @@ def audit(
         _audit_run(run, 400 if trials is None else trials, seed, delta, arrays, out, as_json)
         return
     _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
-    from training.cli.mechanism import audit_mechanism_command
-
-    audit_mechanism_command(
+    _audit_mechanism(
         mechanism,
         mode=mode or "experiment",
         steps=60 if steps is None else steps,
@@ -155,8 +162,6 @@ def _audit_run(
     as_json: bool,
 ) -> None:
     """Attack a run, print what was found and write its report."""
-    import json
-
     from opusim.progress import Progress
     from training.attacks.run_audit import audit_run
     from training.reports.run_report import NOT_FOR_RELEASE, write_report
@@ -190,3 +195,161 @@ def _audit_run(
     for text in paragraphs(found):
         typer.echo("\n" + wrapped(text))
     typer.echo(f"\nkept in {(out or run) / AUDIT_FILE} and shown in {report_file}")
+
+
+def _audit_mechanism(
+    kind: str,
+    *,
+    mode: str,
+    steps: int,
+    settings: Sequence[str],
+    seed: int | None,
+    level: float,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Run the self-test behind a progress line, print it and keep it.
+
+    Raises:
+        typer.Exit: With code 1, if a check raised an alarm.
+    """
+    from opusim.files import require_writable
+    from opusim.progress import Progress
+    from training.attacks.mechanism.audit import audit_mechanism
+    from training.attacks.mechanism.report import report_text
+    from training.runs.storage import write_json
+
+    if out is not None:
+        require_writable(out, "--out")
+    with Progress(f"self-test of {kind}", "steps") as progress:
+        found = audit_mechanism(
+            kind,
+            mode=mode,
+            steps=steps,
+            settings=settings,
+            seed=seed,
+            level=level,
+            on_start=progress.start,
+            on_step=progress.advance,
+        )
+    if out is not None:
+        write_json(out, found.to_json())
+    typer.echo(json.dumps(found.to_json(), indent=2) if as_json else report_text(found))
+    if not found.holds:
+        raise typer.Exit(1)
+
+
+@zo_app.command("replay")
+def zo_replay(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="A step log (steps.zo), or its run folder.")],
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            help="The parameters that training began with, safetensors; by default those beside the log."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the final parameters here, as safetensors.")] = None,
+) -> None:
+    """Rebuild the final parameters of a zeroth-order run, bit for bit, from its first ones and its step log."""
+    from opusim.progress import Progress
+    from training.runs.checkpoints import write_tensors
+    from training.zeroth_order.step_log import replay
+
+    with Progress("zo replay", "steps") as progress:
+
+        def follow(done: int, total: int) -> None:
+            if done == 1:
+                progress.start(total)
+            progress.advance()
+
+        found = replay(log, base=base, on_step=follow)
+    if out is not None:
+        write_tensors(out, found.tensors)
+    agreement = (
+        "those of the run's newest checkpoint, to the bit" if found.arrived else "not compared: no mark"
+    )
+    typer.echo(f"{found.steps:,} steps replayed; parameters {found.digest}: {agreement}")
+    if out is not None:
+        typer.echo(f"written to {out}")
+
+
+def account_run(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its ledger.jsonl.")],
+    delta: Annotated[
+        float | None, typer.Option(help="State the guarantees at another delta than the run's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every assumption.")] = False,
+) -> None:
+    """State anew what the ledger of a run has paid for; a ledger that is not the run's newest is refused."""
+    from accounting.cli import show
+    from accounting.guarantee import Release
+    from training.runs.folder import RunFolder
+
+    folder = RunFolder(path if path.is_dir() else path.parent)
+    content = _content(path, folder)
+    found = content.guarantees(delta=delta)
+    show(found, content.mechanisms, as_json=as_json, seed_stored=content.mode == "experiment")
+    last_only = any(guarantee.release is Release.LAST_ITERATE for guarantee in found)
+    if last_only and path.is_dir() and not folder.finished and not as_json:
+        typer.echo(
+            "Run unfinished. This guarantee covers only the final model, not the checkpoints in this folder."
+        )
+
+
+def _content(path: Path, folder: RunFolder) -> LedgerContent:
+    """The ledger, checked against the run's checkpoint and summary if it stands in a run folder."""
+    from accounting.ledger.ledger import read_ledger
+
+    if not folder.started or path not in (folder.path, folder.ledger_file):
+        return read_ledger(path)
+    if not folder.witnesses():
+        typer.echo(
+            f"not checked: no checkpoint and no summary in {folder.path} says how long its ledger was, so an older or "
+            "altered one would go unnoticed",
+            err=True,
+        )
+    return folder.read_ledger()
+
+
+def account_device(
+    name: Annotated[str, typer.Argument(help="A name of `opusim device list`, or the path of a TOML file.")],
+    outputs: Annotated[int, typer.Option(help="Outputs of a reading, at least 1.")] = 1024,
+    classes: Annotated[int, typer.Option(help="Number of labels, at least 2.")] = 10,
+    target_epsilon: Annotated[
+        list[float] | None, typer.Option(help="Say what this epsilon takes; repeatable.")
+    ] = None,
+    delta: Annotated[float, typer.Option(help="At which epsilon is stated.")] = 1e-5,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw a camera's sigma and epsilon against temperature: a PNG file.")
+    ] = None,
+) -> None:
+    """What a device's own noise is worth for labels read once: sigma, temperature and epsilon, both ways."""
+    from accounting.tables import print_rows
+    from opusim.description.loading import load_description
+    from opusim.files import FIGURES, require_writable
+    from training.device_privacy.levels import device_levels, level_rows
+
+    if figure is not None:
+        require_writable(figure, "--figure", FIGURES)
+    targets, description = target_epsilon or [8.0, 3.0, 1.0], load_description(name)
+    if description.camera is not None:
+        from opusim.progress import Progress
+        from training.device_privacy.camera import evaluations, label_counts, print_account
+
+        with Progress("account device", "evaluations") as progress:
+            counts = label_counts(
+                description,
+                n_classes=classes,
+                n_outputs=outputs,
+                delta=delta,
+                on_evaluation=progress.advance,
+            )
+            progress.start(evaluations(len(targets), figure=figure is not None))
+            print_account(counts, targets, figure)
+        return
+    if figure is not None:
+        raise ValueError(
+            f"figure: {name!r} counts no photons; leave it out, or take a device of kind 'camera'"
+        )
+    levels = device_levels(description, n_classes=classes, n_outputs=outputs, targets=targets, delta=delta)
+    print_rows(level_rows(levels))

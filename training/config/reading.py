@@ -6,7 +6,6 @@ import difflib
 import json
 import re
 import tomllib
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from pydantic import BaseModel, ValidationError
 
 from opusim.errors import ConfigError
 from opusim.files import DEPTH_LIMIT, parse_json, parse_toml, read_text
-from training.config.effect import UnusedKey, require_used
-from training.config.run import RunConfig
+from training.config.kinds import KINDS, completed
+from training.config.run import RunConfig, require_used
+from training.config.sections import KindSection, RefusedKey
 
 _NAMED_KEY = re.compile(r"(?P<key>[a-z][a-z_.]*) = ")
 
@@ -38,19 +38,20 @@ def load_config(
             this configuration; one line that names file, key and reason.
     """
     base, is_resolved = _read(source)
-    given = merged({} if is_resolved else base, changes or {})
-    values = merged(base, changes or {})
+    changed: dict[str, Any] = dict(changes or {})
     for setting in settings:
-        given, values = (merged(known, parse_setting(setting)) for known in (given, values))
+        changed = merged(changed, parse_setting(setting))
+    given = changed if is_resolved else merged(base, changed)
+    values = merged(_for_kinds(base, changed) if is_resolved else base, changed)
     origin = str(source) if isinstance(source, str | Path) else "configuration"
     return _validated(values, origin, given=[key for key, value in flat(given).items() if value is not None])
 
 
 def stored_config(values: Mapping[str, Any]) -> RunConfig:
-    """The resolved configuration that `config.json` holds: it names every key, also those that do nothing.
+    """The resolved configuration in a run's `config.json`, which names every key, also those that do nothing.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not a valid configuration.
     """
     return _validated(values, "configuration", given=())
 
@@ -66,13 +67,25 @@ def named_trainer(source: str | Path) -> str | None:
     return None if kind is None else str(kind)
 
 
+def _for_kinds(resolved: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved configuration without the keys that a changed kind does not have."""
+    values = dict(resolved)
+    for name, kinds in KINDS.items():
+        section, change = values.get(name), changed.get(name)
+        kind = change.get("kind") if isinstance(change, Mapping) else None
+        if isinstance(section, Mapping) and kind in kinds.names():
+            known = kinds.find(kind).model_fields
+            values[name] = {key: value for key, value in section.items() if key in known}
+    return values
+
+
 def _validated(values: Mapping[str, Any], origin: str, *, given: Sequence[str]) -> RunConfig:
     try:
         config = RunConfig.model_validate(values)
         require_used(config, given)
     except ValidationError as error:
-        raise _first_problem(error, origin) from error
-    except UnusedKey as error:
+        raise _first_problem(error, origin, values) from error
+    except RefusedKey as error:
         raise ConfigError(origin, error.key, error.reason) from error
     return config
 
@@ -151,22 +164,16 @@ def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[di
         raise ConfigError(str(path), "syntax", f"is not valid {path.suffix or 'TOML'}: {error}") from error
 
 
-def _first_problem(error: ValidationError, origin: str) -> ConfigError:
+def _first_problem(error: ValidationError, origin: str, values: Mapping[str, Any]) -> ConfigError:
     problem = error.errors()[0]
-    sections, keys = _walk(problem["loc"])
+    keys = [str(part) for part in problem["loc"]]
     key = ".".join(keys)
-    if problem["type"] == "extra_forbidden":
-        return ConfigError(
-            origin, key, f"is not a key of the configuration{_suggestion(sections[-1], keys[-1])}"
-        )
-    if problem["type"] == "union_tag_invalid":
-        context = problem["ctx"]
-        return ConfigError(
-            origin, f"{key}.kind", f"{context['tag']!r} is no trainer; take one of {context['expected_tags']}"
-        )
     cause = problem.get("ctx", {}).get("error")
-    if isinstance(cause, UnusedKey):
+    if isinstance(cause, RefusedKey):
         return ConfigError(origin, cause.key, cause.reason)
+    if problem["type"] == "extra_forbidden":
+        known = list(_section(keys[:-1], values).model_fields)
+        return ConfigError(origin, key, f"is not a key of the configuration{_suggestion(keys[-1], known)}")
     reason = problem["msg"].removeprefix("Value error, ")
     if problem["type"] != "value_error":
         reason = f"{reason}, got {problem['input']!r}"
@@ -175,65 +182,18 @@ def _first_problem(error: ValidationError, origin: str) -> ConfigError:
     return ConfigError(origin, key or "configuration", reason)
 
 
-def _walk(location: Sequence[str | int]) -> tuple[list[type[BaseModel]], list[str]]:
-    """The sections that an error's location passes, and its keys; pydantic puts a variant's kind between them."""
-    sections: list[type[BaseModel]] = [RunConfig]
-    keys: list[str] = []
-    variants: dict[str, type[BaseModel]] = {}
-    for part in map(str, location):
-        if part in variants:
-            sections.append(variants.pop(part))
-            continue
-        keys.append(part)
-        field = sections[-1].model_fields.get(part)
-        variants = (
-            {} if field is None else {kind: v for v in _variants(field.annotation) for kind in _kinds(v)}
-        )
-        if (
-            field is not None
-            and isinstance(field.annotation, type)
-            and issubclass(field.annotation, BaseModel)
-        ):
-            sections.append(field.annotation)
-    return sections, keys
+def _section(path: Sequence[str], values: Mapping[str, Any]) -> type[BaseModel]:
+    """The section at a path of keys."""
+    section: type[BaseModel] = RunConfig
+    for part in path:
+        annotation = section.model_fields[part].annotation
+        if isinstance(annotation, type) and issubclass(annotation, KindSection):
+            section = KINDS[part].find(completed(values)[part]["kind"])
+        elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            section = annotation
+    return section
 
 
-def _suggestion(section: type[BaseModel], key: str) -> str:
-    known = list(section.model_fields)
+def _suggestion(key: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(key, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; the keys here are {', '.join(known)}"
-
-
-def option_rows(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str, str]]:
-    """Every key as (dotted key, default, meaning), for help and documentation.
-
-    Keys of a section that depends on its kind say in brackets which kinds they are for.
-    """
-    rows: list[tuple[str, str, str]] = []
-    for name, field in section.model_fields.items():
-        default = field.default
-        variants = _variants(field.annotation)
-        for variant in variants:
-            kinds = ", ".join(_kinds(variant))
-            rows += [
-                (key, value, f"[{kinds}] {text}")
-                for key, value, text in option_rows(variant, f"{prefix}{name}.")
-            ]
-        if not variants and isinstance(default, BaseModel):
-            rows += option_rows(type(default), f"{prefix}{name}.")
-        elif not variants:
-            meaning = " ".join((field.description or "").split())
-            rows.append((f"{prefix}{name}", json.dumps(default), meaning))
-    return rows
-
-
-def _variants(annotation: Any) -> list[type[BaseModel]]:
-    """The sections among which a key chooses by kind; none where it is a section of one kind, or a value."""
-    parts = typing.get_args(annotation)
-    return (
-        list(parts) if parts and all(isinstance(p, type) and issubclass(p, BaseModel) for p in parts) else []
-    )
-
-
-def _kinds(variant: type[BaseModel]) -> tuple[str, ...]:
-    return typing.get_args(variant.model_fields["kind"].annotation)

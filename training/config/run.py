@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, Discriminator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from accounting.guarantee import Adjacency
-from training.config.completion import completed
-from training.config.effect import require_used
-from training.config.section import Section, TrainerSection
+from training.config.kinds import DEFAULT_TRAINER, PROTECTIONS, TRAINERS, completed
 from training.config.sections import (
     CheckpointConfig,
     DataConfig,
     DeviceChoice,
+    Effect,
+    LossName,
     ModelConfig,
     OptimizerConfig,
+    ProtectionSection,
+    RefusedKey,
     SamplerConfig,
+    Section,
     SplitRule,
+    TrainerSection,
 )
-from training.convex.config import ConvexConfig
-from training.feedback.config import FeedbackConfig
-from training.protections.config import ProtectionConfig
-from training.ulr.config import UlrConfig
-from training.zeroth_order.config import ZoConfig
 
-LossName = Literal["cross-entropy", "squared-error"]
-TrainerConfig = Annotated[FeedbackConfig | UlrConfig | ZoConfig | ConvexConfig, Discriminator("kind")]
-"""The options of each family of trainers, told apart by their kind."""
 ModelT = TypeVar("ModelT", bound=BaseModel)
 SectionT = TypeVar("SectionT", bound=TrainerSection)
-
+SCHEMA_VERSION: Literal[2] = 2
+"""Version of the configuration's format, and so of run folders."""
 _FITTING_SPLITS: dict[Adjacency, tuple[SplitRule, ...]] = {
     Adjacency.ZERO_OUT: ("index", "id"),
     Adjacency.ADD_OR_REMOVE_ONE: ("content", "id"),
@@ -46,15 +43,6 @@ _MISFITS: dict[str, str] = {
 }
 
 
-def split_refusal(config: RunConfig, split: str) -> str:
-    """Why a rule for holding records out does not fit a run's relation, and what does."""
-    fitting = " or ".join(repr(rule) for rule in config.fitting_splits)
-    return (
-        f"data.split = {split!r} does not fit the relation {str(config.relation)!r}: {_MISFITS[split]}; "
-        f"use {fitting}"
-    )
-
-
 def _updated(section: ModelT, changes: Mapping[str, Any]) -> ModelT:
     """Return a section with other values, which are not checked again."""
     for name in changes:
@@ -64,9 +52,17 @@ def _updated(section: ModelT, changes: Mapping[str, Any]) -> ModelT:
 
 
 class RunConfig(Section):
-    """A whole run. `training.train` takes it, `config.json` of a run folder holds it resolved."""
+    """A whole run. `opusim.train` takes it; `config.json` of a run folder holds it resolved."""
 
-    schema_version: Literal[1] = 1
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("seed",),
+            needs="mode = 'experiment'; a release run draws from the system and keeps no seed",
+            holds=lambda run: run.mode == "experiment",
+        ),
+    )
+
+    schema_version: Literal[2] = SCHEMA_VERSION
     """Version of this format."""
     mode: Literal["experiment", "release"] = "experiment"
     """experiment: seeded and reproducible, not for release (the noise can be rebuilt from the seed).
@@ -86,24 +82,24 @@ class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     sampler: SamplerConfig = SamplerConfig()
-    trainer: TrainerConfig = FeedbackConfig()
-    protection: ProtectionConfig = ProtectionConfig()
+    trainer: Annotated[SerializeAsAny[TrainerSection], BeforeValidator(TRAINERS.validated)] = Field(
+        default_factory=lambda: TRAINERS.validated({"kind": DEFAULT_TRAINER})
+    )
+    protection: Annotated[SerializeAsAny[ProtectionSection], BeforeValidator(PROTECTIONS.validated)] = Field(
+        default_factory=lambda: PROTECTIONS.validated({"kind": "none"})
+    )
     device: DeviceChoice = DeviceChoice()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @property
     def relation(self) -> Adjacency | None:
         """Which data sets the run's statements call neighbours, or None without protection."""
-        if self.protection.kind == "none":
-            return None
-        if self.protection.kind != "record":
-            return Adjacency.REPLACE_ONE
-        return Adjacency(self.protection.relation or self.trainer.relations[0])
+        return self.protection.relation_of(self.trainer)
 
     @property
     def fitting_splits(self) -> tuple[SplitRule, ...]:
         """Rules for holding records out that the relation allows, its default first."""
-        if self.relation is None or self.protection.kind.startswith("label"):  # features are public
+        if self.relation is None or self.protection.protects != "records":  # features are public
             return ("index", "content", "id")
         return _FITTING_SPLITS[self.relation]
 
@@ -116,6 +112,11 @@ class RunConfig(Section):
     def uses_device(self) -> bool:
         """Whether the run opens its device."""
         return self.trainer.uses_device(self.protection)
+
+    @property
+    def divides_by_batch_size(self) -> bool:
+        """Whether a full batch's sum is divided by sampler.batch_size."""
+        return self.protection.divisor is None and self.trainer.divides_by_batch_size(self.protection)
 
     def replaced(self, **changes: Any) -> Self:
         """Return the configuration with some keys changed, whose values are taken as they are.
@@ -154,64 +155,135 @@ class RunConfig(Section):
     @classmethod
     def _complete(cls, values: Any) -> Any:
         """Fill in the defaults that follow from other keys."""
-        return completed(values, FeedbackConfig().kind) if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping):
+            return values
+        version = values.get("schema_version", SCHEMA_VERSION)
+        if version != SCHEMA_VERSION:
+            raise RefusedKey(
+                "schema_version",
+                f"{version!r} is not {SCHEMA_VERSION}; read it with the opusim that wrote it",
+            )
+        return completed(values)
 
     @model_validator(mode="after")
-    def _check_relation(self) -> Self:
-        chosen, allowed = self.protection.relation, self.trainer.relations
-        if self.protection.kind == "record" and chosen is not None and chosen not in allowed:
-            raise ValueError(
-                f"protection.relation = {chosen!r} is not for trainer.kind = {self.trainer.kind!r}; "
-                f"take one of {', '.join(allowed)}"
-            )
+    def _check(self) -> Self:
+        _check_kinds(self)
+        self.protection.check(self)
+        self.trainer.check(self)
         if self.split not in self.fitting_splits:
             raise ValueError(split_refusal(self, self.split))
-        return self
-
-    @model_validator(mode="after")
-    def _check_constants(self) -> Self:
-        """Constants that may not come from the number of records are there."""
-        probability = self.sampler.sampling_probability
-        hidden = self.relation is Adjacency.ADD_OR_REMOVE_ONE
-        if probability is None and not hidden:
-            return self
-        missing = [] if probability is not None else ["sampler.sampling_probability"]
-        if self.protection.divisor is None and "batch_size" not in self.sampler.model_fields_set:
-            missing.append("protection.divisor (or sampler.batch_size)")
-        if missing and hidden:
-            raise ValueError(
-                f"protection.relation = 'add_or_remove_one' needs {' and '.join(missing)}: constants of your choice, "
-                "since the number of records is private; give them, or take protection.relation = 'zero_out', under "
-                "which that number is public"
-            )
-        if missing:
-            raise ValueError(
-                f"sampler.sampling_probability = {probability:g} needs {missing[0]}, the constant that a batch's sum "
-                "is divided by; give it, such as sampling_probability times the number of records"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_parts(self) -> Self:
-        if self.protection.kind not in self.trainer.protections:
-            raise ValueError(
-                f"protection.kind = {self.protection.kind!r} is not for trainer.kind = {self.trainer.kind!r}; it takes "
-                f"{', '.join(self.trainer.protections)}"
-            )
-        if self.protection.noise == "device" and not self.uses_device:
-            raise ValueError(
-                f"protection.noise = 'device' needs a device, but trainer.kind = {self.trainer.kind!r} has none; "
-                "see `opusim train options` for what the others take from one, or take 'digital'"
-            )
+        _check_constants(self)
         if self.loss == "cross-entropy" and self.model.output_activation != "identity":
             raise ValueError(
                 f"loss = 'cross-entropy' takes logits, but model.output_activation = "
                 f"'{self.model.output_activation}'; set it to 'identity' or take loss = 'squared-error'"
             )
-        if self.protection.kind == "last-iterate" and self.mode == "release" and self.checkpoint.keep > 1:
-            raise ValueError(
-                f"checkpoint.keep = {self.checkpoint.keep} keeps iterates before the last one, which "
-                "protection.kind = 'last-iterate' does not cover; leave it out"
-            )
         require_used(self)
         return self
+
+
+def split_refusal(config: RunConfig, split: str) -> str:
+    """Why a rule for holding records out does not fit a run's relation, and which rules do."""
+    fitting = " or ".join(repr(rule) for rule in config.fitting_splits)
+    return (
+        f"data.split = {split!r} does not fit the relation {str(config.relation)!r}: {_MISFITS[split]}; "
+        f"use {fitting}"
+    )
+
+
+def _check_kinds(config: RunConfig) -> None:
+    """Refuse a protection that the trainer does not take, or device noise without a device."""
+    trainer, protection = config.trainer, config.protection
+    if protection.kind not in trainer.protections and trainer.kind not in protection.trainers:
+        raise RefusedKey(
+            "protection.kind",
+            f"{protection.kind!r} is not for trainer.kind = {trainer.kind!r}; it takes "
+            f"{', '.join(trainer.protections)}",
+        )
+    if protection.noise == "device" and not config.uses_device:
+        raise ValueError(
+            f"protection.noise = 'device' needs a device, but trainer.kind = {trainer.kind!r} has none; "
+            "see `opusim train options device`, or take 'digital'"
+        )
+
+
+def _check_constants(config: RunConfig) -> None:
+    """Refuse a run without the constants that may not come from the number of records."""
+    probability = config.sampler.sampling_probability
+    hidden = config.relation is Adjacency.ADD_OR_REMOVE_ONE
+    if probability is None and not hidden:
+        return
+    missing = [] if probability is not None else ["sampler.sampling_probability"]
+    if config.protection.divisor is None and "batch_size" not in config.sampler.model_fields_set:
+        missing.append("protection.divisor (or sampler.batch_size)")
+    if missing and hidden:
+        raise ValueError(
+            f"protection.relation = 'add_or_remove_one' needs {' and '.join(missing)}: constants of your choice, "
+            "since the number of records is private; give them, or take protection.relation = 'zero_out', under "
+            "which that number is public"
+        )
+    if missing:
+        raise ValueError(
+            f"sampler.sampling_probability = {probability:g} needs {missing[0]}, the constant that a batch's sum "
+            "is divided by; give it, such as sampling_probability times the number of records"
+        )
+
+
+def effects_of(config: RunConfig) -> list[Effect]:
+    """Every statement of when a key has an effect, in the order of the sections."""
+    sections = [config, *(getattr(config, name) for name in type(config).model_fields)]
+    return [effect for section in sections for effect in getattr(type(section), "effects", ())]
+
+
+def unused(config: RunConfig) -> dict[str, str]:
+    """The keys and sections that do nothing in a configuration, each with what it needs."""
+    return {
+        key: effect.needs
+        for effect in effects_of(config)
+        for key in effect.keys
+        if _at(config, key) is not None and not effect.holds(config)
+    }
+
+
+def require_used(config: RunConfig, given: Collection[str] = ()) -> None:
+    """Refuse a key that does nothing and was given, or that differs from its default.
+
+    A resolved configuration names every key. Those that do nothing have their defaults there.
+
+    Args:
+        config: The configuration.
+        given: Dotted keys that the user gave.
+
+    Raises:
+        RefusedKey: There is such a key.
+    """
+    for key, needs in unused(config).items():
+        named = [name for name in given if f"{name}.".startswith(f"{key}.")]
+        found = named or _changed(key, _at(config, key), _default(config, key))
+        if found:
+            value = _at(config, found[0])
+            raise RefusedKey(found[0], f"{value!r} does nothing here: it needs {needs}; leave it out")
+
+
+def _changed(key: str, value: Any, default: Any) -> list[str]:
+    """The dotted keys at and below `key` that differ from their defaults."""
+    if not isinstance(value, BaseModel | dict):
+        return [] if value == default else [key]
+    parts, standard = (dict(part) if part else {} for part in (value, default))
+    return [
+        name for part, own in parts.items() for name in _changed(f"{key}.{part}", own, standard.get(part))
+    ]
+
+
+def _at(config: BaseModel, key: str) -> Any:
+    """The value of a dotted key, or None if this configuration has no such key."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+    return value
+
+
+def _default(config: BaseModel, key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    home = _at(config, section) if section else config
+    return type(home).model_fields[name].get_default(call_default_factory=True, validated_data={})

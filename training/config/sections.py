@@ -1,32 +1,86 @@
-"""How often a run can be taken up again.
+"""The parts of a run's configuration: what every section is, the shared ones, and the bases of those chosen by kind.
 
-The clips of eq. 9 of the PDFA paper, as a configuration names them.
-
-What the network learns from.
-
-Which device a run uses.
-
-The fully connected network that a run builds.
-
-Optimizer, schedule and averaging.
-
-How records are drawn into batches.
+A trainer's section is a `TrainerSection` and a protection's is a `ProtectionSection`; each kind is one class, found by
+its name in an entry-point group (`training.config.kinds`).
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from training.config.section import Section
+from accounting.guarantee import Adjacency
+
+_LARGEST = 1e12
+"""Products of two such numbers stay far below the largest float32, 3e38."""
+
+
+class RefusedKey(ValueError):
+    """A key that this configuration cannot take: it does nothing, or its value names nothing.
+
+    Attributes:
+        key: The dotted key.
+        reason: Its value, the rule and the remedy.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key} = {reason}")
+        self.key, self.reason = key, reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """When keys have an effect. A key without one is refused, never ignored.
+
+    Attributes:
+        keys: Dotted keys of the run, or whole sections.
+        needs: The condition in words, after "it needs".
+        holds: The condition on the RunConfig.
+    """
+
+    keys: tuple[str, ...]
+    needs: str
+    holds: Callable[[Any], bool]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, unknown keys refused, numbers finite and at most 1e12."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    largest: ClassVar[Mapping[str, float]] = {}
+    """Limits of single keys that are stricter than 1e12."""
+    effects: ClassVar[tuple[Effect, ...]] = ()
+    """Keys that have an effect only under a condition; every other key always has one."""
+
+    @model_validator(mode="after")
+    def _check_magnitudes(self) -> Self:
+        for name in type(self).model_fields:
+            value, limit = getattr(self, name), self.largest.get(name, _LARGEST)
+            if isinstance(value, float) and abs(value) > limit:
+                raise ValueError(
+                    f"{name} = {value:g} exceeds {limit:g}, beyond which float32 overflows; lower it"
+                )
+        return self
+
 
 ClippedLayers = Literal["all", "hidden", "feedback", "none"]
 WidthRule = Literal["fan-in", "layer"]
+SplitRule = Literal["index", "content", "id"]
+ActivationName = Literal["tanh", "relu", "sigmoid", "gelu", "identity"]
+LossName = Literal["cross-entropy", "squared-error"]
+Relation = Literal["zero_out", "add_or_remove_one", "replace_one"]
+Given = Mapping[str, Mapping[str, Any]]
+"""The keys that a run was given, by section, before any default is filled in."""
+OWN_ARRAYS = "arrays"
+"""The data.name of a run on user-supplied arrays or on texts."""
 
 
 def check_clip(tau_h_max: float | None, tau_h_min: float) -> None:
-    """The offset of eq. 9 belongs to a clip, and stays below it."""
+    """Refuse an offset of eq. 9 without its clip, or above it."""
     if tau_h_max is None and tau_h_min:
         raise ValueError(
             f"tau_h_min = {tau_h_min} offsets what tau_h_max clips, which is missing; set tau_h_max"
@@ -35,34 +89,39 @@ def check_clip(tau_h_max: float | None, tau_h_min: float) -> None:
         raise ValueError(f"tau_h_min = {tau_h_min} exceeds tau_h_max = {tau_h_max}; lower it")
 
 
-SplitRule = Literal["index", "content", "id"]
-
-
 class DataConfig(Section):
-    """What the network learns from."""
+    """Data set, split and standardisation."""
+
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("data.whitening",),
+            needs="data.components",
+            holds=lambda run: run.data.components is not None,
+        ),
+    )
 
     name: str = "digits"
-    """digits, mnist, fashion-mnist, cifar-10; "arrays" where training.train was given user-supplied ones."""
+    """digits, mnist, fashion-mnist or cifar-10; "arrays" if `opusim.train` was given arrays."""
     validation_fraction: float = Field(0.1, ge=0.0, lt=1.0)
     """Share of the training records held out for validation (0.1 in the PDFA paper)."""
     split_seed: int = Field(0, ge=0)
-    """Public seed of the rule that picks the validation records; it never looks at labels."""
+    """Public seed of the rule that picks the validation records; the rule never looks at labels."""
     split: SplitRule | None = None
-    """What decides whether a record is held out. index: its place among all n, by a seeded permutation. content: a
-    keyed hash of its own features. id: a keyed hash of the ID that was given with it. None: id where IDs were given,
-    else content for protection.relation = 'add_or_remove_one', else index."""
+    """What decides whether a record is held out. index: its position among all n, by a seeded permutation. content: a
+    keyed hash of its own features. id: a keyed hash of the ID given with it. None: id if IDs were given, else content
+    for protection.relation = 'add_or_remove_one', else index."""
     n_classes: int | None = Field(None, ge=2)
     """Number of classes of user-supplied arrays; None reads it off the labels (one more than the largest)."""
     standardise: bool = True
     """Subtract and divide by public constants of the data set."""
     mean: float | None = None
-    """Another public constant to subtract instead, for features in [0, 1]; together with std."""
+    """Another public constant to subtract instead, for features in [0, 1]; requires std."""
     std: float | None = Field(None, gt=0.0)
-    """Another public constant to divide by instead; together with mean."""
+    """Another public constant to divide by instead; requires mean."""
     components: int | None = Field(None, ge=1)
-    """Replace the features by so many principal components of the training records; for public features only."""
+    """Replace the features by this many principal components of the training records; only for public features."""
     whitening: float = Field(0.5, ge=0.0, le=1.0)
-    """How far the components are brought to one variance: 0 not at all, 1 completely."""
+    """How far the variances of the components are equalised: 0 not at all, 1 completely."""
 
     @model_validator(mode="after")
     def _check_constants(self) -> Self:
@@ -72,25 +131,43 @@ class DataConfig(Section):
 
 
 class DeviceChoice(BaseModel):
-    """A device description by name or path, with keys of the description overridden."""
+    """A device description by name or path, with some of its keys overridden."""
 
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("device",),
+            needs="a run that opens a device: trainer.kind = 'pdfa', trainer.noise (ulr), trainer.gates (convex) or "
+            "protection.noise = 'device'",
+            holds=lambda run: run.uses_device,
+        ),
+    )
 
     name: str = "gaussian"
-    """A name of `opusim device list`, or the path of a TOML file; other keys of this section, such as
-    device.noise.sigma, override keys of that description. Refused where the run opens no device."""
+    """A name of `opusim device list`, or the path of a TOML file; any other key of this section, such as
+    device.noise.sigma, overrides that key of the description. Refused if the run opens no device."""
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """The keys given beside the name, as a nested mapping."""
+        """The keys other than `name`, as a nested mapping."""
         return dict(self.model_extra or {})
 
 
-ActivationName = Literal["tanh", "relu", "sigmoid", "gelu", "identity"]
-
-
 class ModelConfig(Section):
-    """A fully connected network."""
+    """The fully connected network that a run builds."""
+
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("model.initial_output",),
+            needs="a feedback matrix (trainer.kind = 'dfa', 'tdfa' or 'pdfa')",
+            holds=lambda run: run.trainer.feedback_matrix,
+        ),
+        Effect(
+            keys=("model.tau_h_min",),
+            needs="model.tau_h_max",
+            holds=lambda run: run.model.tau_h_max is not None,
+        ),
+    )
 
     hidden: tuple[int, ...] = (512, 512)
     """Widths of the hidden layers."""
@@ -120,17 +197,40 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """A torch optimizer of the SGD or Adam family."""
+    """Optimizer, learning-rate schedule and averaging."""
 
-    largest: ClassVar[dict[str, float]] = {"lr": 1e4}  # parameters of order 1 overflow within ten such steps
+    largest: ClassVar[Mapping[str, float]] = {"lr": 1e4}  # parameters of order 1 overflow in ten such steps
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("optimizer.momentum",),
+            needs="optimizer.name = 'sgd'",
+            holds=lambda run: run.optimizer.name == "sgd" or run.trainer.plain_descent,  # refuses it itself
+        ),
+        Effect(
+            keys=("optimizer.nesterov",),
+            needs="optimizer.name = 'sgd' with a momentum",
+            holds=lambda run: run.optimizer.name == "sgd" and run.optimizer.momentum > 0,
+        ),
+        Effect(
+            keys=("optimizer.beta1", "optimizer.beta2"),
+            needs="an optimizer.name of the Adam family",
+            holds=lambda run: run.optimizer.name != "sgd",
+        ),
+        Effect(
+            keys=("optimizer.step_size", "optimizer.gamma"),
+            needs="optimizer.schedule = 'step'",
+            holds=lambda run: run.optimizer.schedule == "step",
+        ),
+    )
+
     name: Literal["sgd", "adam", "adamw", "nadam", "radam", "adamax"] = "sgd"
     """Class in torch.optim."""
     lr: float = Field(0.01, gt=0.0)
     """Learning rate; 0.002 by default for zo, 1.9 for convex."""
     momentum: float = Field(0.9, ge=0.0, lt=1.0)
-    """Momentum (sgd only); 0 for zo and convex, which have none."""
+    """Momentum (only sgd); 0 for zo and convex, which have none."""
     nesterov: bool = False
-    """Nesterov's form of momentum (sgd only)."""
+    """Nesterov's form of momentum (only sgd)."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
     """Decay of the first moment (Adam family)."""
     beta2: float = Field(0.999, ge=0.0, lt=1.0)
@@ -140,38 +240,248 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine", "step"] = "constant"
     """How the learning rate falls over the run: not at all, linearly to 0, as half a cosine to 0, or in steps."""
     step_size: float = Field(0.4, gt=0.0, le=1.0)
-    """Share of the run after which the rate falls, again and again (schedule step only)."""
+    """Share of the run after which the rate falls, repeatedly (only schedule = 'step')."""
     gamma: float = Field(0.85, gt=0.0, le=1.0)
-    """Factor by which it falls each time (schedule step only)."""
+    """Factor by which the rate falls each time (only schedule = 'step')."""
     averaged_tail: float = Field(0.0, ge=0.0, lt=1.0)
-    """The final model is the mean of the parameters over this share of the steps, the last ones; 0 for the last. A run
-    that its budget ends early keeps its last parameters."""
+    """The final model is the mean of the parameters over this last share of the steps; 0 takes the last parameters, and
+    so does a run that its budget ends early."""
 
 
 class SamplerConfig(Section):
     """How records are drawn into batches (see training.data.samplers)."""
 
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("sampler.sampling_probability",),
+            needs="sampler.scheme = 'poisson'",
+            holds=lambda run: run.sampler.scheme == "poisson",
+        ),
+        Effect(
+            keys=("sampler.min_batch_size",),
+            needs="sampler.scheme = 'poisson-min-batch'",
+            holds=lambda run: run.sampler.scheme == "poisson-min-batch",
+        ),
+        Effect(
+            keys=("sampler.drop_last",),
+            needs="sampler.scheme = 'shuffled-epochs'",
+            holds=lambda run: run.sampler.scheme == "shuffled-epochs",
+        ),
+        Effect(
+            keys=("sampler.batch_size",),
+            needs="a sampler.scheme other than 'full-batch'",
+            holds=lambda run: run.sampler.scheme != "full-batch" or run.divides_by_batch_size,
+        ),
+    )
+
     scheme: Literal[
         "shuffled-epochs", "poisson", "poisson-min-batch", "fixed-size", "disjoint-cyclic", "full-batch"
     ] = "shuffled-epochs"
-    """Sampling scheme; an accountant asks for it by this name. Unless it is given, protection.kind = 'record' and
-    'label-amplified' take poisson, and convex takes disjoint-cyclic otherwise."""
+    """Sampling scheme, by the name that an accountant asks for. The default follows from the protection (record and
+    label-amplified take poisson) and from the trainer (convex otherwise takes disjoint-cyclic)."""
     batch_size: int = Field(256, ge=1)
-    """Records in a batch (expected number under Poisson sampling); 250 by default for convex. Where
-    sampling_probability is given it is only the default of protection.divisor."""
+    """Records in a batch (expected number under Poisson sampling); 250 by default for convex. If
+    sampling_probability is given, only the default of protection.divisor."""
     sampling_probability: float | None = Field(None, gt=0.0, le=1.0)
-    """q, with which each record enters a Poisson batch, and 1 / q steps an epoch; None takes batch_size over the number
-    of training records. protection.relation = 'add_or_remove_one' needs it: there that number is private."""
+    """q, with which each record enters a Poisson batch; an epoch has 1 / q steps. None takes batch_size over the number
+    of training records. protection.relation = 'add_or_remove_one' requires it, because that number is private."""
     min_batch_size: int | None = Field(None, ge=1)
     """Smallest batch that poisson-min-batch accepts."""
     drop_last: bool = False
-    """Leave out the last, shorter batch of an epoch (shuffled-epochs only)."""
+    """Leave out the last, shorter batch of an epoch (only shuffled-epochs)."""
 
 
 class CheckpointConfig(Section):
-    """How often a run can be taken up again."""
+    """When checkpoints are written and how many are kept."""
 
     every_steps: int | None = Field(None, ge=1)
-    """Steps between checkpoints; None: one at the end of each epoch."""
+    """Steps between checkpoints; None writes one at the end of each epoch."""
     keep: int = Field(2, ge=1)
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
+
+
+class KindSection(Section):
+    """A section chosen by its `kind`; a third party's class is found through an entry point.
+
+    A subclass declares `kind: Literal["name"] = "name"`, its own keys as typed fields with attribute docstrings, and
+    the class variables below. The docstrings become the command line's help.
+    """
+
+    summary: ClassVar[str] = ""
+    """One line for help pages."""
+    formerly: ClassVar[tuple[str, ...]] = ()
+    """Earlier names of this kind; a configuration that uses one is told the new name."""
+    instead: ClassVar[Mapping[str, str]] = {}
+    """Keys of other kinds that this kind lacks for a reason: what to do instead."""
+
+    kind: str
+    """Name of the kind."""
+
+    @classmethod
+    def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
+        """Defaults of other sections that follow from this kind, below everything that was given.
+
+        Args:
+            given: The keys that the run was given, by section; "run" holds those outside of sections.
+        """
+        return {}
+
+    def check(self, run: Any) -> None:
+        """Refuse a RunConfig whose other sections do not fit this one.
+
+        Raises:
+            ValueError: They do not fit; the message begins with "key = value".
+        """
+        return
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A command-line option that sets a key outside of the trainer's own fields, or under another name.
+
+    Attributes:
+        name: The option without its dashes.
+        key: The dotted key of the run.
+        help: Its help; empty takes the key's own description.
+        values: Words of the option and the values that they stand for, or None to take the value as it is.
+    """
+
+    name: str
+    key: str
+    help: str = ""
+    values: Mapping[str, str] | None = None
+
+
+class ProtectionSection(KindSection):
+    """What is protected and how strongly; the base of every `protection.kind`.
+
+    Code outside the configuration asks for the properties below and compares no kind. `epsilon`, `noise_multiplier`,
+    `noise`, `clip_norm` and `divisor` can be read of every kind: a kind without such a field has None, and digital
+    noise.
+    """
+
+    protects: ClassVar[Literal["nothing", "records", "labels"]] = "records"
+    """What the guarantee is about."""
+    poisson: ClassVar[bool] = False
+    """Whether every step is paid for and draws a secret Poisson batch."""
+    last_iterate: ClassVar[bool] = False
+    """Whether only the final model is published."""
+    one_look: ClassVar[bool] = False
+    """Whether the labels are read or randomized once, before training."""
+    default_clip: ClassVar[float] = 1.0
+    """Norm to which contributions are clipped if clip_norm is None."""
+    cost_of_a_kill: ClassVar[str | None] = None
+    """What a kill of a release run under a budget costs, after "Ctrl-C only; "; None if it costs nothing."""
+    trainers: ClassVar[tuple[str, ...]] = ()
+    """Trainers that take this protection besides those whose sections list it."""
+
+    delta: float = Field(1e-5, ge=0.0, lt=1.0)
+    """delta of every guarantee that this run prints; 0 asks for pure privacy, which only Laplace noise (zo) and
+    randomized response give."""
+
+    if TYPE_CHECKING:  # fields of most kinds; `__pydantic_init_subclass__` completes the others
+
+        @property
+        def epsilon(self) -> float | None:
+            """Budget, or None."""
+
+        @property
+        def noise_multiplier(self) -> float | None:
+            """z, or None."""
+
+        @property
+        def noise(self) -> Literal["digital", "device"]:
+            """Source of the credited noise."""
+
+        @property
+        def clip_norm(self) -> float | None:
+            """The clip if it was given."""
+
+        @property
+        def divisor(self) -> float | None:
+            """The divisor if it was given."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the common properties be read of a kind that has no such field."""
+        if not cls.model_fields["kind"].is_required():
+            for name, value in _COMMON.items():
+                if name not in cls.model_fields:
+                    setattr(cls, name, value)
+
+    @property
+    def clip(self) -> float:
+        """clip_norm, or its default for this kind."""
+        return self.default_clip if self.clip_norm is None else self.clip_norm
+
+    def implementation(self) -> Any:
+        """Return the subclass of `training.protections.base.Protection` of this kind.
+
+        It is imported here, so that reading a configuration imports neither torch nor a third party's code.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override implementation")
+
+    def build(self, plan: Any, algorithm: Any) -> Any:
+        """Return the protection of a `training.engine.plan.RunPlan` and its algorithm, bound to both."""
+        return self.implementation()(plan, algorithm)
+
+    def relation_of(self, trainer: TrainerSection) -> Adjacency | None:
+        """Which data sets the guarantee calls neighbours, or None without protection."""
+        return Adjacency.REPLACE_ONE
+
+
+_COMMON: Mapping[str, Any] = {
+    "epsilon": None,
+    "noise_multiplier": None,
+    "noise": "digital",
+    "clip_norm": None,
+    "divisor": None,
+}
+
+
+class TrainerSection(KindSection):
+    """The options of a trainer; the base of every `trainer.kind`."""
+
+    protections: ClassVar[tuple[str, ...]] = ("none", "record")
+    """Values of protection.kind that this trainer takes."""
+    relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one", "replace_one")
+    """Values of protection.relation that this trainer takes; the first is the default."""
+    feedback_matrix: ClassVar[bool] = False
+    """Whether the error is projected by a fixed feedback matrix."""
+    plain_descent: ClassVar[bool] = False
+    """Whether the update is plain gradient descent, without momentum or moments."""
+    device_keys: ClassVar[Mapping[str, str] | None] = None
+    """Keys that the option --device sets besides device.name; None if the command has no such option. A key of the
+    section protection is set only if the command protects something."""
+    flags: ClassVar[tuple[Flag, ...]] = ()
+    """Options of the command besides one for each own field."""
+    examples: ClassVar[tuple[str, ...]] = (
+        "--data digits --epochs 30",
+        "--data fashion-mnist --set optimizer.lr=0.01 --set model.hidden=[512,512]",
+        "--config run.toml --seed 3 --out runs/third",
+    )
+    """Arguments of the command that its help shows."""
+
+    def implementation(self) -> Any:
+        """Return the subclass of `training.engine.algorithm.Algorithm` of this kind.
+
+        It is imported here, so that reading a configuration imports neither torch nor a third party's code.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override implementation")
+
+    def build(self, plan: Any) -> Any:
+        """Return the algorithm of a `training.engine.plan.RunPlan`, bound to it."""
+        return self.implementation()(plan, self)
+
+    @classmethod
+    def default_protection(cls, given: Given) -> str:
+        """The protection.kind of a run that gives none."""
+        return "none"
+
+    def uses_device(self, protection: ProtectionSection) -> bool:
+        """Whether the run opens its device."""
+        return False
+
+    def divides_by_batch_size(self, protection: ProtectionSection) -> bool:
+        """Whether a full batch's sum is divided by sampler.batch_size unless protection.divisor is given."""
+        return protection.poisson

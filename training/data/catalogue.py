@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from opusim.errors import ConfigError
-from training.config.effect import OWN_ARRAYS
+from training.config.sections import OWN_ARRAYS as OWN_ARRAYS
 from training.config.sections import DataConfig, SplitRule
 from training.data.arrays import from_arrays
 from training.data.dataset import DataError, Dataset, Standardisation

@@ -16,7 +16,7 @@ from accounting.records.mechanisms import Unprotected
 from opusim.devices.base import NoisyDevice
 from opusim.noise import NoiseModel
 from training.config.run import RunConfig
-from training.config.section import TrainerSection
+from training.config.sections import TrainerSection
 from training.data import Dataset
 from training.data.splits import Ids
 from training.engine.trainer import Trainer

@@ -17,7 +17,7 @@ from training.config.run import RunConfig
 from training.config.seeds import seed_for
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
-from training.feedback.config import FeedbackConfig
+from training.feedback.config import BpConfig, FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.functions import ACTIVATIONS
 from training.networks.network import FullyConnected, build_network
@@ -52,7 +52,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected, FeedbackTraine
         """See Algorithm.trainer."""
         config, options = self.plan.config, self.options
         noise = None
-        if options.sigma:
+        if options.digital_sigma:
             noise = noise_stream(config.mode, seed_for(config, "noise"), "digital-noise")
         return FeedbackTrainer(
             self.network,
@@ -69,7 +69,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected, FeedbackTraine
     def updates(self) -> Updates:
         """See Algorithm.updates; backpropagation may stretch the error on its way to the output layer."""
         options = self.options
-        if options.kind != "bp":
+        if not isinstance(options, BpConfig):
             return Updates()
         unbounded = options.scale == "sphere"  # a ball (eq. 9) stretches nothing
         return Updates(output_gain=math.inf if unbounded else options.signal_gain)
@@ -89,7 +89,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected, FeedbackTraine
     @property
     def noiseless(self) -> Mapping[str, Any]:
         """See Algorithm.noiseless."""
-        return {"sigma": 0.0} if self.options.sigma else {}
+        return {"sigma": 0.0} if self.options.digital_sigma else {}
 
 
 def published_mechanism(

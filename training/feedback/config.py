@@ -7,65 +7,71 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.config.section import TrainerSection
-from training.config.sections import ClippedLayers, WidthRule, check_clip
-from training.protections.config import ProtectionConfig, Relation
+from training.config.sections import (
+    ClippedLayers,
+    Effect,
+    Flag,
+    ProtectionSection,
+    TrainerSection,
+    WidthRule,
+    check_clip,
+)
 
 
 class FeedbackConfig(TrainerSection):
-    """Which feedback trains the hidden layers, and what happens to it."""
+    """How a feedback trains the hidden layers; the base of bp, dfa, tdfa and pdfa."""
 
     protections: ClassVar[tuple[str, ...]] = (
         "none",
         "record",
-        "label",
+        "label-budget",
         "label-amplified",
-        "label-once",
-        "label-response",
+        "label-readout",
+        "label-randomized-response",
     )
-    """See TrainerSection."""
-    relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one", "replace_one")
-    """What protection.relation may be under protection.kind = 'record'; the first is its default."""
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("trainer.scale",), needs="trainer.tau_b", holds=lambda run: run.trainer.tau_b is not None
+        ),
+        Effect(
+            keys=("trainer.tau_h_min", "trainer.clip_width"),
+            needs="trainer.tau_h_max",
+            holds=lambda run: run.trainer.tau_h_max is not None,
+        ),
+        Effect(
+            keys=("trainer.clipped_layers",),
+            needs="trainer.tau_h_max",
+            holds=lambda run: run.trainer.tau_h_max is not None or run.trainer.clipped_layers == "none",
+        ),
+    )
 
-    kind: Literal["bp", "dfa", "tdfa", "pdfa"] = "pdfa"
-    """bp: backpropagation; dfa: digital random projection of the error; tdfa: of the ternarized error;
-    pdfa: of the ternarized error, through the device."""
     order: Literal["hardware", "published"] = "hardware"
-    """hardware: the noise of the device's reading is the noise, only a constant gain follows.
-    published: eq. 8, the reading is scaled into the ball tau_b, then noise is added (for pdfa from the
-    device's draw, for the digital feedbacks from a generator with standard deviation sigma), and the default of a
-    digital feedback that is given a sigma."""
-    threshold: float = Field(0.15, ge=0.0)
-    """Ternarization threshold of tdfa and pdfa (0.15 in the paper)."""
-    encoding: Literal["ternary", "planes"] = "ternary"
-    """How pdfa shows the error: ternary, one reading a record (the paper); planes, in signed binary digits of
-    e / max|e|, one reading a digit, which keeps magnitudes at more frames, and noise in proportion to the error."""
-    planes: int = Field(4, ge=1, le=24)
-    """Number of digits of encoding = 'planes'; the error is shown to 2^-planes of its largest entry."""
-    gain: float = Field(1.0, gt=0.0)
-    """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale."""
+    """hardware: the noise of the device's reading is the noise; only a constant gain follows. published: eq. 8, the
+    reading is scaled into the ball tau_b, then noise is added (for pdfa from the device's draw, for the digital
+    feedbacks from a generator with standard deviation sigma). A digital feedback with a sigma takes published by
+    default."""
     signal_gain: float = Field(1.0, gt=0.0)
     """Public constant on what each hidden layer receives, noise included (for bp: on the error at the top)."""
     tau_b: float | None = Field(None, gt=0.0)
-    """tau_B of eq. 9: norm of a layer's signal before noise (published order only)."""
+    """tau_B of eq. 9: norm of a layer's signal before noise (only order = 'published')."""
     scale: Literal["ball", "sphere"] = "ball"
     """ball: longer signals are shortened to tau_b (eq. 8). sphere: every signal is brought to tau_b."""
-    sigma: float = Field(0.0, ge=0.0)
-    """Standard deviation of the digital noise of bp, dfa and tdfa; pdfa takes its noise from the device."""
     tau_h_max: float | None = Field(None, gt=0.0)
     """tau_h^max of eq. 9: activations in updates are clipped to tau_h_max / sqrt(width)."""
     tau_h_min: float = Field(0.0, ge=0.0)
     """tau_h^min of eq. 9: activations are offset by tau_h_min / sqrt(width) before the clip."""
     clipped_layers: ClippedLayers = "all"
-    """Whose updates take clipped activations: all, hidden (not the network's input), feedback (not the
+    """Layers whose updates take clipped activations: all, hidden (not the network's input), feedback (not the
     output layer), none."""
     clip_width: WidthRule = "fan-in"
     """Width in tau / sqrt(width): of the clipped vector (fan-in) or of the updated layer (layer)."""
     through_clip: bool = False
-    """Whether a clipped neuron (model.tau_h_max) has slope 0, as autograd finds, or phi' all the same (eq. 8)."""
-    feedback_seed: int = Field(20210603, ge=0)
-    """Seed of the digital feedback matrix of dfa and tdfa; the default is the packaged devices' medium, so that
-    tdfa is pdfa without noise."""
+    """Slope of a clipped neuron (model.tau_h_max): 0, as autograd finds, or phi' all the same (eq. 8)."""
+
+    @property
+    def digital_sigma(self) -> float:
+        """Standard deviation of the digital noise; 0 for a feedback without any."""
+        return 0.0
 
     def implementation(self) -> Any:
         """See TrainerSection.implementation."""
@@ -73,40 +79,135 @@ class FeedbackConfig(TrainerSection):
 
         return FeedbackAlgorithm
 
-    def uses_device(self, protection: ProtectionConfig) -> bool:
-        """Whether the run opens its device."""
-        return self.kind == "pdfa"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _order_of_digital_noise(cls, values: Any) -> Any:
-        """A digital feedback that is given a sigma takes the order that has one, unless it is given another."""
-        if isinstance(values, Mapping) and "sigma" in values and values.get("kind") in ("bp", "dfa", "tdfa"):
-            return {"order": "published", **values}
-        return values
-
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        if self.kind == "pdfa" and self.sigma:
-            raise ValueError(
-                f"sigma = {self.sigma} is for the digital feedbacks; the noise of pdfa is the device's: "
-                "set device.noise.sigma"
-            )
-        if self.kind != "pdfa" and self.encoding != "ternary":
-            raise ValueError(
-                f"encoding = {self.encoding!r} is how pdfa shows the error to a device, but kind = {self.kind!r}; "
-                "leave it out"
-            )
         if self.order == "hardware" and self.tau_b is not None:
             raise ValueError(
                 f"tau_b = {self.tau_b} scales each record after its noisy reading, which shrinks the noise with it; "
                 "use order = 'published' (scale, then noise), or leave tau_b out"
             )
-        if self.order == "hardware" and self.sigma:
-            raise ValueError(
-                f"sigma = {self.sigma} is noise added after the scale; use order = 'published' with it"
-            )
         if self.scale == "sphere" and self.tau_b is None:
             raise ValueError("scale = 'sphere' brings signals to tau_b, which is missing; set tau_b")
         check_clip(self.tau_h_max, self.tau_h_min)
         return self
+
+
+class _DigitalConfig(FeedbackConfig):
+    """A feedback that is computed digitally, with optional noise."""
+
+    sigma: float = Field(0.0, ge=0.0)
+    """Standard deviation of the digital noise, in units of the projection."""
+
+    @property
+    def digital_sigma(self) -> float:
+        """See FeedbackConfig.digital_sigma."""
+        return self.sigma
+
+    @model_validator(mode="before")
+    @classmethod
+    def _order_of_noise(cls, values: Any) -> Any:
+        """A sigma takes the order that has one, unless another is given."""
+        if isinstance(values, Mapping) and "sigma" in values:
+            return {"order": "published", **values}
+        return values
+
+    @model_validator(mode="after")
+    def _check_sigma(self) -> Self:
+        if self.order == "hardware" and self.sigma:
+            raise ValueError(
+                f"sigma = {self.sigma} is noise added after the scale; use order = 'published' with it"
+            )
+        return self
+
+
+class BpConfig(_DigitalConfig):
+    """Backpropagation, as the reference."""
+
+    summary: ClassVar[str] = "Backpropagation, as the reference (no device)."
+
+    kind: Literal["bp"] = "bp"
+    """bp: backpropagation."""
+
+
+class _ProjectedConfig(_DigitalConfig):
+    """A digital random projection of the error."""
+
+    feedback_matrix = True
+
+    gain: float = Field(1.0, gt=0.0)
+    """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale."""
+    feedback_seed: int = Field(20210603, ge=0)
+    """Seed of the digital feedback matrix; the default is the packaged devices' medium, so that tdfa is pdfa without
+    noise."""
+
+
+class DfaConfig(_ProjectedConfig):
+    """Direct feedback alignment with a digital random matrix."""
+
+    summary: ClassVar[str] = (
+        "Direct feedback alignment: a digital random projection of the error (no device)."
+    )
+
+    kind: Literal["dfa"] = "dfa"
+    """dfa: digital random projection of the error."""
+
+
+class TdfaConfig(_ProjectedConfig):
+    """Direct feedback alignment of the ternarized error."""
+
+    summary: ClassVar[str] = (
+        "Ternarized direct feedback alignment: a digital projection of the error in {-1, 0, 1}."
+    )
+
+    kind: Literal["tdfa"] = "tdfa"
+    """tdfa: digital random projection of the ternarized error."""
+    threshold: float = Field(0.15, ge=0.0)
+    """Ternarization threshold (0.15 in the paper)."""
+
+
+class PdfaConfig(FeedbackConfig):
+    """Photonic direct feedback alignment: the error goes through the device."""
+
+    feedback_matrix = True
+    summary: ClassVar[str] = (
+        "Photonic direct feedback alignment: the ternarized error goes through the device."
+    )
+    device_keys: ClassVar[Mapping[str, str] | None] = {}
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag(
+            name="sigma",
+            key="device.noise.sigma",
+            help="Standard deviation of the device's noise, in units of the projection.",
+        ),
+    )
+    instead: ClassVar[Mapping[str, str]] = {"sigma": "its noise is the device's; set device.noise.sigma"}
+    effects: ClassVar[tuple[Effect, ...]] = (
+        *FeedbackConfig.effects,
+        Effect(
+            keys=("trainer.threshold",),
+            needs="trainer.kind = 'tdfa', or 'pdfa' with trainer.encoding = 'ternary'",
+            holds=lambda run: run.trainer.encoding == "ternary",
+        ),
+        Effect(
+            keys=("trainer.planes",),
+            needs="trainer.encoding = 'planes'",
+            holds=lambda run: run.trainer.encoding == "planes",
+        ),
+    )
+
+    kind: Literal["pdfa"] = "pdfa"
+    """pdfa: projection of the ternarized error through the device."""
+    threshold: float = Field(0.15, ge=0.0)
+    """Ternarization threshold (0.15 in the paper)."""
+    encoding: Literal["ternary", "planes"] = "ternary"
+    """How the device is shown the error. ternary: one reading a record (the paper). planes: signed binary digits of
+    e / max|e|, one reading a digit, which keeps magnitudes at the cost of more frames, and noise in proportion to the
+    error."""
+    planes: int = Field(4, ge=1, le=24)
+    """Number of digits of encoding = 'planes'; the error is shown to 2^-planes of its largest entry."""
+    gain: float = Field(1.0, gt=0.0)
+    """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale."""
+
+    def uses_device(self, protection: ProtectionSection) -> bool:
+        """Always."""
+        return True

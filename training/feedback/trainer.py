@@ -19,7 +19,7 @@ from opusim.usage import Usage
 from training.config.run import LossName
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
-from training.feedback.config import FeedbackConfig
+from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig, TdfaConfig
 from training.feedback.rules import (
     Alignment,
     Backpropagation,
@@ -192,18 +192,20 @@ class FeedbackTrainer(Trainer):
 
     def _make_feedback(self, config: FeedbackConfig) -> Feedback:
         draw = self._digital_draw(config)
-        if config.kind == "bp":
+        if isinstance(config, BpConfig):
             return Backpropagation(scale=_scale(config), draw=draw, signal_gain=config.signal_gain)
-        if config.kind == "pdfa":
+        if isinstance(config, PdfaConfig):
             return self._photonic(config)
+        if not isinstance(config, DfaConfig | TdfaConfig):
+            raise TypeError(f"trainer.kind = {config.kind!r} is no feedback; take bp, dfa, tdfa or pdfa")
         widths = self._network.widths
         medium = Medium(widths[-1], max(sum(widths[:-1]), 1), config.feedback_seed)
         matrix = medium.dense().to(self._network.linears[0].weight.device)
-        threshold = config.threshold if config.kind == "tdfa" else None
+        threshold = config.threshold if isinstance(config, TdfaConfig) else None
         projection = DigitalProjection(matrix, threshold=threshold)
-        return _alignment(projection, config, draw)
+        return _alignment(projection, config, draw, gain=config.gain)
 
-    def _photonic(self, config: FeedbackConfig) -> Feedback:
+    def _photonic(self, config: PdfaConfig) -> Feedback:
         device = self._device
         if device is None:
             raise ValueError(
@@ -218,22 +220,26 @@ class FeedbackTrainer(Trainer):
             )
         planes = config.planes if config.encoding == "planes" else None
         projection = DeviceProjection(device, threshold=config.threshold, planes=planes)
-        return _alignment(projection, config, device.draw if config.order == "published" else None)
+        draw = device.draw if config.order == "published" else None
+        return _alignment(projection, config, draw, gain=config.gain)
 
     def _digital_draw(self, config: FeedbackConfig) -> Draw | None:
-        if config.kind == "pdfa" or not config.sigma:
+        if not isinstance(config, BpConfig | DfaConfig | TdfaConfig) or not config.sigma:
             return None
         stream = self._noise
         if stream is None:
             raise ValueError(f"noise is missing; trainer.sigma = {config.sigma} draws from a NoiseStream")
         place = self._network.linears[0].weight.device
-        return lambda shape: stream.normal(shape, device=place).mul_(config.sigma)
+        sigma = config.sigma
+        return lambda shape: stream.normal(shape, device=place).mul_(sigma)
 
 
-def _alignment(projection: Projection, config: FeedbackConfig, draw: Draw | None) -> Alignment:
+def _alignment(
+    projection: Projection, config: FeedbackConfig, draw: Draw | None, *, gain: float
+) -> Alignment:
     return Alignment(
         projection,
-        gain=config.gain,
+        gain=gain,
         signal_gain=config.signal_gain,
         scale=_scale(config),
         draw=draw,

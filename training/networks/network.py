@@ -250,11 +250,11 @@ def build_sequential(
     modules: list[nn.Module] = []
     fan_in = n_inputs
     for layer in layers:
-        linear = nn.utils.skip_init(nn.Linear, fan_in, layer.n_outputs, bias=layer.bias)
+        linear = nn.Linear(fan_in, layer.n_outputs, bias=layer.bias, device="meta")  # draws nothing
         bound = gain / fan_in**0.5
-        with torch.no_grad():
-            for parameter in linear.parameters():
-                parameter.uniform_(-bound, bound, generator=generator)
+        for name, parameter in list(linear.named_parameters()):
+            values = torch.empty(parameter.shape, dtype=parameter.dtype)
+            setattr(linear, name, nn.Parameter(values.uniform_(-bound, bound, generator=generator)))
         modules.append(linear)
         if layer.activation != "identity":
             modules.append(ACTIVATIONS[layer.activation].module())

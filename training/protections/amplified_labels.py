@@ -34,13 +34,14 @@ from training.protections.base import (
     with_constant,
     write_gradient,
 )
+from training.protections.config import LabelAmplifiedConfig
 from training.protections.metric import Metric, equalised_weights
 from training.protections.planning import divisor_of, sampling_probability
 
 _EQUALISING_ROUNDS = 30
 
 
-class AmplifiedLabelProtection(PoissonProtection):
+class AmplifiedLabelProtection(PoissonProtection[LabelAmplifiedConfig]):
     """Labels: clipping and noise in the geometry of public features, secret Poisson batches."""
 
     def mechanism(self, noise_multiplier: float) -> LabelAmplified:

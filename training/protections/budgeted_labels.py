@@ -38,6 +38,7 @@ from training.protections.base import (
     with_constant,
     write_gradient,
 )
+from training.protections.config import LabelBudgetConfig
 from training.protections.metric import batch_leverages
 from training.protections.planning import epsilon_of, total_steps
 from training.runs.folder import RunFolder
@@ -50,7 +51,7 @@ _SPENDING = 0.8
 """Share of a label budget that an average record is meant to spend; the rest is for records of high leverage."""
 
 
-class LabelBudgetProtection(Protection):
+class LabelBudgetProtection(Protection[LabelBudgetConfig]):
     """Labels: noise on every layer's signal, and a budget for each record, which is paid for once."""
 
     def calibrated(self) -> float | None:

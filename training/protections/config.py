@@ -1,142 +1,273 @@
-"""What is protected, and how strongly."""
+"""Options of the protections: what is protected, and how strongly."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.config.section import Section
+from accounting.guarantee import Adjacency
+from training.config.sections import (
+    Effect,
+    Given,
+    ProtectionSection,
+    RefusedKey,
+    Relation,
+    TrainerSection,
+)
 
-Relation = Literal["zero_out", "add_or_remove_one", "replace_one"]
-ProtectionName = Literal[
-    "none", "record", "last-iterate", "label", "label-amplified", "label-once", "label-response"
-]
+_ABOUT_LABELS = {"relation": "its theorem is about replacing a label; leave it out"}
+_STEPS_LOST = (
+    "a kill or a power cut makes it pay again for the steps since its last checkpoint, and for up to 15 that it "
+    "reserved, so that its budget may end before its last epoch"
+)
+Source = Literal["digital", "device"]
 
 
-class ProtectionConfig(Section):
-    """What is protected, and how strongly."""
+class NoProtectionConfig(ProtectionSection):
+    """No protection: noise only where the trainer puts it."""
 
-    kind: ProtectionName = "none"
-    """none: noise only where the trainer puts it. record: whole records, by clipped contributions, central Gaussian
-    noise and Poisson batches. last-iterate (convex): whole records, of which only the last model is published. label,
-    label-amplified, label-once, label-response: the labels alone, the features being public; by noise on every layer's
-    signal and a budget for each record, by clipping and noise in the geometry of public features with secret Poisson
-    batches, by one noisy reading of each label, by randomized response. convex with an epsilon or a
-    noise_multiplier: last-iterate by default, record with Poisson batches."""
-    relation: Relation | None = None
-    """Which data sets count as neighbours under kind = 'record'. zero_out: a record against an empty place, the number
-    of records being public. add_or_remove_one: a record more or less, their number being private; needs
-    sampler.sampling_probability. replace_one: a record against any other (not for zo). None: zero_out; for the convex
-    trainer replace_one. All other kinds are about replacing: a record (last-iterate) or a label."""
-    epsilon: float | None = Field(None, gt=0.0)
-    """Budget at delta: training stops before the step that would exceed it. Where the noise is not given it is the
-    least that reaches this epsilon."""
-    delta: float = Field(1e-5, ge=0.0, lt=1.0)
-    """delta of every guarantee that this run prints; 0 asks for pure privacy, which Laplace noise (zo) and randomized
-    response give."""
-    noise_multiplier: float | None = Field(None, gt=0.0)
-    """z: the noise's standard deviation over the clip (all kinds but label-once and label-response); None takes it from
-    epsilon."""
-    clip_norm: float | None = Field(None, ge=1e-12, le=1e12)
-    """Largest norm of a record's contribution: over all layers (record, 1 by default; zo: its loss difference, 0.05 by
-    default), of each layer's signal (label, 1 by default), over all layers in the geometry of public features
-    (label-amplified, 0.2 by default)."""
+    protects = "nothing"
+    summary: ClassVar[str] = "No protection; noise only where the trainer puts it."
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("protection.divisor",),
+            needs="protection.kind = 'record' or 'label-amplified', or trainer.kind = 'zo' or 'convex'",
+            holds=lambda run: run.trainer.plain_descent,
+        ),
+    )
+
+    kind: Literal["none"] = "none"
+    """none: noise only where the trainer puts it."""
     divisor: float | None = Field(None, ge=1e-12, le=1e12)
-    """Constant that the noisy sum is divided by; None takes sampler.batch_size, never the realised size."""
-    noise: Literal["digital", "device"] = "digital"
-    """Where the credited noise comes from: a digital generator, and the device's own noise earns nothing; or the
-    device, whose noise must be Gaussian."""
-    floor: float = Field(1e-3, gt=0.0)
-    """Noise on every weight beside that on the signals, as a share of the mean second moment of a layer's inputs
-    (label, label-amplified)."""
-    reference_size: int = Field(4096, ge=1)
-    """Public records, drawn from the training features, that give label-amplified noise its geometry."""
-    equalise: bool = False
-    """Whether these records are weighed by the D-optimal design in the first layer (label-amplified)."""
-    flat_prior: float = Field(0.3, ge=0.0, le=1.0)
-    """Share of the training before the model's own prediction becomes the prior of a noisy label (label-once,
-    label-response); 1 for never."""
-
-    @property
-    def protects(self) -> Literal["nothing", "records", "labels"]:
-        """What the run's guarantee is about."""
-        if self.kind == "none":
-            return "nothing"
-        return "records" if self.kind in ("record", "last-iterate") else "labels"
-
-    @property
-    def poisson(self) -> bool:
-        """Whether every step is paid for and draws a secret Poisson batch."""
-        return self.kind in ("record", "label-amplified")
-
-    @property
-    def last_iterate(self) -> bool:
-        """Whether only the final model is published."""
-        return self.kind == "last-iterate"
-
-    @property
-    def one_look(self) -> bool:
-        """Whether the labels are read or randomized once, before training."""
-        return self.kind in ("label-once", "label-response")
+    """Constant that a batch's sum is divided by (zo, convex); None takes sampler.batch_size."""
 
     def implementation(self) -> Any:
-        """Return the subclass of `training.protections.base.Protection` of this kind.
-
-        It is imported here, so that reading a configuration imports no torch.
-        """
-        from training.protections.amplified_labels import AmplifiedLabelProtection
+        """See ProtectionSection.implementation."""
         from training.protections.base import NoProtection
-        from training.protections.budgeted_labels import LabelBudgetProtection
-        from training.protections.noisy_labels import LabelReadoutProtection, RandomizedResponseProtection
-        from training.protections.record import LastIterateProtection, RecordGradients
 
-        return {
-            "none": NoProtection,
-            "record": RecordGradients,
-            "last-iterate": LastIterateProtection,
-            "label": LabelBudgetProtection,
-            "label-amplified": AmplifiedLabelProtection,
-            "label-once": LabelReadoutProtection,
-            "label-response": RandomizedResponseProtection,
-        }[self.kind]
+        return NoProtection
 
-    def build(self, plan: Any, algorithm: Any) -> Any:
-        """Return the protection of a `training.engine.plan.RunPlan` and its algorithm, bound to both."""
-        return self.implementation()(plan, algorithm)
+    def relation_of(self, trainer: TrainerSection) -> Adjacency | None:
+        """See ProtectionSection.relation_of."""
+        return None
 
-    @property
-    def clip(self) -> float:
-        """clip_norm, or its default for this kind."""
-        default = 0.2 if self.kind == "label-amplified" else 1.0
-        return default if self.clip_norm is None else self.clip_norm
 
-    @model_validator(mode="after")
-    def _check_relation(self) -> Self:
-        if self.relation is None or self.kind in ("none", "record"):
-            return self
-        if self.relation != "replace_one":
-            what = "a record" if self.kind == "last-iterate" else "a label"
-            raise ValueError(
-                f"relation = {self.relation!r} is not for kind = {self.kind!r}, whose theorem is about replacing "
-                f"{what}; leave it out"
-            )
-        return self
+class _Strength(ProtectionSection):
+    """A protection with a budget."""
+
+    needs_epsilon: ClassVar[bool] = True
+    """Whether a noise multiplier cannot replace epsilon."""
+
+    epsilon: float | None = Field(None, gt=0.0)
+    """Budget at delta: training stops before the step that would exceed it. Unless the noise is given, it is the least
+    that reaches this epsilon."""
 
     @model_validator(mode="after")
     def _check_strength(self) -> Self:
-        given = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier}
-        if self.kind == "none":
-            for name, value in given.items():
-                if value is not None:
-                    raise ValueError(
-                        f"{name} = {value} does nothing under kind = 'none'; set protection.kind"
-                    )
-        elif self.kind in ("record", "last-iterate", "label-amplified"):
-            if self.epsilon is None and self.noise_multiplier is None:
-                raise ValueError(
-                    f"epsilon is missing; kind = {self.kind!r} needs one above 0, such as 3.0, or a noise_multiplier"
-                )
-        elif self.epsilon is None:
-            raise ValueError(f"epsilon is missing; kind = {self.kind!r} needs one above 0, such as 3.0")
+        if self.epsilon is None and (self.needs_epsilon or self.noise_multiplier is None):
+            other = "" if self.needs_epsilon else ", or a noise_multiplier"
+            raise ValueError(
+                f"epsilon is missing; kind = {self.kind!r} needs one above 0, such as 3.0{other}"
+            )
         return self
+
+
+class _NoisyStrength(_Strength):
+    """A protection by noise of a given or calibrated strength."""
+
+    needs_epsilon = False
+
+    noise_multiplier: float | None = Field(None, gt=0.0)
+    """z: the noise's standard deviation over the clip; None calibrates it to epsilon."""
+    noise: Source = "digital"
+    """Source of the noise that the guarantee rests on. digital: a generator; the device's own noise earns nothing.
+    device: the device, whose noise must be Gaussian."""
+
+
+class RecordConfig(_NoisyStrength):
+    """Whole records: clipped contributions, central Gaussian noise, Poisson batches."""
+
+    poisson = True
+    cost_of_a_kill: ClassVar[str | None] = _STEPS_LOST
+    summary: ClassVar[str] = "Whole records: clipped contributions, central noise, Poisson batches."
+
+    kind: Literal["record"] = "record"
+    """record: whole records, by clipped contributions, central Gaussian noise and Poisson batches."""
+    relation: Relation | None = None
+    """Which data sets count as neighbours. zero_out: a record against an empty place; the number of records is public.
+    add_or_remove_one: one record more or less; their number is private, so sampler.sampling_probability is required.
+    replace_one: a record against any other (not for zo). None: zero_out, and replace_one for convex."""
+    clip_norm: float | None = Field(None, ge=1e-12, le=1e12)
+    """Largest norm of a record's contribution over all layers; 1 by default. zo: of its loss difference, 0.05 by
+    default. convex takes trainer.clip instead."""
+    divisor: float | None = Field(None, ge=1e-12, le=1e12)
+    """Constant that the noisy sum is divided by; None takes sampler.batch_size, never the realised size."""
+
+    def implementation(self) -> Any:
+        """See ProtectionSection.implementation."""
+        from training.protections.record import RecordProtection
+
+        return RecordProtection
+
+    @classmethod
+    def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
+        """Poisson batches, which the theorem asks for."""
+        return {"sampler": {"scheme": "poisson"}}
+
+    def relation_of(self, trainer: TrainerSection) -> Adjacency | None:
+        """The relation given, or the trainer's default."""
+        return Adjacency(self.relation or trainer.relations[0])
+
+    def check(self, run: Any) -> None:
+        """Refuse a relation that the trainer does not take."""
+        trainer = run.trainer
+        if self.relation is not None and self.relation not in trainer.relations:
+            raise RefusedKey(
+                "protection.relation",
+                f"{self.relation!r} is not for trainer.kind = {trainer.kind!r}; "
+                f"take one of {', '.join(trainer.relations)}",
+            )
+
+
+class LastIterateConfig(_NoisyStrength):
+    """Whole records; only the final model is published."""
+
+    last_iterate = True
+    summary: ClassVar[str] = "Whole records, if only the final model is published (convex)."
+    instead: ClassVar[Mapping[str, str]] = {
+        "relation": "its theorem is about replacing a record; leave it out",
+        "clip_norm": "use trainer.clip",
+        "divisor": "the theorem divides by the batch size; leave it out",
+    }
+
+    kind: Literal["last-iterate"] = "last-iterate"
+    """last-iterate: whole records, if only the final model is published."""
+
+    def implementation(self) -> Any:
+        """See ProtectionSection.implementation."""
+        from training.protections.record import LastIterateProtection
+
+        return LastIterateProtection
+
+    @classmethod
+    def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
+        """A released run keeps only its newest checkpoint."""
+        return {"checkpoint": {"keep": 1}} if given["run"].get("mode") == "release" else {}
+
+    def check(self, run: Any) -> None:
+        """Refuse to keep models before the last one in a released run."""
+        if run.mode == "release" and run.checkpoint.keep > 1:
+            raise RefusedKey(
+                "checkpoint.keep",
+                f"{run.checkpoint.keep} keeps iterates before the last one, which protection.kind = 'last-iterate' "
+                "does not cover; leave it out",
+            )
+
+
+class LabelBudgetConfig(_NoisyStrength):
+    """Labels: noise on every layer's signal, and a privacy budget for each record."""
+
+    protects = "labels"
+    needs_epsilon = True
+    cost_of_a_kill: ClassVar[str | None] = (
+        "a kill or a power cut ends it, because its label budget would be spent a second time"
+    )
+    summary: ClassVar[str] = "Labels: noise on every layer's signal and a budget for each record."
+    formerly: ClassVar[tuple[str, ...]] = ("label",)
+    instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
+
+    kind: Literal["label-budget"] = "label-budget"
+    """label: labels, with public features, by noise on every layer's signal and a budget for each record."""
+    clip_norm: float | None = Field(None, ge=1e-12, le=1e12)
+    """Largest norm of a record's signal in each layer; 1 by default."""
+    floor: float = Field(1e-3, gt=0.0)
+    """Additional noise on every weight, as a share of the mean second moment of a layer's inputs."""
+
+    def implementation(self) -> Any:
+        """See ProtectionSection.implementation."""
+        from training.protections.budgeted_labels import LabelBudgetProtection
+
+        return LabelBudgetProtection
+
+
+class LabelAmplifiedConfig(_NoisyStrength):
+    """Labels: clipping and noise in the geometry of public features, on secret Poisson batches."""
+
+    protects = "labels"
+    poisson = True
+    cost_of_a_kill: ClassVar[str | None] = _STEPS_LOST
+    default_clip: ClassVar[float] = 0.2
+    summary: ClassVar[str] = "Labels: clipping and noise in the geometry of public features; Poisson batches."
+    instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
+
+    kind: Literal["label-amplified"] = "label-amplified"
+    """label-amplified: labels, with public features, by clipping and noise in the geometry of these features and secret
+    Poisson batches."""
+    clip_norm: float | None = Field(None, ge=1e-12, le=1e12)
+    """Largest norm of a record's contribution over all layers, in the geometry of public features; 0.2 by default."""
+    divisor: float | None = Field(None, ge=1e-12, le=1e12)
+    """Constant that the noisy sum is divided by; None takes sampler.batch_size, never the realised size."""
+    floor: float = Field(1e-3, gt=0.0)
+    """Additional noise on every weight, as a share of the mean second moment of a layer's inputs."""
+    reference_size: int = Field(4096, ge=1)
+    """Number of public records, drawn from the training features, that define the noise's geometry."""
+    equalise: bool = False
+    """Weight these records by the D-optimal design in the first layer."""
+
+    def implementation(self) -> Any:
+        """See ProtectionSection.implementation."""
+        from training.protections.amplified_labels import AmplifiedLabelProtection
+
+        return AmplifiedLabelProtection
+
+    @classmethod
+    def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
+        """Poisson batches, which the theorem asks for."""
+        return {"sampler": {"scheme": "poisson"}}
+
+
+class LabelReadoutConfig(_Strength):
+    """Labels: one noisy reading of each label, kept and reused."""
+
+    protects = "labels"
+    one_look = True
+    summary: ClassVar[str] = "Labels: one noisy reading of each label, kept; posterior targets."
+    formerly: ClassVar[tuple[str, ...]] = ("label-once",)
+    instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
+
+    kind: Literal["label-readout"] = "label-readout"
+    """label-readout: labels, with public features, by one noisy reading of each label."""
+    noise: Source = "digital"
+    """Source of the noise that the guarantee rests on: a digital generator, or the device, whose noise must be
+    Gaussian."""
+    flat_prior: float = Field(0.3, ge=0.0, le=1.0)
+    """Share of the training before the model's own prediction becomes the prior of a noisy label; 1 for never."""
+
+    def implementation(self) -> Any:
+        """See ProtectionSection.implementation."""
+        from training.protections.noisy_labels import LabelReadoutProtection
+
+        return LabelReadoutProtection
+
+
+class LabelRandomizedResponseConfig(_Strength):
+    """Labels: each replaced once by randomized response."""
+
+    protects = "labels"
+    one_look = True
+    summary: ClassVar[str] = "Labels: randomized response; posterior targets."
+    formerly: ClassVar[tuple[str, ...]] = ("label-response",)
+    instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
+
+    kind: Literal["label-randomized-response"] = "label-randomized-response"
+    """label-randomized-response: labels, with public features, by randomized response."""
+    flat_prior: float = Field(0.3, ge=0.0, le=1.0)
+    """Share of the training before the model's own prediction becomes the prior of a noisy label; 1 for never."""
+
+    def implementation(self) -> Any:
+        """See ProtectionSection.implementation."""
+        from training.protections.noisy_labels import RandomizedResponseProtection
+
+        return RandomizedResponseProtection

@@ -13,10 +13,10 @@ from accounting.mechanisms import Mechanism
 from accounting.records.mechanisms import RecordCentral
 from accounting.schemes import require_scheme
 from training.config.run import RunConfig, split_refusal
+from training.config.sections import ProtectionSection
 from training.data import Dataset
 from training.data.catalogue import OWN_ARRAYS
 from training.data.samplers import Sampler
-from training.protections.config import ProtectionConfig
 
 
 class Plan(Protocol):
@@ -102,7 +102,7 @@ def budget_of(config: RunConfig) -> Budget | None:
     return None if options.epsilon is None else Budget(epsilon=options.epsilon, delta=options.delta)
 
 
-def epsilon_of(options: ProtectionConfig) -> float:
+def epsilon_of(options: ProtectionSection) -> float:
     """Return the section's epsilon, which the label protections require.
 
     Raises:

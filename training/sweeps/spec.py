@@ -19,7 +19,7 @@ from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
 from training.config.reading import flat, load_config, merged, nested
 from training.config.run import RunConfig
-from training.config.section import Section
+from training.config.sections import Section
 from training.data.catalogue import CATALOGUE
 
 

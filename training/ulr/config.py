@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.config.section import TrainerSection
-from training.protections.config import ProtectionConfig, Relation
+from training.config.sections import Effect, ProtectionSection, RefusedKey, TrainerSection
 
 Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
 
@@ -15,19 +15,33 @@ Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
 class UlrConfig(TrainerSection):
     """Forward passes with noise on one module's output at a time, whose score times the loss is the gradient."""
 
-    relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one", "replace_one")
-    """What protection.relation may be under protection.kind = 'record'; the first is its default."""
+    summary: ClassVar[str] = (
+        "Unified likelihood ratio: forward passes with noise on one module's output at a time."
+    )
+    device_keys: ClassVar[Mapping[str, str] | None] = {"trainer.noise": "device"}
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("trainer.target_std", "trainer.clip_norm", "trainer.remedy"),
+            needs="trainer.form = 'published'",
+            holds=lambda run: run.trainer.form == "published",
+        ),
+        Effect(
+            keys=("trainer.clip",),
+            needs="protection.kind = 'record' (ulr)",
+            holds=lambda run: run.protection.poisson,
+        ),
+    )
 
     kind: Literal["ulr"] = "ulr"
     """ulr: unified likelihood ratio."""
     form: Literal["proven", "published"] = "proven"
-    """proven: a plain estimate of the gradient; what protects it is the section protection (clipped records, central
-    noise). published: Algorithm 1 of the DP-ULR paper, each module clipped apart, the estimate's own noise taken for
-    the protection; the paper's guarantee is stated as a claim beside the fact that none holds."""
+    """proven: a plain estimate of the gradient; the section protection protects it (clipped records, central noise).
+    published: Algorithm 1 of the DP-ULR paper, each module clipped separately, the estimate's own noise taken as the
+    protection; the paper's guarantee is stated as a claim, together with the fact that none holds."""
     copies: int = Field(1, ge=1)
     """Noisy copies of every record for each module (K in the paper); an antithetic pair counts as one."""
     sigma: float = Field(0.1, gt=0.0)
-    """Standard deviation of the noise on a module's output; where the published controller sets it, its upper limit."""
+    """Standard deviation of the noise on a module's output; its upper limit if the published controller sets it."""
     reduction: Reduction | None = None
     """Reduction of variance: antithetic pairs (proven form's default), the loss without noise as a baseline
     (clean-loss), the mean of a record's other copies as a baseline (leave-one-out), none (published form's)."""
@@ -41,17 +55,12 @@ class UlrConfig(TrainerSection):
     """Noisy rows (records times copies times modules) that go through the model together at most; None for as many
     copies of all records as there are modules. Fewer take less memory; the result is the same up to rounding."""
     target_std: float = Field(4.0, gt=0.0)
-    """sigma_0 of the published form: standard deviation that its noise is meant to have in every direction, over C."""
+    """sigma_0 of the published form: standard deviation over C that its noise should have in every direction."""
     clip_norm: float = Field(1.0, gt=0.0)
-    """C of the published form, for each module apart."""
+    """C of the published form, for each module separately."""
     remedy: Literal["none", "parameters", "extra-noise"] = "extra-noise"
-    """What the published form does where a batch's noise is not of full rank, which is always (appendix A.4): refuse
+    """What the published form does if a batch's noise is not of full rank, which is always (appendix A.4): refuse
     (none), put the noise on the parameters, or add noise that completes its covariance."""
-
-    @property
-    def variance_reduction(self) -> Reduction:
-        """`reduction`, or the default of the form."""
-        return self.reduction or ("none" if self.form == "published" else "antithetic")
 
     def implementation(self) -> Any:
         """See TrainerSection.implementation."""
@@ -59,8 +68,13 @@ class UlrConfig(TrainerSection):
 
         return UlrAlgorithm
 
-    def uses_device(self, protection: ProtectionConfig) -> bool:
-        """Whether the run opens its device."""
+    @property
+    def variance_reduction(self) -> Reduction:
+        """`reduction`, or the default of the form."""
+        return self.reduction or ("none" if self.form == "published" else "antithetic")
+
+    def uses_device(self, protection: ProtectionSection) -> bool:
+        """With device noise on the outputs or on the sum."""
         return "device" in (self.noise, protection.noise)
 
     @model_validator(mode="after")
@@ -78,3 +92,12 @@ class UlrConfig(TrainerSection):
                 "clip = 'module' belongs to form = 'proven'; the published form always clips by module"
             )
         return self
+
+    def check(self, run: Any) -> None:
+        """Refuse a protection of the published form."""
+        if self.form == "published" and run.protection.protects != "nothing":
+            raise RefusedKey(
+                "protection.kind",
+                f"{run.protection.kind!r} is not for trainer.form = 'published', which brings its own noise; "
+                "use 'none', or trainer.form = 'proven'",
+            )

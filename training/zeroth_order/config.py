@@ -1,7 +1,4 @@
-"""Options of zeroth-order training.
-
-Which language model a run fine-tunes, on which texts, asked how.
-"""
+"""Options of zeroth-order training, and of the language model that a run fine-tunes with it."""
 
 from __future__ import annotations
 
@@ -10,17 +7,25 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from training.config.section import Section, TrainerSection
-from training.protections.config import ProtectionConfig, Relation
+from training.config.sections import (
+    OWN_ARRAYS,
+    Effect,
+    Flag,
+    Given,
+    ProtectionSection,
+    Relation,
+    Section,
+    TrainerSection,
+)
 
 
 class LanguageConfig(Section):
     """A language model as a classifier of texts; needs the extra `llm`. Without `model` there is none."""
 
     model: str | None = None
-    """A local folder, or a name on the hub; a run that goes on loads it again."""
+    """A local folder, or a name on the hub; a resumed run loads it again."""
     text: str | None = None
-    """What it learns from: a file of lines, text, tab, class number from 0."""
+    """Training texts: a file of lines, each a text, a tab and a class number from 0."""
     prompt: str = "{text} It was"
     """Template around {text}; {mask} marks the class word of a masked model (the DP-ZO paper's, Table 14)."""
     classes: tuple[str, ...] = ("terrible", "great")
@@ -32,20 +37,20 @@ class LanguageConfig(Section):
     lora_alpha: float = Field(16.0, gt=0.0)
     """The updates are multiplied by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ()
-    """Modules that get them, such as q_proj; none takes those that peft knows for the architecture."""
+    """Modules that get such updates, such as q_proj; empty takes those that peft knows for the architecture."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the model's parameters; LoRA's factors are float32."""
 
     @field_validator("text")
     @classmethod
     def _whole_path(cls, text: str | None) -> str | None:
-        """A file by its whole path, so that the run can be resumed from any folder."""
+        """Store an absolute path, so that the run can be resumed from any folder."""
         return None if text is None else str(Path(text).resolve())
 
     @field_validator("model")
     @classmethod
     def _whole_folder(cls, model: str | None) -> str | None:
-        """A folder by its whole path; a hub's name as it is."""
+        """Store the absolute path of a folder, and a hub's name as it is."""
         return str(Path(model).resolve()) if model is not None and Path(model).is_dir() else model
 
     @field_validator("prompt")
@@ -57,28 +62,65 @@ class LanguageConfig(Section):
 
 
 class ZoConfig(TrainerSection):
-    """Forward passes alone: the loss on both sides of a random direction tells how far to go along it.
+    """Only forward passes: the loss on both sides of a random direction tells how far to move along it.
 
     The update takes lr, schedule and weight_decay of the section `optimizer`, and neither momentum nor moments.
     """
 
+    summary: ClassVar[str] = (
+        "Zeroth order: forward passes on both sides of random directions, a scalar for each."
+    )
     relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one")
-    """What protection.relation may be under protection.kind = 'record'; the first is its default."""
+    plain_descent = True
+    examples: ClassVar[tuple[str, ...]] = (
+        "--data digits --epochs 30",
+        "--data digits --protect record --epsilon 3 --law laplace --delta 0",
+        "--language-model distilroberta-base --text reviews.tsv --lora-rank 8",
+    )
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag(
+            name="language-model",
+            key="trainer.language.model",
+            help="Fine-tune a language model: a local folder, or a name on the hub (extra llm).",
+        ),
+    )
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("trainer.law",),
+            needs="protection.kind = 'record'",
+            holds=lambda run: run.protection.protects != "nothing",
+        ),
+        Effect(
+            keys=("trainer.language",),
+            needs="trainer.language.model (--language-model)",
+            holds=lambda run: run.trainer.language.model is not None,
+        ),
+        Effect(
+            keys=("trainer.language.lora_alpha", "trainer.language.lora_targets"),
+            needs="trainer.language.lora_rank",
+            holds=lambda run: run.trainer.language.lora_rank is not None,
+        ),
+        Effect(
+            keys=("model", "data.name"),
+            needs="a run without trainer.language.model, which brings its own network and data",
+            holds=lambda run: run.trainer.language.model is None or run.data.name == OWN_ARRAYS,
+        ),
+    )
 
     kind: Literal["zo"] = "zo"
-    """zo: zeroth-order training (SPSA) in place, with private scalars under protection.kind = 'record'."""
+    """zo: zeroth-order training (SPSA) in place; private scalars with protection.kind = 'record'."""
     perturbation: float = Field(1e-3, gt=0.0)
-    """phi: how far the parameters are moved to each side (0.001 to 0.01 in the DP-ZO paper)."""
+    """phi: how far the parameters move to each side (0.001 to 0.01 in the DP-ZO paper)."""
     directions: int = Field(1, ge=1, le=1024)
-    """Directions a step, all on the step's batch and released together. Their updates are averaged."""
+    """Directions in a step, all on its batch and released together. Their updates are averaged."""
     law: Literal["gaussian", "laplace"] = "gaussian"
-    """Law of the scalar noise; laplace is purely private (protection.delta = 0), and protection.noise_multiplier is
+    """Law of the scalar noise. laplace is purely private (protection.delta = 0), and protection.noise_multiplier is
     then its scale over the clip."""
     settle_every: int = Field(64, ge=1)
-    """Steps after which parameters in half precision are set to their float32 copies on disk, which the step log
-    moves; parameters in float32 have no copy."""
+    """Steps after which parameters in half precision are set to their float32 copies on disk, to which the step log
+    applies; parameters in float32 have no copy."""
     keep_base: bool = True
-    """Whether the run folder keeps the parameters that training began with, from which the step log is replayed."""
+    """Keep the initial parameters in the run folder, from which the step log is replayed."""
 
     language: LanguageConfig = LanguageConfig()
 
@@ -88,6 +130,15 @@ class ZoConfig(TrainerSection):
 
         return ZoAlgorithm
 
-    def uses_device(self, protection: ProtectionConfig) -> bool:
-        """Whether the run opens its device."""
-        return protection.kind == "record" and protection.noise == "device"
+    @classmethod
+    def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
+        """No momentum, and a lower rate: a random direction's slope exceeds the gradient's share along it."""
+        return {"optimizer": {"lr": 0.002, "momentum": 0.0}}
+
+    def uses_device(self, protection: ProtectionSection) -> bool:
+        """With device noise on the scalars."""
+        return protection.noise == "device"
+
+    def divides_by_batch_size(self, protection: ProtectionSection) -> bool:
+        """Always."""
+        return True

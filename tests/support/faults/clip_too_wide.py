@@ -46,7 +46,7 @@ FAULT = Fault(
     name="clip_too_wide",
     breaks="A record contributes up to sqrt(2) C.",
     trainers=STEPWISE,
-    protections=("record", "label", "label-amplified"),
+    protections=("record", "label-budget", "label-amplified"),
     checks=("sum: mean, in records",),
     plant=plant,
 )

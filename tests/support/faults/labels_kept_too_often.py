@@ -22,7 +22,7 @@ FAULT = Fault(
     name="labels_kept_too_often",
     breaks="Randomized response answers at 1.2 times the accounted epsilon.",
     trainers=FEEDBACKS,
-    protections=("label-response",),
+    protections=("label-randomized-response",),
     checks=("response: share of labels kept",),
     plant=plant,
 )

@@ -24,7 +24,7 @@ FAULT = Fault(
     name="labels_same_in_every_run",
     breaks="Randomized response draws from a constant seed, so that anybody can undo it.",
     trainers=FEEDBACKS,
-    protections=("label-response",),
+    protections=("label-randomized-response",),
     checks=("response: equal in two runs",),
     plant=plant,
 )

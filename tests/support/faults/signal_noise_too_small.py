@@ -30,7 +30,7 @@ FAULT = Fault(
     name="signal_noise_too_small",
     breaks="The noise on the records' signals has 1 / sqrt(2) of its standard deviation; that on the weights is right.",
     trainers=FEEDBACKS,
-    protections=("label",),
+    protections=("label-budget",),
     checks=("noise on signals: variance",),
     plant=plant,
 )

@@ -21,7 +21,7 @@ from training.cli.app import app
 
 LEVELS = {"experiment": 1e-6, "release": 1e-9}
 """No seed fixes a release run, so its alarms by chance must never be met."""
-LABELS = ("label", "label-amplified", "label-once", "label-response")
+LABELS = ("label-budget", "label-amplified", "label-readout", "label-randomized-response")
 QUICK = {"zo": ("trainer.directions=41",)}
 
 

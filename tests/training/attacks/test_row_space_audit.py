@@ -206,7 +206,7 @@ def test_what_cannot_be_audited_is_named(plain: Path, tmp_path: Path) -> None:
         audit_run(plain, data=(x + 1, y), trials=40)
     with pytest.raises(ConfigError, match="user-supplied arrays"):
         audit_run(plain, trials=40)
-    labels = {"kind": "label-response", "epsilon": 3.0}
+    labels = {"kind": "label-randomized-response", "epsilon": 3.0}
     with pytest.raises(NoGuarantee, match="protects labels"):
         audit_run(trained(tmp_path / "labels", protection=labels), data=data(), trials=40)
     adam = trained(tmp_path / "adam", optimizer={"name": "adam"})

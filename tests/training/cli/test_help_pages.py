@@ -10,12 +10,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.support.commands import subcommands
 from training.cli.app import app
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     yield path
-    for name, part in getattr(command, "commands", {}).items():
+    for name, part in subcommands(command).items():
         yield from commands(part, (*path, name))
 
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from opusim.errors import ConfigError
+from training.cli.options import key_rows
 from training.config import RunConfig, load_config
-from training.config.reading import merged, option_rows, parse_setting
+from training.config.reading import merged, parse_setting
 
 
 def test_defaults_are_a_valid_run() -> None:
@@ -32,7 +33,7 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
     )
     assert config.device.overrides == {"noise": {"sigma": 0.7}}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"schema_version": 1, "config": config.model_dump(mode="json")}))
+    path.write_text(json.dumps({"schema_version": 2, "config": config.model_dump(mode="json")}))
     assert load_config(path) == config
 
 
@@ -41,8 +42,17 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
     [
         ("trainer.treshold=0.1", "trainer.treshold.*did you mean 'threshold'"),
         ("nonsense=1", "nonsense.*keys here are"),
-        ("trainer.sigma=-0.1", "trainer.sigma.*greater than or equal to 0, got -0.1"),
-        ("trainer.kind=backprop", "trainer.kind.*'bp', 'dfa', 'tdfa', 'pdfa'"),
+        ("trainer.gain=-0.1", "trainer.gain.*greater than 0, got -0.1"),
+        ("trainer.kind=backprop", "trainer.kind: 'backprop' is no trainer; known are 'bp', 'convex', 'dfa'"),
+        ("trainer.kind=pdf", "trainer.kind: 'pdf' is no trainer; did you mean 'pdfa'"),
+        ("protection.kind=3", "protection.kind: 3 is no protection; known are"),
+        ("protection.kind=label", "protection.kind: 'label' is now 'label-budget'; use that"),
+        ("protection.kind=label-once", "protection.kind: 'label-once' is now 'label-readout'; use that"),
+        (
+            "protection.kind=label-response",
+            "protection.kind: 'label-response' is now 'label-randomized-response'",
+        ),
+        ("schema_version=1", "schema_version: 1 is not 2"),
         ("epochs=many", "epochs.*valid integer.*'many'"),
         ("optimizer.lr=nan", "optimizer.lr"),
         ("model.hidden=[0]", "model.*width below 1"),
@@ -98,6 +108,6 @@ def test_merging_goes_key_by_key() -> None:
 
 
 def test_every_option_has_a_meaning() -> None:
-    rows = option_rows()
+    rows = key_rows()
     assert {"epochs", "trainer.tau_b", "optimizer.lr", "device.name"} <= {key for key, _, _ in rows}
     assert all(meaning for _, _, meaning in rows)

@@ -209,7 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"protection": {"relation": "zero_out"}, "data": {"split": "content"}}, "use 'index' or 'id'"),
     ({"protection": {"relation": "replace_one"}, "data": {"split": "id"}}, "use 'index'"),
     ({"trainer": {"kind": "zo"}, "protection": {"relation": "replace_one"}}, "not for trainer.kind = 'zo'; take one"),
-    ({"protection": {"kind": "label-once"}}, "not for kind = 'label-once', whose theorem is about replacing a label"),
+    ({"protection": {"kind": "label-readout"}}, "'label-readout': its theorem is about replacing a label"),
     ({"protection": {"kind": "last-iterate"}, "trainer": {"kind": "convex"}}, "about replacing a record; leave it"),
     ({"protection": {"kind": "none", "epsilon": None}}, "does nothing here: it needs protection.kind"),
 ]  # fmt: skip
@@ -258,7 +258,10 @@ def test_a_data_set_that_was_split_before_must_fit_too(tmp_path: Path) -> None:
 def test_labels_may_be_split_by_any_rule(tmp_path: Path) -> None:
     """Their features are public, so no rule about features tells of a label."""
     config = {"epochs": 1, "model": {"hidden": [4]}, "data": {"n_classes": 3, "split": "content"}}
-    config |= {"sampler": {"batch_size": 8}, "protection": {"kind": "label-response", "epsilon": 2.0}}
+    config |= {
+        "sampler": {"batch_size": 8},
+        "protection": {"kind": "label-randomized-response", "epsilon": 2.0},
+    }
     run = training.train({**config, "trainer": {"kind": "bp"}}, data=arrays(60), folder=tmp_path)
     assert (run.facts["data"]["split"], run.guarantees[0].adjacency) == ("content", "replace_one")
 

@@ -14,9 +14,11 @@ import pytest
 import training.engine.session
 from opusim.errors import ConfigError
 from training.cli import main
+from training.cli.options import key_rows
 from training.config import RunConfig, load_config
-from training.config.effect import EFFECTS, unused
-from training.config.reading import flat, merged, nested, option_rows, stored_config
+from training.config.kinds import KINDS
+from training.config.reading import flat, merged, nested, stored_config
+from training.config.run import effects_of, unused
 from training.data import from_arrays
 from training.sweeps.spec import points_of, read_spec
 
@@ -51,8 +53,12 @@ ALWAYS = {
     ),
     *("trainer.settle_every", "trainer.keep_base", "trainer.hyperplanes", "trainer.gates", "trainer.centre"),
     *("trainer.objective", "trainer.regularisation"),
+    *("trainer.gain", "trainer.feedback_seed", "trainer.sigma", "trainer.encoding"),
+    *("protection.relation", "protection.epsilon", "protection.noise_multiplier", "protection.clip_norm"),
+    *("protection.noise", "protection.floor", "protection.reference_size", "protection.equalise"),
+    "protection.flat_prior",
 }
-"""Keys with an effect in every configuration, or which a trainer refuses by name."""
+"""Keys with an effect in every configuration that has them, or which a trainer refuses by name."""
 
 RECORD = {"kind": "record", "noise_multiplier": 1.0}
 USELESS: list[tuple[str, dict[str, Any], Any]] = [
@@ -83,12 +89,12 @@ USELESS: list[tuple[str, dict[str, Any], Any]] = [
     ("sampler.min_batch_size", {}, 3),
     ("sampler.drop_last", {"sampler": {"scheme": "poisson"}}, True),
     ("sampler.batch_size", {"sampler": {"scheme": "full-batch"}}, 10),
-    ("protection.noise_multiplier", {"protection": {"kind": "label-once", "epsilon": 3.0}}, 2.0),
-    ("protection.clip_norm", {"protection": {"kind": "label-once", "epsilon": 3.0}}, 2.0),
-    ("protection.divisor", {"protection": {"kind": "label", "epsilon": 3.0}}, 2.0),
+    ("protection.noise_multiplier", {"protection": {"kind": "label-readout", "epsilon": 3.0}}, 2.0),
+    ("protection.clip_norm", {"protection": {"kind": "label-readout", "epsilon": 3.0}}, 2.0),
+    ("protection.divisor", {"protection": {"kind": "label-budget", "epsilon": 3.0}}, 2.0),
     ("protection.relation", {}, "zero_out"),
     ("protection.noise", {}, "device"),
-    ("protection.noise", {"protection": {"kind": "label-response", "epsilon": 3.0}}, "device"),
+    ("protection.noise", {"protection": {"kind": "label-randomized-response", "epsilon": 3.0}}, "device"),
     ("protection.floor", {"protection": RECORD}, 0.1),
     ("protection.reference_size", {"protection": RECORD}, 10),
     ("protection.equalise", {"protection": RECORD}, True),
@@ -139,13 +145,23 @@ def test_a_resolved_configuration_is_taken_back(kind: str, protection: str, tmp_
 
 
 def test_every_key_says_when_it_has_an_effect() -> None:
-    conditional = {key for effect in EFFECTS for key in effect.keys}
-    keys = {key for key, _, _ in option_rows()}
+    sections = [section for kinds in KINDS.values() for section in kinds.every().values()]
+    effects = effects_of(RunConfig()) + [effect for section in sections for effect in section.effects]
+    conditional = {key for effect in effects for key in effect.keys}
+    keys = {key for key, _, _ in key_rows()}
     missing = {
         key for key in keys - ALWAYS if not any(f"{key}.".startswith(f"{known}.") for known in conditional)
     }
     assert not missing
     assert not ALWAYS - keys
+    assert not (conditional & ALWAYS)
+
+
+def test_a_changed_kind_keeps_what_it_knows_of_a_resolved_configuration() -> None:
+    config = load_config({"trainer": {"tau_h_max": 0.5, "encoding": "planes"}, "protection": RECORD})
+    changed = load_config(config, ["trainer.kind=dfa", "protection.kind=label-amplified"])
+    assert (changed.trainer.kind, changed.trainer.tau_h_max) == ("dfa", 0.5)
+    assert (changed.protection.kind, changed.protection.noise_multiplier) == ("label-amplified", 1.0)
 
 
 class _Resolved(Exception):
@@ -172,7 +188,10 @@ SAME: list[tuple[list[str], str]] = [
         ["bp", "--protect", "label-amplified", "--noise-multiplier", "2"],
         'protection = {kind = "label-amplified", noise_multiplier = 2.0}',
     ),
-    (["bp", "--protect", "label", "--epsilon", "3"], 'protection = {kind = "label", epsilon = 3.0}'),
+    (
+        ["bp", "--protect", "label-budget", "--epsilon", "3"],
+        'protection = {kind = "label-budget", epsilon = 3.0}',
+    ),
     (
         ["zo", "--protect", "record", "--epsilon", "3", "--law", "laplace", "--delta", "0"],
         'trainer.law = "laplace"\nprotection = {kind = "record", epsilon = 3.0, delta = 0.0}',

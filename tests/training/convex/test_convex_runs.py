@@ -119,7 +119,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sampler": {"scheme": "shuffled-epochs"}}, NoGuarantee, "fixed disjoint batches in a fixed order"),
     ({"sampler": {"scheme": "poisson"}}, NoGuarantee, "fixed disjoint batches in a fixed order"),
     ({"protection": {"kind": "record"}}, NoGuarantee, "'disjoint-cyclic'.*use 'poisson'"),
-    ({"protection": {"kind": "label"}}, ConfigError, "it takes none, record, last-iterate"),
+    ({"protection": {"kind": "label-budget"}}, ConfigError, "it takes none, record, last-iterate"),
     ({"data": {"components": 2}}, NoGuarantee, "principal components are computed from the private records"),
     ({"data": {"n_classes": None}}, NoGuarantee, "data.n_classes is missing"),
     ({"trainer": {"gate_readings": 3}}, ConfigError, "gate_readings = 3 is for gates = 'device'"),

@@ -10,8 +10,8 @@ from torch import nn
 from opusim import open_device
 from opusim.devices.base import NoisyDevice
 from opusim.encodings import bit_planes
+from training.config.kinds import TRAINERS
 from training.config.sections import OptimizerConfig
-from training.feedback.config import FeedbackConfig
 from training.feedback.rules import DeviceProjection
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
@@ -92,7 +92,7 @@ def network_of(*widths: int, bias: bool = True) -> FullyConnected:
 def trainer_of(
     network: FullyConnected, kind: str, device: NoisyDevice | None = None, **options: float
 ) -> FeedbackTrainer:
-    config = FeedbackConfig(kind=kind, **options)
+    config = TRAINERS.validated({"kind": kind, **options})
     return FeedbackTrainer(
         network, make_optimizer(network.parameters, OptimizerConfig(lr=1e-30)), config, device=device
     )

@@ -12,7 +12,7 @@ from opusim.medium.transmission import Medium
 from opusim.randomness.streams import noise_stream
 from training.config.sections import OptimizerConfig
 from training.errors import TrainingDiverged
-from training.feedback.config import FeedbackConfig
+from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig, TdfaConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.functions import cross_entropy
 from training.networks.network import FullyConnected
@@ -68,7 +68,7 @@ def written_out(
     x, y = batch()
     forward = network.forward(x)
     error = cross_entropy(forward.output, y).output_gradient
-    matrix = Medium(4, 27, FeedbackConfig().feedback_seed).dense().t()  # B, (27, 4)
+    matrix = Medium(4, 27, PdfaConfig().feedback_seed).dense().t()  # B, (27, 4)
     expected = []
     for layer, (start, stop) in enumerate(((0, 12), (12, 27))):
         weight, bias = torch.zeros(WIDTHS[layer + 1], WIDTHS[layer]), torch.zeros(WIDTHS[layer + 1])
@@ -95,20 +95,20 @@ def assert_hidden_close(found: list[torch.Tensor], expected: list[torch.Tensor])
 
 
 def test_dfa_is_equation_4() -> None:
-    assert_hidden_close(gradients(FeedbackConfig(kind="dfa")), written_out(ternary=False))
+    assert_hidden_close(gradients(DfaConfig()), written_out(ternary=False))
 
 
 def test_tdfa_projects_the_ternarized_error() -> None:
-    assert_hidden_close(gradients(FeedbackConfig(kind="tdfa")), written_out(ternary=True))
+    assert_hidden_close(gradients(TdfaConfig()), written_out(ternary=True))
 
 
 def test_pdfa_on_a_noiseless_device_equals_tdfa_bit_for_bit() -> None:
-    photonic, digital = gradients(FeedbackConfig(kind="pdfa")), gradients(FeedbackConfig(kind="tdfa"))
+    photonic, digital = gradients(PdfaConfig()), gradients(TdfaConfig())
     assert all(torch.equal(a, b) for a, b in zip(photonic, digital, strict=True))
 
 
 def test_published_order_scales_then_adds_digital_noise() -> None:
-    config = FeedbackConfig(kind="tdfa", order="published", tau_b=0.3, sigma=SIGMA, tau_h_max=0.8)
+    config = TdfaConfig(order="published", tau_b=0.3, sigma=SIGMA, tau_h_max=0.8)
     stream = noise_stream("experiment", 5, "digital-noise")
     stream.seek(2)
     noise = SIGMA * stream.normal((20, 27))
@@ -118,7 +118,7 @@ def test_published_order_scales_then_adds_digital_noise() -> None:
 
 def test_published_order_scales_the_noisy_reading_then_draws() -> None:
     """The second noise does not shrink with the reading: that is what the order is about."""
-    config = FeedbackConfig(kind="pdfa", order="published", tau_b=1e-6)
+    config = PdfaConfig(order="published", tau_b=1e-6)
     found = gradients(config, sigma=SIGMA)
     device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": SIGMA})
     device.project(torch.zeros(20, 4))  # the reading comes first
@@ -129,7 +129,7 @@ def test_published_order_scales_the_noisy_reading_then_draws() -> None:
 def test_planted_fault_noise_before_the_scale_is_caught() -> None:
     device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": SIGMA})
     noise = device.draw((20, 27))
-    hardware = gradients(FeedbackConfig(kind="pdfa"), sigma=SIGMA)
+    hardware = gradients(PdfaConfig(), sigma=SIGMA)
     with pytest.raises(AssertionError):
         assert_hidden_close(hardware, written_out(ternary=True, tau_b=0.3, noise=noise))
 
@@ -141,7 +141,7 @@ def test_layers_get_disjoint_slices() -> None:
     trainer = FeedbackTrainer(
         network,
         make_optimizer(network.parameters, OptimizerConfig(lr=1e-30)),
-        FeedbackConfig(),
+        PdfaConfig(),
         device=device,
     )
     x, y = batch()
@@ -154,24 +154,22 @@ def test_layers_get_disjoint_slices() -> None:
 
 
 def test_a_repeated_step_repeats_its_noise_and_another_does_not() -> None:
-    config = FeedbackConfig(kind="pdfa")
+    config = PdfaConfig()
     first, again, other = (gradients(config, sigma=SIGMA, step=step) for step in (4, 4, 5))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], other[0])
 
 
 def test_the_output_layer_learns_from_the_error_itself() -> None:
-    output = gradients(FeedbackConfig(kind="pdfa"), sigma=SIGMA)[4:]
-    reference = gradients(FeedbackConfig(kind="bp"))[4:]
+    output = gradients(PdfaConfig(), sigma=SIGMA)[4:]
+    reference = gradients(BpConfig())[4:]
     for a, b in zip(output, reference, strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_diagnostics_of_backpropagation_are_perfect_alignment() -> None:
     network = new_network()
-    trainer = FeedbackTrainer(
-        network, make_optimizer(network.parameters, OptimizerConfig()), FeedbackConfig(kind="bp")
-    )
+    trainer = FeedbackTrainer(network, make_optimizer(network.parameters, OptimizerConfig()), BpConfig())
     record = trainer.step(*batch(), step=0, observe=True)
     assert record.diagnostics["alignment"] == pytest.approx([1.0] * 3, abs=1e-6)
 
@@ -181,7 +179,7 @@ def test_reported_noise_norm_is_the_realised_one() -> None:
     network = new_network()
     device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": SIGMA})
     trainer = FeedbackTrainer(
-        network, make_optimizer(network.parameters, OptimizerConfig()), FeedbackConfig(), device=device
+        network, make_optimizer(network.parameters, OptimizerConfig()), PdfaConfig(), device=device
     )
     reported = trainer.step(*batch(), step=0, observe=True).diagnostics["noise_norm"]
     realised = device.draw((4000, 27)).split([12, 15], dim=1)
@@ -193,9 +191,7 @@ def test_reported_noise_norm_is_the_realised_one() -> None:
 
 def test_nan_in_the_error_stops_before_the_update() -> None:
     network = new_network()
-    trainer = FeedbackTrainer(
-        network, make_optimizer(network.parameters, OptimizerConfig()), FeedbackConfig(kind="dfa")
-    )
+    trainer = FeedbackTrainer(network, make_optimizer(network.parameters, OptimizerConfig()), DfaConfig())
     x, y = batch()
     x[3, 2] = float("nan")
     before = [parameter.detach().clone() for parameter in network.parameters]
@@ -208,7 +204,7 @@ def test_an_empty_batch_moves_nothing() -> None:
     network = new_network()
     device = open_device("gaussian", n_inputs=4, n_outputs=27)
     trainer = FeedbackTrainer(
-        network, make_optimizer(network.parameters, OptimizerConfig()), FeedbackConfig(), device=device
+        network, make_optimizer(network.parameters, OptimizerConfig()), PdfaConfig(), device=device
     )
     before = [parameter.detach().clone() for parameter in network.parameters]
     record = trainer.step(torch.empty(0, 9), torch.empty(0, dtype=torch.int64), step=0, observe=True)
@@ -220,10 +216,10 @@ def test_wrong_devices_are_refused() -> None:
     network = new_network()
     optimizer = make_optimizer(network.parameters, OptimizerConfig())
     with pytest.raises(ValueError, match="device is missing"):
-        FeedbackTrainer(network, optimizer, FeedbackConfig())
+        FeedbackTrainer(network, optimizer, PdfaConfig())
     with pytest.raises(ValueError, match="n_inputs=4, n_outputs=27"):
         FeedbackTrainer(
-            network, optimizer, FeedbackConfig(), device=open_device("gaussian", n_inputs=4, n_outputs=26)
+            network, optimizer, PdfaConfig(), device=open_device("gaussian", n_inputs=4, n_outputs=26)
         )
 
 
@@ -231,7 +227,7 @@ def test_wrong_devices_are_refused() -> None:
 def test_every_optimizer_lowers_the_loss(name: str) -> None:
     network = new_network()
     optimizer = make_optimizer(network.parameters, OptimizerConfig(name=name, lr=0.03))
-    trainer = FeedbackTrainer(network, optimizer, FeedbackConfig(kind="dfa"))
+    trainer = FeedbackTrainer(network, optimizer, DfaConfig())
     x, y = batch()
     losses = [float(trainer.step(x, y, step=step).loss_sum) for step in range(200)]
     assert losses[-1] < 0.7 * losses[0]

@@ -124,7 +124,9 @@ def charged_and_exact(
             "loss": loss,
             "model": {"output_activation": output},
             "sampler": {"batch_size": 1},
-            "protection": {"kind": "label", "epsilon": 1.0, "clip_norm": clip, "noise_multiplier": Z, "floor": FLOOR},
+            "protection": {
+                "kind": "label-budget", "epsilon": 1.0, "clip_norm": clip, "noise_multiplier": Z, "floor": FLOOR
+            },
         }
     )  # fmt: skip
     means, charged = [], 0.0
@@ -390,7 +392,7 @@ LABEL = {
     "model": {"hidden": [8]},
     "data": {"n_classes": 3},
     "sampler": {"batch_size": 16},
-    "protection": {"kind": "label", "epsilon": 3.0, "noise_multiplier": 4.0},
+    "protection": {"kind": "label-budget", "epsilon": 3.0, "noise_multiplier": 4.0},
     "trainer": {"kind": "dfa"},
 }
 

@@ -231,7 +231,7 @@ ONCE = {
     "data": {"n_classes": 3},
     "sampler": {"batch_size": 16},
     "device": {"name": "gaussian", "noise": {"sigma": 0.5}},
-    "protection": {"kind": "label-once", "epsilon": 2.0},
+    "protection": {"kind": "label-readout", "epsilon": 2.0},
 }
 
 
@@ -248,9 +248,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 KINDS = [
-    config_of("label-once"),
-    config_of("label-once", noise="device"),
-    config_of("label-response"),
+    config_of("label-readout"),
+    config_of("label-readout", noise="device"),
+    config_of("label-randomized-response"),
 ]
 IDS = ["once", "once through the device", "response"]
 
@@ -327,12 +327,12 @@ PHOTONIC = {
     [
         {**KINDS[1], "model": PHOTONIC},
         {**KINDS[0], "model": PHOTONIC, "trainer": {"order": "published", "tau_b": 1.0}},
-        {**config_of("label", noise="device"), "model": PHOTONIC},
+        {**config_of("label-budget", noise="device"), "model": PHOTONIC},
         {**config_of("label-amplified"), "sampler": {"scheme": "poisson", "batch_size": 16}},
         {**config_of("record", noise="device"), "sampler": {"scheme": "poisson", "batch_size": 16},
          "trainer": {"order": "published", "encoding": "planes"}},
     ],
-    ids=["once", "once, published order", "label", "label-amplified", "record"],
+    ids=["once", "once, published order", "label-budget", "label-amplified", "record"],
 )  # fmt: skip
 def test_no_reading_is_ever_taken_twice(
     tmp_path: Path, config: dict, monkeypatch: pytest.MonkeyPatch

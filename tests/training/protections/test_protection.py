@@ -17,7 +17,7 @@ from opusim.randomness.streams import noise_stream
 from training.config.reading import merged
 from training.config.sections import OptimizerConfig
 from training.engine.plan import load_data
-from training.feedback.config import FeedbackConfig
+from training.feedback.config import BpConfig, TdfaConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, outer_squared_norms
 from training.networks.optimizers import make_optimizer
@@ -81,7 +81,7 @@ def test_backpropagation_with_protected_records_is_the_step_of_opacus() -> None:
     factors = (CLIP / norms).clamp(max=1.0)
     assert (factors < 1).any()
     optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
-    trainer = FeedbackTrainer(network, optimizer, FeedbackConfig(kind="bp"), protection=protection())
+    trainer = FeedbackTrainer(network, optimizer, BpConfig(), protection=protection())
     trainer.step(x, y, step=0)
     for parameter, sample in zip(network.parameters, samples, strict=True):
         expected = torch.einsum("b,b...->...", factors, sample) / DIVISOR
@@ -147,7 +147,7 @@ def test_one_records_nan_does_not_stop_a_protected_step() -> None:
     trainer = FeedbackTrainer(
         network,
         make_optimizer(network.parameters, OptimizerConfig(lr=0.1)),
-        FeedbackConfig(kind="tdfa"),
+        TdfaConfig(),
         protection=protection(noise_multiplier=0.5),
     )
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))

@@ -92,7 +92,7 @@ def test_accuracies_that_hardly_differ_do_not_fill_the_axis(one_epoch: Run) -> N
 def test_a_release_run_says_why_it_has_dashes(
     released: Run, one_epoch: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from training.cli.training_runs import _print_run
+    from training.cli.train import print_run
 
     page = write_report(released).read_text()
     assert RELEASE_DASHES.replace("'", "&#39;") in page
@@ -100,7 +100,7 @@ def test_a_release_run_says_why_it_has_dashes(
     assert uncovered not in page
     assert uncovered in write_report(one_epoch).read_text()
     assert RELEASE_DASHES not in write_report(one_epoch).read_text()
-    _print_run(released, released.folder.report_file)
+    print_run(released, released.folder.report_file)
     assert RELEASE_DASHES in " ".join(capsys.readouterr().out.split())
 
 

@@ -37,10 +37,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "sampler": {"scheme": "disjoint-cyclic", "batch_size": 100},
         "protection": {"kind": "last-iterate", "epsilon": 4.0},
     },
-    "label-once": {
+    "label-readout": {
         "trainer": {"kind": "pdfa"},
         "model": {"hidden": [8]},
-        "protection": {"kind": "label-once", "epsilon": 4.0},
+        "protection": {"kind": "label-readout", "epsilon": 4.0},
     },
     "zo": {
         "trainer": {"kind": "zo"},

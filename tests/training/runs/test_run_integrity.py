@@ -46,7 +46,7 @@ RELEASE = {**BASE, "mode": "release"}
 LABEL = {
     **BASE,
     "mode": "release",
-    "protection": {"kind": "label", "epsilon": 2.0},
+    "protection": {"kind": "label-budget", "epsilon": 2.0},
     "sampler": {"batch_size": 16},
 }
 
@@ -201,7 +201,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, ctrl_c_at: type) -> dict[boo
         "sampler": {"batch_size": 16},
         "trainer": {"kind": "pdfa"},
         "device": {"name": "gaussian", "noise": {"sigma": 0.5}, "monitor": {"every_steps": 3}},
-        "protection": {"kind": "label-once", "epsilon": 2.0},
+        "protection": {"kind": "label-readout", "epsilon": 2.0},
     }
     root = tmp_path_factory.mktemp("whole")
     with pytest.raises(RunInterrupted):
@@ -488,7 +488,7 @@ def test_planted_fault_a_label_filter_that_forgets_is_caught(
     assert not (spending(tmp_path) >= before).all()
 
 
-@pytest.mark.parametrize("protection", ["label-once", "label-response"])
+@pytest.mark.parametrize("protection", ["label-readout", "label-randomized-response"])
 def test_labels_that_were_read_are_not_charged_again(
     tmp_path: Path, ctrl_c_at: type, stop_at: type, protection: str
 ) -> None:
@@ -507,8 +507,8 @@ def test_labels_that_were_read_are_not_charged_again(
     ("options", "words"),
     [
         (["pdfa", "--protect", "record"], "pay again for the steps since its last checkpoint"),
-        (["pdfa", "--protect", "label"], "a kill or a power cut ends it"),
-        (["pdfa", "--protect", "label-once"], None),
+        (["pdfa", "--protect", "label-budget"], "a kill or a power cut ends it"),
+        (["pdfa", "--protect", "label-readout"], None),
     ],
 )
 def test_a_release_run_under_a_budget_says_first_what_a_kill_costs(

@@ -76,17 +76,17 @@ KINDS = {
         ["proven under a device model"],
         STEPS,
     ),
-    "label": (protected("label"), ["proven"], None),
-    "label, device": (protected("label", noise="device"), ["proven under a device model"], None),
+    "label": (protected("label-budget"), ["proven"], None),
+    "label, device": (protected("label-budget", noise="device"), ["proven under a device model"], None),
     "amplified": ({**protected("label-amplified"), **POISSON}, ["proven"], STEPS),
     "amplified, device": (
         {**protected("label-amplified", noise="device"), **POISSON},
         ["proven under a device model"],
         STEPS,
     ),
-    "once": (protected("label-once"), ["proven"], None),
-    "once, device": (protected("label-once", noise="device"), ["proven under a device model"], None),
-    "response": (protected("label-response"), ["proven"], None),
+    "once": (protected("label-readout"), ["proven"], None),
+    "once, device": (protected("label-readout", noise="device"), ["proven under a device model"], None),
+    "response": (protected("label-randomized-response"), ["proven"], None),
 }
 
 
@@ -139,7 +139,7 @@ def test_a_target_is_reached_from_below_by_noise_that_the_configuration_keeps(
 
 def test_a_label_budget_gives_the_target_whatever_the_noise(tmp_path: Path) -> None:
     for z in (0.5, 5.0):
-        config = protected("label", noise_multiplier=z)
+        config = protected("label-budget", noise_multiplier=z)
         (guarantee,) = training.train(config, data=data(), folder=tmp_path / str(z)).guarantees
         assert 0.99 * 2.0 <= guarantee.epsilon <= 2.0
 

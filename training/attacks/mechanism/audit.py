@@ -23,6 +23,7 @@ from training.config.reading import flat, load_config, merged, parse_setting
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.session import train
+from training.protections.config import LabelRandomizedResponseConfig
 from training.runs.folder import RunFolder
 from training.zeroth_order.config import ZoConfig
 
@@ -32,8 +33,8 @@ MIN_FREE = 40
 """Smallest number of components of a step that no record touches."""
 _RECORDS = 400
 _BATCH = 40
-_LABELS = {"label-once": 1000, "label-response": 4000}
-"""Records of a run that reads or randomizes each label once."""
+_LABELS = {"label-readout": 1000, "label-randomized-response": 4000}
+"""Records of a run whose labels are looked at once."""
 _LABEL_CLASSES = 10
 _QUIET_SIGMA, _LARGEST_SIGMA = 1e-3, 0.01
 """Noise in a simulated device's readings: the default, and the largest at which a contribution's direction is known (at
@@ -150,7 +151,7 @@ def _compared(
 ) -> tuple[tuple[Check, ...], tuple[int, int], str]:
     """Return the checks of finished runs, their steps (or records) and noise-only components, and the mechanism."""
     config = folders[0].read_config()
-    if config.protection.kind == "label-response":
+    if isinstance(config.protection, LabelRandomizedResponseConfig):
         shifts = [responses(folder, dataset)[0] for folder in folders]
         mechanism = responses(folders[0], dataset)[1]
         accounted = mechanism.repeated(1).describe()
@@ -162,7 +163,7 @@ def _compared(
 
 def _released(folder: RunFolder, subject: Subject, dataset: Dataset) -> Released:
     config = folder.read_config()
-    if config.protection.kind == "label-once":
+    if config.protection.kind == "label-readout":
         return noisy_readings(folder, dataset)
     return released_steps(folder, config, subject, dataset)
 
@@ -237,8 +238,8 @@ def _strength(protection: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {
         "label": {"noise_multiplier": 1.0, "epsilon": 50.0},  # no record exhausts this budget
         "label-amplified": {"noise_multiplier": 1.0, "clip_norm": 0.005},
-        "label-once": once | {"clip_norm": None},
-        "label-response": once | {"clip_norm": None},
+        "label-readout": once | {"clip_norm": None},
+        "label-randomized-response": once | {"clip_norm": None},
     }
     chosen = found.get(protection, {"noise_multiplier": 1.0} if "epsilon" not in asked else {})
     return {"protection": chosen}

@@ -1,0 +1,52 @@
+"""Command groups that import a subcommand only when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+
+class LazyGroup(TyperGroup):
+    """A group that lists its subcommands by name and one line, and loads the one that is invoked."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self._loaders: dict[str, Callable[[], Any]] = {}
+        self.panels: dict[str | None, str | None] = {}
+        self.fill()
+
+    def fill(self) -> None:
+        """Name the subcommands, by `later`."""
+
+    def later(self, name: str, summary: str, load: Callable[[], Any], *, panel: str | None = None) -> None:
+        """Add a subcommand.
+
+        Args:
+            name: Its name.
+            summary: The line that help shows.
+            load: Makes the command.
+            panel: Heading under which help lists it.
+        """
+        self.commands[name] = TyperCommand(name, help=summary, rich_help_panel=panel)
+        self._loaders[name], self.panels[name] = load, panel
+
+    def loaded(self, name: str) -> Any:
+        """The subcommand itself, which `commands` only names until then."""
+        if name in self._loaders:
+            self.commands[name] = self._loaders.pop(name)()
+        return self.commands[name]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the subcommand of a command line, and load it."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else self.loaded(name), rest
+
+
+def built(name: str, command: Callable[..., None], **attributes: Any) -> Any:
+    """A function as a command, as groups hold it."""
+    single = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+    single.command(name, **attributes)(command)
+    return typer.main.get_command(single)

@@ -1,0 +1,217 @@
+"""`opusim tune` and `opusim curve`: many runs from one command."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO
+
+import typer
+
+from opusim.progress import Progress
+from training.cli.options import (
+    DATA,
+    DELTA,
+    EPOCHS,
+    RELEASE,
+    SEED,
+    changes_of,
+    resolved,
+    with_signature,
+)
+from training.config.reading import merged
+
+if TYPE_CHECKING:
+    from training.sweeps.rows import Row
+    from training.tuning.search import Search, SearchResult
+
+tune_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
+curve_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
+
+Choose = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--choose", metavar="KEY=VALUE,VALUE,...", help="Values of a key to choose from; repeatable."
+    ),
+]
+Trials = Annotated[float, typer.Option(help="Expected number of trials; the number itself is Poisson.")]
+_TUNE_OPTIONS = (DATA, EPOCHS, SEED, DELTA, RELEASE)
+_CHOICES = ("trainer.clip=0.35,0.5,0.7", "optimizer.schedule=constant,linear")
+EXAMPLE = """[bold]Example[/bold]
+
+opusim tune --data mnist --epsilon 3 --trials 5 --choose trainer.clip=0.35,0.5 --choose epochs=5,10 --out runs/search
+
+The same command resumes a search that was stopped."""
+
+
+def tune(
+    out: Annotated[Path, typer.Option(help="The folder of the search.")],
+    epsilon: Annotated[float, typer.Option(help="Of the whole search, the choice included.")],
+    trials: Trials = 5.0,
+    choose: Choose = None,
+    **values: Any,
+) -> None:
+    """Choose a convex run's settings privately: the best of a Poisson number of trials, and the epsilon of it all."""
+    from opusim import checks
+    from training.tuning.grid import parse_choices
+    from training.tuning.search import Search
+
+    checks.positive(trials=trials, remedy="such as 5")
+    quiet, release = values["quiet"], bool(values["release"])
+    changes = merged(
+        changes_of(_TUNE_OPTIONS, values), {"protection": {"kind": "last-iterate", "epsilon": epsilon}}
+    )
+    search = Search(
+        resolved("convex", values["config"], values["settings"] or (), changes),
+        parse_choices(choose or _CHOICES),
+        mean=trials,
+        folder=out,
+    )
+    found = _run(search, quiet=quiet, release=release)
+    if quiet:
+        typer.echo(out)
+        return
+    from accounting.tables import guarantee_rows, print_rows
+
+    print_rows(guarantee_rows([found.guarantee], seed_stored=not release))
+    if found.searches > 1:
+        typer.echo(
+            f"{found.searches} searches were paid for in this folder; this epsilon is that of all of them"
+        )
+    if found.run is None:
+        typer.echo("no trial was drawn: the search found nothing, and searching again costs again")
+        return
+    typer.echo(f"best: {', '.join(found.settings)}; score {100 * (found.score or 0):.2f} % (noised)")
+    typer.echo(f"run folder: {found.run.folder.path}")
+
+
+tune_app.command("tune", epilog=EXAMPLE)(with_signature(tune, _TUNE_OPTIONS))
+
+
+def _run(search: Search, *, quiet: bool, release: bool) -> SearchResult:
+    """Run the search behind a progress line."""
+    if quiet:
+        return search.run()
+    if release:
+        typer.echo("the number of trials below is private: do not publish it", err=True)
+    with Progress("tune", "trials") as progress:
+
+        def tell(done: int, of: int) -> None:
+            if done:
+                progress.advance(done=done)
+            else:
+                progress.start(of, at_once=True)
+
+        return search.run(tell)
+
+
+_EPILOG = """[bold]A spec[/bold] is a TOML file: a title, \\[config] with keys of every run, \\[axes] with lists \
+of values, and any number of \\[\\[series]], each with a name, config and axes of its own. Runs take all combinations. \
+Ready ones are in benchmarks/curves.
+
+The same command resumes a sweep that was stopped or killed; no finished run is made twice. The exit code is 1 if \
+a run failed; the others are in the report."""
+
+
+@curve_app.command("curve", epilog=_EPILOG)
+def curve(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The sweep, a TOML file.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The sweep's folder; runs/ and the spec's name by default.")
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of parallel runs; one for each processor core by default, and one on a physical device.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="A Dask scheduler, such as tcp://10.0.0.5:8786, whose workers see the folder.",
+        ),
+    ] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try failed runs again.")] = False,
+    draw_only: Annotated[
+        bool, typer.Option("--draw-only", help="Only draw the existing runs, such as after an audit.")
+    ] = False,
+) -> None:
+    """Make a table of runs, draw accuracy and epsilon against noise, and write one report."""
+    from training.sweeps.spec import one_at_a_time, points_of, read_spec
+
+    _check_flags(jobs, cluster, retry_failed=retry_failed, draw_only=draw_only)
+    read, text = read_spec(spec)
+
+    points = points_of(read, text)
+    from accounting.tables import print_rows
+    from training.reports.sweep_report import setting_rows, write_sweep
+    from training.sweeps.curves import SweepResult
+    from training.sweeps.execution import run_sweep
+    from training.sweeps.rows import SweepFolder
+
+    folder = SweepFolder(out or Path("runs") / spec.stem)
+    if draw_only:
+        rows = folder.rows(points)
+    else:
+        with SweepProgress() as progress:
+            rows = run_sweep(
+                points,
+                folder,
+                jobs=1 if one_at_a_time(points) else jobs or os.cpu_count() or 1,
+                cluster=cluster,
+                retry_failed=retry_failed,
+                on_start=progress.start,
+                on_row=progress.advance,
+            )
+    result = SweepResult(spec=read, points=points, rows=rows, folder=folder)
+    report_file = write_sweep(result, text.text)
+    print_rows(setting_rows(result), without=("device energy", "device time"))
+    for row in rows.values():
+        if row.status == "failed":
+            typer.echo(f"failed: {row.identity}: {row.reason}")
+    typer.echo(f"sweep folder: {folder.path}\nreport:       {report_file}")
+    if any(row.status == "failed" for row in rows.values()):
+        raise typer.Exit(code=1)
+
+
+def _check_flags(jobs: int | None, cluster: str | None, *, retry_failed: bool, draw_only: bool) -> None:
+    """Refuse flags that would do nothing next to the others."""
+    if draw_only and (jobs is not None or cluster is not None or retry_failed):
+        raise ValueError("--draw-only trains nothing; leave --jobs, --cluster and --retry-failed out")
+    if cluster is not None and jobs is not None:
+        raise ValueError(
+            f"--jobs = {jobs} does nothing with --cluster, whose workers decide; leave one of them out"
+        )
+
+
+class SweepProgress:
+    """Shows a sweep on standard error.
+
+    Args:
+        stream: Where to write; None takes standard error.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._progress = Progress("curve", "runs", stream=stream)
+
+    def __enter__(self) -> Self:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, trace)
+
+    def start(self, done: int, total: int) -> None:
+        """So many runs are there, of so many."""
+        self._progress.start(total, done=done, at_once=True)
+
+    def advance(self, row: Row, seconds_left: float | None) -> None:
+        """One more run ended."""
+        if row.status == "failed":
+            self._progress.say(f"failed: {row.identity}: {row.reason}")
+        self._progress.advance(left_s=seconds_left)

@@ -1,0 +1,273 @@
+"""`opusim train KIND`, `opusim train resume` and `opusim train options`.
+
+Each kind of trainer has a command, whose options are the fields of its section.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO
+
+import typer
+
+from opusim.progress import Progress
+from training.cli.groups import LazyGroup, built
+from training.cli.options import (
+    KeyOption,
+    Quiet,
+    changes_of,
+    key_rows,
+    resolved,
+    topics,
+    trainer_options,
+    with_signature,
+)
+from training.config.kinds import TRAINERS
+from training.config.reading import merged, nested
+from training.config.run import RunConfig
+from training.config.sections import TrainerSection
+
+if TYPE_CHECKING:
+    from training.engine.loop import Watcher
+    from training.runs.run import Run
+
+_EPILOG = (
+    "[bold]--set[/bold] changes any key of the configuration; `opusim train options {kind}` explains those of {kind}, "
+    "and `opusim train options` lists all. A run is a folder: `opusim report RUN` draws it, `opusim evaluate RUN` "
+    "measures it, `opusim train resume RUN` resumes it after a stop."
+)
+
+
+class TrainGroup(LazyGroup):
+    """A command for each kind of trainer, and the commands that are about all."""
+
+    def fill(self) -> None:
+        """See LazyGroup.fill."""
+        for kind, section in TRAINERS.every().items():
+            self.later(kind, section.summary, partial(_command, kind, section))
+        for name, command in (("resume", resume), ("options", options)):
+            self.later(name, _first_line(command), partial(built, name, command))
+
+
+app = typer.Typer(
+    cls=TrainGroup,
+    help="Train a network by one of these trainers, resume a run, or list the keys of the configuration.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback()
+def train() -> None:
+    """Train a network by one of these trainers, resume a run, or list the keys of the configuration."""
+
+
+def _command(kind: str, section: type[TrainerSection]) -> Any:
+    """The command that trains one kind."""
+    options = trainer_options(kind, section)
+
+    def command(**values: Any) -> None:
+        changes = _changes(section, options, values)
+        config = resolved(kind, values["config"], values["settings"] or (), changes)
+        _train(config, values["out"], values["quiet"])
+
+    lines = [f"opusim train {kind} {arguments}".replace("[", r"\[") for arguments in section.examples]
+    epilog = "\n\n".join(["[bold]Examples[/bold]", *lines, _EPILOG.format(kind=kind)])
+    return built(kind, with_signature(command, options), help=section.summary, epilog=epilog)
+
+
+def _changes(
+    section: type[TrainerSection], options: list[KeyOption], values: dict[str, Any]
+) -> dict[str, Any]:
+    """The options that were given; --device also sets the keys by which the trainer uses its device."""
+    changes = changes_of(options, values)
+    if values.get("device") is not None:
+        protection = changes.get("protection", {})
+        protects = "epsilon" in protection or "noise_multiplier" in protection
+        for key, value in (section.device_keys or {}).items():
+            if protects or not key.startswith("protection."):
+                changes = merged(nested(key, value), changes)
+    return changes
+
+
+def _train(config: RunConfig, out: Path | None, quiet: bool) -> None:
+    """Train under a configuration; a device's driver must be there before anything else begins."""
+    if config.uses_device:
+        from opusim.description.loading import load_description
+        from opusim.devices.access import require_present
+
+        require_present(load_description(config.device.name, config.device.overrides))
+    from training.engine.session import train
+
+    watched(config, quiet, lambda watcher: train(config, folder=out, watcher=watcher))
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder that was stopped or killed.")],
+    quiet: Quiet = False,
+    moved: Annotated[
+        bool,
+        typer.Option(
+            "--moved",
+            help="Confirm that a release run's folder was moved by copying it, and that no other copy is resumed.",
+        ),
+    ] = False,
+) -> None:
+    """Resume a run that was stopped or killed, from its newest checkpoint."""
+    from opusim.description.loading import parse_description
+    from opusim.devices.access import require_present
+    from training.engine.session import train
+    from training.runs.folder import RunFolder
+
+    folder = RunFolder(run)
+    device = folder.read_facts()["device"]
+    folder.require_sealed()
+    config = folder.read_config()
+    if device is not None:
+        require_present(parse_description(str(folder.config_file), device))
+    watched(config, quiet, lambda watcher: train(folder=run, resume=True, moved=moved, watcher=watcher))
+
+
+def options(
+    topic: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TOPIC]",
+            help="A section (run, data, optimizer, ...), a trainer (zo, ...) or a protection (record, ...).",
+        ),
+    ] = None,
+    search: Annotated[
+        str | None, typer.Option(metavar="WORD", help="Only keys with this word in their name or meaning.")
+    ] = None,
+) -> None:
+    """List the keys of the configuration, with defaults and meanings: all, those of a topic, or of a search."""
+    from opusim.tables import print_table, wrapped
+
+    rows = key_rows(topic, search=search)
+    if not rows:
+        raise ValueError(f"--search {search}: no key has this word; leave --search or the topic out")
+    print_table("Keys for --set and for TOML files", ("key", "default", "meaning"), rows)
+    if topic is None:
+        typer.echo(wrapped(f"Topics: {', '.join(topics())}."))
+
+
+def _first_line(command: Callable[..., None]) -> str:
+    return (command.__doc__ or "").strip().splitlines()[0]
+
+
+def caution(config: RunConfig) -> str | None:
+    """What a kill of a release run under a budget would cost, or None for any other run."""
+    protection = config.protection
+    if config.mode != "release" or protection.epsilon is None or protection.cost_of_a_kill is None:
+        return None
+    return f"release mode: stop it with Ctrl-C only; {protection.cost_of_a_kill}"
+
+
+def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run]) -> None:
+    """Train behind a progress bar, then print the table and write the report.
+
+    The cost of a kill is printed when training begins, quiet or not.
+    """
+    from training.reports.run_report import write_report
+
+    warning = caution(config)
+
+    def warned(watcher: Watcher | None) -> Watcher | None:
+        return watcher if warning is None else Announced(warning, watcher)
+
+    if quiet:
+        run = work(warned(None))
+    else:
+        with RunProgress(f"train {config.trainer.kind}") as progress:
+            run = work(warned(progress))
+    report_file = write_report(run)
+    if quiet:
+        typer.echo(run.folder.path)
+    else:
+        print_run(run, report_file)
+
+
+def print_run(run: Run, report_file: Path) -> None:
+    """Print a run's figures, its guarantees and its folder."""
+    from accounting.tables import guarantee_rows, print_rows
+    from opusim.tables import wrapped
+    from training.reports.run_report import RELEASE_DASHES, run_name, summary_row
+
+    print_rows([summary_row(run, run_name(run))])
+    if run.config.mode == "release":
+        typer.echo(wrapped(RELEASE_DASHES))
+    print_rows(guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment"))
+    typer.echo(f"run folder: {run.folder.path}\nreport:     {report_file}")
+    if run.config.mode == "experiment":
+        typer.echo("experiment mode: not for release, the noise can be reconstructed from the seed")
+
+
+class RunProgress:
+    """Shows steps done, the time left and the newest accuracies; a Watcher of the engine.
+
+    Args:
+        label: Name of the command.
+        stream: Where to write; None takes standard error.
+    """
+
+    def __init__(self, label: str, stream: TextIO | None = None) -> None:
+        self._progress = Progress(label, "steps", stream=stream)
+        self._news = ""
+
+    def __enter__(self) -> Self:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, trace)
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        """See Watcher.on_start."""
+        self._progress.start(total_steps, done=step)
+
+    def on_step(self, *, step: int) -> None:
+        """See Watcher.on_step."""
+        self._progress.advance(done=step, news=self._news)
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """See Watcher.on_epoch."""
+        parts = [f"epoch {record['epoch']}"]
+        for name in ("train", "validation"):
+            accuracy = record.get(f"{name}_accuracy")
+            if accuracy is not None:
+                parts.append(f"{name} {100 * accuracy:.1f} %")
+        self._news = ", ".join(parts)
+
+
+class Announced:
+    """Says a line when training begins, which a refused run never does, and passes all news on; a Watcher.
+
+    Args:
+        text: The line.
+        watcher: Who is told the news; None for nobody.
+    """
+
+    def __init__(self, text: str, watcher: Watcher | None) -> None:
+        self._text, self._watcher = text, watcher
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        """See Watcher.on_start."""
+        print(self._text, file=sys.stderr, flush=True)
+        if self._watcher is not None:
+            self._watcher.on_start(step=step, total_steps=total_steps)
+
+    def on_step(self, *, step: int) -> None:
+        """See Watcher.on_step."""
+        if self._watcher is not None:
+            self._watcher.on_step(step=step)
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """See Watcher.on_epoch."""
+        if self._watcher is not None:
+            self._watcher.on_epoch(record)

@@ -1,0 +1,181 @@
+"""The kinds of trainers and protections, found through entry points.
+
+A package adds a kind without touching this one: it declares, in the group `opusim.trainers` or `opusim.protections`,
+an entry point of the kind's name whose object is a subclass of TrainerSection or ProtectionSection. The class should
+be light, because reading a configuration and `--help` import it; its implementation is imported by `build`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel
+
+from training.config.sections import KindSection, ProtectionSection, RefusedKey, TrainerSection
+
+SectionT = TypeVar("SectionT", bound=KindSection)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kinds(Generic[SectionT]):
+    """The kinds of one section of the configuration.
+
+    Attributes:
+        section: Name of the section.
+        base: Class that every kind extends.
+    """
+
+    section: str
+    base: type[SectionT]
+
+    @property
+    def group(self) -> str:
+        """The entry-point group."""
+        return f"opusim.{self.section}s"
+
+    def names(self) -> list[str]:
+        """The kinds that are installed, in alphabetical order."""
+        return sorted(self._points())
+
+    def find(self, kind: Any) -> type[SectionT]:
+        """The section class of a kind.
+
+        Raises:
+            RefusedKey: There is no such kind, or the package that brings it cannot be used.
+        """
+        point = self._points().get(kind) if isinstance(kind, str) else None
+        if point is None:
+            raise RefusedKey(f"{self.section}.kind", self._unknown(kind))
+        return self._loaded(point)
+
+    def every(self) -> dict[str, type[SectionT]]:
+        """The section classes of all kinds; one whose package does not import is left out."""
+        found = {}
+        for name in self.names():
+            try:
+                found[name] = self.find(name)
+            except RefusedKey:
+                continue
+        return found
+
+    def validated(self, value: Any) -> Any:
+        """The section that a mapping describes, validated as its kind; any other value is returned unchanged.
+
+        Raises:
+            RefusedKey: An unknown kind, or a key of another kind.
+            ValidationError: A key or value that the kind refuses.
+        """
+        if not isinstance(value, Mapping):
+            return value
+        cls = self.find(value.get("kind"))
+        return cls.model_validate({key: v for key, v in value.items() if self._belongs(cls, key, v)})
+
+    def _belongs(self, cls: type[SectionT], key: str, value: Any) -> bool:
+        """Whether a key is the kind's own, or unknown to all kinds; False if another kind's key is left at None.
+
+        Raises:
+            RefusedKey: Another kind has the key.
+        """
+        if key in cls.model_fields:
+            return True
+        others = [f"{name!r}" for name, other in self.every().items() if key in other.model_fields]
+        if others and value is not None:
+            if key in cls.instead:
+                kind = cls.model_fields["kind"].default
+                reason = f"{value!r} does nothing under {self.section}.kind = {kind!r}: {cls.instead[key]}"
+            else:
+                known = " or ".join([", ".join(others[:-1]), others[-1]] if others[1:] else others)
+                reason = f"{value!r} does nothing here: it needs {self.section}.kind = {known}; leave it out"
+            raise RefusedKey(f"{self.section}.{key}", reason)
+        return not others
+
+    def _points(self) -> Mapping[str, EntryPoint]:
+        return _points(self.group, tuple(sys.path))
+
+    def _loaded(self, point: EntryPoint) -> type[SectionT]:
+        try:
+            loaded = point.load()
+        except (ImportError, AttributeError) as error:
+            reason = (
+                f"{point.name!r} cannot be used, {point.value} does not import: {error}; repair its package"
+            )
+            raise RefusedKey(f"{self.section}.kind", reason) from error
+        if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
+            reason = (
+                f"{point.name!r} cannot be used: {point.value} is no {self.base.__name__}; repair its package"
+            )
+            raise RefusedKey(f"{self.section}.kind", reason)
+        return loaded
+
+    def _unknown(self, kind: Any) -> str:
+        for name, section in self.every().items():
+            if kind in section.formerly:
+                return f"{kind!r} is now {name!r}; use that"
+        close = difflib.get_close_matches(str(kind), self.names(), n=1)
+        remedy = f"did you mean {close[0]!r}? Known are" if close else "known are"
+        return f"{kind!r} is no {self.section}; {remedy} {', '.join(map(repr, self.names()))}"
+
+
+@functools.lru_cache(maxsize=8)
+def _points(group: str, path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+    """The entry points of a group on a search path; opusim's own win, then the first found."""
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=group):
+        if point.name not in found or _is_ours(point):
+            found[point.name] = point
+    return found
+
+
+def _is_ours(point: EntryPoint) -> bool:
+    return point.dist is not None and point.dist.name == "opusim"
+
+
+TRAINERS: Kinds[TrainerSection] = Kinds(section="trainer", base=TrainerSection)
+PROTECTIONS: Kinds[ProtectionSection] = Kinds(section="protection", base=ProtectionSection)
+KINDS: Mapping[str, Kinds[Any]] = {"trainer": TRAINERS, "protection": PROTECTIONS}
+"""The sections that are chosen by kind."""
+DEFAULT_TRAINER = "pdfa"
+
+
+def completed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a run with the defaults that follow from its kinds; a key that is given keeps its value.
+
+    The same from Python, TOML and the command line. Defaults of the protection win over those of the trainer. Where
+    noise comes from is never inferred: a device that no key asks for is refused.
+
+    Args:
+        values: The keys of a run; sections are mappings or models.
+    """
+    given = {name: _given(value) for name, value in values.items()}
+    if any(section is None for name, section in given.items() if name in _COMPLETED):
+        return dict(values)  # of a wrong type, which validation reports
+    sections = {name: dict(given.get(name) or {}) for name in _COMPLETED}
+    sections["run"] = {name: value for name, value in values.items() if name not in _COMPLETED}
+    trainer = TRAINERS.find(sections["trainer"].setdefault("kind", DEFAULT_TRAINER))
+    sections["protection"].setdefault("kind", trainer.default_protection(sections))
+    protection = PROTECTIONS.find(sections["protection"]["kind"])
+    for kind in (protection, trainer):
+        for name, defaults in kind.defaults(sections).items():
+            sections[name] = {**defaults, **sections[name]}
+    del sections["run"]
+    return {**values, **{name: section for name, section in sections.items() if section or name in values}}
+
+
+_COMPLETED = ("trainer", "protection", "optimizer", "sampler", "checkpoint")
+"""Sections of which a kind may set defaults."""
+
+
+def _given(section: Any) -> dict[str, Any] | None:
+    """The keys that a section was given, its kind among them; None if the value is no section."""
+    if isinstance(section, Mapping):
+        return dict(section)
+    if isinstance(section, BaseModel):
+        kind = {"kind": section.kind} if isinstance(section, KindSection) else {}
+        return {**kind, **{name: getattr(section, name) for name in section.model_fields_set}}
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
@@ -27,6 +27,8 @@ from training.config.sections import (
     TrainerSection,
 )
 
+ModelT = TypeVar("ModelT", bound=BaseModel)
+SectionT = TypeVar("SectionT", bound=TrainerSection)
 SCHEMA_VERSION: Literal[2] = 2
 """Version of the configuration's format, and so of run folders."""
 _FITTING_SPLITS: dict[Adjacency, tuple[SplitRule, ...]] = {
@@ -108,6 +110,34 @@ class RunConfig(Section):
         """Whether a full batch's sum is divided by sampler.batch_size."""
         return self.protection.divisor is None and self.trainer.divides_by_batch_size(self.protection)
 
+    def replaced(self, **changes: Any) -> Self:
+        """Return the configuration with some keys changed, whose values are taken as they are.
+
+        Args:
+            **changes: Keys of the run. A section takes a mapping of its changed keys, or another section in its place.
+
+        Raises:
+            TypeError: There is no such key.
+        """
+        updates: dict[str, Any] = {}
+        for name, value in changes.items():
+            section = getattr(self, name, None)
+            if isinstance(value, Mapping) and isinstance(section, BaseModel):
+                updates[name] = _updated(section, value)
+            else:
+                updates[name] = value
+        return _updated(self, updates)
+
+    def trainer_as(self, section: type[SectionT]) -> SectionT:
+        """Return the section `trainer`, which must be one of this class.
+
+        Raises:
+            TypeError: It is another trainer's.
+        """
+        if not isinstance(self.trainer, section):
+            raise TypeError(f"trainer.kind = {self.trainer.kind!r} has no {section.__name__}")
+        return self.trainer
+
     def digest(self) -> str:
         """BLAKE2b of the whole configuration, by which a checkpoint knows the run it belongs to."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
@@ -142,6 +172,14 @@ class RunConfig(Section):
             )
         require_used(self)
         return self
+
+
+def _updated(section: ModelT, changes: Mapping[str, Any]) -> ModelT:
+    """Return a section with other values, which are not checked again."""
+    for name in changes:
+        if name not in type(section).model_fields:
+            raise TypeError(f"{type(section).__name__} has no key {name!r}")
+    return section.model_copy(update=dict(changes))
 
 
 def split_refusal(config: RunConfig, split: str) -> str:

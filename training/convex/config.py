@@ -29,10 +29,13 @@ class ConvexConfig(TrainerSection):
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag(
             name="method",
-            key="sampler.scheme",
             help="cyclic (fixed batches; default) or full (one batch): private at the last iterate; poisson: every "
             "update released.",
-            values={"cyclic": "disjoint-cyclic", "full": "full-batch", "poisson": "poisson"},
+            words={
+                "cyclic": {"sampler.scheme": "disjoint-cyclic", "protection.kind": "last-iterate"},
+                "full": {"sampler.scheme": "full-batch", "protection.kind": "last-iterate"},
+                "poisson": {"sampler.scheme": "poisson", "protection.kind": "record"},
+            },
         ),
     )
     effects: ClassVar[tuple[Effect, ...]] = (

@@ -48,7 +48,10 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
         ("protection.kind=3", "protection.kind: 3 is no protection; known are"),
         ("protection.kind=label", "protection.kind: 'label' is now 'label-budget'; use that"),
         ("protection.kind=label-once", "protection.kind: 'label-once' is now 'label-readout'; use that"),
-        ("protection.kind=label-response", "protection.kind: 'label-response' is now 'label-randomized-response'"),
+        (
+            "protection.kind=label-response",
+            "protection.kind: 'label-response' is now 'label-randomized-response'",
+        ),
         ("schema_version=1", "schema_version: 1 is not 2"),
         ("epochs=many", "epochs.*valid integer.*'many'"),
         ("optimizer.lr=nan", "optimizer.lr"),

@@ -3,7 +3,7 @@
     python -m benchmarks.mechanism_selftest measure     (resumes; some 6 minutes of one core)
     python -m benchmarks.mechanism_selftest show
 
-Every fault of `tests.support` is planted in every trainer and mode that it reaches, 20 times for `pdfa` and `ulr` and the
+Every fault of `tests.support` is planted in every trainer and mode that it reaches, 20 times for `pdfa`, `ulr` and the
 faults of `NAMED`, once otherwise; and the product as it is, without a fault, is tested many times.
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "privacy.md").read_text()
 ULR = (ROOT / "docs" / "ulr.md").read_text()
-SOURCES = "\n".join(path.read_text() for path in sorted((ROOT / "accounting").glob("*.py")))
+SOURCES = "\n".join(path.read_text() for path in sorted((ROOT / "accounting").rglob("*.py")))
 
 
 def cited(text: str, page: str = "privacy") -> set[str]:

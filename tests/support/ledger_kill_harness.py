@@ -28,7 +28,8 @@ from torch import nn
 
 import training
 from accounting.ledger.ledger import Ledger, read_ledger
-from training.engine.loop import Engine, session
+from training.engine import session
+from training.engine.loop import Engine
 from training.errors import RunInterrupted
 from training.feedback.trainer import FeedbackTrainer
 from training.runs.folder import RunFolder

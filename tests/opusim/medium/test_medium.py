@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opusim.medium import transmission as medium_module
 from opusim.medium.transmission import MAX_OUTPUTS, TABLE_STEP, Medium, gaussian_table
-from opusim.medium.transmission import transmission as medium_module
 
 
 def ternary(batch: int, width: int, seed: int) -> torch.Tensor:

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from opusim.randomness import kernels as normal_kernels
+from opusim.randomness import philox
+from opusim.randomness import streams as randomness
 from opusim.randomness.kernels import PAIRS, fill_from_words
-from opusim.randomness.streams import SeededStream, SystemStream, noise_stream, philox
-from opusim.randomness.streams import kernels as normal_kernels
-from opusim.randomness.streams import streams as randomness
+from opusim.randomness.streams import SeededStream, SystemStream, noise_stream
 
 
 def transform(words: np.ndarray) -> np.ndarray:

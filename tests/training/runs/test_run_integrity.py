@@ -23,7 +23,7 @@ from accounting.ledger.ledger import read_ledger
 from opusim.errors import DeviceError
 from training.attacks.run_audit import audit_run
 from training.cli import main
-from training.engine.loop import session
+from training.engine import session
 from training.errors import RunFolderError, RunInterrupted
 from training.feedback.trainer import FeedbackTrainer
 from training.reports.run_report import write_report

@@ -22,7 +22,8 @@ from accounting.ledger.journal import Journal
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.mechanisms import mechanism_from_json
 from training.cli import main
-from training.engine.loop import Engine, session
+from training.engine import session
+from training.engine.loop import Engine
 from training.errors import RunInterrupted
 from training.feedback.trainer import FeedbackTrainer
 from training.reports.run_report import write_report

@@ -6,14 +6,18 @@ WORKERS ?= auto
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal  # a thread for each worker
 RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
+DOCS := $(VENV)/.docs-installed
 
-.PHONY: demo test lint format bench bench-report nightly clean
+.PHONY: demo test docs lint format bench bench-report nightly clean
 
 demo: $(RUN)  ## Train by photonic DFA on digits beside backpropagation and digital DFA; open runs/demo/report.html.
-	$(BIN)/python -m benchmarks.demo_digits
+	$(BIN)/python -m benchmarks.pdfa.demo
 
 test: $(DEV)  ## The tests of CI (minutes are for `make nightly`).
 	$(PYTEST)
+
+docs: $(DOCS)  ## The documentation, into docs/_build; a warning is an error.
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .
@@ -25,12 +29,12 @@ format: $(DEV)
 	$(BIN)/ruff format .
 
 bench: $(DEV)  ## Speed, as ratios in one run.
-	$(BIN)/python -m benchmarks.projection
-	$(BIN)/python -m benchmarks.pdfa_step
-	$(BIN)/python -m benchmarks.record_step
-	$(BIN)/python -m benchmarks.accounting_speed
-	$(BIN)/python -m benchmarks.camera
-	$(BIN)/python -m benchmarks.matrix_free
+	$(BIN)/python -m benchmarks.speed.projection
+	$(BIN)/python -m benchmarks.speed.pdfa_step
+	$(BIN)/python -m benchmarks.speed.record_step
+	$(BIN)/python -m benchmarks.speed.accounting
+	$(BIN)/python -m benchmarks.speed.camera
+	$(BIN)/python -m benchmarks.speed.matrix_free
 
 bench-report: $(DEV)  ## The pages that show what benchmarks/results/ holds.
 	$(BIN)/python -m benchmarks.pages
@@ -40,7 +44,7 @@ nightly: $(DEV)  ## All tests, with fresh seeds in those that print theirs, and 
 	NUMBA_DISABLE_JIT=1 $(PYTEST) tests/opusim
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name '*.nb[ci]' -delete  # numba's cache does not see changes in imported kernels
 
 $(VENV)/bin/python:
@@ -55,4 +59,8 @@ $(RUN): requirements.txt setup.cfg pyproject.toml | $(VENV)/bin/python
 $(DEV): requirements-dev.txt $(RUN)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps lightonml==1.4.3
+	touch $@
+
+$(DOCS): requirements-docs.txt $(DEV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
 	touch $@

@@ -18,10 +18,10 @@ import numpy as np
 from scipy.stats import beta as beta_law
 from scipy.stats import norm
 
-from accounting import arguments
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from accounting.standard import gaussian_bounds
+from opusim import checks
 
 
 class Estimator(StrEnum):
@@ -64,8 +64,8 @@ class AuditPlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        arguments.fraction(confidence=self.confidence)
-        arguments.share(delta=self.delta)
+        checks.in_unit_interval(closed="neither", confidence=self.confidence)
+        checks.in_unit_interval(closed="left", delta=self.delta)
         if self.estimator is Estimator.GAUSSIAN and (self.mechanism_law != "gaussian" or self.delta == 0):
             raise NoGuarantee(
                 f"estimator = {self.estimator.value!r}: needs mechanism_law = 'gaussian' and delta above 0, got "
@@ -98,7 +98,7 @@ class AuditResult:
     plan: AuditPlan
 
     def __post_init__(self) -> None:
-        arguments.count(n_in=self.n_in, n_out=self.n_out)
+        checks.integer(minimum=1, n_in=self.n_in, n_out=self.n_out)
         if not self.epsilon_lower >= 0:
             raise ValueError(f"epsilon_lower = {self.epsilon_lower}: must be at least 0")
 
@@ -144,8 +144,8 @@ def audit(scores_in: np.ndarray, scores_out: np.ndarray, plan: AuditPlan) -> Aud
         ValueError: Too few scores, or one that is not finite.
     """
     for name, scores in (("scores_in", scores_in), ("scores_out", scores_out)):
-        arguments.shape((None,), **{name: scores})
-        arguments.finite(**{name: scores})
+        checks.shape((None,), **{name: scores})
+        checks.finite(**{name: scores})
         if len(scores) < 4:
             raise ValueError(f"{name} has {len(scores)} entries: at least 4 are needed, two for each half")
     generator = np.random.default_rng(plan.seed)
@@ -202,8 +202,8 @@ def clopper_pearson_upper(events: int, trials: int, level: float) -> float:
         trials: At least 1.
         level: One-sided error probability, in (0, 1).
     """
-    arguments.fraction(level=level)
-    arguments.count(trials=trials)
+    checks.in_unit_interval(closed="neither", level=level)
+    checks.integer(minimum=1, trials=trials)
     if not 0 <= events <= trials:
         raise ValueError(f"events = {events}: must lie in [0, {trials}]")
     return float(_upper_limits(np.array(events), trials, level))

@@ -8,11 +8,11 @@ from typing import TypeVar
 
 from scipy.optimize import brentq
 
-from accounting import arguments
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from accounting.mechanisms import Mechanism
+from opusim import checks
 
 _MOST_NOISE = 1e6
 _LEAST_NOISE = 1e-2
@@ -36,7 +36,7 @@ def calibrate(mechanism: M, *, target_epsilon: float, delta: float) -> tuple[M, 
     Raises:
         NoGuarantee: No noise reaches the target, or the mechanism has no noise to set.
     """
-    arguments.positive(target_epsilon=target_epsilon)
+    checks.positive(target_epsilon=target_epsilon)
 
     def gap(log_noise: float) -> float:
         noisy = mechanism.with_noise(math.exp(log_noise))

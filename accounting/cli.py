@@ -59,11 +59,11 @@ def photon_counts_command(
     """A camera's counts of a private input, protected by their own shot noise (exact Poisson divergence)."""
     import numpy as np
 
-    from accounting import arguments
     from accounting.devices.readings import DeviceReadings, device_readings_guarantee
+    from opusim import checks
     from opusim.noise import PhotonCountNoise
 
-    arguments.count(pixels=pixels)
+    checks.integer(minimum=1, pixels=pixels)
     noise = PhotonCountNoise(rate_low=np.full(pixels, rate_low), rate_high=np.full(pixels, rate_high))
     read = DeviceReadings(noise=noise, readings=readings)
     show([device_readings_guarantee(read, delta)], [], as_json=as_json)

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from accounting import arguments
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Unit
 from accounting.mechanisms import Mechanism
+from opusim import checks
 
 
 def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool = False) -> list[Guarantee]:
@@ -32,7 +32,7 @@ def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool 
         NoGuarantee: No accountant covers these mechanisms together.
         ValueError: delta outside [0, 1).
     """
-    arguments.share(delta=delta)
+    checks.in_unit_interval(closed="left", delta=delta)
     merged = merge(mechanisms)
     if not merged:
         raise NoGuarantee("mechanisms: there is none, nothing was paid for; name at least one")
@@ -75,8 +75,8 @@ class Budget:
     _fitting: dict[Mechanism, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        arguments.positive(epsilon=self.epsilon)
-        arguments.share(delta=self.delta)
+        checks.positive(epsilon=self.epsilon)
+        checks.in_unit_interval(closed="left", delta=self.delta)
 
     def spent(self, mechanisms: Sequence[Mechanism]) -> float:
         """Epsilon that these mechanisms have cost together; 0 for none, infinity without a proven guarantee."""
@@ -115,7 +115,7 @@ class Budget:
             wanted: Steps asked for, at least 1.
             ahead: Steps that may be asked for in the end; where all fit, later questions need no look of their own.
         """
-        arguments.count(wanted=wanted)
+        checks.integer(minimum=1, wanted=wanted)
         if ahead > wanted:
             self.would_exceed(paid, [mechanism.repeated(ahead * mechanism.steps) for mechanism in step])
 

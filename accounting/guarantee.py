@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from accounting import arguments
+from opusim import checks
 
 
 class Status(StrEnum):
@@ -106,7 +106,7 @@ class Guarantee:
     def __post_init__(self) -> None:
         if not self.epsilon >= 0:  # refuses NaN as well
             raise ValueError(f"epsilon = {self.epsilon}: must be at least 0 or infinite")
-        arguments.share(delta=self.delta)
+        checks.in_unit_interval(closed="left", delta=self.delta)
         if self.epsilon_lower is not None and not self.epsilon_lower <= self.epsilon:
             raise ValueError(f"epsilon_lower = {self.epsilon_lower}: exceeds epsilon = {self.epsilon}")
         self._check_status()

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from accounting import arguments
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Unit
+from opusim import checks
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -74,7 +74,7 @@ class Mechanism(ABC):
     absent_means: ClassVar[Mapping[str, Any]] = {}
 
     def __post_init__(self) -> None:
-        arguments.count(steps=self.steps)
+        checks.integer(minimum=1, steps=self.steps)
         object.__setattr__(self, "steps", int(self.steps))
 
     @abstractmethod
@@ -193,8 +193,8 @@ class PoissonGaussian(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(noise_multiplier=self.noise_multiplier)
-        arguments.fraction(one_allowed=True, sampling_probability=self.sampling_probability)
+        checks.positive(noise_multiplier=self.noise_multiplier)
+        checks.in_unit_interval(closed="right", sampling_probability=self.sampling_probability)
         object.__setattr__(self, "adjacency", Adjacency(self.adjacency))
         self._to_floats("noise_multiplier", "sampling_probability")
 
@@ -231,7 +231,7 @@ class Gaussian(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(noise_multiplier=self.noise_multiplier)
+        checks.positive(noise_multiplier=self.noise_multiplier)
         object.__setattr__(self, "adjacency", Adjacency(self.adjacency))
         self._to_floats("noise_multiplier")
 
@@ -266,8 +266,8 @@ class PoissonLaplace(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(scale=self.scale)
-        arguments.fraction(one_allowed=True, sampling_probability=self.sampling_probability)
+        checks.positive(scale=self.scale)
+        checks.in_unit_interval(closed="right", sampling_probability=self.sampling_probability)
         object.__setattr__(self, "adjacency", Adjacency(self.adjacency))
         self._to_floats("scale", "sampling_probability")
 
@@ -305,7 +305,7 @@ class RandomizedResponse(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.count(n_classes=self.n_classes, minimum=2)
+        checks.integer(minimum=2, n_classes=self.n_classes)
         if not 1 / self.n_classes < self.keep_probability < 1:
             raise ValueError(
                 f"keep_probability = {self.keep_probability!r}: must lie in (1 / n_classes, 1), "
@@ -321,8 +321,8 @@ class RandomizedResponse(Mechanism):
         Raises:
             ValueError: epsilon is not above 0, or so large that the label always stays.
         """
-        arguments.positive(epsilon=epsilon)
-        arguments.count(n_classes=n_classes, minimum=2)
+        checks.positive(epsilon=epsilon)
+        checks.integer(minimum=2, n_classes=n_classes)
         keep = 1 / (1 + (n_classes - 1) * math.exp(-epsilon))
         if keep == 1:
             raise ValueError(f"epsilon = {epsilon:g}: is so large that the label always stays; ask for less")

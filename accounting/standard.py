@@ -23,13 +23,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from accounting import arguments
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, Guarantee
 from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, RandomizedResponse
 from accounting.numerics.loss_bounds import ROUNDING, EpsilonBounds
 from accounting.numerics.sampled_noise import sampled_noise_bounds
 from accounting.statement import about_relation, proven_guarantee, stated
+from opusim import checks
 
 Noise = PoissonGaussian | PoissonLaplace | Gaussian
 
@@ -48,7 +48,7 @@ def guarantees(mechanisms: Sequence[Mechanism], *, delta: float, enforced: bool 
     Raises:
         NoGuarantee: The mechanisms cannot be composed in one statement.
     """
-    arguments.share(delta=delta)
+    checks.in_unit_interval(closed="left", delta=delta)
     first, adjacency = _common(mechanisms)
     if isinstance(first, RandomizedResponse):
         bounds = _response_bounds(mechanisms, delta)
@@ -115,7 +115,7 @@ def gaussian_bounds(mu: float, delta: float) -> EpsilonBounds:
     """
     from dp_accounting import get_epsilon_gaussian
 
-    arguments.share(delta=delta)
+    checks.in_unit_interval(closed="left", delta=delta)
     if delta == 0 or not mu < 1e8:
         return EpsilonBounds(lower=math.inf, upper=math.inf, method="exact Gaussian trade-off")
     with np.errstate(all="ignore"):  # dp_accounting takes the logarithm of 0 where delta exceeds mu

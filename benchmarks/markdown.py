@@ -1,9 +1,27 @@
-"""Tables for pages."""
+"""Sections of the result pages: a heading, paragraphs, a table."""
 
 from __future__ import annotations
 
+Row = tuple[str, str, str]
+"""A line of a summary table: what was measured, the figure, the command that measures it again."""
+
 
 def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A header and its rows."""
+    """Return a table in Markdown."""
     lines = [" | ".join(header), " | ".join("---" for _ in header), *(" | ".join(row) for row in rows)]
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def section(title: str, *parts: str) -> str:
+    """Return a heading and its paragraphs; empty paragraphs are left out."""
+    return "\n\n".join((f"## {title}", *(part for part in parts if part)))
+
+
+def command(module: str, *arguments: str) -> str:
+    """Return the command that runs a benchmark, as Markdown."""
+    return f"`{' '.join(('python -m', module, *arguments))}`"
+
+
+def verdict(met: bool | None) -> str:
+    """Whether a requirement is met; "none" if nothing is required."""
+    return {True: "met", False: "**missed**", None: "none"}[met]

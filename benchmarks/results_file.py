@@ -1,4 +1,4 @@
-"""Where benchmarks leave their figures: one JSON file each, replaced at once, with machine, versions and commit."""
+"""Results of benchmarks: one JSON file each, replaced atomically, with date, machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from opusim.files import write_file
 from training.runs.folder import versions
-from training.runs.storage import write_file
 
 FOLDER = Path(__file__).parent / "results"
 _NUMBERS = re.compile(r"\[([-+.\deE,\s]+)\]")
@@ -33,13 +33,13 @@ def save_results(name: str, content: dict[str, Any]) -> Path:
 
 
 def load_results(name: str) -> dict[str, Any]:
-    """Read what an earlier call left, or an empty mapping."""
+    """Read what an earlier call saved; empty if there is nothing."""
     path = FOLDER / f"{name}.json"
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with a plus sign if files were changed since; None outside a checkout."""
+    """Return the commit of this checkout, with a plus sign if files have changed since, or None outside a checkout."""
     command = ["git", "-C", str(FOLDER.parent), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -53,7 +53,7 @@ def _on_one_line(found: re.Match[str]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The machine in words: processor, cores, versions."""
+    """Describe the machine: processor, cores, versions."""
     processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -1,4 +1,4 @@
-"""Runs of long experiments: done once, gone on with after a stop, read back afterwards."""
+"""Runs of long experiments: trained once, resumed after a stop, read back afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from training.runs.run import Run
 
 
 def train_or_read(config: dict[str, Any], path: Path) -> Run:
-    """The run of a configuration: read back if it is done, else begun or resumed in its folder.
+    """Return the run of a configuration: read back if it is finished, otherwise started or resumed in its folder.
 
     Raises:
         ValueError: The folder holds a run of another configuration.
@@ -25,7 +25,7 @@ def train_or_read(config: dict[str, Any], path: Path) -> Run:
 
 
 def _require_same(config: dict[str, Any], folder: RunFolder) -> None:
-    """Refuse a folder whose run was asked for something else; what the run resolved itself may differ."""
+    """Refuse a folder that holds another configuration; what the run resolved itself may differ."""
     kept = folder.read_config()
     wanted = load_config(config)
     resolved = {"threads": kept.threads}

@@ -1,4 +1,4 @@
-"""Timing as ratios: pieces of work in turn, in one process, medians over repeats."""
+"""Time pieces of work against each other: in turn, in one process, medians over repeats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def interleaved(
     warm_up: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of each piece of work; in every repeat each has its turn, so drifts of the machine cancel.
+    """Return the median seconds of each piece of work; each has its turn in every repeat, so drifts cancel.
 
     A pause before each turn lets the thread pools of the turn before (torch's, numpy's) stop spinning.
 

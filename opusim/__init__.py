@@ -1,112 +1,64 @@
-"""What is an optical processing unit, and how do its frames and its noise behave? Devices, media and noise.
+"""Simulate or drive an optical processing unit, train networks on it, and state how private the training was.
 
-Names are imported when they are first used: `import opusim.noise` and `opusim --help` load neither torch nor
-numba.
+Everything that a user needs is reachable as ``opusim.X``; `opusim/__init__.pyi` lists the names. Each one is imported
+when it is first used, so that ``import opusim.noise`` and ``opusim --help`` load neither torch nor numba.
+
+    >>> import opusim
+    >>> with opusim.open_device("gaussian", n_inputs=4, n_outputs=6) as device:
+    ...     device.draw((2, 6)).shape
+    torch.Size([2, 6])
 """
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from opusim.description.loading import load_description
-    from opusim.description.schema import DeviceDescription
-    from opusim.devices.base import NoisyDevice
-    from opusim.devices.registry import list_devices, open_device, register_device
-    from opusim.encodings import binarize, bit_planes, split_frames, ternarize
-    from opusim.errors import (
-        ConfigError,
-        DeviceBusy,
-        DeviceError,
-        DeviceFault,
-        DeviceTimeout,
-        DeviceUnavailable,
-        NoiseBelowCertificate,
-        OpusimError,
-    )
-    from opusim.medium.transmission import Medium
-    from opusim.noise import DiscreteNoise, GaussianNoise, NoiseModel, PhotonCountNoise
-    from opusim.randomness.streams import NoiseStream, SeededStream, SystemStream, derive_seed, noise_stream
-    from opusim.temperature.law import TemperatureLaw
-    from opusim.usage import Usage
+_STUB = Path(__file__).with_suffix(".pyi")
 
-__all__ = [
-    "ConfigError",
-    "DeviceBusy",
-    "DeviceDescription",
-    "DeviceError",
-    "DeviceFault",
-    "DeviceTimeout",
-    "DeviceUnavailable",
-    "DiscreteNoise",
-    "GaussianNoise",
-    "Medium",
-    "NoiseBelowCertificate",
-    "NoiseModel",
-    "NoiseStream",
-    "NoisyDevice",
-    "OpusimError",
-    "PhotonCountNoise",
-    "SeededStream",
-    "SystemStream",
-    "TemperatureLaw",
-    "Usage",
-    "binarize",
-    "bit_planes",
-    "derive_seed",
-    "list_devices",
-    "load_description",
-    "noise_stream",
-    "open_device",
-    "register_device",
-    "split_frames",
-    "ternarize",
-]
 
-_HOME = {
-    "ConfigError": "errors",
-    "DeviceBusy": "errors",
-    "DeviceDescription": "description.schema",
-    "DeviceError": "errors",
-    "DeviceFault": "errors",
-    "DeviceTimeout": "errors",
-    "DeviceUnavailable": "errors",
-    "DiscreteNoise": "noise",
-    "GaussianNoise": "noise",
-    "Medium": "medium.transmission",
-    "NoiseBelowCertificate": "errors",
-    "NoiseModel": "noise",
-    "NoiseStream": "randomness.streams",
-    "NoisyDevice": "devices.base",
-    "OpusimError": "errors",
-    "PhotonCountNoise": "noise",
-    "SeededStream": "randomness.streams",
-    "SystemStream": "randomness.streams",
-    "TemperatureLaw": "temperature.law",
-    "Usage": "usage",
-    "binarize": "encodings",
-    "bit_planes": "encodings",
-    "derive_seed": "randomness.streams",
-    "list_devices": "devices.registry",
-    "load_description": "description.loading",
-    "noise_stream": "randomness.streams",
-    "open_device": "devices.registry",
-    "register_device": "devices.registry",
-    "split_frames": "encodings",
-    "ternarize": "encodings",
-}
+def _homes() -> dict[str, str]:
+    """The module that each public name comes from, as the stub says.
+
+    `lazy_loader.attach_stub` reads stubs of one package only; this one also names the layers above.
+    """
+    nodes = ast.parse(_STUB.read_text(encoding="utf-8")).body
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+_HOMES = _homes()
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name from its module (PEP 562) and keeps it."""
-    home = _HOME.get(name)
+    """Import a public name from its module (PEP 562) and keep it."""
+    home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'opusim' has no attribute {name!r}")
-    value = getattr(import_module(f"opusim.{home}"), name)
+    _require_ours(home.partition(".")[0])
+    value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _require_ours(layer: str) -> None:
+    """Refuse another project's module that hides one of ours.
+
+    Raises:
+        ImportError: names its file.
+    """
+    spec = find_spec(layer)
+    found = None if spec is None else spec.origin
+    if found is None or Path(found).resolve().parents[1] != _STUB.resolve().parents[1]:
+        raise ImportError(
+            f"the module {layer!r} at {found} hides the one that comes with opusim; rename it, or run Python from "
+            "another folder"
+        )

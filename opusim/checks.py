@@ -14,7 +14,7 @@ and CPU tensors pass through `numpy.asarray`; booleans are not numbers here.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -70,6 +70,24 @@ def in_range(low: float, high: float, *, remedy: str = "", **values: Any) -> Non
             _refuse(name, value, f"must lie in [{low:g}, {high:g}]", remedy)
 
 
+def in_unit_interval(
+    *, closed: Literal["left", "right", "both", "neither"] = "both", remedy: str = "", **values: Any
+) -> None:
+    """Every value lies between 0 and 1 (arrays: every element); `closed` names the ends that are allowed.
+
+    Raises:
+        TypeError: a value is not a real number or array of them.
+        ValueError: a value lies outside, or is NaN.
+    """
+    left, right = closed in ("left", "both"), closed in ("right", "both")
+    for name, value in values.items():
+        array = _real_array(name, value)
+        above = array >= 0 if left else array > 0
+        below = array <= 1 if right else array < 1
+        if not bool(np.all(above & below)):
+            _refuse(name, value, f"must lie in {'[' if left else '('}0, 1{']' if right else ')'}", remedy)
+
+
 def integer(
     *, minimum: int | None = None, maximum: int | None = None, remedy: str = "", **values: Any
 ) -> None:
@@ -83,9 +101,11 @@ def integer(
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise TypeError(_message(name, value, f"must be an integer, not {type(value).__name__}", remedy))
         if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
-            low = "-inf" if minimum is None else str(minimum)
-            high = "inf" if maximum is None else str(maximum)
-            _refuse(name, value, f"must be an integer in [{low}, {high}]", remedy)
+            if maximum is None:
+                rule = f"must be at least {minimum}"
+            else:
+                rule = f"must be an integer in [{'-inf' if minimum is None else minimum}, {maximum}]"
+            _refuse(name, value, rule, remedy)
 
 
 def choice(allowed: Collection[Any], *, remedy: str = "", **values: Any) -> None:

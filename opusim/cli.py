@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opusim.calibration.cli import add_to as add_calibration_commands
-from opusim.tables import print_table
-from opusim.units import unit_of
+from opusim.tables import print_table, unit_of
 
 if TYPE_CHECKING:
     from opusim.description.schema import DeviceDescription
@@ -28,19 +27,35 @@ def device() -> None:
 def list_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the devices that come with opusim."""
-    from opusim.description.loading import load_description, packaged_names
+    """List the devices that come with opusim, what they can do, and the kinds that other packages add."""
+    from opusim.devices.kinds import capabilities_of, device_kinds
+    from opusim.devices.registry import list_devices
 
-    found = [load_description(name) for name in packaged_names()]
+    found = [(entry, capabilities_of(entry)) for entry in list_devices()]
+    added = {kind: package for kind, package in device_kinds().items() if package != "opusim"}
     if as_json:
         keys = ("name", "kind", "title", "n_inputs", "n_outputs")
-        typer.echo(json.dumps([{key: getattr(entry, key) for key in keys} for entry in found], indent=2))
+        rows = [{key: getattr(entry, key) for key in keys} | {"can": can} for entry, can in found]
+        typer.echo(json.dumps(rows, indent=2))
         return
-    rows = [
-        (entry.name, entry.kind, f"{entry.n_inputs:,}", f"{entry.n_outputs:,}", entry.title)
-        for entry in found
-    ]
-    print_table("Devices", ("name", "kind", "inputs", "outputs", "what it is"), rows)
+    columns = ("name", "kind", "inputs", "outputs", "can", "what it is")
+    print_table(
+        "Devices",
+        columns,
+        [
+            (
+                entry.name,
+                entry.kind,
+                f"{entry.n_inputs:,}",
+                f"{entry.n_outputs:,}",
+                ", ".join(can),
+                entry.title,
+            )
+            for entry, can in found
+        ],
+    )
+    if added:
+        print_table("Kinds of other packages", ("kind", "package"), list(added.items()))
 
 
 @app.command("show")
@@ -50,6 +65,7 @@ def show_command(
 ) -> None:
     """Show a device: each number with its unit, status and source, and what its noise is."""
     from opusim.description.loading import load_description
+    from opusim.devices.kinds import capabilities_of
 
     description = load_description(name)
     if as_json:
@@ -57,6 +73,7 @@ def show_command(
         return
     typer.echo(f"{description.name} ({description.kind}): {description.title}")
     print_table("", ("key", "value", "unit", "status", "source"), _number_rows(description))
+    typer.echo(f"can: {', '.join(capabilities_of(description))}")
     typer.echo(_noise_line(description))
 
 

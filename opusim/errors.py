@@ -51,6 +51,10 @@ class DeviceFault(DeviceError, RuntimeError):
     """The device answered with something impossible, or reported a fault of its own."""
 
 
+class CapabilityMissing(DeviceError):
+    """A device cannot do what was asked of it; the message names devices that can."""
+
+
 class NoiseBelowCertificate(DeviceError):
     """The measured noise is weaker than the certificate that a privacy statement rests on."""
 

@@ -117,6 +117,37 @@ def make_private_folder(path: Path) -> None:
         path.chmod(0o700)
 
 
+def write_file(path: Path, content: bytes) -> None:
+    """Replace a file's content at once: write a temporary file, sync it, rename it, sync the folder.
+
+    A kill at any moment leaves either the old content or the new one under `path`.
+
+    Raises:
+        OSError: The disk is full or not writable; `path` keeps its old content.
+    """
+    make_folder(path.parent)
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        descriptor = open_to_write(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(descriptor, content)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise write_error(error, path, "it keeps its old content") from error
+    sync_folder(path.parent)
+
+
+def write_error(error: OSError, path: Path, kept: str) -> OSError:
+    """The same error with the file that could not be written, what is kept of it, and a remedy."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    remedy = "free some space and resume" if is_full else "check the folder's permissions"
+    return OSError(error.errno, f"{error.strerror}; {kept}, {remedy}", str(path))
+
+
 def sync_folder(path: Path) -> None:
     """Have the names in a folder on disk."""
     descriptor = os.open(path, os.O_RDONLY)

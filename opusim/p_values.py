@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import betainc, erfc, gammainc, gammaincc
+from scipy.special import betainc, erfc, gammainc, gammaincc, ndtri
 
 
 def normal_p_value(z: float) -> float:
@@ -82,8 +82,6 @@ class PropertyTest:
     @property
     def standard_errors(self) -> float:
         """The two-sided Gaussian deviate of the p-value, at least 0; infinite for a p-value of 0."""
-        from scipy.special import ndtri
-
         return abs(float(ndtri(self.p_value / 2)))
 
 

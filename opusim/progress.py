@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import Self, TextIO
 
-from opusim.units import duration
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
-if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-    from rich.progress import TaskID
+from opusim.tables import duration
 
 BETWEEN_LINES_S = 10.0
 """Least time between two lines."""
@@ -157,9 +157,6 @@ class Progress:
 
 
 def _bar(stream: TextIO) -> Bar:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
 
     return Bar(
         TextColumn("{task.description}"),

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+LAYERS = ("opusim", "training", "accounting")
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -17,6 +18,8 @@ for package in ("opusim", "training", "accounting", "hw_configs"):
     for module in pkgutil.walk_packages(root.__path__, package + "."):
         importlib.import_module(module.name)
 from opusim.devices.registry import open_device
+import opusim
+assert all(hasattr(opusim, name) for name in opusim.__all__)
 with open_device("gaussian", n_inputs=4, n_outputs=8) as device:
     print(device.noise.describe())
 """
@@ -46,6 +49,7 @@ def test_every_module_of_the_wheel_imports(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "installed")
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
     assert "hw_configs/gaussian.toml" in names
+    assert {f"{layer}/{name}" for layer in LAYERS for name in ("py.typed", "__init__.pyi")} <= set(names)
     assert "training/reports/templates/report.html" in names
     run = [sys.executable, "-I", "-c", IMPORT_ALL, str(tmp_path / "installed")]
     output = subprocess.run(run, cwd=tmp_path, check=True, capture_output=True, text=True)

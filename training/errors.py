@@ -6,15 +6,15 @@ from opusim.errors import OpusimError
 
 
 class TrainingDiverged(OpusimError, ArithmeticError):
-    """The error of a batch is not finite; the last checkpoint is kept."""
+    """The loss of a batch is not finite; the last checkpoint is kept."""
 
 
 class RunFolderError(OpusimError, ValueError):
-    """A run folder cannot be used as asked: it is taken, finished, damaged or of another network."""
+    """A run folder cannot be used: it is taken, finished, damaged or holds another network."""
 
 
 class RunInterrupted(OpusimError):
-    """A person stopped the run (Ctrl-C); a checkpoint was written and the run can be resumed."""
+    """The user stopped the run (Ctrl-C); a checkpoint was written and the run can be resumed."""
 
 
 class FolderBusy(RunFolderError):
@@ -22,4 +22,4 @@ class FolderBusy(RunFolderError):
 
 
 class SweepStopped(OpusimError):
-    """A sweep could not go on; the runs so far are kept, and the same command goes on."""
+    """A sweep stopped; finished runs are kept, and the same command resumes it."""

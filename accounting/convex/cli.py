@@ -35,13 +35,13 @@ def convex_plan(
     delta: Annotated[float, typer.Option(help="At which epsilon is stated, in (0, 1).")] = 1e-5,
 ) -> None:
     """Ways to reach an epsilon: the least noise at several lengths; or, for a given noise, lambda or epochs."""
-    from accounting import arguments
     from accounting.convex.mechanisms import ConvexLastIterate
     from accounting.convex.planning import least_regularisation, most_epochs, plans
     from accounting.errors import NoGuarantee
     from accounting.tables import print_rows
+    from opusim import checks
 
-    arguments.count(batches=batches)
+    checks.integer(minimum=1, batches=batches)
     if epochs is not None and noise_multiplier is None:
         raise ValueError(
             f"--epochs = {epochs} does nothing without --noise-multiplier: the table shows several lengths; "

@@ -23,8 +23,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from accounting import arguments
 from accounting.errors import NoGuarantee
+from opusim import checks
 
 OBJECTIVES = ("squared", "margin", "one-against-rest", "softmax")
 _SMOOTHNESS = {"squared": 1.0, "margin": 1.0, "one-against-rest": 0.25, "softmax": 0.5}
@@ -43,7 +43,7 @@ def check_objective(objective: str, clip: float | None) -> None:
     if objective not in OBJECTIVES:
         raise ValueError(f"objective = {objective!r}: must be one of {', '.join(OBJECTIVES)}")
     if clip is not None:
-        arguments.positive(clip=clip)
+        checks.positive(clip=clip)
     elif objective in ("squared", "margin"):
         raise ValueError(
             f"clip is missing: nothing else bounds the residual of {objective!r}; give one above 0"
@@ -127,7 +127,7 @@ def softmax_gap(n_classes: int) -> float:
     S_m = sum of pi^m. At a maximum the positive entries take at most two values (Lagrange: they solve one quadratic),
     so a search over how often each occurs and over one number finds it; the answer is rounded up by 1e-4 of itself.
     """
-    arguments.count(minimum=2, n_classes=n_classes)
+    checks.integer(minimum=2, n_classes=n_classes)
     wrong, best = n_classes - 1, 0.0
     for many in range(1, wrong):  # entries of the first value, then of the second
         for few in {1, wrong - many} | set(range(1, min(4, wrong - many) + 1)):

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from accounting import arguments
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism, counted, register_mechanism
 from accounting.records.mechanisms import ClippedRecords
+from opusim import checks
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -66,10 +66,10 @@ class ConvexLastIterate(Mechanism):
         check_objective(self.objective, self.clip)
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule = {self.schedule!r}: must be one of {', '.join(SCHEDULES)}")
-        arguments.positive(learning_rate=self.learning_rate, noise_multiplier=self.noise_multiplier)
-        arguments.non_negative(regularisation=self.regularisation, final_noise=self.final_noise)
-        arguments.count(batches=self.batches, epochs=self.epochs, hyperplanes=self.hyperplanes)
-        arguments.count(minimum=2, n_classes=self.n_classes)
+        checks.positive(learning_rate=self.learning_rate, noise_multiplier=self.noise_multiplier)
+        checks.non_negative(regularisation=self.regularisation, final_noise=self.final_noise)
+        checks.integer(minimum=1, batches=self.batches, epochs=self.epochs, hyperplanes=self.hyperplanes)
+        checks.integer(minimum=2, n_classes=self.n_classes)
         self._to_floats("learning_rate", "noise_multiplier", "regularisation", "final_noise")
         if self.clip is not None:
             self._to_floats("clip")

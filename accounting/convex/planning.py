@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from accounting import arguments
 from accounting.calibration import calibrate
 from accounting.convex.constants import smoothness
 from accounting.convex.last_iterate import learning_rates, proven_mu
 from accounting.convex.mechanisms import ConvexLastIterate
 from accounting.errors import NoGuarantee
 from accounting.standard import gaussian_bounds
+from opusim import checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def least_regularisation(
     Raises:
         NoGuarantee: No lambda reaches it.
     """
-    arguments.positive(target_epsilon=target_epsilon)
+    checks.positive(target_epsilon=target_epsilon)
 
     def costs(regularisation: float) -> float:
         return _epsilon(replace(mechanism, regularisation=regularisation), delta)
@@ -100,7 +100,7 @@ def most_epochs(mechanism: ConvexLastIterate, *, target_epsilon: float, delta: f
     Raises:
         NoGuarantee: Not even one does.
     """
-    arguments.positive(target_epsilon=target_epsilon)
+    checks.positive(target_epsilon=target_epsilon)
 
     def fits(epochs: int) -> bool:
         return _epsilon(replace(mechanism, epochs=epochs), delta) <= target_epsilon

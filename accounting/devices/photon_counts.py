@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from dp_accounting.rdp import compute_epsilon
 
-from accounting import arguments
+from opusim import checks
 from opusim.noise import PhotonCountNoise
 
 _UP = 1 + 1e-9  # above the rounding of sums of doubles
@@ -30,8 +30,8 @@ def poisson_divergence(a: np.ndarray | float, b: np.ndarray | float, order: floa
         b: Rates of the second, of a shape that broadcasts.
         order: alpha > 1.
     """
-    arguments.non_negative(a=a, b=b)
-    arguments.positive(order_above_1=order - 1)
+    checks.non_negative(a=a, b=b)
+    checks.positive(order_above_1=order - 1)
     a, b = np.broadcast_arrays(np.asarray(a, dtype=float), np.asarray(b, dtype=float))
     safe = np.where(b > 0, b, 1.0)
     with np.errstate(over="ignore", divide="ignore"):
@@ -70,9 +70,9 @@ def pattern_rdp(rates: np.ndarray, order: float) -> float:
         rates: Expected counts of each pattern (a label's, say) at every pixel and frame, shape (patterns, pixels).
         order: alpha > 1.
     """
-    arguments.shape((None, None), rates=rates)
-    arguments.non_negative(rates=rates)
-    arguments.positive(order_above_1=order - 1)
+    checks.shape((None, None), rates=rates)
+    checks.non_negative(rates=rates)
+    checks.positive(order_above_1=order - 1)
     if len(rates) < 2:
         raise ValueError(f"rates has {len(rates)} pattern: at least two are needed")
     lit = np.asarray(rates, dtype=float)[:, np.any(np.asarray(rates) > 0, axis=0)]
@@ -106,7 +106,7 @@ def total_variation_limit(root_distance: float, distance: float) -> float:
         root_distance: At least 0, may be infinite.
         distance: At least 0, may be infinite.
     """
-    arguments.non_negative(limits=np.minimum([root_distance, distance], 1e300))
+    checks.non_negative(limits=np.minimum([root_distance, distance], 1e300))
     limit = min(math.sqrt(-math.expm1(-root_distance)), -math.expm1(-distance))
     return min(1.0, limit * _UP)
 
@@ -120,8 +120,8 @@ def box_variation(noise: PhotonCountNoise, readings: int = 1) -> float:
 
 def pattern_variation(rates: np.ndarray) -> float:
     """The largest `total_variation_limit` over pairs of known patterns, shape (patterns, pixels)."""
-    arguments.shape((None, None), rates=rates)
-    arguments.non_negative(rates=rates)
+    checks.shape((None, None), rates=rates)
+    checks.non_negative(rates=rates)
     roots, worst = np.sqrt(np.asarray(rates, dtype=float)), 0.0
     for i in range(1, len(rates)):
         squares = np.sum(np.square(roots[:i] - roots[i]), axis=1) * _UP
@@ -138,7 +138,7 @@ def epsilon_of_curve(curve: Sequence[float], delta: float) -> float:
         curve: One value for each order, at least 0; infinity where there is none.
         delta: In (0, 1).
     """
-    arguments.fraction(delta=delta)
+    checks.in_unit_interval(closed="neither", delta=delta)
     pairs = [(order, rdp) for order, rdp in zip(ORDERS, curve, strict=True) if math.isfinite(rdp)]
     if not pairs:
         return math.inf
@@ -157,7 +157,7 @@ def epsilon_of_divergence(divergence: Callable[[float], float], delta: float) ->
         divergence: Takes an order to the divergence, infinity where there is none.
         delta: In (0, 1).
     """
-    arguments.fraction(delta=delta)
+    checks.in_unit_interval(closed="neither", delta=delta)
     curve, best = [math.inf] * len(ORDERS), math.inf
     for index, order in enumerate(ORDERS):
         curve[index] = divergence(order)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accounting import arguments
 from accounting.devices.photon_counts import (
     box_rdp,
     box_variation,
@@ -29,6 +28,7 @@ from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
 from accounting.mechanisms import counted
 from accounting.standard import gaussian_bounds
 from accounting.statement import proven_status
+from opusim import checks
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
 
 
@@ -51,9 +51,9 @@ class DeviceReadings:
     unit: Unit = Unit.RECORD
 
     def __post_init__(self) -> None:
-        arguments.count(readings=self.readings)
+        checks.integer(minimum=1, readings=self.readings)
         if self.distance is not None:
-            arguments.non_negative(distance=self.distance)
+            checks.non_negative(distance=self.distance)
         if isinstance(self.noise, GaussianNoise) and self.distance is None:
             raise ValueError(
                 "distance = None: the Gaussian law needs the largest distance of two inputs' readings"
@@ -75,7 +75,7 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
     Raises:
         NoGuarantee: The law has no theorem, or delta does not exceed beta.
     """
-    arguments.fraction(delta=delta)
+    checks.in_unit_interval(closed="neither", delta=delta)
     if delta <= readings.beta:
         raise NoGuarantee(f"delta = {delta}: must exceed beta = {readings.beta}, the certificate's own error")
     noise, left = readings.noise, delta - readings.beta
@@ -128,8 +128,8 @@ def known_counts_guarantee(
     Raises:
         NoGuarantee: delta does not exceed beta.
     """
-    arguments.fraction(delta=delta)
-    arguments.share(beta=beta)
+    checks.in_unit_interval(closed="neither", delta=delta)
+    checks.in_unit_interval(closed="left", beta=beta)
     if delta <= beta:
         raise NoGuarantee(f"delta = {delta}: must exceed beta = {beta}, the certificate's own error")
     epsilon, left = 0.0, delta - beta

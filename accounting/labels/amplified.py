@@ -22,13 +22,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from accounting import arguments
 from accounting.guarantee import Adjacency, Guarantee
 from accounting.labels.leverage import LABEL_CHECKED, LABEL_TRUSTED
 from accounting.labels.mechanisms import LabelAmplified
 from accounting.mechanisms import PoissonGaussian
 from accounting.standard import noise_bounds
 from accounting.statement import proven_guarantee, stated
+from opusim import checks
 
 _CHECKED = (
     "every whitened contribution is scaled to norm C at most, whatever the label",
@@ -52,7 +52,7 @@ def whitened_norms(
         scores: Per layer, leverages in the public S_j (`label_leverage.public_leverages`), shape (m, n) or (m, 1).
         sigmas: Per layer, sigma_l > 0.
     """
-    arguments.positive(sigmas=sigmas)
+    checks.positive(sigmas=sigmas)
     squares = [
         np.sum(np.square(signal) * score[:, None, :], axis=2) / sigma**2
         for signal, score, sigma in zip(signals, scores, sigmas, strict=True)
@@ -67,8 +67,8 @@ def record_weights(norms: np.ndarray, clip: float) -> np.ndarray:
         norms: c_i >= 0, shape (m,).
         clip: C > 0.
     """
-    arguments.non_negative(norms=norms)
-    arguments.positive(clip=clip)
+    checks.non_negative(norms=norms)
+    checks.positive(clip=clip)
     return np.minimum(1.0, clip / np.maximum(norms, np.finfo(float).tiny))
 
 
@@ -86,10 +86,10 @@ def equalised_weights(h: np.ndarray, *, rounds: int = 60, ridge: float = 1e-9) -
     Returns:
         Weights of sum 1, shape (n_records,).
     """
-    arguments.shape((None, None), h=h)
-    arguments.finite(h=h)
-    arguments.count(minimum=0, rounds=rounds)
-    arguments.positive(ridge=ridge)
+    checks.shape((None, None), h=h)
+    checks.finite(h=h)
+    checks.integer(minimum=0, rounds=rounds)
+    checks.positive(ridge=ridge)
     rows = np.asarray(h, dtype=np.float64)
     weights = np.full(len(rows), 1 / len(rows))
     for _ in range(rounds):

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from accounting import arguments
 from accounting.guarantee import Guarantee
 from accounting.labels.gaussian import label_guarantee
 from accounting.labels.leverage import LABEL_CHECKED, LABEL_TRUSTED
 from accounting.labels.mechanisms import LabelBudget
 from accounting.statement import stated
+from opusim import checks
 
 _SLACK = 1e-9
 """Relative rounding of a sum of squares, charged to the record."""
@@ -41,8 +41,8 @@ class LabelFilter:
     """
 
     def __init__(self, *, budget_mu: float, n_records: int) -> None:
-        arguments.positive(budget_mu=budget_mu)
-        arguments.count(n_records=n_records)
+        checks.positive(budget_mu=budget_mu)
+        checks.integer(minimum=1, n_records=n_records)
         self.budget_mu = float(budget_mu)
         self._spent = np.zeros(n_records)  # sum of mu^2, rounded up
 
@@ -68,8 +68,8 @@ class LabelFilter:
             ValueError: An index twice or out of range, or a mu negative or NaN.
         """
         indices = np.asarray(records)
-        arguments.shape((None,), records=indices)
-        arguments.shape(indices.shape, mu=np.asarray(mu))
+        checks.shape((None,), records=indices)
+        checks.shape(indices.shape, mu=np.asarray(mu))
         if np.unique(indices).size != indices.size:
             raise ValueError(
                 "records: one stands twice in the batch; its leverages do not add up, sample without"
@@ -91,7 +91,7 @@ class LabelFilter:
             ValueError: Another number of records, or a sum above the budget or below 0.
         """
         values = np.asarray(spent, dtype=np.float64)
-        arguments.shape(self._spent.shape, spent=values)
+        checks.shape(self._spent.shape, spent=values)
         if not bool(np.all((values >= 0) & (values <= self.budget_mu**2 * (1 + _SLACK)))):
             raise ValueError(f"spent: must lie between 0 and budget_mu^2 = {self.budget_mu**2:g}")
         self._spent = values.copy()

@@ -28,7 +28,7 @@ from itertools import combinations, product
 import numpy as np
 import scipy.linalg
 
-from accounting import arguments
+from opusim import checks
 
 LABEL_CHECKED = (
     "each credited noise is drawn afresh, for one reading of one layer at one step, after the last nonlinearity of the "
@@ -65,12 +65,12 @@ class LayerReadings:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        arguments.finite(activations=self.activations)
-        arguments.shape((None, None), activations=self.activations)
-        arguments.non_negative(floor=self.floor)
+        checks.finite(activations=self.activations)
+        checks.shape((None, None), activations=self.activations)
+        checks.non_negative(floor=self.floor)
         if self.slopes is not None:
-            arguments.finite(slopes=self.slopes)
-            arguments.shape((len(self.activations), None), slopes=self.slopes)
+            checks.finite(slopes=self.slopes)
+            checks.shape((len(self.activations), None), slopes=self.slopes)
 
     def inputs(self) -> np.ndarray:
         """H in float64, with the constant 1 where there is a bias, shape (m, fan_in or fan_in + 1)."""
@@ -110,15 +110,15 @@ def public_leverages(layer: LayerReadings, reference: LayerReadings, scale: floa
     Raises:
         ValueError: The reference has no floor, or the two differ in slopes or widths.
     """
-    arguments.positive(scale=scale, floor_of_reference=reference.floor)
+    checks.positive(scale=scale, floor_of_reference=reference.floor)
     h, base = layer.inputs(), reference.inputs()
-    arguments.shape((None, h.shape[1]), reference=base)
+    checks.shape((None, h.shape[1]), reference=base)
     if (layer.slopes is None) != (reference.slopes is None):
         raise ValueError("slopes: the records and the reference must both have them, or neither")
     if layer.slopes is None or reference.slopes is None:
         return _quadratic(h, base * scale**0.5, reference.floor)[:, None]
     slopes, others = np.asarray(layer.slopes, float), np.asarray(reference.slopes, float)
-    arguments.shape((None, slopes.shape[1]), reference_slopes=others)
+    checks.shape((None, slopes.shape[1]), reference_slopes=others)
     columns = [
         _quadratic(h * slopes[:, [j]], base * others[:, [j]] * scale**0.5, reference.floor)
         for j in range(slopes.shape[1])
@@ -164,9 +164,9 @@ def step_mu_bound(
         scores: Per layer, the leverages, shape (m, n) or (m, 1).
         sigmas: Per layer, above 0.
     """
-    arguments.positive(sigmas=sigmas)
+    checks.positive(sigmas=sigmas)
     for distance in distances:
-        arguments.non_negative(distances=distance)
+        checks.non_negative(distances=distance)
     terms = [
         np.square(distance) * score.max(axis=1) / sigma**2
         for distance, score, sigma in zip(distances, scores, sigmas, strict=True)
@@ -201,8 +201,8 @@ def ternary_distance(projection: np.ndarray) -> float:
 
 
 def _pairs(projection: np.ndarray) -> list[tuple[int, int]]:
-    arguments.finite(projection=projection)
-    arguments.shape((None, None), projection=projection)
+    checks.finite(projection=projection)
+    checks.shape((None, None), projection=projection)
     if projection.shape[1] < 2:
         raise ValueError(f"projection has {projection.shape[1]} column: at least two labels are needed")
     return list(combinations(range(projection.shape[1]), 2))
@@ -230,11 +230,11 @@ def _check_layers(
         raise ValueError(
             f"signals, scores, sigmas have lengths {len(signals)}, {len(scores)}, {len(sigmas)}: one each a layer"
         )
-    arguments.positive(sigmas=sigmas)
+    checks.positive(sigmas=sigmas)
     m, n_labels = np.shape(signals[0])[:2]
     for signal, score in zip(signals, scores, strict=True):
-        arguments.shape((m, n_labels, None), signals=signal)
-        arguments.finite(signals=signal)
-        arguments.non_negative(scores=score)
+        checks.shape((m, n_labels, None), signals=signal)
+        checks.finite(signals=signal)
+        checks.non_negative(scores=score)
         if score.shape not in ((m, signal.shape[2]), (m, 1)):
             raise ValueError(f"scores has shape {score.shape}: must be ({m}, {signal.shape[2]}) or ({m}, 1)")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from accounting import arguments
 from accounting.guarantee import Unit
 from accounting.mechanisms import Mechanism, counted, register_mechanism
+from opusim import checks
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -36,8 +36,8 @@ class LabelAmplified(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(noise_multiplier=self.noise_multiplier)
-        arguments.fraction(one_allowed=True, sampling_probability=self.sampling_probability)
+        checks.positive(noise_multiplier=self.noise_multiplier)
+        checks.in_unit_interval(closed="right", sampling_probability=self.sampling_probability)
         self._to_floats("noise_multiplier", "sampling_probability")
 
     @property
@@ -88,8 +88,8 @@ class LabelBudget(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(budget_mu=self.budget_mu)
-        arguments.share(beta=self.beta)
+        checks.positive(budget_mu=self.budget_mu)
+        checks.in_unit_interval(closed="left", beta=self.beta)
         if self.order not in ("published", "hardware"):
             raise ValueError(f"order = {self.order!r}: must be 'published' or 'hardware'")
         self._to_floats("budget_mu", "beta")
@@ -137,8 +137,8 @@ class LabelOnce(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(mu=self.mu)
-        arguments.share(beta=self.beta)
+        checks.positive(mu=self.mu)
+        checks.in_unit_interval(closed="left", beta=self.beta)
         self._to_floats("mu", "beta")
 
     @property

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import log_softmax, softmax
 
-from accounting import arguments
 from accounting.guarantee import Guarantee
 from accounting.labels.gaussian import label_guarantee
 from accounting.labels.mechanisms import LabelOnce
 from accounting.statement import stated
+from opusim import checks
 
 _CHECKED = (
     "each label is read as often as stated, and every distinct reading of it is counted in mu",
@@ -45,12 +45,12 @@ def label_once_mu(codes: Sequence[np.ndarray], sigmas: Sequence[float]) -> float
     """
     if not len(codes) == len(sigmas) >= 1:
         raise ValueError(f"codes, sigmas have lengths {len(codes)}, {len(sigmas)}: must be equal, at least 1")
-    arguments.positive(sigmas=sigmas)
+    checks.positive(sigmas=sigmas)
     n_labels = codes[0].shape[1]
     squares = np.zeros((n_labels, n_labels))
     for code, sigma in zip(codes, sigmas, strict=True):
-        arguments.shape((None, n_labels), codes=code)
-        arguments.finite(codes=code)
+        checks.shape((None, n_labels), codes=code)
+        checks.finite(codes=code)
         gaps = np.asarray(code, float)[:, :, None] - np.asarray(code, float)[:, None, :]
         squares += np.sum(np.square(gaps), axis=0) / sigma**2
     return float(np.sqrt(squares.max()))
@@ -86,10 +86,10 @@ def reading_log_likelihood(
         codes: Per reading, B^l, shape (n_l, labels).
         sigmas: Per reading, above 0.
     """
-    arguments.positive(sigmas=sigmas)
+    checks.positive(sigmas=sigmas)
     total = np.zeros((len(readings[0]), codes[0].shape[1]))
     for reading, code, sigma in zip(readings, codes, sigmas, strict=True):
-        arguments.shape((len(total), code.shape[0]), readings=reading)
+        checks.shape((len(total), code.shape[0]), readings=reading)
         r, b = np.asarray(reading, float), np.asarray(code, float)
         total += (r @ b - np.sum(np.square(b), axis=0) / 2) / sigma**2  # ||r||^2 is common to all labels
     return total
@@ -105,6 +105,6 @@ def posterior_targets(logits: np.ndarray, log_likelihood: np.ndarray) -> np.ndar
         logits: The model's outputs, log-probabilities up to a constant of each row, shape (m, labels).
         log_likelihood: From `reading_log_likelihood` or `randomized_response.response_log_likelihood`.
     """
-    arguments.finite(logits=logits, log_likelihood=log_likelihood)
-    arguments.shape(np.shape(logits), log_likelihood=log_likelihood)
+    checks.finite(logits=logits, log_likelihood=log_likelihood)
+    checks.shape(np.shape(logits), log_likelihood=log_likelihood)
     return softmax(log_softmax(np.asarray(logits, float), axis=1) + log_likelihood, axis=1)

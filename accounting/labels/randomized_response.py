@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from accounting import arguments
+from opusim import checks
 
 
 def keep_probability(epsilon: float, n_labels: int) -> float:
@@ -21,8 +21,8 @@ def keep_probability(epsilon: float, n_labels: int) -> float:
         epsilon: At least 0 and finite.
         n_labels: k >= 2.
     """
-    arguments.non_negative(epsilon=epsilon)
-    arguments.count(minimum=2, n_labels=n_labels)
+    checks.non_negative(epsilon=epsilon)
+    checks.integer(minimum=2, n_labels=n_labels)
     return 1 / (1 + (n_labels - 1) * math.exp(-epsilon))
 
 
@@ -49,7 +49,7 @@ def respond(labels: np.ndarray, *, epsilon: float, n_labels: int, generator: Uni
     """
     stays = keep_probability(epsilon, n_labels)
     given = np.asarray(labels)
-    arguments.shape((None,), labels=given)
+    checks.shape((None,), labels=given)
     if given.dtype.kind not in "iu" or (given.size and not (given.min() >= 0 and given.max() < n_labels)):
         raise ValueError(f"labels: must be integers in [0, {n_labels})")
     shift = 1 + np.floor(generator.random(given.shape) * (n_labels - 1)).astype(np.int64)  # one of the others

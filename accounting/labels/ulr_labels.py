@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from accounting import arguments
+from opusim import checks
 
 
 def jacobian_leverages(jacobians: np.ndarray, *, floor: float = 0.0) -> np.ndarray:
@@ -33,9 +33,9 @@ def jacobian_leverages(jacobians: np.ndarray, *, floor: float = 0.0) -> np.ndarr
         jacobians: J_i of every record of the batch, shape (m, outputs, parameters).
         floor: (tau / a)^2 >= 0.
     """
-    arguments.finite(jacobians=jacobians)
-    arguments.shape((None, None, None), jacobians=jacobians)
-    arguments.non_negative(floor=floor)
+    checks.finite(jacobians=jacobians)
+    checks.shape((None, None, None), jacobians=jacobians)
+    checks.non_negative(floor=floor)
     rows = np.asarray(jacobians, dtype=np.float64)
     m, outputs, parameters = rows.shape
     flat = rows.reshape(m * outputs, parameters)
@@ -53,6 +53,6 @@ def fresh_noise_mu(leverages: np.ndarray, *, clip_norm: float, noise_std: float)
         clip_norm: C_v > 0, the bound on a record's signal at the outputs.
         noise_std: a > 0, of the fresh noise at the outputs.
     """
-    arguments.non_negative(leverages=leverages)
-    arguments.positive(clip_norm=clip_norm, noise_std=noise_std)
+    checks.non_negative(leverages=leverages)
+    checks.positive(clip_norm=clip_norm, noise_std=noise_std)
     return 2 * clip_norm / noise_std * np.sqrt(leverages)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from accounting.errors import LedgerCorrupt
-from opusim.files import open_to_write, parse_json, read_bytes, sync_folder, write_all
+from opusim.files import open_to_write, parse_json, read_bytes, write_all, write_file
 
 SCHEMA_VERSION = 1
 _GENESIS = "0" * 64
@@ -268,15 +268,5 @@ def _read_head(path: Path) -> tuple[int, str]:
 
 def _write_head(path: Path, lines: int, digest: str) -> None:
     """Replace the head at once and sync the folder, which also holds the journal's own name."""
-    head = head_file(path)
-    temporary = head.with_suffix(".head.partial")
-    descriptor = open_to_write(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        write_all(
-            descriptor, _dump({"schema_version": SCHEMA_VERSION, "lines": lines, "digest": digest}) + b"\n"
-        )
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(temporary, head)
-    sync_folder(path.parent)
+    head = {"schema_version": SCHEMA_VERSION, "lines": lines, "digest": digest}
+    write_file(head_file(path), _dump(head) + b"\n")

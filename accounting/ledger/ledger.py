@@ -38,7 +38,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from accounting import arguments
 from accounting.composition import Budget
 from accounting.errors import BudgetExceeded, LedgerCorrupt
 from accounting.guarantee import Guarantee
@@ -46,6 +45,7 @@ from accounting.ledger.content import Coverage, Mode, Payment, content_of, short
 from accounting.ledger.content import LedgerContent as LedgerContent
 from accounting.ledger.journal import Journal, Position, Witness, read_journal
 from accounting.mechanisms import Mechanism
+from opusim import checks
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -81,10 +81,10 @@ class Ledger:
         witnesses: Sequence[Witness] = (),
         resumed_from: str | None = None,
     ) -> None:
-        arguments.count(block=block)
+        checks.integer(minimum=1, block=block)
         if mode not in ("experiment", "release"):
             raise ValueError(f"mode = {mode!r}: must be 'experiment' or 'release'")
-        arguments.share(delta=delta)
+        checks.in_unit_interval(closed="left", delta=delta)
         self._journal = Journal(path, witnesses=witnesses)
         self._block, self._budget = block, budget
         self._resumes = False
@@ -232,7 +232,7 @@ class Ledger:
             )
 
     def _reserve(self, step: int, mechanisms: tuple[Mechanism, ...], until: int | None) -> None:
-        arguments.count(minimum=0, step=step)
+        checks.integer(minimum=0, step=step)
         _require_mechanisms(mechanisms)
         wanted = max(1, min(self._block, (until - step) if until is not None else self._block))
         if self._content.mode == "experiment":

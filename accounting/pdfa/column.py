@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from accounting import arguments
+from opusim import checks
 
 
 def column_bound_published(
@@ -72,7 +72,7 @@ def column_divergence(
         variance_p: Above 0, shape (n,).
         variance_q: Above 0, shape (n,).
     """
-    arguments.positive(variance_p=variance_p, variance_q=variance_q)
+    checks.positive(variance_p=variance_p, variance_q=variance_q)
     mixed = order * variance_q + (1 - order) * variance_p
     if np.any(mixed <= 0):
         return math.inf
@@ -90,8 +90,8 @@ def _scale(order: float, ratio: float) -> float:
 
 
 def _check(order: float, batch_size: int, width: int, lo: float, hi: float, signal: float) -> None:
-    arguments.positive(order_above_1=order - 1, lo=lo, hi=hi)
-    arguments.non_negative(signal=signal)
-    arguments.count(batch_size=batch_size, width=width)
+    checks.positive(order_above_1=order - 1, lo=lo, hi=hi)
+    checks.non_negative(signal=signal)
+    checks.integer(minimum=1, batch_size=batch_size, width=width)
     if hi < lo:
         raise ValueError(f"hi = {hi}: must be at least lo = {lo}")

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from accounting import arguments
 from accounting.mechanisms import Mechanism, counted, register_mechanism
+from opusim import checks
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -41,9 +41,9 @@ class PublishedLayer:
     noised: bool = True
 
     def __post_init__(self) -> None:
-        arguments.count(fan_in=self.fan_in, width=self.width)
-        arguments.non_negative(gamma_min=self.gamma_min)
-        arguments.positive(gamma_max=self.gamma_max)
+        checks.integer(minimum=1, fan_in=self.fan_in, width=self.width)
+        checks.non_negative(gamma_min=self.gamma_min)
+        checks.positive(gamma_max=self.gamma_max)
         if self.gamma_min > self.gamma_max:
             raise ValueError(f"gamma_min = {self.gamma_min}: must not exceed gamma_max = {self.gamma_max}")
 
@@ -82,16 +82,16 @@ class PublishedPdfa(Mechanism):
         if not layers:
             raise ValueError("layers = (): must name at least one layer")
         object.__setattr__(self, "layers", layers)
-        arguments.count(batch_size=self.batch_size)
-        arguments.positive(sigma=self.sigma, tau_b=self.tau_b, tau_h_max=self.tau_h_max)
-        arguments.non_negative(tau_h_min=self.tau_h_min)
+        checks.integer(minimum=1, batch_size=self.batch_size)
+        checks.positive(sigma=self.sigma, tau_b=self.tau_b, tau_h_max=self.tau_h_max)
+        checks.non_negative(tau_h_min=self.tau_h_min)
         if self.tau_h_min > self.tau_h_max:
             raise ValueError(f"tau_h_min = {self.tau_h_min}: must not exceed tau_h_max = {self.tau_h_max}")
         if self.order is not None and not (math.isfinite(self.order) and self.order > 1):
             raise ValueError(f"order = {self.order}: must be finite and above 1")
         for layer in layers:
             most = layer.gamma_max * self.tau_h_max
-            arguments.positive(**{"(gamma_max tau_h_max)^2": most * most})  # eq. 17 is made of these squares
+            checks.positive(**{"(gamma_max tau_h_max)^2": most * most})  # eq. 17 is made of these squares
         object.__setattr__(self, "batch_size", int(self.batch_size))
         self._to_floats("sigma", "tau_b", "tau_h_min", "tau_h_max")
 

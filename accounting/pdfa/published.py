@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from dp_accounting.rdp import compute_epsilon
 
-from accounting import arguments
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
 from accounting.mechanisms import Mechanism
 from accounting.pdfa.column import column_bound_published
 from accounting.pdfa.mechanisms import PdfaWithoutFormula, PublishedPdfa
+from opusim import checks
 
 _ORDERS = tuple((1.0 + np.logspace(-5.0, 3.0, 400)).tolist())
 _SOURCE = "Ohana et al. 2021, Proposition 3 (eq. 17), composed as its text says, Theorem 2"
@@ -90,7 +90,7 @@ def published_value(
     Raises:
         ValueError: delta outside [0, 1).
     """
-    arguments.share(delta=delta)
+    checks.in_unit_interval(closed="left", delta=delta)
     tried = common_orders(runs) if orders is None else orders
     curve = [sum(published_rdp(run, order, noised_only=noised_only) for run in runs) for order in tried]
     finite = [(order, value) for order, value in zip(tried, curve, strict=True) if math.isfinite(value)]

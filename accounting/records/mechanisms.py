@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from accounting import arguments
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism, counted, leaving_out, register_mechanism
+from opusim import checks
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -39,11 +39,11 @@ class ClippedRecords(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(
+        checks.positive(
             noise_multiplier=self.noise_multiplier, clip_norm=self.clip_norm, divisor=self.divisor
         )
-        arguments.fraction(one_allowed=True, sampling_probability=self.sampling_probability)
-        arguments.share(beta=self.beta)
+        checks.in_unit_interval(closed="right", sampling_probability=self.sampling_probability)
+        checks.in_unit_interval(closed="left", beta=self.beta)
         self._to_floats("noise_multiplier", "sampling_probability", "clip_norm", "divisor", "beta")
 
     def describe(self) -> str:

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from accounting import arguments
 from accounting.mechanisms import Mechanism, register_mechanism
+from opusim import checks
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -34,7 +34,7 @@ class PrivateSelection(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(mean=self.mean, mu=self.mu)
+        checks.positive(mean=self.mean, mu=self.mu)
         self._to_floats("mean", "mu")
 
     @property

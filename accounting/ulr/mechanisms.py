@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from accounting import arguments
 from accounting.mechanisms import Mechanism, counted, register_mechanism
+from opusim import checks
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -46,10 +46,10 @@ class PublishedUlr(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(target_std=self.target_std, target_std_squared=self.target_std * self.target_std)
-        arguments.fraction(one_allowed=True, sampling_probability=self.sampling_probability)
+        checks.positive(target_std=self.target_std, target_std_squared=self.target_std * self.target_std)
+        checks.in_unit_interval(closed="right", sampling_probability=self.sampling_probability)
         _check_batches(self.n_records, self.min_batch_size)
-        arguments.count(modules=self.modules, largest_module=self.largest_module)
+        checks.integer(minimum=1, modules=self.modules, largest_module=self.largest_module)
         self._to_floats("target_std", "sampling_probability")
 
     def describe(self) -> str:
@@ -89,8 +89,8 @@ class RejectionGaussian(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(noise_multiplier=self.noise_multiplier)
-        arguments.fraction(one_allowed=True, sampling_probability=self.sampling_probability)
+        checks.positive(noise_multiplier=self.noise_multiplier)
+        checks.in_unit_interval(closed="right", sampling_probability=self.sampling_probability)
         _check_batches(self.n_records, self.min_batch_size)
         self._to_floats("noise_multiplier", "sampling_probability")
 
@@ -110,6 +110,6 @@ class RejectionGaussian(Mechanism):
 
 
 def _check_batches(n_records: int, min_batch_size: int) -> None:
-    arguments.count(n_records=n_records, min_batch_size=min_batch_size)
+    checks.integer(minimum=1, n_records=n_records, min_batch_size=min_batch_size)
     if min_batch_size > n_records:
         raise ValueError(f"min_batch_size = {min_batch_size}: must be at most n_records = {n_records}")

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.stats import binom
 
-from accounting import arguments
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
 from accounting.ulr.mechanisms import PublishedUlr
+from opusim import checks
 
 _ORDERS = tuple((1.0 + np.logspace(-2.0, 3.0, 800)).tolist())
 _SOURCE = "DP-ULR paper, Theorem 2 (eq. 11), converted by its Proposition 1"
@@ -59,7 +59,7 @@ def published_value(runs: Sequence[PublishedUlr], delta: float, *, checked: bool
         delta: In [0, 1); infinite at 0.
         checked: Keep to the orders that both conditions on alpha allow in every run.
     """
-    arguments.share(delta=delta)
+    checks.in_unit_interval(closed="left", delta=delta)
     if delta == 0:
         return math.inf
     orders = [o for o in _ORDERS if not checked or all(admissible(run, o) for run in runs)]

@@ -31,13 +31,13 @@ from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPriv
 from scipy.special import logsumexp
 from scipy.stats import binom
 
-from accounting import arguments
 from accounting.guarantee import Adjacency, Guarantee
 from accounting.mechanisms import PoissonGaussian
 from accounting.numerics.loss_bounds import EpsilonBounds, NoisyStep, compose_upper
 from accounting.numerics.sampled_noise import one_way_curve
 from accounting.statement import about_relation, proven_guarantee, stated
 from accounting.ulr.mechanisms import RejectionGaussian
+from opusim import checks
 
 ORDERS = (*(1 + k / 20 for k in range(2, 40)), *range(3, 64), 80, 96, 128, 192, 256)
 _LEAST, _MOST = 2e-3, 1e5
@@ -103,7 +103,7 @@ def guarantees(
         delta: In [0, 1).
         enforced: Whether the training code checked what code can check.
     """
-    arguments.share(delta=delta)
+    checks.in_unit_interval(closed="left", delta=delta)
     return [
         proven_guarantee(
             mechanisms,

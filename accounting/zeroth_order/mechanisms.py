@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from accounting import arguments
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism, counted, leaving_out, register_mechanism
+from opusim import checks
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -40,9 +40,9 @@ class ZoScalars(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(clip_norm=self.clip_norm, divisor=self.divisor)
-        arguments.fraction(one_allowed=True, sampling_probability=self.sampling_probability)
-        arguments.count(directions=self.directions)
+        checks.positive(clip_norm=self.clip_norm, divisor=self.divisor)
+        checks.in_unit_interval(closed="right", sampling_probability=self.sampling_probability)
+        checks.integer(minimum=1, directions=self.directions)
         object.__setattr__(self, "directions", int(self.directions))
         object.__setattr__(self, "relation", leaving_out(self.relation))
         self._to_floats("sampling_probability", "clip_norm", "divisor")
@@ -80,7 +80,7 @@ class ZoGaussian(ZoScalars):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(noise_multiplier=self.noise_multiplier)
+        checks.positive(noise_multiplier=self.noise_multiplier)
         self._to_floats("noise_multiplier")
 
     def describe(self) -> str:
@@ -121,7 +121,7 @@ class ZoLaplace(ZoScalars):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive(scale=self.scale)
+        checks.positive(scale=self.scale)
         self._to_floats("scale")
 
     def describe(self) -> str:

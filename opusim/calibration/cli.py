@@ -111,9 +111,8 @@ def check_command(
     seed: _SEED = 1,
 ) -> None:
     """Compare a device with its certificate; exits with 3 where its noise is below the certified."""
-    from opusim.calibration.calibrate import Plan, calibrate
-    from opusim.calibration.certificate import load_certificate
-    from opusim.calibration.check import compare, require_noise
+    from opusim.calibration.calibrate import Plan, calibrate, compare, require_noise
+    from opusim.devices.certificate import load_certificate
     from opusim.errors import ConfigError
 
     old = load_certificate(certificate)
@@ -158,7 +157,6 @@ def temperature_command(
 
     from opusim.devices.camera import CameraDevice
     from opusim.errors import ConfigError
-    from opusim.temperature.noise import temperature_noise
 
     if figure is not None:
         require_writable(figure, "--figure", FIGURES)
@@ -166,7 +164,7 @@ def temperature_command(
         if not isinstance(device, CameraDevice):
             raise ConfigError(name, "kind", f"{device.kind!r} has no sensor; use a device of kind 'camera'")
         x = torch.randint(-1, 2, (64, device.n_inputs), generator=torch.Generator().manual_seed(1)).float()
-        law = temperature_noise(device, x)
+        law = device.temperature_law(x)
     rows = [
         (
             f"{t:.1f}",
@@ -235,7 +233,7 @@ def _open(name: str, inputs: int, outputs: int, seed: int) -> NoisyDevice:
 
 def _print(found: Calibration) -> None:
     """Constants, tests and the certified law as tables."""
-    from opusim.units import unit_of
+    from opusim.tables import unit_of
 
     rows = [
         (key, f"{v.value:.5g}", f"{v.low:.5g} to {v.high:.5g}", unit_of(key))

@@ -16,13 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import stdtrit
 
-from opusim.calibration.certificate import PhotonCountLaw
+from opusim.calibration.estimates import Estimate
 from opusim.calibration.flat_series import PIXELS_LOOKED_AT
 from opusim.calibration.independence import independence_p_values, largest_deviate_p_value
-from opusim.calibration.jackknife import Estimate
 from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer
 from opusim.devices.camera import CameraDevice
+from opusim.devices.certificate import PhotonCountLaw
 from opusim.p_values import FAMILY_ALARM, PropertyTest, decide, gamma_p_value
 
 _FULL = 0.7
@@ -161,11 +162,9 @@ def _tests(transfer: PhotonTransfer, light: LightNoise, anchor: AnchorLight) -> 
 
 
 def _law(transfer: PhotonTransfer, anchor: AnchorLight, *, brightest: float, share: float) -> PhotonCountLaw:
-    from scipy.stats import t
-
     found, means = transfer.unbent(1 - 2 * share), anchor.means
     seconds = transfer.exposure_us * 1e-6
-    margin = t.isf(share, means.size - 1) * means.std(ddof=1) / means.size**0.5
+    margin = -stdtrit(means.size - 1, share) * means.std(ddof=1) / means.size**0.5
     dark, gain, zero = found["dark_current_e_per_s"], found["gain_dn_per_e"], found["zero_dn"]
     if gain.low <= 0:
         raise ValueError("beta: is too small for these frames; take more frames or pixels")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from opusim import checks
 
@@ -272,7 +273,5 @@ def _names() -> Iterator[str]:
 
 def _save(image: np.ndarray, bits: int, path: Path) -> None:
     """A grey PNG of 8 or 16 bits."""
-    from PIL import Image
-
     checks.in_range(0, 2**bits - 1, image=image, remedy="a frame holds more than its converter's bits")
     Image.fromarray(image.astype(np.uint8 if bits <= 8 else np.uint16)).save(path)

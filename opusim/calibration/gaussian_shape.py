@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+from scipy.special import chdtr, chdtrc, digamma, log_ndtr, pdtrc, polygamma
+from scipy.stats import kurtosistest, skewtest
 
 from opusim.calibration.independence import standardised
 from opusim.p_values import bonferroni, gamma_p_value, normal_p_value
@@ -76,8 +78,6 @@ _DEVIATES = ("skewness", "fourth moment")
 
 def _statistics(part: np.ndarray) -> dict[str, np.ndarray]:
     """Of each output, shape (n_outputs,): the logarithm of A^2, and deviates that are close to N(0, 1)."""
-    from scipy.stats import kurtosistest, skewtest
-
     z = standardised(part)
     return {
         _AD: np.log(_anderson_darling(z)),
@@ -88,8 +88,6 @@ def _statistics(part: np.ndarray) -> dict[str, np.ndarray]:
 
 def _anderson_darling(z: np.ndarray) -> np.ndarray:
     """A^2 of standardised columns, at least 1e-12; the variance is that with n - 1."""
-    from scipy.special import log_ndtr
-
     n = len(z)
     weights = (2 * np.arange(1, n + 1) - 1)[:, None]
     found = np.empty(z.shape[1])
@@ -126,8 +124,6 @@ def _reference_outputs(n: int) -> int:
 
 def _grid(segments: Sequence[np.ndarray]) -> dict[str, float]:
     """More pairs of nearly equal readings than a density allows, or a number type too coarse for the noise."""
-    from scipy.special import pdtrc
-
     counts, expected, coarse = np.zeros(len(_WIDTHS) + 1), np.zeros(len(_WIDTHS) + 1), 0.0
     for part in segments:
         step = np.finfo(part.dtype).eps if np.issubdtype(part.dtype, np.floating) else 0.0
@@ -155,8 +151,6 @@ def _grid(segments: Sequence[np.ndarray]) -> dict[str, float]:
 
 def _equal_variances(segments: Sequence[np.ndarray]) -> dict[str, float]:
     """Log variances at different inputs: their means over outputs, their spread, and the largest difference."""
-    from scipy.special import digamma, polygamma
-
     inputs, outputs = len(segments), segments[0].shape[1]
     half = np.array([(len(part) - 1) / 2 for part in segments])
     variances = np.stack([part.var(axis=0, ddof=1, dtype=np.float64) for part in segments])
@@ -178,8 +172,6 @@ def _equal_variances(segments: Sequence[np.ndarray]) -> dict[str, float]:
 
 def _log_chi2_p_value(deviate: float, half: float) -> float:
     """Two-sided tail of the standardised log of chi-squared with 2 half degrees of freedom, the heavier tail twice."""
-    from scipy.special import chdtr, chdtrc, digamma, polygamma
-
     centre, error = digamma(half) - np.log(half), float(polygamma(1, half)) ** 0.5
     low = chdtr(2 * half, 2 * half * np.exp(centre - deviate * error))
     high = chdtrc(2 * half, 2 * half * np.exp(centre + deviate * error))

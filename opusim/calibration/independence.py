@@ -26,6 +26,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from scipy.fft import irfft, next_fast_len, rfft
+from scipy.sparse.linalg import eigsh
+from scipy.special import gammaln, ndtr, ndtri
 
 from opusim.p_values import (
     bonferroni,
@@ -92,8 +95,6 @@ def standardised(samples: np.ndarray) -> np.ndarray:
 
 def _rank_scores(part: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """Phi^-1((rank - 1/2) / n) of each output's readings."""
-    from scipy.special import ndtri
-
     n, scores = len(part), np.empty(part.shape)
     levels = ndtri((np.arange(n) + 0.5) / n)[:, None]
     for start in range(0, part.shape[1], _BLOCK):
@@ -105,8 +106,6 @@ def _rank_scores(part: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 def _size_scores(z: np.ndarray) -> np.ndarray:
     """Phi^-1(2 Phi(|z|) - 1): N(0, 1) for z ~ N(0, 1), a function of |z|."""
-    from scipy.special import ndtr, ndtri
-
     upper = np.clip(2 * ndtr(-np.abs(z)), 1e-15, 1 - 1e-9)
     return np.asarray(-ndtri(upper))
 
@@ -179,8 +178,6 @@ def _squared_correlations(z: _Standardised) -> float:
 
 
 def _largest_eigenvalue(z: _Standardised) -> float:
-    from scipy.sparse.linalg import eigsh
-    from scipy.special import gammaln
 
     count, outputs = z.rows.shape
     if min(count, outputs) < 3:
@@ -204,8 +201,6 @@ def _mean_over_outputs(z: _Standardised) -> float:
 
 def _distances(z: _Standardised) -> float:
     """Correlations of outputs at one distance, summed, each of variance (p - distance)/d."""
-    from scipy.fft import irfft, next_fast_len, rfft
-
     count, outputs = z.rows.shape
     length = next_fast_len(2 * outputs, real=True)
     spectrum = np.zeros(length // 2 + 1)
@@ -291,8 +286,6 @@ def _largest_autocorrelation(part: np.ndarray, products: np.ndarray, lags: np.nd
 
 def _lagged_products(part: np.ndarray, most: int) -> np.ndarray:
     """Sums over time of z_s z_(s + lag), shape (lags, n_outputs), lags 1 to most."""
-    from scipy.fft import irfft, next_fast_len, rfft
-
     n, outputs = part.shape
     length = next_fast_len(n + most, real=True)
     products = np.empty((most, outputs), dtype=np.float32)

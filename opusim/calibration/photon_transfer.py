@@ -16,7 +16,7 @@ taken off before variances are formed (`flat_series`), which leaves the straight
 Fluctuations that pixels do not share, and a response that is not linear, bend the line: v = v_0 + K (m - m_0) +
 c (m - m_0)^2 is fitted too. c is tested, and the limits of a certified law come from the parabola's K, which c does
 not bias. So an 8-bit camera gives up a read noise of a quarter of a DN, which the variance of no single level
-shows; the codes' probabilities do (`opusim.calibration.quantised_noise`).
+shows; the codes' probabilities do (`opusim.calibration.estimates`).
 
 Light that varies from frame to frame: what the means of frames say of it.
 
@@ -31,10 +31,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from scipy.optimize import brentq
+from scipy.stats import chi2, t
 
+from opusim.calibration.estimates import Estimate, jackknife
 from opusim.calibration.flat_series import COUNT, MEAN, MEAN_SQUARE, VARIANCE, FlatSeries, sums_of
 from opusim.calibration.independence import largest_deviate_p_value
-from opusim.calibration.jackknife import Estimate, jackknife
 from opusim.p_values import chi_squared_p_value
 
 _MOST = 10.0  # relative standard deviation beyond which nothing is searched
@@ -80,14 +82,10 @@ class LightNoise:
 
     def upper(self, beta: float) -> float:
         """The limit that r exceeds with probability at most beta, for a Gaussian power."""
-        from scipy.stats import chi2
-
         return self._solve(float(chi2.ppf(beta, int(self.freedom.sum()))))
 
     def _solve(self, energy: float) -> float:
         """The r at which the settings add up to energy: 0 if r = 0 is below it already, at most 10."""
-        from scipy.optimize import brentq
-
         if self._energy(0.0) <= energy:
             return 0.0
         if self._energy(_MOST) >= energy:
@@ -181,8 +179,6 @@ class PhotonTransfer:
 
     def property_p_values(self) -> dict[str, dict[str, float]]:
         """P-values of what the constants rest on: a straight photon transfer and a straight dark series."""
-        from scipy.stats import chi2
-
         residuals, freedom, found = 0.0, 0, self._jackknife(_HALF)
         for series in (self.dark, *([] if self.warm is None else [self.warm])):
             errors2 = series.variances() / (series.pixels * series.frames)
@@ -203,8 +199,6 @@ class PhotonTransfer:
 
     def _p_value(self, found: Estimate) -> float:
         """Two-sided, of a number that is 0 but for chance, by Student's law; its limits are those at `_HALF`."""
-        from scipy.stats import t
-
         freedom = len(self.light.sums) - 1
         error = (found.high - found.low) / 2 / t.isf((1 - _HALF) / 2, freedom)
         return 2 * float(t.sf(abs(found.value) / max(error, 1e-300), freedom))

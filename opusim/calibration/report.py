@@ -9,27 +9,23 @@ import base64
 import io
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy.special import ndtr, ndtri
 
 from opusim.calibration.calibrate import Calibration
-from opusim.calibration.certificate import Certificate
 from opusim.calibration.flat_series import COUNT
 from opusim.calibration.photon_transfer import PhotonTransfer
+from opusim.devices.certificate import Certificate
 from opusim.p_values import FAMILY_ALARM
-from opusim.temperature.noise import TemperatureNoise
-from opusim.units import unit_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from opusim.tables import unit_of
+from opusim.temperature import TemperatureLaw
 
 
 def transfer_figure(calibration: Calibration) -> Figure | None:
     """Photon transfer, response, its residuals and dark current; None for a device without flat frames."""
-    from matplotlib.figure import Figure
-
     transfer = calibration.transfer
     if transfer is None:
         return None
@@ -47,9 +43,6 @@ def transfer_figure(calibration: Calibration) -> Figure | None:
 
 def readings_figure(calibration: Calibration) -> Figure:
     """Quantiles of standardised readings against the Gaussian's, and the standard deviations of the outputs."""
-    from matplotlib.figure import Figure
-    from scipy.special import ndtr, ndtri
-
     samples = calibration.readings
     centred = samples - samples.mean(axis=0)
     std = centred.std(axis=0, ddof=1)
@@ -70,10 +63,8 @@ def readings_figure(calibration: Calibration) -> Figure:
     return figure
 
 
-def temperature_figure(law: TemperatureNoise, name: str) -> Figure:
+def temperature_figure(law: TemperatureLaw, name: str) -> Figure:
     """The noise of a reading and the dark current's share of its variance against the temperature."""
-    from matplotlib.figure import Figure
-
     temperatures = np.linspace(law.dark.temperature_min_c, law.dark.temperature_max_c, 200)
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()

@@ -1,20 +1,90 @@
 """Which share of a camera's outputs is full in the frames of a linear projection.
 
 Exposures of the outputs' pixels: fields in, digital numbers or recovered projections out.
+
+The linear projection from intensities: anchor and complement frames, centring, and what it does to the noise.
+
+With the anchor a (every mirror of the window on), u = R z and I = |u|^2 in any units,
+    (I_a + I_x - I_(a-x)) / (2 sqrt I_a) = Re(conj(u_a) u_x) / |u_a|,
+exactly, for every binary x: a real linear projection from intensities alone. Source:
+"Linear Optical Random Projections Without Holography" (arXiv 2305.12988). A ternary x = p - n takes four frames,
+    y = (I_p - I_(a-p) - I_n + I_(a-n)) / (2 sqrt I_a) - s sqrt I_a,   s = sum(x) / mirrors,
+in which the anchor's own intensity and the black level cancel. The last term takes away the mean |u_a| / mirrors that
+every entry of a row has. Multiplied by c = sqrt(2 mirrors / (K N_a)) sqrt(mirrors / (mirrors - 1)), with N_a the mean
+photo-electrons of the anchor and K the gain, entries of B are N(0, 1): the phase of u_a and the part of a row that is
+orthogonal to the anchor are independent of |u_a|, so masking dark or bright pixels changes no law. (PRNU, at 1 %,
+scales a row by 0.5 %.)
+
+The counts of some vectors' readings as temperature, exposure, laser and bias light set them, and their noise.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.stats import ncx2
 
+from opusim import checks
 from opusim.camera.kernels import expose_fields, recover_rows
 from opusim.camera.stages import Light, Sensor
+from opusim.randomness.kernels import run_split
 from opusim.randomness.streams import NoiseStream
-from opusim.randomness.threads import run_split
+from opusim.temperature import DarkCurrent
+
+FRAMES_PER_TERNARY = 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recovery:
+    """How digital numbers become projections.
+
+    Attributes:
+        mirrors: mirrors of the anchor, at least 2.
+        anchor_dn: measured intensity of the anchor at each output, black level and dark charge taken off, DN, shape
+            (n_outputs,), above 0.
+        unit_dn: K N_a, the anchor's mean intensity over pixels, DN, above 0.
+    """
+
+    mirrors: int
+    anchor_dn: np.ndarray
+    unit_dn: float
+
+    def __post_init__(self) -> None:
+        checks.integer(mirrors=self.mirrors, minimum=2)
+        checks.positive(unit_dn=self.unit_dn)
+        checks.positive(anchor_dn=self.anchor_dn)
+
+    @property
+    def column_norm(self) -> float:
+        """c: projection units for each square root of a DN."""
+        return math.sqrt(2 * self.mirrors / self.unit_dn * self.mirrors / (self.mirrors - 1))
+
+    def decode(self) -> np.ndarray:
+        """Scale [projection units per DN] and offset of each output, float64, shape (2, n_outputs)."""
+        root = np.sqrt(np.asarray(self.anchor_dn, dtype=np.float64))
+        return np.stack([0.5 * self.column_norm / root, self.column_norm * root])
+
+    def shift(self, sums: np.ndarray) -> np.ndarray:
+        """The share s of vectors with these sums, float64."""
+        return np.asarray(sums, dtype=np.float64) / self.mirrors
+
+    def variance(self, frame_variances_dn2: np.ndarray) -> np.ndarray:
+        """Var[y] = scale^2 times the sum of the four frames' variances.
+
+        The anchor counts as known: its error is the same for every reading, a bias and no noise.
+
+        Args:
+            frame_variances_dn2: DN squared, shape (4, ..., n_outputs).
+
+        Returns:
+            Squared projection units, shape (..., n_outputs).
+        """
+        return np.asarray(np.square(self.decode()[0]) * np.sum(frame_variances_dn2, axis=0))
+
 
 _NUMBERS_PER_THREAD = 2**14  # pixel-frames below which a second thread is not worth its start
 _FRAMES_AT_ONCE = 64
@@ -105,7 +175,7 @@ class Exposure:
             y: float32, shape (rows, n_outputs), is overwritten.
             field: float32, shape (2, 2 rows, n_outputs): the positive frames' fields, then the negative ones'.
             anchor: float32, shape (2, n_outputs).
-            decode: as `opusim.camera.recovery.Recovery.decode` gives it.
+            decode: as `opusim.camera.exposure.Recovery.decode` gives it.
             shift: float64, shape (rows,).
             stream: where the noise comes from; one reading of it.
         """
@@ -167,8 +237,6 @@ def saturated_shares(exposure: Exposure, anchor: np.ndarray) -> dict[float, floa
     Returns:
         The share at f = 1, the anchor, over all outputs, and at `FRAME_SHARES` over the first 1,024.
     """
-    from scipy.stats import ncx2
-
     room_e = exposure.sensor.saturation_e - exposure.dark_e - exposure.offset_e
     with np.errstate(divide="ignore"):
         full = np.where(exposure.gain_e > 0, room_e / exposure.gain_e, np.inf)  # |u|^2 that fills the pixel
@@ -179,3 +247,74 @@ def saturated_shares(exposure: Exposure, anchor: np.ndarray) -> dict[float, floa
         scale = exposure.mirrors * f * (1 - f)
         shares[f] = float(np.mean(ncx2.sf(limit / scale, 2, f * f * some / scale)))
     return shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatingPoint:
+    """How a camera is run, beside its description.
+
+    Attributes:
+        temperature_c: of the sensor, degrees Celsius; None for the description's.
+        light: laser light as a multiple of the description's, above 0.
+        exposure: exposure as a multiple of the description's, above 0.
+        bias_e: bias light in a frame of the described exposure beyond the description's, electrons, at least 0.
+    """
+
+    temperature_c: float | None = None
+    light: float = 1.0
+    exposure: float = 1.0
+    bias_e: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.positive(light=self.light, exposure=self.exposure)
+        checks.non_negative(bias_e=self.bias_e)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CountLaw:
+    """Poisson counts with rates exposure (light L + bias + dark(T)) in every frame of every vector.
+
+    Var[y] = Var of the recovery / (light exposure)^2, since the recovery divides by the anchor's intensity.
+
+    Attributes:
+        light_e: L, electrons of laser light, shape (4, vectors, n_outputs).
+        bias_e: bias light of the description at each output, electrons, shape (n_outputs,).
+        response: relative sensitivity of each output's pixel, shape (n_outputs,).
+        offset_e: fixed offset of each output's pixel, electrons, shape (n_outputs,).
+        exposure_us: the description's exposure, microseconds.
+        temperature_c: the description's, or None if dark current is off.
+        dark: the law of the dark current, or None if it is off.
+        sensor: the stages behind the light.
+        recovery: with the anchor known exactly.
+    """
+
+    light_e: np.ndarray
+    bias_e: np.ndarray
+    response: np.ndarray
+    offset_e: np.ndarray
+    exposure_us: float
+    temperature_c: float | None
+    dark: DarkCurrent | None
+    sensor: Sensor
+    recovery: Recovery
+
+    def dark_e(self, point: OperatingPoint) -> float:
+        """Dark charge of a frame, electrons.
+
+        Raises:
+            ValueError: the sensor does not work at this temperature.
+        """
+        wanted = self.temperature_c if point.temperature_c is None else point.temperature_c
+        if self.dark is None or wanted is None:
+            return 0.0
+        return float(self.dark.current_e_per_s(wanted) * self.exposure_us * point.exposure * 1e-6)
+
+    def rates(self, point: OperatingPoint) -> np.ndarray:
+        """Expected electrons, shape (4, vectors, n_outputs)."""
+        light = point.light * self.light_e + self.bias_e + point.bias_e * self.response
+        return np.asarray(point.exposure * light + self.dark_e(point))
+
+    def std(self, point: OperatingPoint) -> float:
+        """Root mean square over vectors and outputs of a reading's noise, projection units."""
+        variance = self.recovery.variance(self.sensor.moments(self.rates(point), self.offset_e)[1])
+        return float(np.sqrt(variance.mean()) / (point.light * point.exposure))

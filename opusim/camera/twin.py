@@ -26,7 +26,7 @@ def speckle_law_of(description: DeviceDescription, n_inputs: int) -> SpeckleLaw:
     Raises:
         ConfigError: the anchor would have fewer than two mirrors.
     """
-    camera, medium = sections_of(description)
+    camera, medium = camera_sections(description)
     share = camera.anchor.reference_share
     law = SpeckleLaw(
         n_inputs=n_inputs,
@@ -61,7 +61,7 @@ def exposure_of(
         exposure_us: another exposure than the description's, microseconds.
         temperature_c: another temperature, degrees Celsius.
     """
-    camera, medium = sections_of(description)
+    camera, medium = camera_sections(description)
     light = Light(**camera.light.model_dump() | ({} if exposure_us is None else {"exposure_us": exposure_us}))
     pattern = FixedPattern(
         prnu=camera.sensor.prnu, dsnu_e=camera.sensor.dsnu_e, seed=derive_seed(medium.seed, "fixed pattern")
@@ -88,13 +88,14 @@ def dark_charge_e(camera: CameraSettings, exposure_us: float, temperature_c: flo
     Raises:
         ValueError: the sensor does not work at this temperature.
     """
-    if camera.dark is None:
+    law = camera.dark_law()
+    if camera.dark is None or law is None:
         return 0.0
     wanted = camera.dark.temperature_c if temperature_c is None else temperature_c
-    return float(camera.dark_law().current_e_per_s(wanted)) * exposure_us * 1e-6
+    return law.current_e_per_s(wanted) * exposure_us * 1e-6
 
 
-def sections_of(description: DeviceDescription) -> tuple[CameraSettings, MediumSettings]:
+def camera_sections(description: DeviceDescription) -> tuple[CameraSettings, MediumSettings]:
     """The two sections that a twin needs.
 
     Raises:

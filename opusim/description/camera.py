@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
-from opusim.description.section import Section
+from opusim.description.section import StrictSection
+from opusim.temperature import DarkCurrent, DoublingDarkCurrent, TableDarkCurrent
 
 
-class LightSettings(Section):
+class LightSettings(StrictSection):
     """Light on the sensor; see `opusim.camera.stages.Light`, whose attributes the keys are."""
 
     anchor_flux_per_s: float = Field(gt=0)
@@ -18,7 +19,7 @@ class LightSettings(Section):
     exposure_us: float = Field(gt=0)
 
 
-class SensorSettings(Section):
+class SensorSettings(StrictSection):
     """The sensor; see `opusim.camera.stages.Sensor` and `FixedPattern`, whose attributes the keys are.
 
     What is not given is off.
@@ -34,8 +35,8 @@ class SensorSettings(Section):
     dsnu_e: float = Field(default=0.0, ge=0)
 
 
-class DoublingSettings(Section):
-    """Keys of `opusim.temperature.dark_current.DoublingDarkCurrent`."""
+class DoublingSettings(StrictSection):
+    """Keys of `opusim.temperature.DoublingDarkCurrent`."""
 
     dark_current_ref_e_per_s: float = Field(ge=0)
     temperature_ref_c: float
@@ -44,14 +45,14 @@ class DoublingSettings(Section):
     temperature_max_c: float
 
 
-class TableSettings(Section):
-    """Keys of `opusim.temperature.dark_current.TableDarkCurrent`."""
+class TableSettings(StrictSection):
+    """Keys of `opusim.temperature.TableDarkCurrent`."""
 
     temperatures_c: list[float] = Field(min_length=2)
     dark_currents_e_per_s: list[float] = Field(min_length=2)
 
 
-class DarkSettings(Section):
+class DarkSettings(StrictSection):
     """Dark current: one of two laws, and the temperature the sensor is at.
 
     Attributes:
@@ -71,7 +72,7 @@ class DarkSettings(Section):
         return self
 
 
-class AnchorSettings(Section):
+class AnchorSettings(StrictSection):
     """The anchor frame, in which every mirror of the window is on, and what follows from it.
 
     Attributes:
@@ -100,7 +101,7 @@ class AnchorSettings(Section):
         return self
 
 
-class DriftSettings(Section):
+class DriftSettings(StrictSection):
     """Drift of the medium: entries are stationary Ornstein-Uhlenbeck processes (`opusim.camera.speckle`).
 
     Attributes:
@@ -112,7 +113,7 @@ class DriftSettings(Section):
     seconds_per_step: float = Field(gt=0)
 
 
-class CameraSettings(Section):
+class CameraSettings(StrictSection):
     """The physical twin; stages in the order in which light meets them.
 
     Attributes:
@@ -132,14 +133,12 @@ class CameraSettings(Section):
     drift: DriftSettings | None = None
     grain_correlation: float = Field(default=0.0, ge=0, le=0.5)
 
-    def dark_law(self) -> Any:
-        """The `opusim.temperature.dark_current.DarkCurrent`, or None.
+    def dark_law(self) -> DarkCurrent | None:
+        """The law of the dark current, or None if it is off.
 
         Raises:
             ValueError: its numbers contradict each other.
         """
-        from opusim.temperature.dark_current import DoublingDarkCurrent, TableDarkCurrent
-
         if self.dark is None:
             return None
         if self.dark.doubling is not None:
@@ -149,6 +148,7 @@ class CameraSettings(Section):
 
     @model_validator(mode="after")
     def _dark_law_holds(self) -> Self:
-        if self.dark is not None:
-            self.dark_law().current_e_per_s(self.dark.temperature_c)
+        law = self.dark_law()
+        if self.dark is not None and law is not None:
+            law.current_e_per_s(self.dark.temperature_c)
         return self

@@ -1,31 +1,33 @@
-"""Reading a device description from a TOML file, with overrides, and refusing what it cannot mean."""
+"""Read a device description from a TOML file, lay overrides over it, and refuse what it cannot mean."""
 
 from __future__ import annotations
 
-import copy
-import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from opusim.description.schema import EXEMPT_FROM_PROVENANCE, DeviceDescription
+from opusim.description.section import did_you_mean, first_problem, flat, merged
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
 
 __all__ = ["DeviceDescription", "load_description", "packaged_names", "parse_description"]
 
-_ALTERNATIVES = {"noise": ("sigma", "temperature_law"), "camera.dark": ("doubling", "table")}
-"""Keys of a section that exclude each other: an override by one takes the other away."""
+_ALTERNATIVES = (
+    {"noise.sigma", "noise.temperature_law"},
+    {"camera.dark.doubling", "camera.dark.table"},
+)
+"""Keys that exclude each other: an override by one takes the others away."""
 
 
 def load_description(
     name_or_path: str | Path, overrides: Mapping[str, Any] | None = None
 ) -> DeviceDescription:
-    """Reads and checks a device description.
+    """Read and check a device description.
 
     Args:
         name_or_path: the name of a description shipped with opusim, such as ``gaussian``, or a path that ends
@@ -42,15 +44,11 @@ def load_description(
     """
     file = str(name_or_path)
     content = _read(file)
-    if overrides:
-        content = copy.deepcopy(content)
-        changed = list(_lay_over(file, content, overrides, ""))
-        _note_overrides(content, changed)
-    return parse_description(file, content)
+    return parse_description(file, _overridden(content, overrides) if overrides else content)
 
 
 def parse_description(file: str, content: Mapping[str, Any]) -> DeviceDescription:
-    """Checks plain values, as `DeviceDescription.dump` gives them.
+    """Check plain values, as `DeviceDescription.dump` gives them.
 
     Args:
         file: what to call the source in errors.
@@ -62,7 +60,7 @@ def parse_description(file: str, content: Mapping[str, Any]) -> DeviceDescriptio
     try:
         return DeviceDescription.model_validate(dict(content))
     except ValidationError as error:
-        raise _config_error(file, error) from None
+        raise first_problem(error, DeviceDescription, file, whole="description") from None
 
 
 def packaged_names() -> tuple[str, ...]:
@@ -79,7 +77,7 @@ def _read(file: str) -> dict[str, Any]:
         names = packaged_names()
         if file not in names:
             reason = f"no such device; known are {', '.join(names)}, or give a path ending in .toml"
-            raise ConfigError(file, "name", reason + _suggestion(file, names))
+            raise ConfigError(file, "name", reason + did_you_mean(file, names))
         return parse_toml(resources.files("hw_configs").joinpath(f"{file}.toml").read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(file, "path", f"cannot be read: {error.strerror or error}") from None
@@ -87,76 +85,33 @@ def _read(file: str) -> dict[str, Any]:
         raise ConfigError(file, "syntax", f"not a TOML file: {error}") from None
 
 
-def _lay_over(file: str, content: dict[str, Any], overrides: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Lays overrides over content in place and yields the dotted key of every leaf."""
-    for key, value in overrides.items():
-        dotted = f"{prefix}{key}"
-        for other in _ALTERNATIVES.get(prefix.rstrip("."), ()):
-            if key in _ALTERNATIVES[prefix.rstrip(".")] and other != key:
-                content.pop(other, None)
-        if isinstance(value, Mapping):
-            section = content.setdefault(key, {})
-            if not isinstance(section, dict):
-                raise ConfigError(file, dotted, "is one value, not a section; override it with a value")
-            yield from _lay_over(file, section, value, f"{dotted}.")
-        elif value is None:
-            content.pop(key, None)
-        else:
-            content[key] = value
-            yield dotted
-
-
-def _note_overrides(content: dict[str, Any], changed: list[str]) -> None:
-    """Marks overridden numbers in the provenance, and drops the provenance of numbers that are gone."""
-    provenance = content.get("provenance", {})
-    for dotted in changed:
-        value = _at(content, dotted)
+def _overridden(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The content with overrides laid over it, and with their provenance."""
+    given = {*_sections(overrides), *flat(overrides)}
+    removed = {other for group in _ALTERNATIVES if group & given for other in group - given}
+    result = _pruned(merged(content, overrides), removed)
+    provenance = dict(result.get("provenance", {}))
+    for key, value in flat(overrides).items():
         is_number = isinstance(value, (int, float, list)) and not isinstance(value, bool)
-        if is_number and dotted.split(".")[0] not in (*EXEMPT_FROM_PROVENANCE, "provenance"):
-            provenance[dotted] = {"status": "override", "source": "given by the caller"}
-    content["provenance"] = {key: entry for key, entry in provenance.items() if _at(content, key) is not None}
+        if is_number and key.split(".")[0] not in (*EXEMPT_FROM_PROVENANCE, "provenance"):
+            provenance[key] = {"status": "override", "source": "given by the caller"}
+    present = flat(result)
+    result["provenance"] = {key: entry for key, entry in provenance.items() if key in present}
+    return result
 
 
-def _at(content: Mapping[str, Any], dotted: str) -> Any:
-    """The value under a dotted key, or None."""
-    value: Any = content
-    for part in dotted.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+def _sections(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all sections."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield f"{prefix}{key}"
+            yield from _sections(value, f"{prefix}{key}.")
 
 
-def _config_error(file: str, error: ValidationError) -> ConfigError:
-    """The most telling of pydantic's errors as one line: an unknown key before what it left missing."""
-    found = error.errors(include_url=False)
-    first = next((entry for entry in found if entry["type"] == "extra_forbidden"), found[0])
-    key = ".".join(str(part) for part in first["loc"]) or "description"
-    if first["type"] == "extra_forbidden":
-        reason = "unknown key" + _suggestion(str(first["loc"][-1]), _keys_at(first["loc"][:-1]))
-    elif first["type"] == "missing":
-        reason = "missing; add it"
-    else:
-        message = first["msg"].removeprefix("Value error, ")
-        value = first.get("input")
-        reason = message if isinstance(value, (Mapping, BaseModel)) else f"{message}, got {value!r}"
-    return ConfigError(file, key, reason)
-
-
-def _keys_at(location: tuple[int | str, ...]) -> tuple[str, ...]:
-    """The keys that a section knows."""
-    section: type[BaseModel] = DeviceDescription
-    for part in location:
-        field = section.model_fields.get(str(part))
-        if field is None:
-            return ()
-        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
-        models = [kind for kind in kinds if issubclass(kind, BaseModel)]
-        if not models:
-            return ()
-        section = models[0]
-    return tuple(field.alias or name for name, field in section.model_fields.items())
-
-
-def _suggestion(word: str, known: tuple[str, ...]) -> str:
-    """``; did you mean X?``, or nothing."""
-    matches = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
+def _pruned(values: Mapping[str, Any], removed: set[str], prefix: str = "") -> dict[str, Any]:
+    """The values without the removed keys and without those that are None."""
+    return {
+        key: _pruned(value, removed, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if value is not None and f"{prefix}{key}" not in removed
+    }

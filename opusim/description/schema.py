@@ -17,11 +17,11 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from opusim.description.camera import CameraSettings
-from opusim.description.section import Section
-from opusim.temperature.law import TemperatureLaw
+from opusim.description.section import StrictSection
+from opusim.temperature import DoublingDarkCurrent, TemperatureLaw
 
 
-class LightonSettings(Section):
+class LightonSettings(StrictSection):
     """Which OPU lightonml is to drive, and how.
 
     Attributes:
@@ -36,7 +36,7 @@ class LightonSettings(Section):
     exposure_us: float | None = Field(default=None, gt=0)
 
 
-class AccessSettings(Section):
+class AccessSettings(StrictSection):
     """Patience with a device; the defaults are those of a simulation, which never fails.
 
     Attributes:
@@ -52,7 +52,7 @@ class AccessSettings(Section):
     exclusive: bool = False
 
 
-class MonitorSettings(Section):
+class MonitorSettings(StrictSection):
     """Blank and reference frames between the data, which show whether the device is still what it was.
 
     Attributes:
@@ -95,7 +95,7 @@ LARGEST_SIGMA = 1e12
 """Squares and sums of such noise stay far below the largest float32, 3e38."""
 
 
-class MediumSettings(Section):
+class MediumSettings(StrictSection):
     """The scattering medium (see `opusim.medium.transmission`).
 
     Attributes:
@@ -107,7 +107,7 @@ class MediumSettings(Section):
     dense_limit_mib: float = Field(default=1024.0, ge=0)
 
 
-class FrameSettings(Section):
+class FrameSettings(StrictSection):
     """Time and energy of the frames.
 
     Attributes:
@@ -122,11 +122,19 @@ class FrameSettings(Section):
     frames_per_projection: int = Field(default=2, ge=1)
 
 
-class TemperatureSettings(Section):
-    """The numbers of `opusim.temperature.law.TemperatureLaw`, and the temperature the device is at.
+class TemperatureSettings(StrictSection):
+    """Gaussian noise with a dark current that doubles every few kelvin (`opusim.temperature`), at one temperature.
 
     Attributes:
-        temperature_c: operating temperature, degrees Celsius; the other keys are the law's.
+        sigma_0: noise without dark current (read noise and the like), projection units.
+        variance_per_e: squared projection units for an electron of dark charge.
+        exposure_us: exposure of a frame, microseconds.
+        dark_current_ref_e_per_s: dark current at the reference temperature, electrons per second and pixel.
+        temperature_ref_c: reference temperature, degrees Celsius.
+        doubling_k: temperature difference that doubles the dark current, kelvin.
+        temperature_min_c: lowest temperature at which the sensor works, degrees Celsius.
+        temperature_max_c: highest one.
+        temperature_c: operating temperature, degrees Celsius.
     """
 
     sigma_0: float = Field(ge=0)
@@ -146,14 +154,30 @@ class TemperatureSettings(Section):
                 f"temperature_c = {self.temperature_c:g}: must lie between temperature_min_c = "
                 f"{self.temperature_min_c:g} and temperature_max_c = {self.temperature_max_c:g}"
             )
+        self.law()
         return self
 
     def law(self) -> TemperatureLaw:
-        """The law, without the operating temperature."""
-        return TemperatureLaw(**self.model_dump(exclude={"temperature_c"}))
+        """The law, without the operating temperature.
+
+        Raises:
+            ValueError: its numbers contradict each other.
+        """
+        return TemperatureLaw(
+            floor_variance=self.sigma_0**2,
+            variance_per_e=self.variance_per_e,
+            exposure_us=self.exposure_us,
+            dark=DoublingDarkCurrent(
+                dark_current_ref_e_per_s=self.dark_current_ref_e_per_s,
+                temperature_ref_c=self.temperature_ref_c,
+                doubling_k=self.doubling_k,
+                temperature_min_c=self.temperature_min_c,
+                temperature_max_c=self.temperature_max_c,
+            ),
+        )
 
 
-class NoiseSettings(Section):
+class NoiseSettings(StrictSection):
     """Gaussian noise of a reading, given directly or through a temperature: exactly one of the two.
 
     Attributes:
@@ -177,11 +201,11 @@ class NoiseSettings(Section):
     def value(self) -> float:
         """The standard deviation in projection units."""
         if self.temperature_law is not None:
-            return self.temperature_law.law().sigma(self.temperature_law.temperature_c)
+            return self.temperature_law.law().std(self.temperature_law.temperature_c)
         return float(self.sigma or 0.0)
 
 
-class Provenance(Section):
+class Provenance(StrictSection):
     """Where a number comes from.
 
     Attributes:
@@ -193,7 +217,7 @@ class Provenance(Section):
     source: str = Field(min_length=1)
 
 
-class DeviceDescription(Section):
+class DeviceDescription(StrictSection):
     """Everything that a configuration file says of a device.
 
     Attributes:

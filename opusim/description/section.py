@@ -1,13 +1,210 @@
-"""The base of every section of a configuration file."""
+"""Sections of a configuration: their base classes, and how their errors become one line.
+
+Descriptions of devices, certificates, runs and sweeps are all pydantic models read from TOML or JSON. They share what
+stands here: `Section`, `first_problem`, which turns pydantic's list of errors into one `ConfigError`, and the functions
+on nested mappings (`merged`, `flat`, `nested`).
+"""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from opusim.errors import ConfigError
+from opusim.files import DEPTH_LIMIT
+
+_NAMED_KEY = re.compile(r"(?P<key>[a-z][a-z_0-9]*(?:\.[a-z_0-9]+)*)(?: = |: )")
 
 
 class Section(BaseModel):
-    """Frozen, unknown keys refused, no silent conversion, no infinities."""
+    """A part of a configuration: frozen, unknown keys refused, numbers finite and at most `largest_number`."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    largest_number: ClassVar[float] = 1e12
+    """Products of two such numbers stay far below the largest float32, 3e38."""
+    largest: ClassVar[dict[str, float]] = {}
+    """Smaller limits of single keys."""
+
+    @model_validator(mode="after")
+    def _check_magnitudes(self) -> Self:
+        for name in type(self).model_fields:
+            value, limit = getattr(self, name), self.largest.get(name, self.largest_number)
+            if isinstance(value, float) and abs(value) > limit:
+                raise ValueError(
+                    f"{name} = {value:g} exceeds {limit:g}, beyond which float32 overflows; lower it"
+                )
+        return self
+
+
+class StrictSection(Section):
+    """A section that converts no types: a string is no number, and 2.0 is no integer."""
+
+    model_config = ConfigDict(strict=True, populate_by_name=True, use_attribute_docstrings=False)
+
+    largest_number: ClassVar[float] = float("inf")
+
+
+class BadKey(ValueError):
+    """A rule of a validator that names the key at fault itself; `first_problem` puts that key into the message.
+
+    Attributes:
+        key: the dotted key, counted from the top of the configuration.
+        reason: what is wrong and what to do, in one line.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key} = {reason}")
+        self.key, self.reason = key, reason
+
+
+def did_you_mean(word: str, known: Collection[str], *, otherwise: str = "") -> str:
+    """``; did you mean 'sigma'?``, or the text given if no known word is close."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else otherwise
+
+
+def first_problem(
+    error: ValidationError,
+    model: type[BaseModel],
+    origin: str,
+    *,
+    whole: str = "configuration",
+    sections: Mapping[str, type[BaseModel]] | None = None,
+) -> ConfigError:
+    """Turn pydantic's errors into one line that names origin, key and reason.
+
+    An unknown key comes first, because it often is the cause of the others, such as a missing key.
+
+    Args:
+        error: what `model.model_validate` raised.
+        model: the model that was validated, whose keys are suggested.
+        origin: the file, or what to call the source.
+        whole: what to call the configuration as a whole, if no single key is at fault.
+        sections: the section that stands under a dotted key, if the model's annotations do not tell it (sections that
+            other packages register).
+    """
+    problems = error.errors(include_url=False)
+    problem: Any = next((entry for entry in problems if entry["type"] == "extra_forbidden"), problems[0])
+    section, keys = _walk(model, problem["loc"], sections or {})
+    key, kind = ".".join(keys), problem["type"]
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, BadKey):
+        return ConfigError(origin, cause.key, cause.reason)
+    if kind == "extra_forbidden":
+        known = keys_of(section) if section is not None else ()
+        hint = f"; the keys here are {', '.join(known)}" if known else ""
+        return ConfigError(origin, key, "unknown key" + did_you_mean(keys[-1], known, otherwise=hint))
+    if kind == "missing":
+        return ConfigError(origin, key, "missing; add it")
+    if kind == "union_tag_invalid":
+        tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
+        return ConfigError(origin, f"{key}.kind", f"{tag!r} is no {keys[-1]}; take one of {expected}")
+    reason = _reason(problem)
+    if not key and (named := _NAMED_KEY.match(reason)) and _has_key(model, named["key"]):
+        key, reason = named["key"], reason[named.end() :]
+    return ConfigError(origin, key or whole, reason)
+
+
+def keys_of(section: type[BaseModel]) -> tuple[str, ...]:
+    """The keys of a section, as files name them."""
+    return tuple(field.alias or name for name, field in section.model_fields.items())
+
+
+def variants_of(annotation: Any) -> tuple[type[BaseModel], ...]:
+    """The sections that an annotation allows, `None` left out; empty for a plain value."""
+    parts = get_args(annotation) or (annotation,)
+    kinds = tuple(part for part in parts if part is not type(None))
+    return kinds if all(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds) else ()
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `changes` laid over it, mappings merged key by key."""
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """Turn "a.b" and a value into {"a": {"b": value}}.
+
+    Raises:
+        ConfigError: the key has too many parts.
+    """
+    parts = key.split(".")
+    if len(parts) > DEPTH_LIMIT:
+        reason = f"has more than {DEPTH_LIMIT} parts; check the key"
+        raise ConfigError("configuration", f"{key[:40]}...", reason)
+    for part in reversed(parts):
+        value = {part: value}
+    return value
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Turn {"a": {"b": 1.5}} into {"a.b": 1.5}, whether keys were written dotted, quoted or as tables."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return found
+
+
+def _reason(problem: Mapping[str, Any]) -> str:
+    """What is wrong with a value, with the value itself if it is short of a section."""
+    message, value = str(problem["msg"]).removeprefix("Value error, "), problem.get("input")
+    if problem["type"] == "value_error" or isinstance(value, BaseModel):
+        return message
+    if isinstance(value, Mapping):
+        return "is one value, not a section; give a value"
+    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"is a section, not one value; give its keys instead of {value!r}"
+    return f"{message}, got {value!r}"
+
+
+def _has_key(model: type[BaseModel], key: str) -> bool:
+    return key.split(".")[0] in keys_of(model)
+
+
+def _walk(
+    model: type[BaseModel], location: Sequence[str | int], sections: Mapping[str, type[BaseModel]]
+) -> tuple[type[BaseModel] | None, list[str]]:
+    """The section that holds the last key of an error's location, or None if that is no section, and the keys.
+
+    pydantic puts the kind of a discriminated union between the keys; it is left out.
+    """
+    keys: list[str] = []
+    holder: type[BaseModel] | None = model
+    below: type[BaseModel] | None = model
+    choices: dict[str, type[BaseModel]] = {}
+    for part in map(str, location):
+        if part in choices:
+            below = choices[part]
+            choices = {}
+            continue
+        holder, choices = below, {}
+        keys.append(part)
+        field = None if holder is None else _field(holder, part)
+        found = () if field is None else variants_of(field.annotation)
+        below = sections.get(".".join(keys)) or (found[0] if len(found) == 1 else None)
+        if field is not None and len(found) > 1 and below is None:
+            choices = {tag: kind for kind in found for tag in _tags(kind, field.discriminator)}
+    return holder, keys
+
+
+def _field(section: type[BaseModel], key: str) -> Any:
+    """The field under a key, by its alias or its name."""
+    by_alias = (field for field in section.model_fields.values() if field.alias == key)
+    return next(by_alias, section.model_fields.get(key))
+
+
+def _tags(variant: type[BaseModel], discriminator: Any) -> tuple[str, ...]:
+    """The words by which a discriminated union tells a variant."""
+    name = discriminator if isinstance(discriminator, str) else "kind"
+    field = variant.model_fields.get(name)
+    return () if field is None else tuple(map(str, get_args(field.annotation)))

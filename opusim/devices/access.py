@@ -6,20 +6,23 @@ One process at a time: the lock of a physical device, which names its holder.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import queue
 import re
 import stat
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from opusim.description.schema import AccessSettings
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+
+from opusim.description.schema import AccessSettings, DeviceDescription
 from opusim.errors import DeviceBusy, DeviceTimeout, DeviceUnavailable
+from opusim.files import parse_json, read_bytes
 from opusim.locks import LockHeld, held
 
 FOLDER_VARIABLE = "OPUSIM_LOCKS"
@@ -116,7 +119,8 @@ def _is_own(folder: Path) -> bool:
 
 Result = TypeVar("Result")
 TRANSIENT = (DeviceTimeout, DeviceUnavailable, DeviceBusy)
-"""Failures after which it is worth to try again; a fault (impossible readings, weak noise) is reported at once."""
+"""Failures that may pass; a fault (impossible readings, weak noise) is reported at once."""
+_LONGEST_WAIT_S = 86_400.0
 
 
 class Access:
@@ -148,23 +152,30 @@ class Access:
         self._use.release()
 
     def call(self, act: Callable[[], Result]) -> Result:
-        """The result of a call, tried again after a failure that may pass.
+        """The result of a call, repeated after a failure that may pass; the device is reconnected in between.
 
         Raises:
-            DeviceTimeout, DeviceUnavailable, DeviceBusy: the last failure, when every try failed.
+            DeviceTimeout, DeviceUnavailable, DeviceBusy: the last failure, if every attempt failed.
         """
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                if attempt > 1:
-                    time.sleep(self._settings.backoff_s * 2 ** (attempt - 2))
-                    self._reconnect()
-                return self.once(act)
-            except TRANSIENT as error:
-                if attempt >= self._settings.attempts:
-                    tries = f" (tried {attempt} times)" if attempt > 1 else ""
-                    raise type(error)(f"{error}{tries}") from error
+        try:
+            for attempt in self._attempts():
+                with attempt:
+                    if attempt.retry_state.attempt_number > 1:
+                        self._reconnect()
+                    return self.once(act)
+        except TRANSIENT as error:
+            tries = f" (tried {self._settings.attempts} times)" if self._settings.attempts > 1 else ""
+            raise type(error)(f"{error}{tries}") from error
+        raise AssertionError("an attempt returns or raises")
+
+    def _attempts(self) -> Retrying:
+        """As many attempts as the description allows, with waits that double."""
+        return Retrying(
+            retry=retry_if_exception_type(TRANSIENT),
+            stop=stop_after_attempt(self._settings.attempts),
+            wait=wait_exponential(multiplier=self._settings.backoff_s, max=_LONGEST_WAIT_S),
+            reraise=True,
+        )
 
     def once(self, act: Callable[[], Result]) -> Result:
         """The result of one call.
@@ -214,3 +225,71 @@ class _Caller:
                 self._answers.put((act(), None))
             except BaseException as error:  # handed to the caller, whatever it is
                 self._answers.put((None, error))
+
+
+INSTALL_LIGHTONML = "pip install 'opusim[lighton]', and then pip install --no-deps lightonml==1.4.3"
+
+
+def require_present(description: DeviceDescription) -> None:
+    """Refuses a device that is missing or taken; the device itself is not touched.
+
+    Raises:
+        DeviceUnavailable: its driver is not installed.
+        DeviceBusy: another process holds it.
+    """
+    if description.lighton is not None:
+        require_configuration(description.name, description.lighton.config_file)
+        require_lightonml(description.name, simulated=description.lighton.simulated)
+    if description.access is not None and description.access.exclusive:
+        use = ExclusiveUse(description.name)
+        use.acquire()
+        use.release()
+
+
+def require_lightonml(name: str, *, simulated: bool) -> None:
+    """Refuses a device behind lightonml where lightonml, or the appliance's driver, is not installed.
+
+    Args:
+        name: the device's name.
+        simulated: whether lightonml's own simulated device is meant, which needs no driver.
+
+    Raises:
+        DeviceUnavailable: the message says what to install, or where to run.
+    """
+    if importlib.util.find_spec("lightonml") is None:
+        raise DeviceUnavailable(
+            f"device {name!r} needs lightonml, which is not installed: {INSTALL_LIGHTONML}"
+        )
+    if not simulated and importlib.util.find_spec("lightonopu") is None:
+        raise DeviceUnavailable(
+            f"device {name!r} needs LightOn's driver lightonopu, which comes with the appliance and is not "
+            "here; run on the appliance, or take the device lightonml_simulated"
+        )
+
+
+def require_configuration(name: str, file: str) -> None:
+    """Refuses an appliance whose own configuration (of lightonml, not of this project) cannot be used.
+
+    Args:
+        name: the device's name.
+        file: the configuration: empty for the machine's own, an http address (left to lightonml), or a path from /.
+
+    Raises:
+        DeviceUnavailable: it is no JSON table.
+    """
+    if not file or file.startswith("http"):
+        return
+    try:
+        content = parse_json(read_bytes(file))
+    except OSError as error:
+        raise DeviceUnavailable(
+            f"device {name!r}: lighton.config_file = {file!r} cannot be read ({error.strerror}); check the path"
+        ) from error
+    except ValueError as error:
+        raise DeviceUnavailable(
+            f"device {name!r}: lighton.config_file = {file!r} is not JSON ({error}); mend it"
+        ) from error
+    if not isinstance(content, dict) or not file.startswith("/"):
+        raise DeviceUnavailable(
+            f"device {name!r}: lighton.config_file = {file!r} must be a JSON table at a path from /; mend it"
+        )

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, ClassVar, Literal, Self, overload
 
 import numpy as np
 import torch
@@ -15,16 +15,24 @@ import torch
 from opusim import checks
 from opusim.description.schema import DeviceDescription
 from opusim.devices.access import Access
+from opusim.devices.baseline import Baseline
+from opusim.devices.certificate import Certificate
 from opusim.devices.inputs import Array, check_reading, drawn_shape, like_input, ternary_batch
-from opusim.errors import ConfigError, DeviceError, DeviceUnavailable, NoiseUnknown
+from opusim.devices.kinds import (
+    CAPABILITIES,
+    Capability,
+    Draws,
+    Multiplies,
+    Programmable,
+    ShowsIntensities,
+    TellsMatrix,
+    devices_that,
+)
+from opusim.devices.monitor import Monitor
+from opusim.errors import CapabilityMissing, ConfigError, DeviceError, DeviceUnavailable, NoiseUnknown
 from opusim.noise import GaussianNoise, NoiseModel
 from opusim.randomness.streams import MODES
 from opusim.usage import Usage, UsageMeter
-
-if TYPE_CHECKING:
-    from opusim.calibration.certificate import Certificate
-    from opusim.devices.baseline import Baseline
-    from opusim.devices.monitor import Monitor
 
 
 class NoisyDevice(ABC):
@@ -32,7 +40,7 @@ class NoisyDevice(ABC):
 
     Entries of B are N(0, 1) in projection units on every device; B is fixed for the device's life unless its
     description says that it drifts. Trainers own their gain. A subclass gives `described_noise`, `_project` and
-    `_draw`, which get checked input.
+    `_seek`, which get checked input, and `_draw` unless readings of nothing are the device's noise.
 
     Use it as a context manager, or call `open` and `close`; both may be called twice. One device is not to be
     used from several threads at once.
@@ -76,6 +84,46 @@ class NoisyDevice(ABC):
             else Access(description.access, description.name, self._reconnect)
         )
         self._monitor: Monitor | None = None
+
+    can: ClassVar[frozenset[Capability]] = frozenset({"project", "draw"})
+    """What devices of this class can do (`opusim.devices.kinds`); a subclass declares what it adds or lacks."""
+
+    @classmethod
+    def capabilities_of(cls, description: DeviceDescription) -> frozenset[Capability]:
+        """What a device of this description can do; override it if that depends on the description."""
+        return cls.can
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What this device can do."""
+        return self.capabilities_of(self._description)
+
+    @overload
+    def require(self, capability: Literal["project"]) -> Self: ...
+    @overload
+    def require(self, capability: Literal["draw"]) -> Draws: ...
+    @overload
+    def require(self, capability: Literal["intensities"]) -> ShowsIntensities: ...
+    @overload
+    def require(self, capability: Literal["matrix"]) -> TellsMatrix: ...
+    @overload
+    def require(self, capability: Literal["program"]) -> Programmable: ...
+    @overload
+    def require(self, capability: Literal["multiply"]) -> Multiplies: ...
+    def require(self, capability: Capability) -> Any:
+        """Return this device as one that has a capability, as in ``device.require("matrix").matrix()``.
+
+        Raises:
+            ValueError: there is no such capability.
+            CapabilityMissing: this device lacks it; the message says which devices have it.
+        """
+        checks.choice(CAPABILITIES, capability=capability)
+        if capability in self.capabilities:
+            return self
+        others = ", ".join(devices_that(capability)) or "no packaged device"
+        raise CapabilityMissing(
+            f"device {self.name!r} (kind {self.kind!r}) lacks the capability {capability!r}; {others} can"
+        )
 
     # What a device tells
 
@@ -229,6 +277,7 @@ class NoisyDevice(ABC):
             DeviceUnavailable: the device is closed.
         """
         self._require_open()
+        self.require("draw")
         law = self.stated_noise
         uniform = isinstance(law, GaussianNoise) and law.is_uniform
         lengths = drawn_shape(shape, self._n_outputs, uniform=uniform)
@@ -305,9 +354,11 @@ class NoisyDevice(ABC):
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         """B x + noise for a checked float32 batch on the device's torch device."""
 
-    @abstractmethod
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Fresh noise of a checked shape."""
+        """Fresh noise of a checked shape; by default readings of nothing, as many as fill it."""
+        numbers = math.prod(shape)
+        blank = torch.zeros((-(-numbers // self._n_outputs), self._n_inputs), device=self._torch_device)
+        return self._project(blank).flatten()[:numbers].reshape(shape)
 
     @abstractmethod
     def _seek(self, step: int) -> None:
@@ -333,8 +384,6 @@ class NoisyDevice(ABC):
         settings = self._description.monitor
         if settings is None:
             return
-        from opusim.devices.monitor import Monitor
-
         self._monitor = Monitor(
             settings,
             self.name,

@@ -1,13 +1,24 @@
-"""What a monitor remembers of a device as it was opened."""
+"""What a monitor remembers of a device as it was opened.
+
+Sequential tests of whether a device has changed, with a stated probability of a false alarm over a whole run.
+
+Both tests keep e-values: numbers at least 0 whose conditional mean, as long as the device stays within its tolerance,
+is at most 1. The product of e-values from any look on exceeds 1/p with probability at most p (Ville), and a test
+that begins at most K such products in K looks gives a false alarm with probability at most p when it waits for K/p.
+The e-values are those of Gaussian statistics whose standard errors are known to within 20 % and whose first look errs
+by less than six of its own; tests count false alarms of whole devices.
+Source: Shin, Ramdas and Rinaldo, "E-detectors" (arXiv 2203.03532); the sum of products and the CUSUM are theirs.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.special import ndtri
 
 _SEED = 20261121
 """Of the reference vectors, which are the same for every device and run."""
@@ -135,3 +146,172 @@ def reference_vectors(count: int, n_inputs: int) -> torch.Tensor:
     """Fixed ternary vectors without a zero, shape (count, n_inputs)."""
     generator = torch.Generator().manual_seed(_SEED)
     return torch.randint(0, 2, (count, n_inputs), generator=generator).mul_(2).sub_(1).float()
+
+
+TILTS = (0.25, 0.5, 1.0, 2.0, 4.0, 7.0)
+"""Changes, in standard errors of a look beyond the tolerance, for each of which a CUSUM is tuned."""
+BLOCKS = (1, 8, 64)
+"""Looks over which the responses of single outputs are added up."""
+_INFLATION = 1.2
+"""Factor on every standard error, which makes room for errors of the errors and for tails that are not Gaussian."""
+_TAIL = 0.35
+"""Largest tilt over the square root of the numbers in a mean square: up to there its e-value has mean at most 1."""
+_FLOOR = 1e-6
+"""Least standard error: rounding of float32."""
+_FOUND = 0.99
+"""Probability with which a test finds its smallest change."""
+SURE = 6.0
+"""Standard errors of the first look that are let pass on top of a tolerance."""
+_MOST_TILT = 3.0
+_LEAST_ROOM = 0.25
+
+
+class ShiftTest:
+    """Whether a statistic exceeds its tolerance: CUSUMs of log e = t z - t^2 / 2 for the tilts t.
+
+    z = (statistic - tolerance - 6 first_error) / (1.2 error). A CUSUM restarts at 0 from below, and rings at `level`.
+
+    Args:
+        tolerance: largest mean of the statistic that is let pass.
+        error: standard error of the statistic in one look.
+        first_error: standard error of what the first look adds to the statistic of every later one.
+        level: log(K tests / p), see `log_level`; the number of tilts is added here.
+        numbers: how many independent squares the statistic is a mean of; None: it is linear in the readings.
+    """
+
+    def __init__(
+        self,
+        tolerance: float,
+        error: float,
+        first_error: float,
+        level: float,
+        numbers: float | None = None,
+    ) -> None:
+        self.tolerance = tolerance + SURE * first_error
+        self.error = _INFLATION * max(error, _FLOOR)
+        self._first_error = first_error
+        largest = math.inf if numbers is None else _TAIL * math.sqrt(numbers)
+        self._tilts = np.array([tilt for tilt in TILTS if tilt <= largest] or TILTS[:1])
+        self._level = level + math.log(len(TILTS))
+        self._sums = np.zeros(self._tilts.size)
+        self._totals = np.zeros(self._tilts.size)
+        self._looks = np.zeros(self._tilts.size)
+
+    def observe(self, value: float) -> bool:
+        """Takes the statistic of a look; whether the test rings."""
+        z = (value - self.tolerance) / self.error
+        fresh = self._sums <= 0
+        self._sums = np.where(fresh, 0.0, self._sums) + self._tilts * z - 0.5 * self._tilts**2
+        self._totals = np.where(fresh, 0.0, self._totals) + value
+        self._looks = np.where(fresh, 0, self._looks) + 1
+        return bool(np.max(self._sums) >= self._level)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the statistic over the looks of the CUSUM that is furthest."""
+        best = int(np.argmax(self._sums))
+        return float(self._totals[best] / max(self._looks[best], 1))
+
+    def smallest(self, looks: int) -> float:
+        """The smallest statistic that is found within so many looks after the change, with probability 0.99."""
+        needed = np.min(self._level / (looks * self._tilts) + 0.5 * self._tilts)
+        missed = -ndtri(1 - _FOUND) * math.hypot(self.error / math.sqrt(looks), self._first_error)
+        return float(self.tolerance + self.error * needed + missed)
+
+
+class ResponseTest:
+    """Whether more outputs than a tolerated number have stopped responding.
+
+    Each output's response g_j is the slope of its reference readings on its first ones. With
+    log e_j = t (1 - a_j - g_j) / s_j - t^2 / 2, added up over a block of looks, the e-value is the product over
+    outputs of 1 - w + w e_j without the largest factors, as many as outputs may stop. It is an e-value whichever
+    outputs these are, as long as all others respond by 1 - a_j or more.
+
+    Args:
+        error: standard error of each output's response in a look, shape (n_outputs,), finite.
+        tolerance: a_j, the loss that is let pass, errors of the first look included, of the same shape. Outputs whose
+            tolerance exceeds 0.75 are left out: their noise hides what they respond.
+        tolerated: outputs that may stop.
+        level: as for `ShiftTest`.
+    """
+
+    def __init__(self, error: np.ndarray, tolerance: np.ndarray, tolerated: int, level: float) -> None:
+        self.judged = tolerance <= 1 - _LEAST_ROOM
+        self._error = _INFLATION * np.maximum(error[self.judged], _FLOOR)
+        self._tolerance = tolerance[self.judged]
+        self._tilt = np.minimum((1 - self._tolerance) / self._error, _MOST_TILT)
+        self._tolerated = tolerated
+        size = int(self.judged.sum())
+        self._share = min(0.05, 4 / max(size, 1))
+        self._level = level + math.log(len(BLOCKS))
+        self._logs = np.zeros((len(BLOCKS), size))
+        self._totals = np.zeros((len(BLOCKS), size))
+        self._looks = np.zeros(len(BLOCKS), dtype=int)
+        self._loudest = 0
+
+    def observe(self, responses: np.ndarray) -> bool:
+        """Takes every output's response in a look, shape (n_outputs,); whether the test rings."""
+        if not np.any(self.judged):
+            return False
+        found = responses[self.judged]
+        z = (1 - self._tolerance - found) / self._error
+        over = self._looks >= BLOCKS
+        self._looks = np.where(over, 0, self._looks) + 1
+        fresh = over[:, None]
+        self._logs = np.where(fresh, 0.0, self._logs) + self._tilt * z - 0.5 * self._tilt**2
+        self._totals = np.where(fresh, 0.0, self._totals) + found
+        values = [self._value(logs) for logs in self._logs]
+        self._loudest = int(np.argmax(values))
+        return max(values) >= self._level
+
+    @property
+    def silent(self) -> np.ndarray:
+        """Which outputs respond by less than a half, over the loudest block so far, shape (n_outputs,)."""
+        looks = max(int(self._looks[self._loudest]), 1)
+        silent = self.judged.copy()
+        silent[self.judged] = self._totals[self._loudest] / looks < 0.5
+        return silent
+
+    @property
+    def silent_share(self) -> float:
+        """Share of the judged outputs that are silent."""
+        return float(self.silent.sum() / max(int(self.judged.sum()), 1))
+
+    def smallest(self, looks: int) -> float:
+        """The smallest share of silent outputs that is found within so many looks; NaN: none.
+
+        Outputs count with what the lowest tenth of them adds to the e-value, since the largest factors are taken off,
+        and with readings that err by 2.3 standard errors on the other side. It holds for outputs that stop at the
+        beginning of a block of looks; others may take a block longer.
+        """
+        size = self._tilt.size
+        within = max((block for block in BLOCKS if block <= looks), default=1)
+        sure_z = within * (1 - self._tolerance) / self._error + ndtri(1 - _FOUND) * math.sqrt(within)
+        gain = self._tilt * sure_z - 0.5 * within * self._tilt**2
+        factor = float(np.quantile(self._factors(gain), 0.1)) if size else 0.0
+        if factor <= 0:
+            return math.nan
+        count = self._tolerated + (self._level - size * math.log1p(-self._share)) / factor
+        return (math.floor(count) + 1) / size if count < size else math.nan
+
+    def _factors(self, logs: np.ndarray) -> np.ndarray:
+        """Logarithms of 1 - w + w e_j."""
+        return np.logaddexp(math.log1p(-self._share), math.log(self._share) + np.minimum(logs, 500.0))
+
+    def _value(self, logs: np.ndarray) -> float:
+        """Logarithm of the e-value."""
+        factors = self._factors(logs)
+        if self._tolerated >= factors.size:
+            return -math.inf
+        kept = np.partition(factors, factors.size - self._tolerated - 1)[: factors.size - self._tolerated]
+        return float(np.sum(kept))
+
+
+def log_level(false_alarm: float, looks: int, tests: int) -> float:
+    """log(looks tests / p): where one of several tests rings by mistake with probability at most p within the looks."""
+    return math.log(looks) + math.log(tests) - math.log(false_alarm)
+
+
+def relative_error(spread: float, numbers: Sequence[int]) -> float:
+    """Relative error of a mean square: the relative spread of one square over the root of their number."""
+    return spread / math.sqrt(max(math.prod(numbers), 1))

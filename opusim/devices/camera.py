@@ -9,16 +9,23 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.camera.exposure import MOST_SATURATED, Exposure, saturated_shares
-from opusim.camera.recovery import FRAMES_PER_TERNARY, Recovery
+from opusim.camera.exposure import (
+    FRAMES_PER_TERNARY,
+    MOST_SATURATED,
+    CountLaw,
+    Exposure,
+    Recovery,
+    saturated_shares,
+)
 from opusim.camera.speckle import IMAGINARY_PLANE, REAL_PLANE, Speckle
-from opusim.camera.twin import exposure_of, sections_of, speckle_law_of
+from opusim.camera.twin import camera_sections, exposure_of, speckle_law_of
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import binary_batch
 from opusim.errors import ConfigError, NoiseUnknown
 from opusim.noise import PhotonCountNoise
 from opusim.randomness.streams import noise_stream
+from opusim.temperature import TemperatureLaw
 
 _NUMBERS_AT_ONCE = 2**24  # standard normal numbers of one reading of the stream: 64 MiB
 _SIGNS = np.array([1.0, -1.0, -1.0, 1.0])  # of the frames p, a - p, n and a - n in a reading
@@ -28,7 +35,7 @@ class CameraDevice(NoisyDevice):
     """Frames of light, as an OPU takes them; no product with B is ever computed.
 
     `project` shows four frames for each ternary vector and recovers B x from their intensities
-    (`opusim.camera.recovery`), with the noise that the camera's stages make (`opusim.camera.stages`). `draw` does the
+    (`opusim.camera.exposure`), with the noise that the camera's stages make (`opusim.camera.stages`). `draw` does the
     same for the vector 0. `intensities` gives the digital numbers of binary frames, a frame each.
 
     The noise is Poisson counts, whose rates depend on what is shown; read noise comes on top. `noise` is the
@@ -44,9 +51,11 @@ class CameraDevice(NoisyDevice):
         ConfigError: a section is missing or contradicts another; at opening, too many outputs would be saturated.
     """
 
+    can = NoisyDevice.can | {"matrix", "intensities"}
+
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
-        self._settings, _ = sections_of(description)
+        self._settings, _ = camera_sections(description)
         if type(self) is CameraDevice and description.options:
             key = f"options.{next(iter(description.options))}"
             raise ConfigError(
@@ -167,6 +176,56 @@ class CameraDevice(NoisyDevice):
                 self.exposure.rates(self._speckle.anchor[:, None, :] - field),
             ]
         return np.stack(rates)
+
+    def count_law(self, x: torch.Tensor) -> CountLaw:  # (vectors, n_inputs)
+        """The law of the counts in readings of some ternary vectors, at any operating point.
+
+        Raises:
+            ConfigError: the description switches shot noise off, and counts without it have no law.
+            DeviceUnavailable: the device is closed.
+        """
+        self._require_open()
+        exposure, settings = self.exposure, self._settings
+        if not exposure.sensor.shot_noise:
+            raise ConfigError(
+                self.name, "camera.sensor.shot_noise", "is off, so counts have no law; switch it on"
+            )
+        return CountLaw(
+            light_e=self.frame_rates(x) - exposure.dark_e,
+            bias_e=exposure.light.bias_e * exposure.response,
+            response=exposure.response,
+            offset_e=exposure.offset_e,
+            exposure_us=exposure.light.exposure_us,
+            temperature_c=None if settings.dark is None else settings.dark.temperature_c,
+            dark=settings.dark_law(),
+            sensor=exposure.sensor,
+            recovery=self.ideal_recovery(),
+        )
+
+    def temperature_law(self, x: torch.Tensor) -> TemperatureLaw:  # (vectors, n_inputs)
+        """How temperature sets the noise of readings, averaged over some ternary vectors and all outputs.
+
+        Raises:
+            ConfigError: the description has no dark current, or counts without shot noise.
+            DeviceUnavailable: the device is closed.
+        """
+        sensor, dark = self.exposure.sensor, self._settings.dark_law()
+        if dark is None:
+            raise ConfigError(
+                self.name, "camera.dark", "is off, so temperature sets no noise; give dark current"
+            )
+        if not sensor.shot_noise:
+            raise ConfigError(
+                self.name, "camera.sensor.shot_noise", "is off, so dark current makes no noise; switch it on"
+            )
+        now = float(self.reading_variance(x).mean())
+        per_e = float(4 * sensor.gain_dn_per_e**2 * np.mean(np.square(self.recovery.decode()[0])))
+        return TemperatureLaw(
+            floor_variance=max(now - per_e * self.exposure.dark_current_e, 0.0),
+            variance_per_e=per_e,
+            exposure_us=self.exposure.light.exposure_us,
+            dark=dark,
+        )
 
     def ideal_recovery(self) -> Recovery:
         """How readings would be decoded if the anchor were known exactly."""
@@ -327,11 +386,6 @@ class CameraDevice(NoisyDevice):
             rows = slice(start, start + part.shape[0])
             self.exposure.recover(y[rows], field, anchor, decode, shift[rows], self._stream)
         return y.to(self._torch_device)
-
-    def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
-        rows = int(np.prod(shape[:-1], dtype=np.int64))
-        blank = torch.zeros((rows, self.n_inputs), dtype=torch.float32, device=self._torch_device)
-        return self._project(blank).reshape(shape)
 
     def _seek(self, step: int) -> None:
         self._stream.seek(step)

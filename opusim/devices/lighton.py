@@ -1,27 +1,44 @@
-"""LightOn's OPU through lightonml: the appliance, or lightonml's own simulated device."""
+"""LightOn's OPU through lightonml: the appliance, or lightonml's own simulated device.
+
+lightonml is imported when a device opens, quietly, and its failures become errors of this project. lightonml 1.4.3
+needs `pkg_resources` only to look at versions, and newer setuptools no longer have it; a stand-in serves.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import math
+import os
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 import torch
 
 from opusim.description.schema import DeviceDescription
+from opusim.devices.access import INSTALL_LIGHTONML, require_configuration, require_lightonml
 from opusim.devices.base import NoisyDevice
-from opusim.devices.lightonml_driver import (
-    import_lightonml,
-    quiet,
-    require_configuration,
-    require_lightonml,
-    translated,
+from opusim.devices.kinds import Capability
+from opusim.errors import (
+    ConfigError,
+    DeviceBusy,
+    DeviceError,
+    DeviceFault,
+    DeviceTimeout,
+    DeviceUnavailable,
+    NoiseUnknown,
 )
-from opusim.errors import ConfigError, NoiseUnknown
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import noise_stream
 
 _WORD = 2**32
+_BUSY = ("OpuAlreadyUsedException", "ProcessRunningException")
+"""Classes of a closed package, whose place changes from version to version: told by their names."""
 
 
 class LightonDevice(NoisyDevice):
@@ -56,6 +73,12 @@ class LightonDevice(NoisyDevice):
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
         self._opu: Any = None
 
+    @classmethod
+    def capabilities_of(cls, description: DeviceDescription) -> frozenset[Capability]:
+        """The simulated device tells its matrix; hardware cannot."""
+        is_simulated = description.lighton is not None and description.lighton.simulated
+        return cls.can | {"matrix"} if is_simulated else cls.can
+
     @property
     def described_noise(self) -> GaussianNoise:
         """Gaussian, as the description assumes.
@@ -74,12 +97,9 @@ class LightonDevice(NoisyDevice):
         """B of the simulated device, float32, shape (n_outputs, n_inputs).
 
         Raises:
-            ValueError: hardware cannot tell its matrix.
+            CapabilityMissing: hardware cannot tell its matrix; project unit vectors instead.
         """
-        if not self._settings.simulated:
-            raise ValueError(
-                f"device {self.name!r} is hardware and cannot tell its matrix; project unit vectors"
-            )
+        self.require("matrix")
         self._require_open()
         b = self._opu.device.random_matrix.real.T * math.sqrt(self.n_inputs)
         return torch.from_numpy(np.ascontiguousarray(b, dtype=np.float32)).to(self._torch_device)
@@ -140,9 +160,7 @@ class LightonDevice(NoisyDevice):
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self._settings.simulated:
             return self._with_noise(torch.zeros(shape, device=self._torch_device))
-        rows = -(-math.prod(shape) // self.n_outputs)
-        blank = torch.zeros((rows, self.n_inputs), device=self._torch_device)
-        return self._project(blank).flatten()[: math.prod(shape)].reshape(shape)
+        return super()._draw(shape)
 
     def _seek(self, step: int) -> None:
         self._stream.seek(step)
@@ -152,3 +170,92 @@ class LightonDevice(NoisyDevice):
         if self._settings.simulated and self._std:
             return self._stream.add_to(y, self._std)
         return y
+
+
+def import_lightonml() -> types.ModuleType:
+    """Lightonml.
+
+    Raises:
+        DeviceUnavailable: it is not installed, or does not import.
+    """
+    if importlib.util.find_spec("pkg_resources") is None and "pkg_resources" not in sys.modules:
+        sys.modules["pkg_resources"] = _pkg_resources()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import lightonml
+            import lightonml.opu  # its class must be there
+    except ImportError as error:
+        raise DeviceUnavailable(f"lightonml does not import ({error}); {INSTALL_LIGHTONML}") from error
+    return lightonml
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps lightonml's prints and deprecation warnings off the terminal."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def translated(name: str) -> Iterator[None]:
+    """Turns whatever lightonml raises into an error of this project; Ctrl-C passes.
+
+    Args:
+        name: the device's name, for messages.
+    """
+    try:
+        yield
+    except (DeviceError, ConfigError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:  # ProcessRunningException is no Exception
+        raise _translation(name, error) from error
+
+
+def _translation(name: str, error: BaseException) -> Exception:
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    text = " ".join(str(error).split()) or type(error).__name__
+    if kinds.intersection(_BUSY):
+        return DeviceBusy(f"device {name!r} is used by another program ({text}); end it")
+    if isinstance(error, ImportError):
+        return DeviceUnavailable(
+            f"device {name!r} needs LightOn's driver, which comes with the appliance ({text}); "
+            "run on the appliance, or take the device lightonml_simulated"
+        )
+    if isinstance(error, TimeoutError):
+        return DeviceTimeout(f"device {name!r} did not answer in time ({text}); check its cables and power")
+    if isinstance(error, OSError | ConnectionError):
+        return DeviceUnavailable(f"device {name!r} cannot be reached ({text}); check its cables and power")
+    if "No configuration files" in text:
+        return DeviceUnavailable(
+            f"device {name!r}: no OPU is configured on this machine; set lighton.config_file, or take the device "
+            "lightonml_simulated"
+        )
+    if isinstance(error, IndexError | ValueError | KeyError | TypeError | AttributeError):
+        return ConfigError(
+            name, "lighton", f"lightonml refuses this use of the OPU ({text}); open a smaller window"
+        )
+    return DeviceFault(f"device {name!r} reports: {text}; reset it")
+
+
+def _pkg_resources() -> types.ModuleType:
+    """The few names of pkg_resources that lightonml uses."""
+    module: Any = types.ModuleType("pkg_resources")
+
+    class ResolutionError(Exception):
+        """A requirement that is not met."""
+
+    def get_distribution(name: str) -> types.SimpleNamespace:
+        try:
+            return types.SimpleNamespace(version=version(name), project_name=name)
+        except PackageNotFoundError as error:
+            raise ResolutionError(name) from error
+
+    def require(requirement: str) -> list[types.SimpleNamespace]:
+        return [get_distribution(requirement.partition(">")[0])]
+
+    module.ResolutionError = module.DistributionNotFound = ResolutionError
+    module.get_distribution, module.require = get_distribution, require
+    result: types.ModuleType = module
+    return result

@@ -15,7 +15,7 @@ the anchor included.
 | law | blank variance over the least that the law states, from below | nothing |
 | noise | blank variance over its first value | `noise_tolerance` |
 
-The last five are sequential (`opusim.devices.change_tests`): small changes add up over checks. Within its tolerances is
+The last five are sequential (`opusim.devices.baseline`): small changes add up over checks. Within its tolerances is
 a device of which each output, but for `silent_outputs` of them, keeps a slope of 1 - `gain_tolerance` -
 (1 - `least_correlation`). A medium at `least_correlation` moves single slopes by more, by sqrt(2 (1 -
 `least_correlation`) / `reference_vectors`) or 7 % rms at the defaults: where noise is low, the outputs' test stops it
@@ -40,13 +40,17 @@ import torch
 from opusim import checks as check_arguments
 from opusim.description.schema import MonitorSettings
 from opusim.devices.baseline import (
+    SURE,
     Baseline,
+    ResponseTest,
+    ShiftTest,
     blank_readings,
+    log_level,
     measure_baseline,
     noise_variance,
     reference_vectors,
+    relative_error,
 )
-from opusim.devices.change_tests import SURE, ResponseTest, ShiftTest, log_level, relative_error
 from opusim.errors import DeviceFault, NoiseBelowCertificate
 from opusim.noise import NoiseModel
 

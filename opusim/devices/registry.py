@@ -1,10 +1,7 @@
-"""Opening devices by name: what comes with opusim, and what others register."""
+"""Open devices by the name or the path of their description."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +11,8 @@ from opusim import checks
 from opusim.description.loading import load_description, packaged_names
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
-from opusim.errors import ConfigError, DeviceUnavailable
-
-DeviceFactory = Callable[..., NoisyDevice]
-"""Called as factory(description, n_inputs=, n_outputs=, mode=, seed=, torch_device=); a device class
-serves."""
-
-ENTRY_POINT_GROUP = "opusim.devices"
-_BUILTIN = {
-    "camera": "opusim.devices.camera:CameraDevice",
-    "gaussian": "opusim.devices.simulated:GaussianDevice",
-    "ideal": "opusim.devices.simulated:IdealDevice",
-    "lighton": "opusim.devices.lighton:LightonDevice",
-}
-_registered: dict[str, DeviceFactory] = {}
-
-
-def register_device(kind: str, factory: DeviceFactory) -> None:
-    """Makes a kind of device known to this process.
-
-    An installed package uses the entry-point group ``opusim.devices`` instead.
-
-    Args:
-        kind: the word that descriptions use; not one of opusim's own.
-        factory: a subclass of NoisyDevice, or a function with its signature.
-
-    Raises:
-        ValueError: the kind is taken by another factory.
-        TypeError: the factory cannot be called.
-    """
-    if not callable(factory):
-        raise TypeError(f"factory = {factory!r}: must be callable; give a subclass of NoisyDevice")
-    if kind in _BUILTIN or _registered.get(kind, factory) is not factory:
-        raise ValueError(f"kind = {kind!r}: is taken; choose another word")
-    _registered[kind] = factory
-
-
-def device_kinds() -> tuple[str, ...]:
-    """The kinds that `open_device` can make, in order."""
-    installed = (point.name for point in entry_points(group=ENTRY_POINT_GROUP))
-    return tuple(sorted({*_BUILTIN, *_registered, *installed}))
+from opusim.devices.certificate import load_certificate
+from opusim.devices.kinds import device_factory
 
 
 def list_devices() -> tuple[DeviceDescription, ...]:
@@ -122,33 +81,9 @@ def open_described(
     certificate: str | Path | None = None,
 ) -> NoisyDevice:
     """Opens a device from a description that was read before; arguments and errors as for `open_device`."""
-    device = device_factory(description.name, description.kind)(
+    device: NoisyDevice = device_factory(description.name, description.kind)(
         description, n_inputs=n_inputs, n_outputs=n_outputs, mode=mode, seed=seed, torch_device=torch_device
     )
     if certificate is not None:
-        from opusim.calibration.certificate import load_certificate
-
         device.attach_certificate(load_certificate(certificate))
     return device.open()
-
-
-def device_factory(file: str, kind: str) -> DeviceFactory:
-    """The factory of a kind: opusim's own, then registered, then installed by other packages."""
-    if kind in _BUILTIN:
-        module, name = _BUILTIN[kind].split(":")
-        factory: DeviceFactory = getattr(import_module(module), name)
-        return factory
-    if kind in _registered:
-        return _registered[kind]
-    for point in entry_points(group=ENTRY_POINT_GROUP, name=kind):
-        try:
-            loaded: DeviceFactory = point.load()
-        except ImportError as error:
-            raise DeviceUnavailable(
-                f"the package of device kind {kind!r} does not import: {error}"
-            ) from error
-        return loaded
-    known = ", ".join(device_kinds())
-    raise ConfigError(
-        file, "kind", f"unknown kind {kind!r}; known are {known}, or install the package that brings it"
-    )

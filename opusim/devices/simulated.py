@@ -31,6 +31,8 @@ class SimulatedDevice(NoisyDevice):
         ConfigError: a section is missing, or one too many is there.
     """
 
+    can = NoisyDevice.can | {"matrix"}
+
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
         if description.medium is None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from opusim import checks
 from opusim.medium.kernels import OUTPUTS_PER_BLOCK, STRIDE, add_direction, return_and_move
 from opusim.medium.transmission import gaussian_table
+from opusim.randomness.kernels import run_split
 from opusim.randomness.philox import MAX_SEED, philox_torch, split_key
-from opusim.randomness.threads import run_split
 
 _STRIDES_PER_THREAD = 64  # below 131,072 entries a second thread costs more than it brings
 _PIECE_STRIDES = 16  # entries of another type than float32 that are moved at a time: 128 KiB

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.special import ndtri
 
 from opusim import checks
 from opusim.medium.kernels import OUTPUTS_PER_BLOCK, fill_tile
+from opusim.randomness.kernels import run_split
 from opusim.randomness.philox import MAX_SEED, philox_torch, split_key
-from opusim.randomness.threads import run_split
 
 MAX_INPUTS = 2**32
 MAX_OUTPUTS = OUTPUTS_PER_BLOCK * 2**32
@@ -33,8 +34,6 @@ def gaussian_table() -> np.ndarray:
     Gaussian has probability 1.53e-5; 19,323 distinct values. tests/opusim/medium/test_medium.py computes these
     figures and pins the table's bytes.
     """
-    from scipy.special import ndtri
-
     values = ndtri((np.arange(65536) + 0.5) / 65536)
     values /= np.sqrt(np.mean(values**2))
     table = (np.rint(values / TABLE_STEP) * TABLE_STEP).astype(np.float32)

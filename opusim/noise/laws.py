@@ -1,11 +1,12 @@
-"""What a device's noise is: a closed set of frozen laws, never a bare variance.
+"""What a device's noise is: frozen laws, never a bare variance.
 
-A variance proves nothing about privacy (a scale mixture of the same variance can leak everything), so a
-consumer asks for the law, and refuses by name a law that it has no use for. The set is closed: a class
-outside this file cannot join it, hence a consumer that handles `GaussianNoise`, `PhotonCountNoise` and
-`DiscreteNoise` handles all there is. The meaning of a law never changes; a new fact gets a new class.
+A variance proves nothing about privacy: a scale mixture of the same variance can leak everything. A consumer therefore
+asks for the law and refuses by name a law that it has no theorem for. The meaning of a law never changes; a new fact
+gets a new class.
 
-Needs numpy only, because privacy accounting reads it without the device layer.
+Another package adds a law by subclassing `NoiseModel` with a frozen dataclass that names it in `law`, and makes it
+readable from JSON through the entry-point group ``opusim.noise_laws`` (the law's name = its class). Needs numpy only,
+because privacy accounting reads it without the device layer.
 """
 
 from __future__ import annotations
@@ -15,34 +16,43 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from importlib.metadata import entry_points
 from typing import Any, ClassVar, final
 
 import numpy as np
 
 from opusim import checks
 
+ENTRY_POINT_GROUP = "opusim.noise_laws"
 JsonObject = dict[str, Any]
 
 
 class NoiseModel(ABC):
-    """Base of the closed set of noise laws.
+    """Base of the noise laws.
 
-    Two models are equal when they are the same law with the same numbers. `to_json` gives plain JSON values
-    and `NoiseModel.from_json` takes them back without loss.
+    A law is a frozen dataclass, made with ``eq=False``, and a direct subclass of this one: a subclass of another law
+    would pass for that law in a theorem that does not hold for it. Two models are equal if they are the same law with
+    the same numbers. `to_json` gives plain JSON values and `NoiseModel.from_json` takes them back without loss.
 
     Attributes:
-        law: the name of the law, fixed for ever, used in run folders.
+        law: the name of the law, fixed for ever, used in run folders and certificates.
+        beta: probability that the numbers of the law are wrong, if they come from a calibration.
     """
 
     law: ClassVar[str]
+    beta: float = 0.0
+    _laws: ClassVar[dict[str, type[NoiseModel]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.__module__ != __name__:
-            raise TypeError(
-                f"{cls.__name__}: the set of noise laws is closed, since consumers must know every law; "
-                "use GaussianNoise, PhotonCountNoise or DiscreteNoise"
-            )
+        if cls.__bases__ != (NoiseModel,):
+            raise TypeError(f"{cls.__name__}: a law is a subclass of NoiseModel itself, and of nothing else")
+        name = cls.__dict__.get("law")
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"{cls.__name__}: names no law; give it a class attribute law")
+        known = NoiseModel._laws.setdefault(name, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f"{cls.__name__}: law = {name!r} is taken by {known.__module__}.{known.__name__}")
 
     @abstractmethod
     def variance_bounds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -50,29 +60,26 @@ class NoiseModel(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for people."""
+        """The law in one line of text."""
 
     def to_json(self) -> JsonObject:
         """The law and its numbers as JSON values (arrays become nested lists)."""
         content: JsonObject = {"law": self.law}
-        for field in fields(self):  # type: ignore[arg-type]  # every member of the closed set is a dataclass
+        for field in fields(self):  # type: ignore[arg-type]  # every law is a dataclass
             value = getattr(self, field.name)
             content[field.name] = value.tolist() if isinstance(value, np.ndarray) else value
         return content
 
     def summary(self) -> JsonObject:
-        """The law in four short values, where its numbers are too many to keep: name, text for people, error, digest.
+        """The law in four short values, for records that cannot hold all its numbers.
 
-        The digest, BLAKE2b of 16 bytes of what `to_json` gives, tells whether another model is the same one.
+        Returns:
+            Its name, its description, beta, and the digest (BLAKE2b of 16 bytes of what `to_json` gives), by which
+            two models are compared.
         """
-        content = self.to_json()
-        digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
-        return {
-            "law": self.law,
-            "description": self.describe(),
-            "beta": content.get("beta", 0.0),
-            "digest": digest,
-        }
+        content = json.dumps(self.to_json(), sort_keys=True)
+        digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        return {"law": self.law, "description": self.describe(), "beta": self.beta, "digest": digest}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> NoiseModel:
@@ -84,8 +91,12 @@ class NoiseModel(ABC):
         """
         arguments = dict(content)
         law = arguments.pop("law", None)
-        checks.choice(tuple(_LAWS), law=law, remedy="was this written by a newer version?")
-        return _LAWS[law](**arguments)
+        if law not in NoiseModel._laws:
+            for point in entry_points(group=ENTRY_POINT_GROUP, name=str(law)):
+                point.load()  # its class registers itself
+        remedy = "install the package that brings this law, or a newer version of opusim"
+        checks.choice(tuple(NoiseModel._laws), law=law, remedy=remedy)
+        return NoiseModel._laws[law](**arguments)
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -109,8 +120,8 @@ class GaussianNoise(NoiseModel):
         std: standard deviation in units of the reading, at least 0; one number for all outputs, or shape
             (n_outputs,). Kept as a read-only float64 array of no or one axis.
         n_outputs: number of outputs, at least 1.
-        beta: probability that the numbers are wrong, where they come from a calibration, in [0, 1); a guarantee adds
-            it to its delta.
+        beta: probability that the numbers are wrong, if they come from a calibration, in [0, 1); a guarantee adds it
+            to its delta.
     """
 
     law: ClassVar[str] = "gaussian"
@@ -157,7 +168,7 @@ class GaussianNoise(NoiseModel):
         return self.variance(), self.variance()
 
     def describe(self) -> str:
-        """One line for people."""
+        """The law in one line of text."""
         if self.is_uniform:
             return f"Gaussian, standard deviation {self.min_std:g} at each of {self.n_outputs} outputs"
         low, high = self.min_std, float(np.max(self.std))
@@ -169,18 +180,18 @@ class GaussianNoise(NoiseModel):
 class PhotonCountNoise(NoiseModel):
     """Photon counts: independent Poisson counts per pixel and frame, whose rates lie in known boxes.
 
-    A count has law Poisson(rate) with rate_low <= rate <= rate_high; where in its box a rate lies may depend
-    on the data. The boxes are therefore what a guarantee rests on, the variance (equal to the rate) is not.
+    A count has law Poisson(rate) with rate_low <= rate <= rate_high; its place in the box may depend on
+    the data. The boxes are therefore what a guarantee rests on, the variance (equal to the rate) is not.
 
     Attributes:
         rate_low: lowest expected count per pixel and frame, in electrons, at least 0; any shape. A rate_low
             of 0 gives no finite guarantee.
         rate_high: highest expected count, of the same shape, at least rate_low.
-        weight: where a reading is a sum over frames of weight times count: units of the reading per electron, of the
-            rates' shape, frames first. None: the reading is the counts themselves.
+        weight: units of the reading per electron, of the rates' shape, frames first, if a reading is a sum over frames
+            of weight times count; None if the reading is the counts themselves.
         added_variance: least variance of the reading that is not the counts' (read noise, rounding), squared units of
             the reading, at least 0, one number or the shape of a reading; earns no privacy.
-        added_variance_high: largest such variance, where rounding lets it depend on what is read; None: it does not.
+        added_variance_high: largest such variance, if rounding lets it depend on what is read, or None.
         beta: as for `GaussianNoise`.
     """
 
@@ -233,67 +244,9 @@ class PhotonCountNoise(NoiseModel):
         return rates if self.weight is None else np.sum(np.square(self.weight) * rates, axis=0)
 
     def describe(self) -> str:
-        """One line for people."""
+        """The law in one line of text."""
         low, high = float(np.min(self.rate_low)), float(np.max(self.rate_high))
         return f"Poisson counts, rates between {low:g} and {high:g} electrons per pixel and frame"
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DiscreteNoise(NoiseModel):
-    """Independent noise on a finite set of values: P(noise = values[i]) = exp(log_masses[i]).
-
-    The masses at one offset are no guarantee by themselves for a quantised read-out: a consumer takes the
-    supremum over offsets.
-
-    Attributes:
-        values: the values in units of the reading, strictly increasing, shape (n,).
-        log_masses: natural logarithms of their probabilities, finite (leave out values of mass 0), shape
-            (n,); the masses sum to 1 within 1e-9.
-    """
-
-    law: ClassVar[str] = "discrete"
-    values: np.ndarray
-    log_masses: np.ndarray
-
-    def __post_init__(self) -> None:
-        checks.finite(values=self.values, log_masses=self.log_masses, remedy="leave out values of mass 0")
-        values, log_masses = _frozen(self.values), _frozen(self.log_masses)
-        checks.shape((None,), values=values)
-        checks.shape(values.shape, log_masses=log_masses, remedy="one logarithm for each value")
-        if values.size == 0 or bool(np.any(np.diff(values) <= 0)):
-            raise ValueError(
-                "values: must be strictly increasing and not empty; sort them and merge equal ones"
-            )
-        total = float(np.sum(np.exp(log_masses)))
-        if abs(total - 1.0) > 1e-9:
-            raise ValueError(
-                f"log_masses: the masses sum to {total!r}, must be 1 within 1e-9; subtract its logarithm"
-            )
-        object.__setattr__(self, "values", values)
-        object.__setattr__(self, "log_masses", log_masses)
-
-    def mean(self) -> float:
-        """Sum of values times masses."""
-        return float(np.exp(self.log_masses) @ self.values)
-
-    def variance(self) -> np.ndarray:
-        """Sum of (values - mean)^2 times masses, shape ()."""
-        return np.asarray(np.exp(self.log_masses) @ np.square(self.values - self.mean()))
-
-    def variance_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """The variance twice: the law leaves nothing open."""
-        return self.variance(), self.variance()
-
-    def describe(self) -> str:
-        """One line for people."""
-        low, high, variance = self.values[0], self.values[-1], float(self.variance())
-        return f"discrete, {self.values.size} values between {low:g} and {high:g}, variance {variance:g}"
-
-
-_LAWS: dict[str, type[NoiseModel]] = {
-    kind.law: kind for kind in (GaussianNoise, PhotonCountNoise, DiscreteNoise)
-}
 
 
 def _check_beta(beta: float) -> None:

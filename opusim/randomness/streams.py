@@ -18,9 +18,15 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from opusim import checks
-from opusim.randomness.kernels import CHUNK, PAIRS, add_from_philox, fill_from_philox, fill_from_words
+from opusim.randomness.kernels import (
+    CHUNK,
+    PAIRS,
+    add_from_philox,
+    fill_from_philox,
+    fill_from_words,
+    run_split,
+)
 from opusim.randomness.philox import derive_seed, split_key
-from opusim.randomness.threads import run_split
 
 __all__ = [
     "MODES",

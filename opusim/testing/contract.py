@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from opusim.devices.base import NoisyDevice
-from opusim.errors import DeviceUnavailable
+from opusim.devices.kinds import CAPABILITIES, Capability
+from opusim.errors import CapabilityMissing, DeviceUnavailable
 from opusim.noise import GaussianNoise
 
 N_INPUTS, N_OUTPUTS, BATCH = 12, 40, 5
@@ -53,6 +54,84 @@ class DeviceContract:
             assert np.all((low >= 0) & (low <= high))
             assert device.is_open
         assert not device.is_open
+
+    # What it can do
+
+    def test_it_can_do_what_it_declares_and_names_what_it_lacks(self) -> None:
+        with self.open_window() as device:
+            assert {"project"} <= device.capabilities <= set(CAPABILITIES)
+            for capability in CAPABILITIES:
+                if capability in device.capabilities:
+                    assert callable(getattr(device.require(capability), capability))
+                else:
+                    message = f"{device.name!r} .* lacks the capability {capability!r}"
+                    with pytest.raises(CapabilityMissing, match=message):
+                        device.require(capability)
+
+    def test_the_matrix_is_that_of_the_readings(self) -> None:
+        with self.open_window() as device:
+            _skip_without(device, "matrix")
+            b = device.require("matrix").matrix()
+            assert (b.shape, b.dtype) == ((N_OUTPUTS, N_INPUTS), torch.float32)
+            device.seek(0)
+            x = ternary_batch()[0]
+            left = _mean(device, x) - (x.float() @ b.cpu().T).double().numpy()
+            error = math.sqrt(float(np.mean(device.noise.variance_bounds()[1])) / _READINGS)
+            assert np.sqrt(np.mean(left**2)) <= error * (1 + _SURE / math.sqrt(2 * N_OUTPUTS)) + 2e-2
+
+    def test_intensities_are_those_of_one_field(self) -> None:
+        """Fields add: abs(u + v) lies between abs(abs(u) - abs(v)) and abs(u) + abs(v) at every output."""
+        with self.open_window() as device:
+            _skip_without(device, "intensities")
+            camera, frames = device.require("intensities"), torch.zeros((4, N_INPUTS), dtype=torch.uint8)
+            frames[1, : N_INPUTS // 2], frames[2, N_INPUTS // 2 :], frames[3] = 1, 1, 1
+            opened = device.usage.frames
+            shown = camera.intensities(frames.repeat(_READINGS, 1)).double().cpu().numpy()
+            assert device.usage.frames - opened == 4 * _READINGS
+            assert shown.shape == (4 * _READINGS, N_OUTPUTS)
+            numbers = shown.reshape(_READINGS, 4, N_OUTPUTS)
+            means, errors = numbers.mean(0), numbers.std(0, ddof=1) / math.sqrt(_READINGS)
+            error = (_SURE + 1) * np.sqrt(np.sum(errors**2, axis=0)) + 1e-6
+            u, v = (np.sqrt(np.maximum(means[row] - means[0], 0)) for row in (1, 2))
+            both, slack = means[3] - means[0], 2 * error
+            assert np.all(both <= (u + v) ** 2 + slack * (1 + (u + v) / np.maximum(np.minimum(u, v), 1e-9)))
+            assert np.all(both >= (u - v) ** 2 - slack * (1 + (u + v) / np.maximum(np.minimum(u, v), 1e-9)))
+            assert float(both.mean()) > float(error.mean())
+            with pytest.raises(ValueError, match="x holds -1: a frame shows 0 or 1"):
+                camera.intensities(-frames.to(torch.int8))
+
+    def test_a_programmed_matrix_is_told_as_realised(self) -> None:
+        with self.open_window() as device:
+            _skip_without(device, "program")
+            crossbar = device.require("program")
+            wanted = _real_matrix()
+            realised = crossbar.program(wanted)
+            assert (realised.shape, realised.dtype) == ((N_OUTPUTS, N_INPUTS), torch.float32)
+            assert float(realised.abs().max()) <= 1
+            assert torch.equal(crossbar.matrix(), realised)
+            assert float((realised * wanted).mean()) > 0.5 * float((wanted * wanted).mean())
+            assert torch.equal(crossbar.program(realised), realised)
+            for wrong in (wanted[1:], 2 * wanted, wanted.index_fill(0, torch.tensor([1]), torch.nan)):
+                with pytest.raises(ValueError, match="matrix"):
+                    crossbar.program(wrong)
+
+    def test_products_are_those_of_the_told_matrix(self) -> None:
+        with self.open_window() as device:
+            _skip_without(device, "multiply")
+            if "program" in device.capabilities:
+                device.require("program").program(_real_matrix())
+            x = torch.linspace(-1, 1, N_INPUTS).repeat(2 * _READINGS, 1)
+            device.seek(0)
+            y = device.require("multiply").multiply(x)
+            assert (y.shape, y.dtype) == ((2 * _READINGS, N_OUTPUTS), torch.float32)
+            self._check_scatter(device, y.double().cpu().numpy())
+            if "matrix" in device.capabilities:
+                expected = (x[0] @ device.require("matrix").matrix().cpu().T).double().numpy()
+                high = float(np.mean(device.noise.variance_bounds()[1])) / (2 * _READINGS)
+                left = np.sqrt(np.mean((y.double().cpu().numpy().mean(0) - expected) ** 2))
+                assert left <= math.sqrt(high) * (1 + _SURE / math.sqrt(2 * N_OUTPUTS)) + 1e-5
+            with pytest.raises(ValueError, match="x"):
+                device.require("multiply").multiply(1.5 * x)
 
     # Shapes and types
 
@@ -103,11 +182,13 @@ class DeviceContract:
 
     def test_the_noise_drawn_is_the_reported_one(self) -> None:
         with self.open_window() as device:
+            _skip_without(device, "draw")
             device.seek(0)
             self._check_scatter(device, device.draw((2 * _READINGS, N_OUTPUTS)).double().numpy())
 
     def test_the_noise_drawn_has_no_mean_that_readings_lack(self) -> None:
         with self.open_window() as device:
+            _skip_without(device, "draw")
             device.seek(0)
             drawn = device.draw((_READINGS, N_OUTPUTS)).double().numpy()
             blank = device.project(torch.zeros(_READINGS, N_INPUTS)).double().numpy()
@@ -291,3 +372,13 @@ def _mean(device: NoisyDevice, x: torch.Tensor) -> np.ndarray:
     rows = x.float().reshape(1, -1).repeat(_READINGS, 1)
     mean: np.ndarray = device.project(rows).double().numpy().mean(axis=0)
     return mean
+
+
+def _real_matrix() -> torch.Tensor:
+    """A fixed matrix with entries in [-1, 1]."""
+    return torch.rand((N_OUTPUTS, N_INPUTS), generator=torch.Generator().manual_seed(3)).mul_(2).sub_(1)
+
+
+def _skip_without(device: NoisyDevice, capability: Capability) -> None:
+    if capability not in device.capabilities:
+        pytest.skip(f"{device.name} does not declare {capability}")

@@ -16,7 +16,7 @@ from opusim.camera.speckle import Speckle
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
-from opusim.devices.registry import device_factory
+from opusim.devices.kinds import device_factory
 from opusim.errors import ConfigError, DeviceBusy, DeviceUnavailable
 from opusim.medium.transmission import TABLE_STEP
 from opusim.noise import NoiseModel
@@ -184,13 +184,15 @@ class FaultyDevice(NoisyDevice):
         self._other = self._wrapped(_with_medium(description), window)
         if isinstance(self._inner, CameraDevice):
             raise ConfigError(description.name, "options.kind", "is a camera; open it by `faulty_device`")
-        if not hasattr(self._inner, "matrix") and self._plan.fault in (
+        if "matrix" not in self._inner.capabilities and self._plan.fault in (
             *_RESCALED,
             Fault.LIGHT_CHANGED,
             Fault.DECORRELATED,
         ):
             raise ConfigError(
-                description.name, "options.fault", "needs a device with a method matrix(); choose another"
+                description.name,
+                "options.fault",
+                "needs a device with the capability 'matrix'; choose another",
             )
 
     def _wrapped(self, description: DeviceDescription, window: dict[str, Any]) -> NoisyDevice:
@@ -317,7 +319,7 @@ class _MixedSpeckle(Speckle):
 
 def _signal(device: NoisyDevice, x: torch.Tensor) -> torch.Tensor:
     """B x without noise, of a simulated device."""
-    return x @ device.matrix().T  # type: ignore[attr-defined]  # checked when the wrapper was made
+    return x @ device.require("matrix").matrix().T
 
 
 def _with_medium(description: DeviceDescription) -> DeviceDescription:

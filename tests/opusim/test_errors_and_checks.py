@@ -56,8 +56,22 @@ def test_limits_belong_to_the_range() -> None:
         checks.in_range(0, 1, p=1.5)
     with pytest.raises(ValueError, match=r"p = nan: must lie in \[0, inf\]"):
         checks.in_range(0, np.inf, p=np.nan)
-    with pytest.raises(ValueError, match=r"n = 2: must be an integer in \[3, inf\]"):
+    with pytest.raises(ValueError, match=r"n = 2: must be at least 3"):
         checks.integer(n=2, minimum=3)
+
+
+@pytest.mark.parametrize(
+    ("closed", "allowed"),
+    [("both", {0, 1}), ("left", {0}), ("right", {1}), ("neither", set())],
+)
+def test_the_ends_of_the_unit_interval(closed: str, allowed: set[int]) -> None:
+    checks.in_unit_interval(closed=closed, p=np.array([1e-300, 0.5, 1 - 1e-15]))
+    for value in (0, 1, -0.1, 1.1, np.nan):
+        if value in allowed:
+            checks.in_unit_interval(closed=closed, p=value)
+        else:
+            with pytest.raises(ValueError, match=r"p = .*: must lie in [\[(]0, 1[\])]$"):
+                checks.in_unit_interval(closed=closed, p=value)
 
 
 def test_choice_instance_and_shape() -> None:

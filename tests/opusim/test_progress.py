@@ -10,7 +10,7 @@ import time
 import pytest
 
 from opusim.progress import BETWEEN_LINES_S, Progress
-from opusim.units import duration, energy
+from opusim.tables import duration, energy
 
 LINE = re.compile(
     r"^audit: ([\d,]+) of ([\d,]+) trials, about ([\d.]+) (s|min|h|days) left( at the pace of the first)?$"

@@ -1,16 +1,14 @@
-"""Kills a small run at every moment at which it touches the disk, resumes it, and compares with an unbroken run.
+"""Kill a small run at every state of its folder, resume it, and compare it with an unbroken run.
 
-Run as a program: `python kill_harness.py FOLDER [TRAINER]`, TRAINER one of CONFIGS. Each attempt is a forked child of
-this one warm process, so it costs a fraction of a second. Prints one line per moment that fails and a closing count;
-exits with 1 if any failed.
+Run as a program: `python -m tests.support.kill_harness FOLDER [TRAINER]`, TRAINER one of CONFIGS. Each attempt is a
+forked child of this one warm process, so it costs a fraction of a second. Prints one line for each state that fails and
+a closing count; exits with 1 if any failed.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,11 @@ import torch
 from torch import nn
 
 import training
+from tests.support.killing import Killer, Moment, read_moments, status_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
-from training.zeroth_order.replay import replay
+from training.zeroth_order.step_log import replay
 
-TOUCHES = ("write", "fsync", "replace", "ftruncate")
 CONFIG: dict[str, Any] = {
     "epochs": 2,
     "threads": 1,
@@ -65,7 +63,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(folder: Path, trainer: str) -> None:
-    """Begin the run or go on with it; a person's own module starts from other weights when the run goes on."""
+    """Start the run or resume it; the user-supplied module has other weights when it resumes."""
     resume = RunFolder(folder).started
     torch.manual_seed(2 if resume else 1)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
@@ -74,52 +72,15 @@ def train(folder: Path, trainer: str) -> None:
     )
 
 
-class Killer:
-    """Counts the calls that touch the disk and kills this process around one of them."""
+def attempt(folder: Path, trainer: str, moment: Moment | None) -> int:
+    """Train in a forked child that is killed at a moment, or that records all its states; return its status."""
 
-    def __init__(self, target: int | None, when: str) -> None:
-        self.count = 0
-        self.target, self.when = target, when
-        for name in TOUCHES:
-            setattr(os, name, self.wrapped(name, getattr(os, name)))
-
-    def wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            mine = self.count == self.target
-            self.count += 1
-            if mine and self.when == "before":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if mine and self.when == "within" and name == "write":
-                real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = real(*arguments)
-            if mine:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return call
-
-
-def in_child(work: Callable[[], int]) -> int:
-    """Run work in a forked child; returns its exit status as os.waitpid gives it."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = work()
-        finally:
-            os._exit(code)
-    return os.waitpid(child, 0)[1]
-
-
-def attempt(folder: Path, trainer: str, target: int | None, when: str = "before") -> int:
-    def work() -> int:
-        killer = Killer(target, when)
+    def work() -> None:
+        killer = Killer(folder, moment)
         train(folder, trainer)
-        (folder / "touches").write_text(str(killer.count))
-        return 0
+        killer.save(folder.with_suffix(".json"))
 
-    return in_child(work)
+    return status_of(work)
 
 
 def outcome(folder: Path) -> tuple[object, ...]:
@@ -144,22 +105,20 @@ def main() -> int:
         print("the unbroken run failed")
         return 1
     expected = outcome(root / "unbroken")
-    touches = int((root / "unbroken" / "touches").read_text())
+    count, moments = read_moments(root / "unbroken.json")
     failures = 0
-    attempts = [(target, when) for target in range(touches) for when in ("before", "within", "after")]
-    for target, when in attempts:
+    for _, (target, when) in moments:
         folder = root / f"{target}-{when}"
-        killed = attempt(folder, trainer, target, when)
-        if not os.WIFSIGNALED(killed):
-            print(f"touch {target} ({when}): the child was not killed (status {killed})")
+        if not os.WIFSIGNALED(attempt(folder, trainer, (target, when))):
+            print(f"touch {target} ({when}): the child was not killed")
             failures += 1
             continue
-        finished = RunFolder(folder).finished  # the last touches come after the summary is in place
-        status = 0 if finished else attempt(folder, trainer, None)
-        if status != 0 or outcome(folder) != expected:
-            print(f"touch {target} ({when}): the resumed run differs (status {status})")
+        if not RunFolder(folder).finished:  # the last touches come after the summary is in place
+            train(folder, trainer)
+        if outcome(folder) != expected:
+            print(f"touch {target} ({when}): the resumed run differs")
             failures += 1
-    print(f"{len(attempts)} moments, {failures} failures")
+    print(f"{count} moments, {len(moments)} states, {failures} failures")
     return 1 if failures else 0
 
 

@@ -1,13 +1,13 @@
-"""Kills a protected run wherever it touches the disk or computes, and compares what it computed with what it paid for.
+"""Kill a protected run wherever it touches the disk or computes, and compare what it computed with what it paid for.
 
-Run as a program: `python ledger_kill_harness.py FOLDER [SEED]`. Every run is a forked child of
-this one warm process. How often a step was computed is counted in memory that the child shares with this process, so
-that a kill loses none. Prints one line per moment that fails and a closing count; exits with 1 if any failed.
+Run as a program: `python -m tests.support.ledger_kill_harness FOLDER [SEED]`. Every run is a forked child of this one
+warm process. How often a step was computed is counted in memory that the child shares with this process, so that a kill
+loses none. Prints one line for each state that fails and a closing count; exits with 1 if any failed.
 
-Without a seed the moments are enumerated: before every call that touches the disk, within every write, before and after
-every step; also in a release run that Ctrl-C stops after its first step, which returns what it reserved, and that is
-resumed. Then an engine that pays after the step, and a clean stop that returns a computed step, must be noticed. With a
-seed they are 100 moments of a clock.
+Without a seed the states are enumerated: of the folder and of the steps that were computed, and within every write;
+also in a release run that Ctrl-C stops after its first step, which returns what it reserved, and that is resumed. Then
+an engine that pays after the step, and a clean stop that returns a computed step, must be noticed. With a seed they are
+100 moments of a clock.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from torch import nn
 
 import training
 from accounting.ledger.ledger import Ledger, read_ledger
+from tests.support.killing import Killer, Moment, read_moments, start_child, status_of
 from training.engine import session
 from training.engine.loop import Engine
 from training.errors import RunInterrupted
 from training.feedback.trainer import FeedbackTrainer
 from training.runs.folder import RunFolder
 
-TOUCHES = ("write", "fsync", "replace", "ftruncate")
 BLOCK = 2  # steps to a line of the ledger, so that a short run has several lines
 STEPS, EVERY = 3, 2
 LONG = 60  # epochs of a run that a clock kills
@@ -73,7 +73,7 @@ class PressesCtrlC:
 
 
 def train(folder: Path, mode: str, epochs: int = 1, watcher: PressesCtrlC | None = None) -> None:
-    """Begin the run, or go on with it."""
+    """Start the run, or resume it."""
     resume = RunFolder(folder).started
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     settings = None if resume else config(mode, epochs)
@@ -81,7 +81,7 @@ def train(folder: Path, mode: str, epochs: int = 1, watcher: PressesCtrlC | None
 
 
 def train_with_a_stop(folder: Path, mode: str) -> None:
-    """Begin the run, stop it cleanly after its first step, and go on with it."""
+    """Start the run, stop it cleanly after its first step, and resume it."""
     try:
         train(folder, mode, watcher=PressesCtrlC())
     except RunInterrupted:
@@ -99,7 +99,12 @@ class Counts:
         """Steps that were computed, repetitions counted."""
         return sum(self._shared[:])
 
+    def each(self) -> list[int]:
+        """How often each step was computed, in the order of the steps."""
+        return list(self._shared[:])
+
     def clear(self) -> None:
+        """Begin at zero."""
         self._shared[:] = bytes(len(self._shared))
 
     def watch(self) -> None:
@@ -133,49 +138,11 @@ def read_payments(folder: Path) -> list[Any]:
     return [] if b"\n" not in content else list(read_ledger(folder).payments)
 
 
-class Killer:
-    """Counts the calls that touch the disk, and the steps, and kills this process at one of them."""
-
-    def __init__(self, target: int | None, when: str) -> None:
-        self.count, self.kinds = 0, ""
-        self._target, self._when = target, when
-        for name in TOUCHES:
-            setattr(os, name, self._wrapped(name, getattr(os, name)))
-        FeedbackTrainer.step = self._wrapped("step", FeedbackTrainer.step)  # type: ignore[method-assign]
-
-    def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            mine = self.count == self._target
-            self.count += 1
-            self.kinds += "w" if name == "write" else "s" if name == "step" else "."
-            if mine and self._when == "before":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if mine and self._when == "within":
-                real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = real(*arguments, **options)
-            if mine:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return call
-
-
-def child_of(work: Callable[[], None]) -> int:
-    """The process number of a forked child that does some work."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        work()
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def status_of(work: Callable[[], None]) -> int:
-    return os.waitpid(child_of(work), 0)[1]
+def killer_of(folder: Path, counts: Counts, moment: Moment | None = None) -> Killer:
+    """Return a killer to which a step is a touch too, and the counts of computed steps are part of a state."""
+    killer = Killer(folder, moment, memory=counts.each)
+    FeedbackTrainer.step = killer.watched("step", FeedbackTrainer.step)  # type: ignore[method-assign]
+    return killer
 
 
 def enumerated(
@@ -183,15 +150,23 @@ def enumerated(
     mode: str,
     counts: Counts,
     *,
-    only: str = "w.s",
+    only: tuple[str, ...] = (),
     work: Callable[[Path, str], None] = train,
 ) -> Iterator[tuple[str, str]]:
-    """Every moment of a run, and what went wrong there ("" for nothing)."""
+    """Kill a run at every state, and say what went wrong there ("" for nothing).
+
+    Args:
+        root: An empty folder.
+        mode: Of the run.
+        counts: How often each step was computed.
+        only: Kinds of calls; empty for all.
+        work: What is killed.
+    """
 
     def unbroken() -> None:
-        killer = Killer(None, "")
+        killer = killer_of(root / "unbroken", counts)
         work(root / "unbroken", mode)
-        (root / "touches").write_text(killer.kinds)
+        killer.save(root / "states.json")
 
     root.mkdir()
     counts.clear()
@@ -200,33 +175,32 @@ def enumerated(
         return
     steps = sum(payment.steps for payment in read_payments(root / "unbroken"))
     yield "unbroken", "" if steps == counts.total == STEPS else f"{steps} paid for, {counts.total} computed"
-    kinds = (root / "touches").read_text()
-    moments = [(n, "before") for n in range(len(kinds))] + [(len(kinds) - 1, "after")]
-    moments += [(n, "within") for n, kind in enumerate(kinds) if kind == "w"]
-    moments += [(n, "after") for n, kind in enumerate(kinds) if kind == "s"]
-    for target, when in moments:
-        if kinds[target] not in only:
+    for kind, moment in read_moments(root / "states.json")[1]:
+        if only and kind not in only:
             continue
-        folder = root / f"{target}-{when}"
+        name = f"{moment[0]}-{moment[1]}"
+        folder = root / name
         counts.clear()
 
-        def killed(folder: Path = folder, target: int = target, when: str = when) -> None:
-            Killer(target, when)
+        def killed(folder: Path = folder, moment: Moment = moment) -> None:
+            killer_of(folder, counts, moment)
             work(folder, mode)
 
-        name = f"{root.name}, moment {target} ({when})"
         if not os.WIFSIGNALED(status_of(killed)):
-            yield name, "the child was not killed"
+            yield f"{root.name}, {name}", "the child was not killed"
             continue
-        yield name, problems(folder, mode, counts)
+        yield f"{root.name}, {name}", problems(folder, mode, counts)
 
 
 def problems(folder: Path, mode: str, counts: Counts, epochs: int = 1) -> str:
-    """What is wrong with a killed run: unpaid steps, before or after it went on, or that it does not go on."""
+    """What is wrong with a killed run: unpaid steps, before or after it was resumed, or that it cannot be resumed."""
     found = counts.unpaid(folder, mode)
     if not RunFolder(folder).finished:
-        status = status_of(lambda: train(folder, mode, epochs))
-        found += [f"going on failed with status {status}"] if status else counts.unpaid(folder, mode)
+        try:
+            train(folder, mode, epochs)  # in this process: a fork costs more than the run
+            found += counts.unpaid(folder, mode)
+        except Exception as error:
+            found.append(f"resuming failed: {error!r}")
     if not found and mode == "experiment":
         steps = sum(payment.steps for payment in read_payments(folder))
         found += [f"{steps} steps paid for, not {STEPS * epochs}"] if steps != STEPS * epochs else []
@@ -245,7 +219,7 @@ def at_random(
         if number == 0 or RunFolder(folder).finished:
             folder = root / str(number)
             counts.clear()
-        child = child_of(lambda folder=folder: train(folder, mode, LONG))
+        child = start_child(lambda folder=folder: train(folder, mode, LONG))
         time.sleep(moments.uniform(0, duration))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -307,7 +281,7 @@ def main() -> int:
             print("a clean stop that returns a computed step was not noticed")
             failures += 1
         pay_after_the_step()
-        if not any(problem for _, problem in enumerated(root / "planted", "release", counts, only="s")):
+        if not any(problem for _, problem in enumerated(root / "planted", "release", counts, only=("step",))):
             print("an engine that pays after the step was not noticed")
             failures += 1
     print(f"{attempts} moments, {failures} failures")

@@ -1,4 +1,6 @@
-"""Stops release runs under a budget by Ctrl-C or SIGKILL, and resumes them: `python stop_harness.py FOLDER`.
+"""Stop release runs under a budget by Ctrl-C or SIGKILL, and resume them.
+
+Run as a program: `python -m tests.support.stop_harness FOLDER`.
 
 Every process of a run is a forked child of this one warm process. A child says through a pipe which step begins, and
 waits for an answer, before which a signal is sent; so a kill loses none, and a signal comes in its step. Prints one
@@ -51,7 +53,7 @@ def config(protection: str) -> dict[str, Any]:
 
 
 def train(folder: Path, protection: str) -> int:
-    """Begin the run, or go on with it; the exit code that the command would have."""
+    """Start the run, or resume it; return the exit code that the command would have."""
     begun = RunFolder(folder).started
     data = np.random.default_rng(1).normal(size=(64, 5)), np.arange(64) % 3
     try:

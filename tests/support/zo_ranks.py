@@ -1,7 +1,13 @@
-"""A zeroth-order run of one process, or of several that torchrun launches: `torchrun ... zo_ranks.py FOLDER MODE`."""
+"""A zeroth-order run of one process or of several that share a batch.
+
+`torchrun ... zo_ranks.py FOLDER MODE` is one process of several; `python -m tests.support.zo_ranks FOLDER MODE N ...`
+does runs of N processes each, forked from this one with the variables that torchrun sets, which imports libraries once.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 
 import numpy as np
@@ -10,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 import training
+from tests.support.killing import start_child
 
 
-def main(folder: str, mode: str) -> None:
+def train(folder: str, mode: str) -> None:
+    """Do the work of one process."""
     generator = np.random.default_rng(0)
     y = np.arange(80) % 3
     x = generator.normal(size=(80, 6)) + 2 * np.eye(6)[y]
@@ -36,5 +44,38 @@ def main(folder: str, mode: str) -> None:
         dist.destroy_process_group()
 
 
+def train_in_ranks(folder: str, mode: str, processes: int) -> None:
+    """Train in forked processes that find each other like those of torchrun."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    children = []
+    for rank in range(processes):
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), **address}
+
+        def work(place: dict[str, str] = place) -> None:
+            os.environ.update(place)
+            train(folder, mode)
+
+        children.append(start_child(work))
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    if any(statuses):
+        raise RuntimeError(f"{folder}: the processes ended with {statuses}")
+
+
+def main(arguments: list[str]) -> None:
+    """Do the one process, or all runs."""
+    torch.set_num_threads(1)
+    if len(arguments) == 2:
+        train(*arguments)
+        return
+    for folder, mode, processes in zip(*[iter(arguments)] * 3, strict=True):
+        if processes == "1":
+            train(folder, mode)  # imports and compiles for the forked ones too
+        else:
+            train_in_ranks(folder, mode, int(processes))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1:])

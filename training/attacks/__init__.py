@@ -1,1 +1,1 @@
-"""What does somebody who sees every update learn about a record? Attacks on runs, and the games that score them."""
+"""Attacks on runs and on mechanisms, and the games that turn their scores into lower bounds on epsilon."""

@@ -101,7 +101,7 @@ class Records:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class Observation:
     """What the attacker sees and knows in a trial.
 
     Attributes:
@@ -139,16 +139,16 @@ class Candidates:
 
     Attributes:
         member: In the batch in the first world.
-        rival: In its place in the second world, where a record is replaced; None where it is left out.
+        replacement: In its place in the second world, where a record is replaced; None where it is left out.
     """
 
     member: Records
-    rival: Records | None = None
+    replacement: Records | None = None
 
     def batches(self, others: Records) -> tuple[Records, Records]:
         """The batch of the first world and that of the second, in the game's order."""
-        return others.followed_by(self.member), others if self.rival is None else others.followed_by(
-            self.rival
+        return others.followed_by(self.member), others if self.replacement is None else others.followed_by(
+            self.replacement
         )
 
 
@@ -157,12 +157,12 @@ class Trial:
     """What one trial shows.
 
     Attributes:
-        sight: What is seen.
+        observation: What is seen.
         candidates: Whom the coin was about.
         strangers: A pair that is in no batch in either world, for the null control.
     """
 
-    sight: Sight
+    observation: Observation
     candidates: Candidates
     strangers: Candidates
 
@@ -200,11 +200,11 @@ class Attack(ABC):
     knows: str
 
     @abstractmethod
-    def score(self, sight: Sight, candidates: Candidates) -> float:
+    def score(self, observation: Observation, candidates: Candidates) -> float:
         """Higher where the first world looks likelier; finite.
 
         Args:
-            sight: What is seen.
+            observation: What is seen.
             candidates: The pair in question.
         """
 
@@ -244,7 +244,7 @@ class Scores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Played:
+class GameScores:
     """All scores of an attack: on the candidates, and on strangers with a coin of their own (none if not asked)."""
 
     candidates: Scores
@@ -274,7 +274,7 @@ def play(
     rehearsals: int = 0,
     strangers: bool = False,
     on_trial: Callable[[], None] = lambda: None,
-) -> list[Played]:
+) -> list[GameScores]:
     """Play a game against several attacks, a fair coin a trial.
 
     Args:
@@ -299,8 +299,8 @@ def play(
         present, imagined = bool(coins.random() < 0.5), bool(coins.random() < 0.5)
         trial = game.play(number, first_world=present)
         for attack, (known, strange) in zip(attacks, tallies, strict=True):
-            known.add(attack.score(trial.sight, trial.candidates), present)
+            known.add(attack.score(trial.observation, trial.candidates), present)
             if strangers:
-                strange.add(attack.score(trial.sight, trial.strangers), imagined)
+                strange.add(attack.score(trial.observation, trial.strangers), imagined)
         on_trial()
-    return [Played(candidates=known.done(), strangers=strange.done()) for known, strange in tallies]
+    return [GameScores(candidates=known.done(), strangers=strange.done()) for known, strange in tallies]

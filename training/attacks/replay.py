@@ -1,4 +1,4 @@
-"""A run's own trainer, set back to the same state before every trial of an audit."""
+"""Steps of a run's own trainer, which is reset to the same checkpoint before every trial of an audit."""
 
 from __future__ import annotations
 
@@ -12,97 +12,88 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from opusim.description.schema import DeviceDescription, NoiseSettings
 from training.attacks.base import Records, steps_needed
-from training.config.run import RunConfig
-from training.data import Dataset
-from training.engine.algorithm import TrainerFamily, family_of
-from training.engine.assembly import configured_sampler, opened_device
-from training.engine.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
+from training.attacks.controls import noiseless_step
+from training.engine.plan import RunPlan
 from training.engine.trainer import Trainer
 from training.networks.base import Network
+from training.networks.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
 from training.runs.checkpoints import Checkpoint, copy_parameters
 
 NetworkT = TypeVar("NetworkT", bound=Network)
 _LATEST_PROGRESS = 0.5
-"""A schedule is followed to its middle only: the rates at its end hide updates in the rounding of the weights, which
-protects nobody who trained before."""
-
-_SIMULATED = ("ideal", "gaussian")
+"""A schedule is followed to its middle only. The low learning rates at its end hide updates in the rounding of the
+weights, which protects no record that was trained on before."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunParts:
-    """What a run folder says of a run.
+class AuditedRun:
+    """A run in its folder, at the checkpoint that its audit starts from.
 
     Attributes:
-        config: Its configuration.
-        dataset: Its records, in principal components if it trained on those, on the torch device.
-        description: Its device; None for a trainer without one.
+        plan: The run, as it was resolved.
         network_facts: Its network, as the folder describes it.
-        model: A module of a person's own that the folder cannot describe; None for no such.
-        checkpoint: Where the audit begins.
+        model: A user-supplied module that the folder cannot describe, or None if it can.
+        checkpoint: Where the audit starts.
         checkpoint_file: Its file, for messages.
-        progress: Share of the run that was done there.
+        progress: Share of the run's steps that were done there.
     """
 
-    config: RunConfig
-    dataset: Dataset
-    description: DeviceDescription | None
+    plan: RunPlan
     network_facts: dict[str, Any]
     model: nn.Module | None
     checkpoint: Checkpoint
     checkpoint_file: Path
     progress: float
 
-    @property
-    def family(self) -> TrainerFamily[Any]:
-        """Of the run's trainer."""
-        return family_of(self.config.trainer.kind)
+    def on_own_network(self, plan: RunPlan) -> RunPlan:
+        """Return a plan of this run with a new network that holds the checkpoint's parameters.
 
-    def network(self) -> Any:
-        """A network of its own with the checkpoint's parameters."""
-        network = self.family.rebuilt(self.network_facts, deepcopy(self.model))
+        Args:
+            plan: The run as it is to be played: another seed, maybe another protection.
+        """
+        algorithm = type(plan.algorithm)
+        network = algorithm.rebuild_network(self.network_facts, deepcopy(self.model))
         copy_parameters(self.checkpoint, network.tensors, self.checkpoint_file)
-        network.model.to(self.config.torch_device)
-        return network
+        network.model.to(plan.config.torch_device)
+        return plan.on_network(network)
 
 
-class Stage:
-    """A trainer at a state that every trial starts from: the checkpoint, and what the attacker must see behind it.
+class ReplayedStep:
+    """Repeats one step: resets the trainer to the same state before each trial.
 
     Args:
-        parts: The run.
-        config: Its configuration as it is to be played: another seed, maybe another protection.
-        trainer: Made from that configuration on the run's network.
+        run: The audited run.
+        plan: The run as it is played, on a network of its own.
+        trainer: Made from that plan.
     """
 
-    def __init__(self, parts: RunParts, config: RunConfig, trainer: Trainer) -> None:
-        self.config, self.dataset = config, parts.dataset
+    def __init__(self, run: AuditedRun, plan: RunPlan, trainer: Trainer) -> None:
+        self.plan, self.dataset = plan, plan.dataset
         self._trainer = trainer
-        set_learning_rate(trainer.optimizer, config.optimizer, min(parts.progress, _LATEST_PROGRESS))
+        options = plan.config.optimizer
+        set_learning_rate(trainer.optimizer, options, min(run.progress, _LATEST_PROGRESS))
         self.rate = float(trainer.optimizer.param_groups[0]["lr"])
-        load_optimizer_tensors(trainer.optimizer, parts.checkpoint.named("optimizer."))
-        self._earlier = steps_needed(config.optimizer)
+        load_optimizer_tensors(trainer.optimizer, run.checkpoint.named("optimizer."))
+        self._earlier = steps_needed(options)
         self._history = [self._parameters()]
-        sampler = configured_sampler(config, parts.dataset)
         for number in range(self._earlier):
-            index = sampler.indices(number).to(parts.dataset.train.x.device)
+            index = plan.sampler.indices(number).to(self.dataset.train.x.device)
             self._step(index, number)
             self._history.append(self._parameters())
         self._state = {name: tensor.clone() for name, tensor in trainer.state.items()}
         self._optimizer_state = {k: t.clone() for k, t in optimizer_tensors(trainer.optimizer).items()}
 
     def records(self, index: Tensor) -> Records:
-        """Training records by number."""
+        """Return training records by number."""
         return Records(x=self.dataset.train.x[index], y=self.dataset.train.y[index])
 
     def step_of(self, trial: int) -> int:
-        """The number of a trial's step, which keys its noise: no two trials share any."""
+        """Return the number of a trial's step, which keys its noise: no two trials share any."""
         return self._earlier + trial
 
     def weights_after(self, index: Tensor, trial: int) -> list[Mapping[str, Tensor]]:
-        """Consecutive weights up to those after a step on a batch, oldest first.
+        """Return consecutive weights up to those after a step on a batch, oldest first.
 
         Args:
             index: Numbers of the batch's training records.
@@ -120,7 +111,7 @@ class Stage:
         return {name: tensor.detach().clone() for name, tensor in self._trainer.tensors.items()}
 
     def _restore(self) -> None:
-        """Back to the state behind the warm-up; plain SGD keeps nothing but its momentum."""
+        """Reset to the state after the warm-up; plain SGD keeps only its momentum."""
         with torch.no_grad():
             for name, tensor in self._trainer.tensors.items():
                 tensor.copy_(self._history[-1][name])
@@ -131,20 +122,24 @@ class Stage:
 
 
 @contextmanager
-def staged(parts: RunParts, config: RunConfig) -> Iterator[Stage]:
+def replayed_step(run: AuditedRun, plan: RunPlan) -> Iterator[ReplayedStep]:
     """Open the device and make the trainer as training does, at the checkpoint's state.
+
+    Args:
+        run: The audited run.
+        plan: The run as it is played.
 
     Raises:
         ConfigError: The optimizer cannot be undone.
         DeviceError: The device cannot be opened.
     """
-    network, family = parts.network(), parts.family
-    with opened_device(config, family.device_shape(config, network), parts.description) as device:
-        yield Stage(parts, config, family.trainer(config, network, parts.dataset, device))
+    plan = run.on_own_network(plan)
+    with plan.opened_device() as device:
+        yield ReplayedStep(run, plan, plan.algorithm.trainer(device))
 
 
-class Shadow(Generic[NetworkT]):
-    """The step as an attacker computes it who knows all but the credited noise: the same trainer without that noise.
+class NoiselessStep(Generic[NetworkT]):
+    """The step as an attacker computes it who knows everything but the credited noise: the same trainer without it.
 
     Args:
         network: A network of its own.
@@ -155,7 +150,7 @@ class Shadow(Generic[NetworkT]):
         self._network, self._trainer = network, trainer
 
     def gradients(self, weights: Mapping[str, Tensor], records: Records, *, step: int) -> dict[str, Tensor]:
-        """The gradients that a step takes, float64, by parameter.
+        """Return the gradients that a step takes, float64, by parameter.
 
         Args:
             weights: The parameters that the step starts from.
@@ -170,7 +165,7 @@ class Shadow(Generic[NetworkT]):
         }
 
     def network_at(self, weights: Mapping[str, Tensor]) -> NetworkT:
-        """The network with these parameters, until the next call."""
+        """Return the network with these parameters, until the next call."""
         with torch.no_grad():
             for name, tensor in self._network.tensors.items():
                 tensor.copy_(weights[name])
@@ -178,21 +173,17 @@ class Shadow(Generic[NetworkT]):
 
 
 @contextmanager
-def shadowed(parts: RunParts, config: RunConfig) -> Iterator[Shadow[Any] | None]:
-    """The noiseless step; None where the noise, or what is random beside it, cannot be known.
+def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[Any] | None]:
+    """Yield the noiseless step, or None if the noise, or what else is random, cannot be known.
 
     Args:
-        parts: The run.
-        config: Its configuration as it is played, seed and all.
+        run: The audited run.
+        plan: The run as it is played, seed included.
     """
-    description, silent = parts.description, parts.family.without_noise(config)
-    if silent is None or (description is not None and description.kind not in _SIMULATED):
+    silent = noiseless_step(plan)
+    if silent is None:
         yield None
         return
-    if description is not None and description.noise is not None:
-        description = description.model_copy(update={"noise": NoiseSettings(sigma=0.0)})
-    plain = {"lr": 1.0, "schedule": "constant", "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
-    silent = silent.model_copy(update={"optimizer": silent.optimizer.model_copy(update=plain)})
-    network, family = parts.network(), parts.family
-    with opened_device(silent, family.device_shape(silent, network), description) as device:
-        yield Shadow(network, family.trainer(silent, network, parts.dataset, device))
+    silent = run.on_own_network(silent)
+    with silent.opened_device() as device:
+        yield NoiselessStep(silent.network, silent.algorithm.trainer(device))

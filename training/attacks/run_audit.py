@@ -1,4 +1,4 @@
-"""Auditing a run folder: the membership game on the run as it is configured, beside its controls."""
+"""Auditing a run folder: the membership game on the run as it is configured, next to its controls."""
 
 from __future__ import annotations
 
@@ -17,28 +17,21 @@ from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from opusim import checks
-from opusim.description.loading import parse_description
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
-from training.attacks.applicable import fitting_attacks
+from training.attacks.applicable import applicable_attacks
 from training.attacks.base import Attack, Scores, play
+from training.attacks.controls import record_protected, without_noise
 from training.attacks.findings import Finding, Role, RunAudit
 from training.attacks.membership import MembershipGame
-from training.attacks.replay import RunParts, shadowed, staged
+from training.attacks.replay import AuditedRun, noiseless_steps, replayed_step
 from training.config.run import RunConfig
 from training.data import Dataset
-from training.engine.algorithm import family_of
-from training.engine.assembly import (
-    Arrays,
-    check_torch_device,
-    configured_sampler,
-    fingerprint,
-    in_components,
-    load_data,
-    moved,
-    torch_threads,
-)
+from training.engine.algorithm import Arrays
+from training.engine.loop import torch_threads
+from training.engine.plan import RunPlan
 from training.errors import RunFolderError
+from training.protections.planning import total_steps
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import AUDIT_FILE, RunFolder
 from training.runs.locking import require_kind
@@ -69,13 +62,13 @@ def audit_run(
 
     The run itself is not changed. Its trainer is built as training builds it, set back to its newest checkpoint, and
     plays one step a trial on records that the auditor knows, with noise of its own. A release run's noise comes from
-    the system, but for trainers that draw more than that noise (zo, ulr): the attacker is to know what they draw in
-    public, so theirs is that of experiment mode.
+    the system, except for trainers that draw more than that noise (zo, ulr). The attacker is to know their public
+    draws, so they are audited with the noise of experiment mode.
 
     Args:
         path: The run folder.
         data: The records, if the run was trained on user-supplied ones.
-        model: A module like the run's, where the run was given one that its folder cannot describe.
+        model: A module like the run's, if its folder cannot describe that one.
         out: The folder for `audit.json`; None for the run's own. A release run needs one, which only its owner may
             enter: what an attack finds of private records is covered by no guarantee, and not for release.
         trials: Trials of the game on the run, at least 40; the controls take up to 200 each.
@@ -98,24 +91,24 @@ def audit_run(
     checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
     folder = RunFolder(path)
     audit_file = _audit_file(folder, None if out is None else Path(out))
-    parts = read_parts(folder, data, model)
+    run = read_run(folder, data, model)
+    config = run.plan.config
     stated = folder.read_ledger().guarantees(delta=delta)
-    wanted = parts.config.protection.delta if delta is None else delta
-    control = parts.family.record_protected(parts.config, _CONTROL_NOISE)
-    subjects = [(Role.RUN, parts.config), (Role.PROTECTED, control), (Role.BROKEN, control)]
+    control = record_protected(run.plan, _CONTROL_NOISE)
+    subjects = [(Role.RUN, run.plan), (Role.PROTECTED, control), (Role.BROKEN, control)]
     control_trials = min(trials, _CONTROL_TRIALS)
     on_start(trials + 2 * control_trials)
     findings: list[Finding] = []
-    with torch_threads(parts.config.threads):
-        for role, config in subjects:
+    with torch_threads(config.threads):
+        for role, plan in subjects:
             findings += _findings(
-                parts,
-                config,
+                run,
+                plan,
                 role,
                 stated,
                 trials=trials if role is Role.RUN else control_trials,
                 seed=derive_seed(seed, "audit", role.value),
-                delta=wanted,
+                delta=config.protection.delta if delta is None else delta,
                 on_trial=on_trial,
             )
     found = RunAudit(
@@ -124,17 +117,17 @@ def audit_run(
         trials=trials,
         control_trials=control_trials,
         seed=seed,
-        step=parts.checkpoint.step,
+        step=run.checkpoint.step,
         release=MembershipGame.released,
     )
-    if parts.config.mode == "release":
+    if config.mode == "release":
         make_private_folder(audit_file.parent)
     write_json(audit_file, found.to_json())
     return found
 
 
 def _audit_file(folder: RunFolder, out: Path | None) -> Path:
-    """Where the audit of a run is kept.
+    """Return the file that keeps the audit of a run.
 
     Raises:
         RunFolderError: A release run, and no folder outside it; or the folder holds other work.
@@ -152,72 +145,62 @@ def _audit_file(folder: RunFolder, out: Path | None) -> Path:
     return out / AUDIT_FILE
 
 
-def read_parts(folder: RunFolder, data: Arrays | Dataset | None, model: nn.Module | None = None) -> RunParts:
-    """What a run folder says of its run; see `audit_run` for the errors."""
+def read_run(folder: RunFolder, data: Arrays | Dataset | None, model: nn.Module | None = None) -> AuditedRun:
+    """Return the run in a folder, ready to be audited; see `audit_run` for the errors."""
     facts = folder.read_facts()
     folder.require_sealed()
-    config = folder.read_config()
-    if config.protection.kind.startswith("label"):
-        raise NoGuarantee(
-            f"protection.kind = {config.protection.kind!r} protects labels and takes the features for public; this "
-            "audit plays for whole records: audit a run without protection or with protection.kind=record"
-        )
-    if config.protection.kind == "last-iterate":
-        raise NoGuarantee(
-            "protection.kind = 'last-iterate' is about the last model alone, and this audit shows its attacker every "
-            "step: audit a run with --method poisson, whose steps are the same but for the noise"
-        )
-    if data is None and model is None:
-        config, data, model = family_of(config.trainer.kind).own_parts(config)
-    check_torch_device(config.torch_device)
+    _require_auditable(folder.read_config())
     checkpoints = list_checkpoints(folder.checkpoints)
     if not checkpoints:
         raise RunFolderError(f"run folder {folder.path} has no checkpoint left; train it anew")
-    dataset = in_components(config, load_data(config, data), folder)
-    split = facts["data"].get("split", dataset.split)
-    if split != dataset.split:
-        raise RunFolderError(
-            f"run folder {folder.path} held records out by {split}, and these are held out by {dataset.split}; give "
-            "the same data in the same form"
-        )
-    kept = facts["data"].get("fingerprint")
-    if kept is not None and kept != fingerprint(dataset.train):
-        raise RunFolderError(f"run folder {folder.path} was trained on other data; give the same again")
+    plan = RunPlan.stored(folder, data, model)
     checkpoint = read_checkpoint(checkpoints[-1])
-    total = config.epochs * configured_sampler(config, dataset).steps_per_epoch
-    description = facts["device"]
-    return RunParts(
-        config=config,
-        dataset=moved(dataset, config.torch_device),
-        description=None if description is None else parse_description(str(folder.config_file), description),
+    return AuditedRun(
+        plan=plan,
         network_facts=facts["network"],
-        model=model,
+        model=plan.network.model,
         checkpoint=checkpoint,
         checkpoint_file=checkpoints[-1],
-        progress=checkpoint.step / total,
+        progress=checkpoint.step / total_steps(plan),
     )
 
 
-def game_claim(parts: RunParts, config: RunConfig, delta: float) -> Guarantee | None:
-    """What is proven of one game on a record-protected run: one step, the record's turn being known (q = 1).
+def _require_auditable(config: RunConfig) -> None:
+    """Refuse runs whose guarantee is not about whole records and single steps.
+
+    Raises:
+        NoGuarantee: The run protects labels, or releases its last model only.
+    """
+    protection = config.protection
+    if protection.protects == "labels":
+        raise NoGuarantee(
+            f"protection.kind = {protection.kind!r} protects labels and takes the features for public; this "
+            "audit plays for whole records: audit a run without protection or with protection.kind=record"
+        )
+    if protection.last_iterate:
+        raise NoGuarantee(
+            f"protection.kind = {protection.kind!r} covers only the last model, and this audit shows its attacker "
+            "every step: audit a run with --method poisson, whose steps are the same but for the noise"
+        )
+
+
+def game_claim(plan: RunPlan, delta: float) -> Guarantee | None:
+    """Return what is proven of one game on a record-protected run: one step, whose batch is known (q = 1).
 
     Args:
-        parts: The run.
-        config: Its configuration as it is meant to be played.
+        plan: The run as it is meant to be played.
         delta: In (0, 1).
     """
-    if config.protection.kind != "record":
+    if plan.config.protection.protects != "records":
         return None
-    sampler = configured_sampler(config, parts.dataset)
-    step = parts.family.step_mechanisms(config, parts.network(), sampler, None)
     turn: dict[str, Any] = {"sampling_probability": 1.0}
-    known = [replace(mechanism, **turn) for mechanism in step]
+    known = [replace(mechanism, **turn) for mechanism in plan.mechanisms]
     return guarantees(known, delta=delta)[0]
 
 
 def _findings(
-    parts: RunParts,
-    config: RunConfig,
+    run: AuditedRun,
+    plan: RunPlan,
     role: Role,
     stated: Sequence[Guarantee],
     *,
@@ -227,12 +210,12 @@ def _findings(
     on_trial: Callable[[], None],
 ) -> list[Finding]:
     """Play one game and bound what its attacks found."""
-    meant = _as_played(parts, config, derive_seed(seed, "noise") >> 1)
-    claim = game_claim(parts, meant, delta)
+    meant = _as_played(plan, derive_seed(seed, "noise") >> 1)
+    claim = game_claim(meant, delta)
     adjacency = stated[0].adjacency if claim is None else claim.adjacency
-    played_config = parts.family.without_noise(meant) if role is Role.BROKEN else meant
-    with _attacks(parts, meant, role) as attacks, staged(parts, played_config or meant) as stage:
-        game = MembershipGame(stage, adjacency=adjacency, seed=seed)
+    played = (without_noise(meant) if role is Role.BROKEN else None) or meant
+    with _attacks(run, meant, role) as attacks, replayed_step(run, played) as step:
+        game = MembershipGame(step, adjacency=adjacency, seed=seed)
         scores = play(
             game,
             attacks,
@@ -243,36 +226,36 @@ def _findings(
             on_trial=on_trial,
         )
     found = []
-    for attack, played in zip(attacks, scores, strict=True):
-        plan = AuditPlan(
+    for attack, own in zip(attacks, scores, strict=True):
+        plan_of_audit = AuditPlan(
             threat_model=f"sees {MembershipGame.released}, knows {attack.knows}",
             pair=game.pair,
             delta=delta,
             confidence=1 - _ERROR / len(attacks),
             seed=derive_seed(seed, "halves") >> 1,
         )
-        found.append(_finding(role, attack, played.candidates, plan, claim))
+        found.append(_finding(role, attack, own.candidates, plan_of_audit, claim))
         if role is Role.RUN:
-            found.append(_finding(Role.NULL, attack, played.strangers, plan, None))
+            found.append(_finding(Role.NULL, attack, own.strangers, plan_of_audit, None))
     return found
 
 
-def _as_played(parts: RunParts, config: RunConfig, seed: int) -> RunConfig:
-    """The configuration with noise of its own, and with public draws that the attacker can repeat."""
-    mode = "experiment" if parts.family.draws_in_public else config.mode
-    return config.model_copy(update={"seed": seed, "mode": mode})
+def _as_played(plan: RunPlan, seed: int) -> RunPlan:
+    """Return the run with noise of its own, and with public draws that the attacker can repeat."""
+    mode = "experiment" if plan.algorithm.uses_public_randomness else plan.config.mode
+    return plan.replaced(seed=seed, mode=mode)
 
 
 @contextmanager
-def _attacks(parts: RunParts, config: RunConfig, role: Role) -> Iterator[list[Attack]]:
-    """The attacks on a run as it is meant to be; the attacker of the broken one does not know that it is broken."""
-    batch = configured_sampler(config, parts.dataset).expected_batch_size
-    with shadowed(parts, config) as shadow:
-        attacks = fitting_attacks(parts, config, shadow, batch_size=batch)
+def _attacks(run: AuditedRun, plan: RunPlan, role: Role) -> Iterator[list[Attack]]:
+    """Yield the attacks on a run as it is meant to be; the attacker does not know that the broken one is broken."""
+    batch = plan.sampler.expected_batch_size
+    with noiseless_steps(run, plan) as noiseless:
+        attacks = applicable_attacks(run, plan, noiseless, batch_size=batch)
         if not attacks:
             raise NoGuarantee(
-                f"{role.value}: no attack fits: the batch of {batch:g} exceeds the first layer's fan-in or width, and "
-                "the device is no simulation whose matrix an attacker could know; audit it with smaller batches"
+                f"{role.value}: no attack applies: the batch of {batch:g} exceeds the first layer's fan-in or width, "
+                "and the device is no simulation whose matrix an attacker could know; audit it with smaller batches"
             )
         yield attacks
 

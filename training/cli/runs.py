@@ -252,8 +252,8 @@ def zo_replay(
 ) -> None:
     """Rebuild the final parameters of a zeroth-order run, bit for bit, from its first ones and its step log."""
     from opusim.progress import Progress
-    from training.runs.storage import write_tensors
-    from training.zeroth_order.replay import replay
+    from training.runs.checkpoints import write_tensors
+    from training.zeroth_order.step_log import replay
 
     with Progress("zo replay", "steps") as progress:
 

@@ -24,7 +24,7 @@ from training.config.reading import merged
 
 if TYPE_CHECKING:
     from training.sweeps.rows import Row
-    from training.tuning.search import Found, Search
+    from training.tuning.search import Search, SearchResult
 
 tune_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 curve_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
@@ -89,7 +89,7 @@ def tune(
 tune_app.command("tune", epilog=EXAMPLE)(with_signature(tune, _TUNE_OPTIONS))
 
 
-def _run(search: Search, *, quiet: bool, release: bool) -> Found:
+def _run(search: Search, *, quiet: bool, release: bool) -> SearchResult:
     """Run the search behind a progress line."""
     if quiet:
         return search.run()
@@ -140,12 +140,10 @@ def curve(
     ] = False,
 ) -> None:
     """Make a table of runs, draw accuracy and epsilon against noise, and write one report."""
-    from training.sweeps.spec import read_spec
+    from training.sweeps.spec import one_at_a_time, points_of, read_spec
 
     _check_flags(jobs, cluster, retry_failed=retry_failed, draw_only=draw_only)
     read, text = read_spec(spec)
-    from training.sweeps.points import one_at_a_time, points_of
-
     points = points_of(read, text)
     from accounting.tables import print_rows
     from training.reports.sweep_report import setting_rows, write_sweep

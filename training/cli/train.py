@@ -82,7 +82,7 @@ def _train(config: RunConfig, out: Path | None, quiet: bool) -> None:
     """Train under a configuration; a device's driver must be there before anything else begins."""
     if config.uses_device:
         from opusim.description.loading import load_description
-        from opusim.devices.lightonml_driver import require_present
+        from opusim.devices.access import require_present
 
         require_present(load_description(config.device.name, config.device.overrides))
     from training.engine.session import train
@@ -103,7 +103,7 @@ def resume(
 ) -> None:
     """Resume a run that was stopped or killed, from its newest checkpoint."""
     from opusim.description.loading import parse_description
-    from opusim.devices.lightonml_driver import require_present
+    from opusim.devices.access import require_present
     from training.engine.session import train
     from training.runs.folder import RunFolder
 

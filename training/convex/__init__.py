@@ -1,1 +1,1 @@
-"""The convex approximation of two-layer ReLU networks, trained by noisy gradient descent."""
+"""Train the convex approximation of two-layer ReLU networks by noisy gradient descent."""

@@ -104,3 +104,9 @@ class ConvexConfig(TrainerSection):
     def divides_by_batch_size(self, protection: ProtectionSection) -> bool:
         """Never: a full batch is divided by the number of records."""
         return False
+
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.convex.algorithm import ConvexAlgorithm
+
+        return ConvexAlgorithm

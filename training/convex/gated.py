@@ -1,16 +1,14 @@
-"""Where the hyperplanes of the gates come from: a generator, or a device's own scattering medium.
-
-The gated ReLU model: linear in its weights, nonlinear in a record through fixed gates.
+"""Compute the gated ReLU model: linear in its weights, nonlinear in a record through fixed gates.
 
 f_c(x) = sum_p 1[u_p . x >= 0] x . v_pc / R(x),   R(x) = |x| sqrt(number of open gates)
 
-with fixed hyperplanes u_p ~ N(0, I) and trained v_pc (eq. 3.8 of the paper, one linear model for each class). Dividing
-by R makes the features x~ = (1[u_p . x >= 0] x)_p / R of every record a vector of norm 1, whatever the record; R
-depends on that record only. x~ has P d entries and is never formed: the forward pass is one product x V followed by
-a masked sum, the gradient one product x^T (gates * residual).
+with fixed hyperplanes u_p ~ N(0, I), from a generator or a device's scattering medium, and trained v_pc (eq. 3.8 of the
+paper, one linear model per class). R depends on the record only, and makes the features
+x~ = (1[u_p . x >= 0] x)_p / R of every record a vector of norm 1. x~ has P d entries and is never formed: the forward
+pass is one product x V followed by a masked sum, the gradient one product x^T (gates * residual).
 
-The theorems about these models need |x~| <= 1 of every record, so x is centred and divided by |x| in float64, which
-holds the squares of all float32 numbers; in float32 squares below 7e-46 vanish and sums above 3e38 overflow.
+The theorems need |x~| <= 1 for every record, so x is centred and divided by |x| in float64, which holds the squares of
+all float32 numbers; in float32, squares below 7e-46 vanish and sums above 3e38 overflow.
 """
 
 from __future__ import annotations
@@ -25,18 +23,20 @@ from opusim.devices.base import NoisyDevice
 from training.networks.base import Network
 from training.networks.clipping import bounded_factors, finite_rows, full_precision, norm_bounds, row_norms
 
-_AT_ONCE = 2**20
-"""Numbers that are held in float64 at once, 8 MiB."""
+_FLOAT64_CHUNK = 2**20
+"""Numbers converted to float64 at once, 8 MiB."""
+_VECTORS_PER_CALL = 256
+"""Unit vectors that a device projects in one call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedRecords:
-    """What the model needs to know of a batch.
+    """A batch as the model uses it.
 
     Attributes:
-        x: Features of norm 1, centred before if the model centres them, shape (batch, d); 0 for a record that is
-            constant or not finite.
-        gates: 1 where a hyperplane's side is open and 0 where not, shape (batch, P), float32.
+        x: Features, centred if the model centres them, then scaled to norm 1, shape (batch, d); 0 for a record that is
+            not finite, or constant and centred.
+        gates: 1 for an open gate, 0 for a closed one, shape (batch, P), float32.
         scale: 1 / sqrt(open gates) of each record, 0 for one without open gates or without features, shape (batch,).
     """
 
@@ -51,8 +51,8 @@ class GatedRelu(nn.Module):
     Args:
         n_inputs: d.
         n_classes: k.
-        hyperplanes: u_p as rows, shape (P, d); kept as a buffer.
-        centre: Whether each record's own mean feature is subtracted from it first.
+        hyperplanes: u_p as rows, shape (P, d); stored as a buffer.
+        centre: Whether to subtract each record's mean feature from it first.
     """
 
     hyperplanes: Tensor
@@ -68,27 +68,27 @@ class GatedRelu(nn.Module):
         self.weight = nn.Parameter(torch.zeros(n_inputs, len(hyperplanes), n_classes))  # (d, P, k)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits, shape (batch, k), of records of shape (batch, d)."""
+        """Return logits, shape (batch, k), of records of shape (batch, d)."""
         return self.logits(self.gated(x))
 
     def gated(self, x: Tensor) -> GatedRecords:
-        """Gates and scales of records of shape (batch, d)."""
+        """Return the features, gates and scales of records of shape (batch, d)."""
         x, kept = unit_rows(x, centre=self.centre)
         gates = open_gates(x, self.hyperplanes).to(x.dtype)
         count = gates.sum(dim=1)
         return GatedRecords(x=x, gates=gates, scale=torch.where(kept & (count > 0), count.rsqrt(), 0.0))
 
     def logits(self, records: GatedRecords) -> Tensor:
-        """f(x), shape (batch, k)."""
+        """Return f(x), shape (batch, k)."""
         products = (records.x @ self.weight.flatten(1)).unflatten(1, self.weight.shape[1:])  # (batch, P, k)
         summed = torch.bmm(records.gates.unsqueeze(1), products).squeeze(1)
         return summed * records.scale.unsqueeze(1)
 
     def clipped(self, records: GatedRecords, residual: Tensor, bound: float) -> Tensor:
-        """The residual, scaled down if the gradient that `spread` makes of it has a norm above the bound.
+        """Scale the residual down if the gradient that `spread` makes of it exceeds the bound.
 
-        That is |x| sqrt(open gates) |residual scale| of the numbers that are multiplied, so the bound does not rest on
-        the normalisation.
+        The norm of that gradient is |x| sqrt(open gates) |residual scale|, computed from the numbers that are
+        multiplied, so the bound does not rely on the normalisation.
 
         Args:
             records: The batch.
@@ -100,23 +100,23 @@ class GatedRelu(nn.Module):
         return (residual * factors.unsqueeze(1)).to(residual.dtype)
 
     def spread(self, records: GatedRecords, residual: Tensor) -> Tensor:
-        """The residual on every open gate, scaled as the features are, shape (batch, P k).
+        """Copy the scaled residual to every open gate, shape (batch, P k).
 
-        x^T times it is the sum over the batch of x~ residual^T, the gradient of all weights.
+        x^T times the result is the sum over the batch of x~ residual^T, the gradient of all weights.
         """
         scaled = residual * records.scale.unsqueeze(1)
         return (records.gates.unsqueeze(2) * scaled.unsqueeze(1)).flatten(1)
 
 
 def unit_rows(x: Tensor, *, centre: bool) -> tuple[Tensor, Tensor]:
-    """Rows divided by their norms, and which rows have one, shapes (batch, d) and (batch,).
+    """Divide rows by their norms; return them and which rows have a norm, shapes (batch, d) and (batch,).
 
-    Guarantees, for every float32 row: the norm is 1 up to 2^-23, or the row is 0 because it was 0, not finite, or, if
-    centred, constant up to 2^-24 of its largest entry, which is what float32 features cannot tell from a constant.
+    Guarantees for every float32 row: the norm is 1 up to 2^-23, or the row is 0 because it was 0, not finite, or, if
+    centred, constant up to 2^-24 of its largest entry, the resolution of float32 features.
 
     Args:
         x: Shape (batch, d).
-        centre: Whether each row's own mean is subtracted first.
+        centre: Whether to subtract each row's mean first.
     """
     exact = x.to(torch.float64, copy=True)
     least = exact.new_zeros(())
@@ -131,11 +131,11 @@ def unit_rows(x: Tensor, *, centre: bool) -> tuple[Tensor, Tensor]:
 
 
 def open_gates(x: Tensor, hyperplanes: Tensor) -> Tensor:
-    """1[u_p . x >= 0], bool, shape (batch, P), for each record whatever the others are.
+    """Return 1[u_p . x >= 0], bool, shape (batch, P), for each record independently of the others.
 
-    A float32 product rounds differently in a batch of another size, so that one record more could turn the gates of
-    records near a hyperplane. If |u_p . x| is at most what any order of summation may round, (d + 4) 2^-24 |u_p| |x|,
-    the record's own product in float64 decides.
+    A float32 product rounds differently in a batch of another size, so adding a record could switch gates of records
+    near a hyperplane. If |u_p . x| is within the rounding of any order of summation, (d + 4) 2^-24 |u_p| |x|, that
+    record's product in float64 decides.
 
     Args:
         x: Records of norm 0 or 1, float32, shape (batch, d).
@@ -147,14 +147,14 @@ def open_gates(x: Tensor, hyperplanes: Tensor) -> Tensor:
         values.dtype
     )  # twice, for |x| = 1 + 2^-23
     gates = values >= 0
-    for entries in (values.abs() <= rounding).nonzero().split(max(1, _AT_ONCE // x.shape[1])):
+    for entries in (values.abs() <= rounding).nonzero().split(max(1, _FLOAT64_CHUNK // x.shape[1])):
         record, plane = entries.unbind(1)
         gates[record, plane] = (x[record].double() * hyperplanes[plane].double()).sum(dim=1) >= 0
     return gates
 
 
 class GatedNetwork(Network):
-    """A run's view on a gated model."""
+    """A view of a gated model as a network."""
 
     model: GatedRelu
 
@@ -163,18 +163,18 @@ class GatedNetwork(Network):
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> Self:
-        """A network as `facts` describes it, its hyperplanes and weights yet to be filled in."""
+        """Build the network that `facts` describes, with hyperplanes and weights to be filled in."""
         hyperplanes = torch.zeros(facts["hyperplanes"], facts["n_inputs"])
         return cls(GatedRelu(facts["n_inputs"], facts["n_classes"], hyperplanes, centre=facts["centre"]))
 
     @property
     def n_inputs(self) -> int:
-        """Features of a record."""
+        """Number of features of a record."""
         return self.model.n_inputs
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Weights, and the hyperplanes that never change: the model is not itself without them."""
+        """The weights, and the hyperplanes, which never change but belong to the model."""
         return {"weight": self.model.weight, "hyperplanes": self.model.hyperplanes}
 
     @property
@@ -188,22 +188,19 @@ class GatedNetwork(Network):
         }
 
 
-_ROWS = 256
-
-
 def seeded_hyperplanes(count: int, n_inputs: int, generator: torch.Generator) -> Tensor:
-    """Rows u_p ~ N(0, I), shape (count, n_inputs)."""
+    """Draw rows u_p ~ N(0, I), shape (count, n_inputs)."""
     return torch.randn(count, n_inputs, generator=generator)
 
 
 def device_hyperplanes(device: NoisyDevice, *, readings: int) -> Tensor:
-    """The device's matrix as it reads it: unit vector e_i is projected `readings` times, and the mean is column i of B.
+    """Read the device's matrix: column i of B is the mean of `readings` projections of the unit vector e_i.
 
-    Exact up to noise of 1 / sqrt(readings) of a reading's; whatever it is, the result is the matrix that the gates use
-    from then on, in training and at inference, so its noise costs nothing but a slightly different random matrix.
+    The noise is that of a reading divided by sqrt(readings). The gates use the result from then on, in training and at
+    inference, so noise only makes it a slightly different random matrix.
 
     Args:
-        device: Open; its inputs are the features, its outputs the hyperplanes.
+        device: An open device; its inputs are the features, its outputs the hyperplanes.
         readings: Readings of each unit vector, at least 1.
 
     Returns:
@@ -211,7 +208,7 @@ def device_hyperplanes(device: NoisyDevice, *, readings: int) -> Tensor:
     """
     units = torch.eye(device.n_inputs)
     columns = []
-    for block in units.split(_ROWS):
+    for block in units.split(_VECTORS_PER_CALL):
         total = torch.zeros(len(block), device.n_outputs)
         for _ in range(readings):
             total += device.project(block).cpu()

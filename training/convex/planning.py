@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 
-from accounting.calibration import calibrate
 from accounting.convex.constants import log_expansion, residual_bound
 from accounting.convex.mechanisms import ConvexLastIterate, RecordReplaced
 from accounting.errors import NoGuarantee
@@ -15,55 +14,43 @@ from opusim.errors import ConfigError
 from training.config.run import RunConfig
 from training.config.sections import ModelConfig
 from training.convex.config import ConvexConfig
-from training.convex.gated import GatedNetwork
-from training.data.samplers import Sampler
-from training.protections.planning import clipped_records, divisor_of, total_steps, with_multiplier
+from training.protections.planning import Plan, clipped_records, divisor_of
 
-LAST_ITERATE = "last iterate"
-"""What a ledger calls the one model that a run of the last iterate releases."""
 LAST_ITERATE_SCHEMES = ("disjoint-cyclic", "full-batch")
 
 
-def convex_options(config: RunConfig) -> ConvexConfig:
-    """The section `trainer`, where it is that of the convex trainer.
-
-    Raises:
-        TypeError: It is another family's.
-    """
-    options = config.trainer
-    if not isinstance(options, ConvexConfig):
-        raise TypeError(f"trainer.kind = {options.kind!r} is not convex; take trainer.kind = 'convex'")
-    return options
-
-
-def largest_gradient(config: RunConfig, n_classes: int) -> float:
-    """C, the largest norm of a record's gradient."""
-    options = convex_options(config)
+def largest_gradient(options: ConvexConfig, n_classes: int) -> float:
+    """Return C, the largest norm of a record's gradient."""
     return residual_bound(options.objective, options.residual_clip, n_classes)
 
 
-def final_noise(config: RunConfig, sampler: Sampler) -> float:
-    """The last step's extra noise in units of a step's at the first rate."""
-    options = convex_options(config)
+def final_noise(plan: Plan, options: ConvexConfig) -> float:
+    """Return the last step's extra noise, in units of a step's noise at the first learning rate."""
     if options.final_noise is not None:
         return options.final_noise
-    return math.sqrt(sampler.steps_per_epoch - 1) if config.protection.kind == "last-iterate" else 0.0
+    return math.sqrt(plan.sampler.steps_per_epoch - 1) if plan.config.protection.last_iterate else 0.0
 
 
-def divisor(config: RunConfig, sampler: Sampler) -> float:
-    """b: the mean batch, a constant that the data do not change."""
-    return config.protection.divisor or (
-        float(sampler.n_records) if sampler.scheme == "full-batch" else divisor_of(config)
+def mean_batch(plan: Plan) -> float:
+    """Return b, the divisor of a batch's sum: a constant that the data do not change."""
+    full = plan.sampler.scheme == "full-batch"
+    return plan.config.protection.divisor or (
+        float(plan.sampler.n_records) if full else divisor_of(plan.config)
     )
 
 
-def released(
-    config: RunConfig, network: GatedNetwork, sampler: Sampler, *, noise_multiplier: float, steps: int
+def mechanism_of(
+    plan: Plan, options: ConvexConfig, noise_multiplier: float
 ) -> ConvexLastIterate | RecordCentral | RecordReplaced:
-    """What a protected run releases: its last iterate, or so many updates on secret batches."""
-    options, device = convex_options(config), config.protection.noise == "device"
-    n_classes = network.model.n_classes
-    if config.protection.kind == "last-iterate":
+    """Return what a protected run releases: its last iterate, or one update on a secret batch.
+
+    Args:
+        plan: The run.
+        options: Its section `trainer`.
+        noise_multiplier: z, the noise's standard deviation over C.
+    """
+    config, sampler, n_classes = plan.config, plan.sampler, plan.network.model.n_classes
+    if config.protection.last_iterate:
         return ConvexLastIterate(
             objective=options.objective,
             clip=options.residual_clip,
@@ -74,29 +61,16 @@ def released(
             batches=sampler.steps_per_epoch,
             epochs=config.epochs,
             noise_multiplier=noise_multiplier,
-            final_noise=final_noise(config, sampler),
+            final_noise=final_noise(plan, options),
             hyperplanes=options.hyperplanes,
-            device_noise=device,
+            device_noise=config.protection.noise == "device",
         )
     return clipped_records(
-        config,
+        plan,
         noise_multiplier=noise_multiplier,
-        sampling_probability=sampler.sampling_probability or math.nan,
-        clip_norm=largest_gradient(config, n_classes),
-        divisor=divisor(config, sampler),
-        device_noise=device,
-        steps=steps,
+        clip_norm=largest_gradient(options, n_classes),
+        divisor=mean_batch(plan),
     )
-
-
-def with_calibrated_noise(config: RunConfig, network: GatedNetwork, sampler: Sampler) -> RunConfig:
-    """The configuration with the least noise multiplier that keeps the whole run within epsilon."""
-    options = config.protection
-    if options.kind == "none" or options.noise_multiplier is not None or options.epsilon is None:
-        return config
-    whole = released(config, network, sampler, noise_multiplier=1.0, steps=total_steps(config, sampler))
-    found, _ = calibrate(whole, target_epsilon=options.epsilon, delta=options.delta)
-    return with_multiplier(config, found.noise_multiplier)
 
 
 def require_plain_descent(config: RunConfig) -> None:
@@ -123,12 +97,12 @@ def require_plain_descent(config: RunConfig) -> None:
         "protection.clip_norm": (protection.clip_norm, protection.clip_norm is not None, "use trainer.clip"),
         "optimizer.averaged_tail": (
             optimizer.averaged_tail,
-            optimizer.averaged_tail > 0 and protection.kind == "last-iterate",
+            optimizer.averaged_tail > 0 and protection.last_iterate,
             "a mean of iterates is not the last iterate; set it to 0",
         ),
         "protection.divisor": (
             protection.divisor,
-            protection.divisor is not None and protection.kind == "last-iterate",
+            protection.divisor is not None and protection.last_iterate,
             "the theorem divides by the batch size; leave it out",
         ),
     }
@@ -138,7 +112,7 @@ def require_plain_descent(config: RunConfig) -> None:
 
 
 def require_last_iterate_scheme(scheme: str) -> None:
-    """Refuse random batches where the last iterate alone is to be private."""
+    """Refuse random batches if only the last iterate is to be private."""
     if scheme not in LAST_ITERATE_SCHEMES:
         raise NoGuarantee(
             f"sampling scheme = {scheme!r}: the last iterate's theorem needs fixed disjoint batches in a fixed order; "
@@ -147,12 +121,11 @@ def require_last_iterate_scheme(scheme: str) -> None:
         )
 
 
-def require_contraction(config: RunConfig, n_classes: int) -> None:
+def require_contraction(config: RunConfig, options: ConvexConfig, n_classes: int) -> None:
     """Refuse a learning rate at which steps push two models apart without a bound.
 
     Raises:
         NoGuarantee: eta >= 2 / (beta + lambda), or clipped softmax beyond its own limit.
     """
-    options = convex_options(config)
     rate = np.array([config.optimizer.lr])
     log_expansion(options.objective, options.residual_clip, n_classes, rate, options.regularisation)

@@ -1,34 +1,92 @@
-"""Noisy gradient descent on a gated model, gradients and their norms in closed form."""
+"""Train a gated model by noisy gradient descent, with gradients and their norms in closed form.
+
+A record's gradient is x~ residual^T, of norm |x~| |residual|, so a bound on the residual bounds the gradient.
+`accounting.convex.constants` states each residual's formula, Lipschitz constant and bound.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from accounting.convex.constants import residual_bound
 from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import NoiseStream
 from opusim.usage import Usage
 from training.config.run import LossName
+from training.convex.config import ConvexConfig
 from training.convex.gated import GatedNetwork, GatedRelu, device_hyperplanes
-from training.convex.objectives import Objective
 from training.engine.trainer import StepRecord, Trainer
-from training.networks.clipping import full_precision
-from training.networks.losses import LOSSES
+from training.networks.clipping import bounded_factors, finite_rows, full_precision, row_norms
+from training.networks.functions import LOSSES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """A convex objective, given by the residual of a record's logits.
+
+    Attributes:
+        name: squared, margin, one-against-rest or softmax.
+        clip: Largest norm C of a residual, or None if the residual is bounded without a clip.
+    """
+
+    name: str
+    clip: float | None
+
+    @classmethod
+    def from_config(cls, options: ConvexConfig) -> Objective:
+        """Return the objective of a configuration."""
+        return cls(name=options.objective, clip=options.residual_clip)
+
+    def residual(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the clipped residual of each record, shape (batch, k); 0 for a record whose logits are not finite.
+
+        Args:
+            logits: Shape (batch, k).
+            labels: Class numbers, shape (batch,).
+        """
+        target = torch.zeros_like(logits).scatter_(1, labels.unsqueeze(1), 1.0)
+        residual = _RESIDUALS[self.name](logits, target)
+        if self.clip is not None and self.name == "one-against-rest":  # entry by entry, which keeps it convex
+            bound = self.clip / math.sqrt(logits.shape[1])
+            residual = residual.clamp(-bound, bound)
+        norms = row_norms(residual)
+        residual = finite_rows(residual, torch.isfinite(norms))
+        if self.clip is None or self.name == "one-against-rest":
+            return residual
+        return (residual * bounded_factors(norms, self.clip).unsqueeze(1)).to(residual.dtype)
+
+    def bound(self, n_classes: int) -> float:
+        """Return the largest norm of a residual, which bounds the norm of a record's gradient."""
+        return residual_bound(self.name, self.clip, n_classes)
+
+
+_RESIDUALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squared": lambda logits, target: logits - target,
+    # distance to the box z_y >= 1, z_c <= 0
+    "margin": lambda logits, target: torch.where(
+        target > 0, (logits - 1.0).clamp_max(0.0), logits.clamp_min(0.0)
+    ),
+    "one-against-rest": lambda logits, target: torch.sigmoid(logits) - target,
+    "softmax": lambda logits, target: torch.softmax(logits, dim=1) - target,
+}
+"""Residual of each objective from logits and one-hot targets, both of shape (batch, k)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Descent:
-    """The numbers of a descent.
+    """Constants of a descent.
 
     Attributes:
         regularisation: lambda.
-        divisor: b, the constant that a batch's sum is divided by.
+        divisor: b, the constant that divides a batch's sum.
         noise_std: Standard deviation of the noise on a batch's sum, z C; 0 for none.
-        final_std: That of the noise which the last step adds to the weights beside its own.
-        total_steps: Steps of the run.
+        final_std: Standard deviation of the extra noise that the last step adds to the weights.
+        total_steps: Number of steps of the run.
     """
 
     regularisation: float
@@ -41,18 +99,20 @@ class Descent:
 class ConvexTrainer(Trainer):
     """v <- (1 - eta lambda) v - (eta / b) [sum over the batch of x~ residual^T + N(0, (z C)^2 I)].
 
-    Guarantees, for every batch whatever it holds: x~ of every finite record has norm at most 1, and a record's share of
-    the sum norm at most C, both up to float32 rounding (relative 1e-6); a record whose features or logits are not
-    finite counts as 0; an empty batch takes the same noisy step.
+    Guarantees for every batch, whatever it holds:
+        - x~ of every finite record has norm at most 1 and its term of the sum norm at most C, both up to float32
+          rounding (relative 1e-6);
+        - a record whose features or logits are not finite counts as 0;
+        - an empty batch takes the same noisy step.
 
     Args:
-        network: The model; its weights are updated in place.
-        optimizer: Holds the learning rate that the engine sets; it does no step of its own.
-        objective: Whose residual is followed.
+        network: The network; its weights are updated in place.
+        optimizer: Holds the learning rate that the engine sets; it takes no step.
+        objective: Supplies the residuals.
         descent: Constants of the run.
         loss: Loss that the metrics report.
-        noise: Source of independent N(0, 1); required where there is noise.
-        device: The open device of gates or noise, None for a run without one.
+        noise: Source of independent N(0, 1); required if the descent has noise.
+        device: The open device that supplies gates or noise, or None.
     """
 
     kind = "convex"
@@ -97,24 +157,24 @@ class ConvexTrainer(Trainer):
         )
 
     def recover_hyperplanes(self, readings: int) -> None:
-        """Take the device's own matrix for the hyperplanes, once, before the first step."""
+        """Read the hyperplanes from the device, once, before the first step."""
         if self._device is None:
-            raise ValueError("device is missing; gates from a device are read from an open one")
-        self._device.seek(self._descent.total_steps)  # no step's own noise
+            raise ValueError("device is missing; trainer.gates = 'device' reads them from an open device")
+        self._device.seek(self._descent.total_steps)  # repeats no step's noise
         self.model.hyperplanes.copy_(device_hyperplanes(self._device, readings=readings))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and hyperplanes."""
+        """See Network.tensors."""
         return self._network.tensors
 
     @property
     def usage(self) -> Usage:
-        """Usage of the device."""
+        """See Trainer.usage."""
         return Usage() if self._device is None else self._device.usage
 
     def _descend(self, x: Tensor, spread: Tensor, step: int) -> None:
-        """Move the weights, in place and at once: a device that fails while it gives noise has moved nothing."""
+        """Update the weights in place, after all noise is drawn: a device that fails leaves them unchanged."""
         numbers = self._descent
         rate = self.optimizer.param_groups[0]["lr"]
         weight = self.model.weight.data.flatten(1)  # (d, P k), a view
@@ -122,7 +182,7 @@ class ConvexTrainer(Trainer):
         torch.add(move, weight, alpha=1 - rate * numbers.regularisation, out=weight)
 
     def _scaled_noise(self, weight: Tensor, rate: float, step: int) -> Tensor:
-        """Noise of one step on the weights; the last step's holds what is added at the end."""
+        """Return one step's noise on the weights; that of the last step includes the final noise."""
         numbers = self._descent
         std = rate * numbers.noise_std / numbers.divisor
         if step == numbers.total_steps - 1:

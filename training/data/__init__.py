@@ -1,4 +1,4 @@
-"""Which records a trainer sees: known data sets, or a person's own arrays, in parts that never mix."""
+"""Load data sets, split them into parts that never mix, and draw batches from them."""
 
 from training.data.arrays import from_arrays as from_arrays
 from training.data.catalogue import load_dataset as load_dataset

@@ -1,4 +1,4 @@
-"""A data set from a person's own arrays, checked before anything is computed with it."""
+"""Make a data set of user-supplied arrays; every array is checked before anything is computed with it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opusim import checks
 from opusim.randomness.streams import derive_seed
 from training.config.sections import SplitRule
 from training.data.dataset import Dataset, Split, Standardisation
-from training.data.splits import Ids, hold_out, hold_out_by_content, hold_out_by_id
+from training.data.splits import Ids, split_by_content, split_by_id, split_by_index
 
 Array = np.ndarray | torch.Tensor
 
@@ -31,32 +31,31 @@ def from_arrays(
 
     Labels never decide which records are held out for validation. The arrays are copied.
 
-    - ``split="index"``: a seeded permutation of all n places decides, and the training records stand in its order.
-      ``round(validation_fraction * n)`` records are held out. Right where n is fixed: for replacing a record, for a
-      record against an empty place, for labels.
-    - ``split="content"``: a keyed hash of the record's own features decides, with probability `validation_fraction`.
-      Adding a record then adds that record to one part and moves no other.
-    - ``split="id"``: the same by a keyed hash of the record's ID.
+    - ``split="index"`` holds out the first ``round(validation_fraction * n)`` positions of a seeded permutation and
+      trains on the others in its order. Use it if n is fixed: for replace-one, zero-out and label guarantees.
+    - ``split="content"`` holds a record out with probability `validation_fraction`, by a keyed hash of its features.
+      Adding a record then changes one part by that record and no other.
+    - ``split="id"`` does the same by a keyed hash of the record's ID.
 
     Args:
         x: Features, shape (n, d), real and finite.
         y: Labels, shape (n,), whole numbers from 0 to ``n_classes - 1``.
-        n_classes: Number of classes, at least 2. ``None`` takes one more than the largest label of `y`, which
-            is then read off the records: state the number where a guarantee is asked for.
+        n_classes: Number of classes, at least 2. ``None`` takes one more than the largest label of `y`. That number
+            depends on the records, so state `n_classes` if you ask for a guarantee.
         validation_fraction: Share of the records to hold out, in [0, 1).
         split_seed: Chooses the validation records, in [0, 2^64); public.
-        split: The rule.
-        ids: One ID a record, whole numbers or strings, shape (n,); for ``split="id"``.
-        test: Features and labels to test on, under the same rules.
-        standardise: Constants to apply to all features, or ``None`` to use the features as they are. Those of
-            `Standardisation.from_data` are not public, and a run with a guarantee refuses them.
-        name: How reports call the data set.
+        split: Rule that chooses the validation records, see the table.
+        ids: One ID per record, whole numbers or strings, shape (n,); required by ``split="id"`` only.
+        test: Test features and labels, with the same requirements as `x` and `y`.
+        standardise: Constants to apply to all features, or ``None`` to use the features as they are. A run with a
+            guarantee refuses constants of `Standardisation.from_data`, which are not public.
+        name: Name of the data set in reports.
 
     Returns:
-        The data set, its tensors float32 and int64 on the CPU.
+        The data set; features are float32, labels int64, both on the CPU.
 
     Raises:
-        TypeError: Something is not an array, features are complex or labels are not whole numbers.
+        TypeError: An argument is not an array, features are complex or labels are not whole numbers.
         ValueError: A shape, a value or a range is wrong.
 
     Example:
@@ -73,7 +72,7 @@ def from_arrays(
     test_split = None
     if test is not None:
         test_split = _test_split(test, features.shape[1], classes, standardisation)
-    kept, held_out = _divided(features, ids, split, validation_fraction, split_seed)
+    kept, held_out = _split(features, ids, split, validation_fraction, split_seed)
     features = standardisation.apply(features)
     return Dataset(
         name=name,
@@ -86,29 +85,29 @@ def from_arrays(
     )
 
 
-def _divided(
+def _split(
     features: torch.Tensor, ids: Ids | None, split: SplitRule, fraction: float, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of training and validation records, by the rule of the split.
+    """Return the positions of training and validation records under a rule.
 
     Raises:
-        ValueError: The rule is not known, IDs do not go with it or are too few, or no record is left to train on.
+        ValueError: The rule is unknown, IDs are missing, superfluous or too few, or no record is left to train on.
     """
     checks.choice(("index", "content", "id"), split=split)
     if (ids is not None) != (split == "id"):
         raise ValueError(
-            f"split = {split!r} with{'out' if ids is None else ''} ids: IDs decide for split = 'id' only; give both"
+            f"split = {split!r} with{'out' if ids is None else ''} ids: split = 'id' needs ids, and only it takes them"
         )
     if split == "index":
-        return hold_out(len(features), fraction, derive_seed(seed, "validation"))
+        return split_by_index(len(features), fraction, derive_seed(seed, "validation"))
     if ids is None:
-        kept, held_out = hold_out_by_content(features, fraction, seed)
+        kept, held_out = split_by_content(features, fraction, seed)
     else:
         if len(ids) != len(features):
             raise ValueError(
-                f"x has {len(features)} records and ids {len(ids)} entries; give one ID a record"
+                f"x has {len(features)} records and ids {len(ids)} entries; give one ID per record"
             )
-        kept, held_out = hold_out_by_id(ids, fraction, seed)
+        kept, held_out = split_by_id(ids, fraction, seed)
     if not len(kept):
         raise ValueError(
             f"validation_fraction = {fraction:g} leaves no record for training under split = {split!r}; lower it, or "
@@ -132,7 +131,12 @@ def _test_split(
 
 
 def checked_features(values: Array, name: str) -> torch.Tensor:
-    """Return checked features as float32, shape (n, d)."""
+    """Check features and return them as float32, shape (n, d).
+
+    Raises:
+        TypeError: They are no array, or complex.
+        ValueError: The shape is wrong, there is no record, or a number is not finite as float32.
+    """
     tensor = _tensor(values, name)
     if tensor.ndim > 2:
         raise ValueError(
@@ -142,7 +146,7 @@ def checked_features(values: Array, name: str) -> torch.Tensor:
     if tensor.ndim != 2 or tensor.shape[1] == 0:
         raise ValueError(f"{name} must have shape (n, d) with d at least 1, got {tuple(tensor.shape)}")
     if len(tensor) == 0:
-        raise ValueError(f"{name} is empty: it has shape {tuple(tensor.shape)} and must hold a record")
+        raise ValueError(f"{name} is empty: it has shape {tuple(tensor.shape)} and needs at least one record")
     if tensor.is_complex():
         raise TypeError(f"{name} must be real, got {tensor.dtype}: give real and imaginary parts as features")
     features = tensor.to(torch.float32)
@@ -157,7 +161,12 @@ def checked_features(values: Array, name: str) -> torch.Tensor:
 
 
 def checked_labels(values: Array, name: str) -> torch.Tensor:
-    """Return checked labels as int64, shape (n,)."""
+    """Check labels and return them as int64, shape (n,).
+
+    Raises:
+        TypeError: They are no array of whole numbers.
+        ValueError: The shape is wrong.
+    """
     tensor = _tensor(values, name)
     if tensor.ndim != 1:
         raise ValueError(
@@ -192,7 +201,7 @@ def check_lengths(features: torch.Tensor, labels: torch.Tensor, x_name: str, y_n
     """Refuse features and labels of different lengths."""
     if len(features) != len(labels):
         raise ValueError(
-            f"{x_name} has {len(features)} records and {y_name} {len(labels)} labels; give one label a record"
+            f"{x_name} has {len(features)} records and {y_name} {len(labels)} labels; give one label per record"
         )
 
 
@@ -202,7 +211,7 @@ def _number_of_classes(labels: torch.Tensor, n_classes: int | None) -> int:
     if n_classes is None and least > 0:
         raise ValueError(
             f"y must hold labels from 0, got {least} to {int(labels.max())}: subtract {least} from y, or "
-            "state n_classes if the classes below have no record"
+            "state n_classes if the lower classes have no record"
         )
     classes = int(labels.max()) + 1 if n_classes is None else n_classes
     checks.integer(n_classes=classes, minimum=2, remedy="it counts all classes, also those without a record")
@@ -215,6 +224,6 @@ def check_range(labels: torch.Tensor, n_classes: int, name: str) -> None:
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= n_classes:
         raise ValueError(
-            f"{name} must hold labels from 0 to {n_classes - 1}, got {low} to {high}: count classes from 0, "
+            f"{name} must hold labels from 0 to {n_classes - 1}, got {low} to {high}: number the classes from 0, "
             "or state n_classes"
         )

@@ -1,8 +1,7 @@
-"""The data set that a configuration names.
+"""Load the data sets that are known by name: digits, MNIST, Fashion-MNIST and CIFAR-10.
 
-Download MNIST and its kin from openml.org through scikit-learn, which keeps a copy.
-
-The data sets that are known by name, their public constants, and how they are loaded.
+Their standardisation constants are statistics of published benchmarks that everyone has, and only for that reason count
+as public. User-supplied data need constants that were chosen without looking at the data (see `Standardisation`).
 """
 
 from __future__ import annotations
@@ -21,13 +20,11 @@ import numpy as np
 import torch
 
 from opusim.errors import ConfigError
-from training.config.sections import OWN_ARRAYS as OWN_ARRAYS
-from training.config.sections import DataConfig, SplitRule
+from training.config.sections import OWN_ARRAYS, DataConfig, SplitRule
 from training.data.arrays import from_arrays
-from training.data.cifar10 import ARCHIVE, read_cifar10
 from training.data.dataset import DataError, Dataset, Standardisation
-from training.data.formats import VARIABLE, read_labelled_images
-from training.data.splits import hold_out
+from training.data.formats import ARCHIVE, VARIABLE, Parts, read_cifar10, read_labelled_images
+from training.data.splits import split_by_index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +32,10 @@ class OpenmlSource:
     """A data set on openml.org whose first records are for training and whose last are for testing.
 
     Attributes:
-        data_id: Its number there, which never changes its meaning.
+        data_id: Its permanent number there.
         name: Its name there, for messages.
-        n_train: Number of records for training, the first ones.
-        n_test: Number of records for testing, the rest.
+        n_train: Number of training records, which come first.
+        n_test: Number of test records, which follow.
     """
 
     data_id: int
@@ -47,17 +44,138 @@ class OpenmlSource:
     n_test: int
 
 
-def download_labelled_images(source: OpenmlSource) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Fetch a data set, from scikit-learn's copy if it has one.
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One known data set.
 
-    The file is read by a parser in plain Python, which needs nothing else and is slow for 70,000 images.
+    Attributes:
+        full_scale: Value of a white pixel in the files; features are pixels divided by it, in [0, 1].
+        standardisation: Public constants for features in [0, 1].
+        read: Returns the pixels and labels.
+    """
 
-    Returns:
-        Under ``"train"`` and ``"test"``, the pixels, shape (n, d), float32 from 0 to 255, and the labels,
-        shape (n,), int64.
+    full_scale: float
+    standardisation: Standardisation
+    read: Callable[[], Parts]
+
+
+def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Dataset:
+    """Load the known data set that a configuration names.
+
+    Args:
+        options: Section `data` of the configuration.
+        split: Rule by which records are held out (`RunConfig.split`). ``None`` takes data.split, or index if that is
+            not set.
 
     Raises:
-        DataError: The download failed, or what came is not what `source` says.
+        DataError: The data set cannot be read.
+        ConfigError: The name stands for user-supplied arrays, or an option does not apply to a known data set.
+        ValueError: The name is unknown.
+    """
+    if options.name == OWN_ARRAYS:
+        raise ConfigError(
+            "configuration",
+            "data.name",
+            "stands for user-supplied arrays, which no file holds; give them again: "
+            "training.train(..., data=(x, y)), with folder=... and resume=True to resume a run",
+        )
+    if options.n_classes is not None:
+        reason = f"{options.n_classes} is for user-supplied arrays; leave it out for {options.name}"
+        raise ConfigError("configuration", "data.n_classes", reason)
+    rule = split or options.split or "index"
+    if rule == "id":
+        reason = f"'id' is for arrays that are given with IDs; use 'index' or 'content' for {options.name}"
+        raise ConfigError("configuration", "data.split", reason)
+    return load_dataset(
+        options.name,
+        validation_fraction=options.validation_fraction,
+        split_seed=options.split_seed,
+        split=rule,
+        standardise=standardisation_of(options) or options.standardise,
+    )
+
+
+def standardisation_of(options: DataConfig) -> Standardisation | None:
+    """Return the constants that a configuration states, or None if it states none."""
+    if options.mean is None or options.std is None:
+        return None
+    return Standardisation(
+        mean=options.mean, std=options.std, source="data.mean and data.std of the configuration"
+    )
+
+
+def load_dataset(
+    name: str,
+    *,
+    validation_fraction: float = 0.1,
+    split_seed: int,
+    split: Literal["index", "content"] = "index",
+    standardise: bool | Standardisation = True,
+) -> Dataset:
+    """Load a known data set and hold out part of its training records for validation.
+
+    Features are pixels scaled to [0, 1], then standardised with the constants published for the data set; none are
+    computed from the records. The choice of validation records never looks at labels (see `from_arrays`).
+
+    - ``digits``: 1,797 images of 8 x 8 pixels, shipped with scikit-learn. They come without a test set, so a fixed
+      fifth (359 records, the same for every `split_seed`) serves as one.
+    - ``mnist``, ``fashion-mnist``: 60,000 training and 10,000 test images of 28 x 28 pixels, from the folder that the
+      environment variable ``OPUSIM_DATA`` names (``MNIST/raw/train-images-idx3-ubyte.gz`` and so on, compressed or
+      not), or downloaded from openml.org if it is not set.
+    - ``cifar-10``: 50,000 training and 10,000 test images of 3 x 32 x 32 pixels, channels first, from JPEG files in
+      ``CIFAR10-jpeg/cifar10-jpeg.tar.xz`` of that folder. They are decoded once and cached next to the archive if that
+      folder is writable.
+
+    Args:
+        name: ``"digits"``, ``"mnist"``, ``"fashion-mnist"`` or ``"cifar-10"``.
+        validation_fraction: Share of the training records to hold out, in [0, 1).
+        split_seed: Chooses the validation records, in [0, 2^64).
+        split: Rule that chooses them, see `from_arrays`.
+        standardise: Whether to subtract the published mean and divide by the published standard deviation; or other
+            constants to use instead, for features in [0, 1].
+
+    Returns:
+        The data set, with ten classes and a test split.
+
+    Raises:
+        ValueError: The name is unknown, or an argument is out of range.
+        DataError: A file is missing or damaged, or the download failed.
+
+    Example:
+        >>> digits = load_dataset("digits", split_seed=0)
+        >>> len(digits.train), len(digits.validation), len(digits.test), digits.n_features
+        (1294, 144, 359, 64)
+    """
+    if name not in CATALOGUE:
+        close = difflib.get_close_matches(str(name).lower().replace("_", "-"), CATALOGUE, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"data.name = {name!r}: must be one of {', '.join(CATALOGUE)}.{hint}")
+    entry = CATALOGUE[name]
+    published = entry.standardisation if standardise else None
+    constants = standardise if isinstance(standardise, Standardisation) else published
+    parts = {part: (_scaled(x, entry.full_scale), y) for part, (x, y) in entry.read().items()}
+    return from_arrays(
+        *parts["train"],
+        name=name,
+        n_classes=10,
+        validation_fraction=validation_fraction,
+        split_seed=split_seed,
+        split=split,
+        test=parts["test"],
+        standardise=constants,
+    )
+
+
+def download_labelled_images(source: OpenmlSource) -> Parts:
+    """Download a data set from openml.org through scikit-learn, which keeps a copy.
+
+    scikit-learn's parser in plain Python reads the file: it needs no pandas, and is slow for 70,000 images.
+
+    Returns:
+        Pixels float32 from 0 to 255 and labels int64.
+
+    Raises:
+        DataError: The download failed, or does not hold what `source` says.
     """
     from sklearn.datasets import fetch_openml
 
@@ -83,103 +201,38 @@ def download_labelled_images(source: OpenmlSource) -> dict[str, tuple[np.ndarray
     return {"train": (x[:n], y[:n]), "test": (x[n:], y[n:])}
 
 
-Parts = dict[str, tuple[np.ndarray, np.ndarray]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One known data set.
-
-    Attributes:
-        full_scale: The value of a white pixel in the files; features are pixels divided by it, in [0, 1].
-        standardisation: The public constants, for features in [0, 1].
-        read: Returns the pixels (n, d) and labels (n,) of ``"train"`` and ``"test"``.
-    """
-
-    full_scale: float
-    standardisation: Standardisation
-    read: Callable[[], Parts]
-
-
-def load_dataset(
-    name: str,
-    *,
-    validation_fraction: float = 0.1,
-    split_seed: int,
-    split: Literal["index", "content"] = "index",
-    standardise: bool | Standardisation = True,
-) -> Dataset:
-    """Load a known data set, with part of its training records held out for validation.
-
-    Features are pixels scaled to [0, 1] and then standardised with constants that are published for the data
-    set, never computed here. The validation records are chosen without a look at labels (see `from_arrays`).
-
-    - ``digits``: 1,797 images of 8 x 8 pixels, embedded in scikit-learn. It has no test set of its own, so a
-      fixed fifth (359 records, the same for every `split_seed`) is one here.
-    - ``mnist``, ``fashion-mnist``: 60,000 training and 10,000 test images of 28 x 28 pixels, from the folder
-      that the environment variable ``OPUSIM_DATA`` names (``MNIST/raw/train-images-idx3-ubyte.gz`` and so on,
-      compressed or not), or downloaded from openml.org if it is not set.
-    - ``cifar-10``: 50,000 training and 10,000 test images of 3 x 32 x 32 pixels, channels first, from JPEG files in
-      ``CIFAR10-jpeg/cifar10-jpeg.tar.xz`` of that folder; decoded once and kept beside it where it may be written to.
-
-    Args:
-        name: ``"digits"``, ``"mnist"``, ``"fashion-mnist"`` or ``"cifar-10"``.
-        validation_fraction: Share of the training records to hold out, in [0, 1).
-        split_seed: Chooses the validation records, in [0, 2^64).
-        split: The rule that does, see `from_arrays`.
-        standardise: Whether to subtract the mean and divide by the standard deviation; or other constants to do
-            it with, for features in [0, 1].
-
-    Returns:
-        The data set, with ten classes and a test split.
-
-    Raises:
-        ValueError: The name is not known, or an argument is out of range.
-        DataError: A file is missing or damaged, or the download failed.
-
-    Example:
-        >>> digits = load_dataset("digits", split_seed=0)
-        >>> len(digits.train), len(digits.validation), len(digits.test), digits.n_features
-        (1294, 144, 359, 64)
-    """
-    if name not in CATALOGUE:
-        close = difflib.get_close_matches(str(name).lower().replace("_", "-"), CATALOGUE, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"data.name = {name!r}: must be one of {', '.join(CATALOGUE)}.{hint}")
-    entry = CATALOGUE[name]
-    own = entry.standardisation if standardise else None
-    constants = standardise if isinstance(standardise, Standardisation) else own
-    parts = {part: (_scaled(x, entry.full_scale), y) for part, (x, y) in entry.read().items()}
-    return from_arrays(
-        *parts["train"],
-        name=name,
-        n_classes=10,
-        validation_fraction=validation_fraction,
-        split_seed=split_seed,
-        split=split,
-        test=parts["test"],
-        standardise=constants,
-    )
-
-
 def _scaled(pixels: np.ndarray, full_scale: float) -> torch.Tensor:
     return torch.from_numpy(pixels.astype(np.float32)) / full_scale
 
 
 def _read_digits() -> Parts:
-    """Return the embedded digits; the test part is a fifth chosen by the fixed seed 0."""
+    """Return the digits of scikit-learn; the test part is a fifth, chosen by the fixed seed 0."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
-    train, test = (positions.numpy() for positions in hold_out(len(pixels), 0.2, seed=0))
+    train, test = (positions.numpy() for positions in split_by_index(len(pixels), 0.2, seed=0))
     return {"train": (pixels[train], labels[train]), "test": (pixels[test], labels[test])}
 
 
-def _own_folder(holds: str) -> Path | None:
-    """The person's own folder, if they name one.
+def _read_images(folder: str, source: OpenmlSource) -> Parts:
+    """Read images from the folder of OPUSIM_DATA, or download them if that is not set."""
+    path = _data_folder(f"{folder}/raw/")
+    return download_labelled_images(source) if path is None else read_labelled_images(path, folder)
+
+
+def _read_cifar10() -> Parts:
+    """Read images from the folder of OPUSIM_DATA; there is no download."""
+    path = _data_folder(ARCHIVE)
+    if path is None:
+        raise DataError(f"{VARIABLE} is not set: set it to the folder that holds {ARCHIVE}")
+    return read_cifar10(path)
+
+
+def _data_folder(content: str) -> Path | None:
+    """Return the folder that OPUSIM_DATA names, or None if it is not set.
 
     Raises:
-        DataError: It is not there.
+        DataError: There is no such folder.
     """
     root = os.environ.get(VARIABLE)
     if not root:
@@ -187,24 +240,10 @@ def _own_folder(holds: str) -> Path | None:
     path = Path(root).expanduser()
     if not path.is_dir():
         raise DataError(
-            f"{VARIABLE} is {root}, which is not a folder: set it to the folder that holds {holds}, or "
+            f"{VARIABLE} is {root}, which is not a folder: set it to the folder that holds {content}, or "
             "unset it to download the data from openml.org"
         )
     return path
-
-
-def _read_images(folder: str, source: OpenmlSource) -> Parts:
-    """Return the images from the person's own folder if they name one, else from openml.org."""
-    path = _own_folder(f"{folder}/raw/")
-    return download_labelled_images(source) if path is None else read_labelled_images(path, folder)
-
-
-def _read_cifar10() -> Parts:
-    """Return the images from the person's own folder; nothing is downloaded."""
-    path = _own_folder(ARCHIVE)
-    if path is None:
-        raise DataError(f"{VARIABLE} is not set: set it to the folder that holds {ARCHIVE}")
-    return read_cifar10(path)
 
 
 _MNIST = OpenmlSource(data_id=554, name="mnist_784", n_train=60_000, n_test=10_000)
@@ -248,52 +287,4 @@ CATALOGUE: dict[str, Entry] = {
         read=_read_cifar10,
     ),
 }
-"""Every known data set under its name.
-
-The constants are statistics of published benchmarks that everyone has, and count as public for that reason
-alone: a person's own data need constants that were fixed without looking at them (see `Standardisation`).
-"""
-
-
-def chosen_constants(options: DataConfig) -> Standardisation | None:
-    """The constants that a configuration gives itself, or None."""
-    if options.mean is None or options.std is None:
-        return None
-    return Standardisation(
-        mean=options.mean, std=options.std, source="data.mean and data.std of the configuration"
-    )
-
-
-def configured_dataset(options: DataConfig, split: SplitRule | None = None) -> Dataset:
-    """Load a known data set as a configuration asks for it.
-
-    Args:
-        options: Its section `data`.
-        split: The rule by which records are held out (`RunConfig.split`); None takes data.split, or else index.
-
-    Raises:
-        DataError: It cannot be read.
-        ConfigError: The name stands for a person's own arrays, or an option does not apply to a known data set.
-        ValueError: The name is not known.
-    """
-    if options.name == OWN_ARRAYS:
-        raise ConfigError(
-            "configuration",
-            "data.name",
-            "stands for user-supplied arrays, which no file holds; give them again: "
-            "training.train(..., data=(x, y)), with folder=... and resume=True to resume a run",
-        )
-    if options.n_classes is not None:
-        reason = f"{options.n_classes} is for user-supplied arrays; leave it out for {options.name}"
-        raise ConfigError("configuration", "data.n_classes", reason)
-    rule = split or options.split or "index"
-    if rule == "id":
-        reason = f"'id' is for arrays that are given with IDs; use 'index' or 'content' for {options.name}"
-        raise ConfigError("configuration", "data.split", reason)
-    return load_dataset(
-        options.name,
-        validation_fraction=options.validation_fraction,
-        split_seed=options.split_seed,
-        split=rule,
-        standardise=chosen_constants(options) or options.standardise,
-    )
+"""Every known data set by name."""

@@ -1,10 +1,7 @@
-"""Fewer features: the principal components of the training records, for features that are public.
+"""Hold a data set: records with labels in parts that never mix, and the maps applied to their features.
 
-The error that a data set raises when it is missing, damaged or not what its name says.
-
-How features are centred and scaled, and whether those constants are public.
-
-What a trainer is given: records with labels, in parts that never mix.
+A map is public if it was fixed without the records that it is applied to. `Standardisation` says whether it is;
+`PrincipalComponents` are computed from the training records and need features that are public.
 """
 
 from __future__ import annotations
@@ -22,23 +19,22 @@ from opusim.errors import OpusimError
 class DataError(OpusimError, ValueError):
     """A data set cannot be used: a file is missing, cut short or of another kind, or a download failed.
 
-    The message names the file or data set, what is wrong with it, and what to do. It is also a
-    ``ValueError``, which is what wrong values in a person's own arrays raise.
+    The message names the file or data set, the problem and the remedy. It is also a ``ValueError``, which is what wrong
+    values in user-supplied arrays raise.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standardisation:
-    """The affine map ``(x - mean) / std``, applied alike to every record.
+    """The affine map ``(x - mean) / std``, the same for every record.
 
-    A mean and a standard deviation that are computed from the records being trained on depend on each of
-    them, so they are released without noise with every model: no guarantee covers that. Constants that were
-    published before, or chosen without looking, cost nothing. `public` says which of the two this is, and a
-    run that is asked for a guarantee refuses ``public=False``.
+    A mean and a standard deviation computed from the training records depend on each of them, and every model releases
+    them without noise: no guarantee covers that. Constants that were published before, or chosen without looking at the
+    records, cost nothing. `public` tells the two apart, and a run with a guarantee refuses ``public=False``.
 
     Attributes:
-        mean: What is subtracted, in the features' units: one number, or one for each feature.
-        std: What is divided by, in the features' units, above 0: one number, or one for each feature.
+        mean: Subtracted from the features, in their units: one number, or one per feature.
+        std: Divides the features, in their units, above 0: one number, or one per feature.
         source: Where the two come from, for the run's report.
         public: Whether they were fixed without the records that they are applied to.
     """
@@ -54,10 +50,10 @@ class Standardisation:
                 raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
         if not np.all(np.asarray(self.std) > 0):
             raise ValueError(
-                f"std must be above 0 everywhere, got {self.std}; give a feature that never changes std 1"
+                f"std must be above 0 everywhere, got {self.std}; use std = 1 for a feature that never changes"
             )
         if len({len(v) for v in (self.mean, self.std) if isinstance(v, tuple)}) > 1:
-            raise ValueError("mean and std must be single numbers or have one entry for each feature")
+            raise ValueError("mean and std must be single numbers or have one entry per feature")
 
     @classmethod
     def identity(cls) -> Self:
@@ -66,9 +62,9 @@ class Standardisation:
 
     @classmethod
     def from_data(cls, x: np.ndarray | torch.Tensor) -> Self:
-        """Return the mean and standard deviation of each feature of `x`, marked as not public.
+        """Compute the mean and standard deviation of each feature of `x`; the result is not public.
 
-        A feature that is constant in `x` gets std 1, so that it becomes 0 rather than a division by 0.
+        A feature that is constant in `x` gets std 1, so that it becomes 0 and is not divided by 0.
 
         Args:
             x: Records, shape (n, d), n at least 1, finite.
@@ -98,7 +94,7 @@ class Standardisation:
             The standardised records, shape (n, d), float32, a new tensor.
 
         Raises:
-            ValueError: There are constants for each feature, and not as many as `x` has features.
+            ValueError: There is one constant per feature, and `x` has another number of features.
         """
         for constants in (self.mean, self.std):
             if isinstance(constants, tuple) and (x.ndim != 2 or len(constants) != x.shape[1]):
@@ -139,18 +135,18 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A data set, ready to train on.
+    """A data set that is ready to train on.
 
     Attributes:
-        name: How reports call it.
+        name: Its name in reports.
         n_classes: Number of classes; every label is below it.
-        train: The records that a guarantee is about.
+        train: The records that a guarantee protects.
         validation: Records held out of the training set; empty if none were.
-        test: Records that were never in the training set; ``None`` if there are none.
-        standardisation: What was already applied to all parts alike.
-        components: What replaced the standardised features by fewer ones; None where nothing did.
-        split: The rule that parted train from validation: index, content or id (see `from_arrays`); given where the
-            two were handed over as they are, so that a guarantee is about the records of `train` alone.
+        test: Records that were never in the training set, or None if there are none.
+        standardisation: The map already applied to all parts.
+        components: The map that replaced the standardised features by fewer ones, or None if there was none.
+        split: The rule that separated train from validation: index, content or id (see `from_arrays`); given if the
+            caller supplied both parts, so that a guarantee covers only the records of `train`.
     """
 
     name: str
@@ -172,7 +168,7 @@ class Dataset:
 class PrincipalComponents:
     """The affine map x -> (x - mean) axes.
 
-    It is computed from all training records without noise, so it is admissible only where their features are public.
+    It is computed from all training records without noise, so a guarantee admits it only if their features are public.
 
     Attributes:
         mean: Shape (d,), float64.
@@ -183,19 +179,19 @@ class PrincipalComponents:
     axes: np.ndarray
 
     @classmethod
-    def of(cls, x: Tensor, n_components: int, *, whitening: float) -> PrincipalComponents:
-        """The leading components of some records.
+    def fit(cls, x: Tensor, n_components: int, *, whitening: float) -> PrincipalComponents:
+        """Compute the leading principal components of some records.
 
-        Component j has standard deviation proportional to s_j^(1 - whitening), s_j its own, and the mean of the
-        variances is 1. The sign makes each axis' largest entry positive.
+        Component j of standard deviation s_j is scaled to a standard deviation proportional to s_j^(1 - whitening), so
+        that the mean of the variances is 1. The sign of an axis makes its largest entry positive.
 
         Args:
             x: Records, shape (n, d).
             n_components: k, from 1 to d.
-            whitening: From 0 (components as they are) to 1 (all of the same variance).
+            whitening: From 0 (relative variances as they are) to 1 (equal variances).
 
         Raises:
-            ValueError: k exceeds the features, or the number of components with any variance.
+            ValueError: k exceeds the number of features, or of components with a variance above 0.
         """
         values = x.double().cpu().numpy()
         if n_components > values.shape[1]:
@@ -208,8 +204,8 @@ class PrincipalComponents:
         stds, vectors = np.sqrt(np.maximum(variances[largest], 0.0)), vectors[:, largest]
         if not stds[-1] > 1e-6 * stds[0]:
             raise ValueError(
-                f"data.components = {n_components}: the records vary in {int(np.sum(stds > 1e-6 * stds[0]))} "
-                "directions only; lower it"
+                f"data.components = {n_components}: the records vary only in {int(np.sum(stds > 1e-6 * stds[0]))} "
+                "directions; lower it"
             )
         signs = np.sign(vectors[np.argmax(np.abs(vectors), axis=0), np.arange(n_components)])
         scaled = stds ** (1 - whitening)
@@ -217,11 +213,11 @@ class PrincipalComponents:
 
     @classmethod
     def from_array(cls, rows: np.ndarray) -> PrincipalComponents:
-        """What `to_array` gave."""
+        """Rebuild the map from what `to_array` returned."""
         return cls(mean=rows[0], axes=rows[1:].T)
 
     def to_array(self) -> np.ndarray:
-        """The mean, then the axes, as rows, shape (k + 1, d)."""
+        """Return the mean and then the axes as rows, shape (k + 1, d)."""
         return np.vstack([self.mean, self.axes.T])
 
     @property
@@ -230,13 +226,13 @@ class PrincipalComponents:
         return len(self.mean)
 
     def apply(self, x: Tensor) -> Tensor:
-        """Components of records (n, d), float32, shape (n, k)."""
+        """Return the components of records (n, d), float32, shape (n, k)."""
         mean, axes = torch.from_numpy(self.mean).to(x.device), torch.from_numpy(self.axes).to(x.device)
         return ((x.double() - mean) @ axes).float()
 
 
 def reduced(dataset: Dataset, components: PrincipalComponents) -> Dataset:
-    """The data set with every record's features replaced by their components."""
+    """Return the data set with every record's features replaced by their components."""
 
     def transform(split: Split) -> Split:
         return Split(components.apply(split.x), split.y)

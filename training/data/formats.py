@@ -1,33 +1,38 @@
-"""Read MNIST and its kin from a folder in the layout that torchvision writes.
+"""Read data files of untrusted content: idx (MNIST), npz, and CIFAR-10 as an archive of JPEG files.
 
-Read the idx format of the MNIST files, and say what is wrong with a damaged one.
-
-The format is stated on the MNIST page of Y. LeCun, C. Cortes and C. Burges: two zero bytes, a byte for the
-element type (8 is an unsigned byte), a byte for the number of dimensions, each dimension's size as a
-big-endian 32-bit integer, and the elements in C order.
-
-Read named arrays from an .npz file: only numbers, and no more of them than the file's size makes plausible.
+No reader unpickles anything, and none holds more in memory than the file's kind and length make plausible: a damaged or
+hostile file ends in a `DataError` that names the file, the problem and the remedy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
+import lzma
 import math
 import os
 import struct
+import tarfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from opusim.files import open_to_read
 from training.data.dataset import DataError
 
+Parts = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Pixels (n, d) and labels (n,) of ``"train"`` and ``"test"``."""
+VARIABLE = "OPUSIM_DATA"
+"""Environment variable that names the folder with ``MNIST/raw/``, ``FashionMNIST/raw/`` and ``CIFAR10-jpeg/``."""
+
 _UNSIGNED_BYTE = 8
-_LARGEST = 2**31
+_IDX_BYTES_LIMIT = 2**31
 """Bytes of elements; the images of the largest set in this format, EMNIST, take 0.6 of 2^30."""
 _DOWNLOAD_AGAIN = "delete this file and download it again; nothing else is lost"
 
@@ -35,15 +40,19 @@ _DOWNLOAD_AGAIN = "delete this file and download it again; nothing else is lost"
 def read_idx(path: Path, *, n_dimensions: int) -> np.ndarray:
     """Read an idx file of unsigned bytes, compressed if its name ends in ``.gz``.
 
+    The format (MNIST page of Y. LeCun, C. Cortes and C. Burges): two zero bytes, a byte for the element type (8 is an
+    unsigned byte), a byte for the number of dimensions, each dimension's size as a big-endian 32-bit integer, and the
+    elements in C order.
+
     Args:
         path: The file.
-        n_dimensions: What the file must hold: 3 for images (n, height, width), 1 for labels (n,).
+        n_dimensions: Dimensions that the file must have: 3 for images (n, height, width), 1 for labels (n,).
 
     Returns:
         The elements, uint8, in the file's shape; read-only.
 
     Raises:
-        DataError: The file cannot be read, is of another kind, or is shorter or longer than it says.
+        DataError: The file cannot be read, is of another kind, or is shorter or longer than its header says.
     """
     try:
         with os.fdopen(open_to_read(path), "rb") as file:
@@ -60,23 +69,23 @@ def read_idx(path: Path, *, n_dimensions: int) -> np.ndarray:
 
 
 def _elements(stream: IO[bytes] | gzip.GzipFile, path: Path, n_dimensions: int) -> np.ndarray:
-    """Header and elements; of the rest, no more is decompressed than shows that there is one."""
+    """Read the header and the elements, and at most one byte behind them, which shows that the file is too long."""
     header_size = 4 + 4 * n_dimensions
     header = stream.read(header_size)
     magic = bytes([0, 0, _UNSIGNED_BYTE, n_dimensions])
     if header[:4] != magic[: len(header)]:
         raise DataError(
             f"{path} starts with 0x{header[:4].hex()}, an idx file of unsigned bytes with {n_dimensions} "
-            f"dimension(s) starts with 0x{magic.hex()}: it is a file of another kind or under another's "
-            f"name; {_DOWNLOAD_AGAIN}"
+            f"dimension(s) starts with 0x{magic.hex()}: it is of another kind, or has another file's name; "
+            f"{_DOWNLOAD_AGAIN}"
         )
     if len(header) < header_size:
         raise _cut_short(path, f"{len(header)} bytes do not hold a header of {header_size}")
     shape = struct.unpack(f">{n_dimensions}I", header[4:])
     expected = math.prod(shape)
-    if expected > _LARGEST:
+    if expected > _IDX_BYTES_LIMIT:
         raise DataError(
-            f"{path} promises {expected:,} bytes of data, more than the {_LARGEST:,} that are read; "
+            f"{path} promises {expected:,} bytes of data, more than the limit of {_IDX_BYTES_LIMIT:,}; "
             "give the records as arrays instead"
         )
     content = stream.read(expected + 1)
@@ -93,9 +102,9 @@ def _cut_short(path: Path, how: str) -> DataError:
     return DataError(f"{path} is cut short, as by an interrupted download ({how}); {_DOWNLOAD_AGAIN}")
 
 
-_ALWAYS_ALLOWED = 2**30
-_LARGEST_RATIO = 100
-"""Bytes in memory for a byte of the file, beyond the first `_ALWAYS_ALLOWED`; measured data compress by 2 to 20."""
+_NPZ_BYTES_ALLOWED = 2**30
+_NPZ_RATIO_LIMIT = 100
+"""Bytes in memory per byte of the file, above `_NPZ_BYTES_ALLOWED`; measured data compress by 2 to 20."""
 _UNREADABLE = (OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError)
 _DAMAGED = (zipfile.BadZipFile, zlib.error)
 _HEADERS = {
@@ -105,25 +114,25 @@ _HEADERS = {
 
 
 def read_arrays(path: Path, names: Sequence[str], *, optional: Sequence[str] = ()) -> list[np.ndarray]:
-    """Read arrays of an .npz file by name.
+    """Read named arrays of an .npz file.
 
-    Nothing is unpickled, and nothing is decompressed before its header was compared with its length.
+    Nothing is unpickled, and no array is decompressed before its header agrees with its length.
 
     Args:
         path: The file, as `numpy.savez` or `numpy.savez_compressed` writes it.
-        names: Of arrays that must be there.
-        optional: Of arrays that may be there.
+        names: Arrays that must be present.
+        optional: Arrays that may be present.
 
     Returns:
-        The arrays in the order of the names, then the optional ones that are there.
+        The arrays in the order of the names, then the optional ones that are present.
 
     Raises:
-        DataError: It is no such file, lacks an array, holds objects, is damaged, or holds more than 1 GiB and more
-            than 100 times its own length.
+        DataError: The file is of another kind or damaged, lacks an array, holds objects, or would take more than 1 GiB
+            and more than 100 times its own length.
     """
     try:
         with os.fdopen(open_to_read(path), "rb") as file:
-            most = max(_ALWAYS_ALLOWED, _LARGEST_RATIO * os.fstat(file.fileno()).st_size)
+            most = max(_NPZ_BYTES_ALLOWED, _NPZ_RATIO_LIMIT * os.fstat(file.fileno()).st_size)
             if file.read(6) == np.lib.format.MAGIC_PREFIX:
                 raise DataError(
                     f"{path} holds one array; write both with numpy.savez({str(path)!r}, x=x, y=y)"
@@ -157,7 +166,7 @@ def _members(
 
 
 def _read(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
-    """One array, whose header must promise just what the archive holds."""
+    """Read one array; its header must promise exactly the bytes that the archive holds."""
     with archive.open(info) as member:
         promised = _promised(member) + member.tell()
     if promised != info.file_size:
@@ -167,33 +176,28 @@ def _read(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
 
 
 def _promised(member: IO[bytes]) -> int:
-    """Bytes that an array's header promises; the member stands behind the header afterwards."""
+    """Return the bytes that an array's header promises, and leave the member behind the header."""
     version = np.lib.format.read_magic(member)
     if version not in _HEADERS:
-        raise ValueError(f"arrays of format {version} are not read here")
+        raise ValueError(f"arrays of format {version} are not supported")
     shape, _, dtype = _HEADERS[version](member)
     if dtype.hasobject:
         raise ValueError("it holds Python objects, not numbers")
     return math.prod(shape) * dtype.itemsize
 
 
-VARIABLE = "OPUSIM_DATA"
-"""Environment variable with the folder that holds ``MNIST/raw/`` and ``FashionMNIST/raw/``."""
-
-
-def read_labelled_images(root: Path, folder: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Read the training and test files of one data set.
+def read_labelled_images(root: Path, folder: str) -> Parts:
+    """Read MNIST or a data set like it, in the layout that torchvision writes.
 
     Args:
         root: The folder that `OPUSIM_DATA` names.
         folder: The data set's folder in it, such as ``"MNIST"``; its files are in ``raw/``.
 
     Returns:
-        Under ``"train"`` and ``"test"``, the pixels, shape (n, height * width), uint8, and the labels,
-        shape (n,), uint8.
+        Pixels of shape (n, height * width) and labels, uint8.
 
     Raises:
-        DataError: A file is missing or damaged, or two files do not belong together.
+        DataError: A file is missing or damaged, or two files belong to different data sets.
     """
     raw = root / folder / "raw"
     parts = {"train": _read_part(raw, "train"), "test": _read_part(raw, "t10k")}
@@ -221,7 +225,7 @@ def _read_part(raw: Path, prefix: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _find(raw: Path, name: str) -> Path:
-    """Return the compressed file if it is there, since it carries a checksum, else the plain one."""
+    """Return the compressed file if it exists, since it carries a checksum, else the plain one."""
     for path in (raw / f"{name}.gz", raw / name):
         if path.is_file():
             return path
@@ -230,3 +234,152 @@ def _find(raw: Path, name: str) -> Path:
         f"holds {raw.parent.name}/raw/, put the file there (torchvision's download does) or unset {VARIABLE} "
         "to download the data from openml.org"
     )
+
+
+ARCHIVE = "CIFAR10-jpeg/cifar10-jpeg.tar.xz"
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_CACHE_NAME = "cifar10.npz"
+_CACHED_ARRAYS = ("train_x", "train_y", "test_x", "test_y")
+_SIDE = 32
+_IMAGE_LIMIT = 64 * 2**10
+"""Bytes of one JPEG file; those of CIFAR-10 take 1 to 3 thousand."""
+_MEMBER_LIMIT = 100_000
+"""Files and folders of the archive; CIFAR-10 has 60,000 images."""
+_ARCHIVE_LIMIT = 2**30
+"""Bytes of the unpacked archive; 60,000 images of 4 KiB take a quarter."""
+
+
+def read_cifar10(root: Path) -> Parts:
+    """Read CIFAR-10 from an archive of the files train/CLASS/NUMBER.jpg and test/CLASS/NUMBER.jpg.
+
+    The decoded images are cached next to the archive if that folder is writable; later calls read the cache.
+
+    Args:
+        root: The folder that `OPUSIM_DATA` names.
+
+    Returns:
+        Pixels, channels first, shape (n, 3 * 32 * 32), and class numbers in alphabetical order of the names, uint8.
+
+    Raises:
+        DataError: The archive is missing or damaged, or holds something else.
+    """
+    archive = root / ARCHIVE
+    if not archive.is_file():
+        raise DataError(
+            f"{archive} is missing: put CIFAR-10 there as JPEG files train/CLASS/NUMBER.jpg and test/CLASS/NUMBER.jpg "
+            "in one .tar.xz"
+        )
+    cache = archive.with_name(_CACHE_NAME)
+    if cache.is_file() and cache.stat().st_mtime >= archive.stat().st_mtime:
+        with contextlib.suppress(DataError):
+            train_x, train_y, test_x, test_y = read_arrays(cache, _CACHED_ARRAYS)
+            parts = {"train": (train_x, train_y), "test": (test_x, test_y)}
+            if all(_fits(*part) for part in parts.values()):
+                return parts
+    parts = _decode(archive)
+    _keep(cache, parts)
+    return parts
+
+
+def _decode(archive: Path) -> Parts:
+    """Decode all images of the archive, in the order of their names."""
+    images: dict[str, dict[str, np.ndarray]] = {"train": {}, "test": {}}
+    try:
+        with (
+            os.fdopen(open_to_read(archive), "rb") as file,
+            lzma.LZMAFile(file) as stream,
+            tarfile.open(fileobj=_Limited(stream, archive), mode="r|") as files,
+        ):
+            for count, member in enumerate(files):
+                if count == _MEMBER_LIMIT:
+                    raise DataError(
+                        f"{archive} has more than {_MEMBER_LIMIT:,} members; this is not CIFAR-10"
+                    )
+                part, _, name = member.name.removeprefix("./").partition("/")
+                if member.isreg() and name.endswith(".jpg") and part in images:
+                    images[part][name] = _image(files, member, f"{archive}: {member.name}")
+    except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{archive} is damaged ({error}); copy it again") from error
+    return {part: _stacked(found, f"{archive}: {part}") for part, found in images.items()}
+
+
+class _Limited(io.RawIOBase):
+    """A stream that raises once it has returned more bytes than an archive of CIFAR-10 holds."""
+
+    def __init__(self, stream: lzma.LZMAFile, archive: Path) -> None:
+        self._stream, self._archive = stream, archive
+        self._left = _ARCHIVE_LIMIT
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._stream.read(len(buffer))
+        self._left -= len(content)
+        if self._left < 0:
+            raise DataError(
+                f"{self._archive} unpacks to more than {_ARCHIVE_LIMIT:,} bytes; this is not CIFAR-10"
+            )
+        buffer[: len(content)] = content
+        return len(content)
+
+
+def _image(files: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> np.ndarray:
+    """Decode one image of the archive, channels first, shape (3 * 32 * 32,), uint8."""
+    if member.size > _IMAGE_LIMIT:
+        raise DataError(
+            f"{where} has {member.size:,} bytes, more than {_IMAGE_LIMIT:,}; this is not CIFAR-10"
+        )
+    content = files.extractfile(member)
+    if content is None:
+        raise DataError(f"{where} is no regular file; copy the archive again")
+    return _pixels(content.read(), where)
+
+
+def _pixels(content: bytes, where: str) -> np.ndarray:
+    """Decode a JPEG image; refuse other formats by their first bytes, and other sizes before they are decoded."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
+                if image.size != (_SIDE, _SIDE):
+                    width, height = image.size
+                    raise DataError(
+                        f"{where} has {width} x {height} pixels, not {_SIDE} x {_SIDE}; this is not CIFAR-10"
+                    )
+                pixels = np.asarray(image.convert("RGB"))
+    except (OSError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(f"{where} is no readable JPEG image ({error}); copy the archive again") from error
+    return pixels.transpose(2, 0, 1).reshape(-1)
+
+
+def _stacked(found: dict[str, np.ndarray], where: str) -> tuple[np.ndarray, np.ndarray]:
+    names = sorted(found)
+    classes = [name.split("/")[0] for name in names]
+    if set(classes) != set(CLASSES):
+        raise DataError(f"{where} holds the classes {sorted(set(classes))}, not those of CIFAR-10: {CLASSES}")
+    return np.stack([found[name] for name in names]), np.array(
+        [CLASSES.index(c) for c in classes], dtype=np.uint8
+    )
+
+
+def _fits(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether cached arrays are what `_decode` returns."""
+    shapes = x.shape == (len(y), 3 * _SIDE**2) and y.ndim == 1
+    return shapes and x.dtype == y.dtype == np.uint8 and bool((y < len(CLASSES)).all())
+
+
+def _keep(cache: Path, parts: Parts) -> None:
+    """Cache the decoded images, whole or not at all, unless the folder is marked read-only."""
+    if not cache.parent.stat().st_mode & 0o222:
+        return
+    partial = cache.with_name(f"{_CACHE_NAME}.{os.getpid()}.part")
+    with contextlib.suppress(OSError):
+        with partial.open("wb") as file:
+            (train_x, train_y), (test_x, test_y) = parts["train"], parts["test"]
+            np.savez(file, train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
+        partial.replace(cache)

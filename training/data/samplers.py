@@ -1,21 +1,20 @@
-"""Which records enter which batch: every scheme is an object, and an accountant asks it which scheme it is.
+"""Draw batches: one class per sampling scheme, which states the law that an accountant's theorem asks for.
 
-A privacy theorem covers one law of sampling. Shuffled epochs, which PyTorch's ``DataLoader(shuffle=True)``
-draws, are not Poisson sampling, and numbers computed for the one do not hold for the other. So each class
-here states its law, and none stands in for another.
+A privacy theorem covers one sampling law. PyTorch's ``DataLoader(shuffle=True)`` draws shuffled epochs, which are not
+Poisson sampling, and an epsilon computed for one does not hold for the other.
 
 | scheme | batch size | a record in one step | two steps | two records in one step |
 | --- | --- | --- | --- | --- |
 | poisson | Binomial(n, q) | with probability q | independent | independent |
-| poisson-min-batch | the same, given at least a minimum | a little above q | independent | dependent |
+| poisson-min-batch | the same, given at least a minimum | slightly above q | independent | dependent |
 | fixed-size | b | with probability b / n | independent | dependent |
-| shuffled-epochs | b, the last one of an epoch may be less | once an epoch | dependent | dependent |
+| shuffled-epochs | b, the last one of an epoch may be smaller | once per epoch | dependent | dependent |
 | disjoint-cyclic | b | every k-th step | fixed | fixed |
 | full-batch | n | always | fixed | fixed |
 
-A batch is a function of (seed, step) and nothing else, so a resumed run needs only the number of its next
-step. With ``seed=None`` each batch is drawn afresh from a generator (PCG64) keyed with 128 bits of the
-operating system's entropy, and cannot be repeated.
+A batch is a function of (seed, step), so a resumed run needs only the number of its next step. With ``seed=None`` each
+batch comes from a fresh generator (PCG64) keyed with 128 bits of the operating system's entropy and cannot be repeated;
+Poisson schemes then take their uniform numbers from the system's cryptographic generator.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from scipy.special import bdtrc
 from opusim import checks
 from opusim.randomness.streams import SystemUniforms, derive_seed
 
-_LEAST_ACCEPTANCE = 1e-3
-"""Rejection below this probability of success is refused: a batch would take over 1,000 draws on average."""
+_MIN_ACCEPTANCE = 1e-3
+"""Smallest probability of acceptance: below it, a batch would take over 1,000 draws on average."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,10 @@ class Sampler(ABC):
 
     Attributes:
         n_records: Number of records to choose from, at least 1.
-        seed: Fixes all batches, in [0, 2^64); ``None`` draws each afresh from the operating system's entropy.
-        scheme: The name of the law, by which an accountant finds its theorem.
-        sampling_probability: The probability with which each record enters a batch independently of all
-            others and of all other steps; ``None`` for a scheme without one, also where a record's share of
-            the steps is known.
+        seed: Fixes all batches, in [0, 2^64); ``None`` draws each from the operating system's entropy.
+        scheme: Name of the law, by which an accountant finds its theorem.
+        sampling_probability: Probability with which each record enters a batch, independently of all other records and
+            steps; None for a scheme without this independence.
     """
 
     n_records: int
@@ -67,7 +65,7 @@ class Sampler(ABC):
     @property
     @abstractmethod
     def steps_per_epoch(self) -> int:
-        """Number of steps that go through the records once, on average where batches are random."""
+        """Number of steps in which each record is used once; on average, if batches are random."""
 
     def indices(self, step: int) -> torch.Tensor:
         """Return the positions of one step's records.
@@ -76,8 +74,8 @@ class Sampler(ABC):
             step: The step's number, counted from 0.
 
         Returns:
-            Distinct positions from 0 to ``n_records - 1``, int64, one-dimensional; none at all where the
-            scheme allows an empty batch.
+            Distinct positions from 0 to ``n_records - 1``, int64, one-dimensional; possibly none, if the scheme allows
+            an empty batch.
 
         Raises:
             TypeError: `step` is not a whole number.
@@ -91,16 +89,16 @@ class Sampler(ABC):
         """Return the batch of a checked step, int64."""
 
     def _generator(self, index: int) -> np.random.Generator:
-        """Return the generator of one step or epoch: its own stream, or 128 fresh bits of entropy."""
+        """Return the generator of one step or epoch, keyed with the seed or with 128 fresh bits of entropy."""
         return np.random.default_rng(None if self.seed is None else derive_seed(self.seed, "sampler", index))
 
 
 @dataclass(frozen=True)
 class PoissonSampler(Sampler):
-    """Each record enters each batch with probability q, independently of everything else.
+    """Each record enters each batch with probability q, independently of all other records and steps.
 
-    The batch size is Binomial(n, q); an empty batch is an outcome of the law, and the step is taken all the
-    same. Uniform numbers of 53 bits are compared with q, so the realised probability is within 2^-53 of it.
+    The batch size is Binomial(n, q). An empty batch is valid: the trainer takes the step nevertheless. Uniform
+    numbers of 53 bits are compared with q, so the realised probability is within 2^-53 of it.
 
     Attributes:
         sampling_probability: q, above 0 and at most 1.
@@ -122,7 +120,7 @@ class PoissonSampler(Sampler):
 
     @property
     def steps_per_epoch(self) -> int:
-        """The nearest whole number to 1 / q: each record is then expected about once."""
+        """The nearest whole number to 1 / q: each record is used about once on average."""
         return max(1, round(1 / self.sampling_probability))
 
     def _draw(self, step: int) -> np.ndarray:
@@ -132,17 +130,17 @@ class PoissonSampler(Sampler):
         return np.flatnonzero(self._uniforms(generator) < self.sampling_probability)
 
     def _uniforms(self, generator: np.random.Generator) -> np.ndarray:
-        """One number of 53 bits in [0, 1) for each record; without a seed from the system's cryptographic generator."""
+        """Draw one number of 53 bits in [0, 1) per record; without a seed, from the system's generator."""
         source = SystemUniforms() if self.seed is None else generator
         return source.random(self.n_records)
 
 
 @dataclass(frozen=True)
 class PoissonMinBatchSampler(PoissonSampler):
-    """Poisson sampling, drawn again until the batch has at least `min_batch_size` records.
+    """Poisson sampling, repeated until the batch has at least `min_batch_size` records.
 
-    This is the rejection of DP-ULR (Algorithm 1). The law is that of Poisson sampling given the event, which
-    is another law: records are no longer independent, and theorems about Poisson sampling do not cover it.
+    This is the rejection step of DP-ULR (Algorithm 1). Given that event records are no longer independent, and theorems
+    about Poisson sampling do not cover this law.
 
     Attributes:
         sampling_probability: q of the draw before rejection, above 0 and at most 1.
@@ -157,7 +155,7 @@ class PoissonMinBatchSampler(PoissonSampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.integer(min_batch_size=self.min_batch_size, minimum=0, maximum=self.n_records)
-        if self.acceptance_probability < _LEAST_ACCEPTANCE:
+        if self.acceptance_probability < _MIN_ACCEPTANCE:
             raise ValueError(
                 f"min_batch_size={self.min_batch_size} is reached with probability "
                 f"{self.acceptance_probability:.2g} only (mean batch {super().expected_batch_size:g}); "
@@ -186,7 +184,7 @@ class PoissonMinBatchSampler(PoissonSampler):
 
 @dataclass(frozen=True)
 class _SizedSampler(Sampler):
-    """A scheme that is told its batch size.
+    """A scheme with a stated batch size.
 
     Attributes:
         batch_size: b, from 1 to `n_records`.
@@ -208,15 +206,15 @@ class _SizedSampler(Sampler):
 class FixedSizeSampler(_SizedSampler):
     """Each batch is a uniformly random set of b records, without replacement and independent of other steps.
 
-    A record is in a batch with probability b / n, but two records are not in it independently: sampling
-    without replacement has theorems of its own.
+    A record is in a batch with probability b / n, but not independently of the other records: sampling without
+    replacement has theorems of its own.
     """
 
     scheme: ClassVar[str] = "fixed-size"
 
     @property
     def steps_per_epoch(self) -> int:
-        """The nearest whole number to n / b: each record is then expected about once."""
+        """The nearest whole number to n / b: each record is used about once on average."""
         return max(1, round(self.n_records / self.batch_size))
 
     def _draw(self, step: int) -> np.ndarray:
@@ -225,19 +223,18 @@ class FixedSizeSampler(_SizedSampler):
 
 @dataclass(frozen=True)
 class ShuffledEpochsSampler(_SizedSampler):
-    """Each epoch is a new uniformly random order of the records, cut into batches.
+    """Each epoch cuts a new uniformly random order of the records into batches.
 
-    This is what PyTorch's ``DataLoader(shuffle=True)`` does. It is not Poisson sampling: each record is used
-    exactly once an epoch, and no theorem of amplification by sampling covers it.
+    PyTorch's ``DataLoader(shuffle=True)`` does the same. It is not Poisson sampling: each record is used exactly once
+    per epoch, and no theorem of amplification by sampling covers it.
 
-    The order of the current epoch is kept. With a seed it can be drawn again at any time; without one it
-    exists only in this object, so a run that is resumed in the middle of an epoch draws a new order, and a
-    record may be used twice in that epoch or not at all.
+    The object keeps the order of the current epoch. Without a seed that order exists nowhere else, so a run resumed in
+    the middle of an epoch draws a new one, and may use a record twice in that epoch or not at all.
 
     Attributes:
         batch_size: b, from 1 to `n_records`.
-        drop_last: Whether an epoch leaves out its last ``n_records % batch_size`` records; otherwise they are
-            a batch of their own.
+        drop_last: Whether an epoch leaves out its last ``n_records % batch_size`` records; otherwise they form a
+            shorter batch.
     """
 
     drop_last: bool = False
@@ -247,12 +244,12 @@ class ShuffledEpochsSampler(_SizedSampler):
 
     @property
     def expected_batch_size(self) -> float:
-        """The mean over an epoch: b, or less where the last batch is shorter."""
+        """The mean over an epoch: b, or less if the last batch is shorter."""
         return float(self.batch_size) if self.drop_last else self.n_records / self.steps_per_epoch
 
     @property
     def steps_per_epoch(self) -> int:
-        """The ratio n / b, rounded down if the last batch is dropped and up if not."""
+        """The ratio n / b, rounded down if the last batch is dropped, else up."""
         return self.n_records // self.batch_size if self.drop_last else -(-self.n_records // self.batch_size)
 
     def _draw(self, step: int) -> np.ndarray:
@@ -268,11 +265,10 @@ class ShuffledEpochsSampler(_SizedSampler):
 class DisjointCyclicSampler(_SizedSampler):
     """The first b records, the next b, and so on, in the same order in every epoch.
 
-    Nothing is random, so that a record is used at the steps i, i + k, i + 2 k, ... and in no other, which is
-    what the analysis of NoisyCGD (Theorem 2.8) asks for, with n = k b. The ``n_records % batch_size`` records
-    that are left over are never used: a short batch would break the constant denominator of the theorem.
-    Records must stand in an order that does not depend on their values; those that `training.data` split by index
-    are in random order.
+    A record is used at the steps i, i + k, i + 2 k, ... and at no other, as the analysis of NoisyCGD (Theorem 2.8)
+    requires, with n = k b. The remaining ``n_records % batch_size`` records are never used, because the theorem divides
+    every batch by the same b. The order of the records must not depend on their values; ``split="index"`` of
+    `training.data` puts them in random order.
     """
 
     scheme: ClassVar[str] = "disjoint-cyclic"
@@ -289,7 +285,7 @@ class DisjointCyclicSampler(_SizedSampler):
 
 @dataclass(frozen=True)
 class FullBatchSampler(Sampler):
-    """Every batch is all records in their order; the same as Poisson sampling with q = 1."""
+    """Every batch holds all records in their order: Poisson sampling with q = 1."""
 
     sampling_probability: float = field(init=False, repr=False, default=1.0)
 
@@ -320,13 +316,13 @@ SCHEMES: dict[str, type[Sampler]] = {
         FullBatchSampler,
     )
 }
-"""Every sampling scheme under its name."""
+"""Every sampling scheme by name."""
 
 
 def make_sampler(
     scheme: str, n_records: int, batch_size: int | None, seed: int | None, **options: Any
 ) -> Sampler:
-    """Return the sampler of a scheme that is named in a run's configuration.
+    """Make the sampler of a named scheme.
 
     Args:
         scheme: A key of `SCHEMES`.
@@ -334,16 +330,13 @@ def make_sampler(
         batch_size: From 1 to `n_records`. Poisson schemes sample each record with probability
             ``batch_size / n_records``, so this is their mean batch size (before rejection); ``full-batch``
             takes ``None`` or `n_records`.
-        seed: Fixes all batches, in [0, 2^64); ``None`` draws each afresh from the operating system's entropy.
-        **options: What else the scheme takes: ``min_batch_size`` (poisson-min-batch), ``drop_last``
-            (shuffled-epochs). One that is ``None`` counts as not given.
-
-    Returns:
-        The sampler.
+        seed: Fixes all batches, in [0, 2^64); ``None`` draws each from the operating system's entropy.
+        **options: Further options of the scheme: ``min_batch_size`` (poisson-min-batch), ``drop_last``
+            (shuffled-epochs). ``None`` counts as not given.
 
     Raises:
-        TypeError: The scheme lacks an option or is given one that it does not have.
-        ValueError: The scheme is not known, or a number is out of range.
+        TypeError: An option that the scheme needs is missing, or it has no such option.
+        ValueError: The scheme is unknown, or a number is out of range.
 
     Example:
         >>> sampler = make_sampler("poisson", 54_000, 256, seed=0)
@@ -360,7 +353,7 @@ def make_sampler(
 
 
 def _size(kind: type[Sampler], n_records: int, batch_size: int | None) -> dict[str, Any]:
-    """Return the argument that fixes the batch size of a scheme."""
+    """Return the argument that sets the batch size of a scheme."""
     if kind is FullBatchSampler:
         if batch_size not in (None, n_records):
             raise ValueError(
@@ -377,7 +370,7 @@ def _size(kind: type[Sampler], n_records: int, batch_size: int | None) -> dict[s
 
 
 def _check_options(kind: type[Sampler], options: dict[str, Any]) -> None:
-    """Compare options with the fields of a scheme that are neither its size nor its seed."""
+    """Refuse unknown and missing options; a scheme's options are its fields other than size and seed."""
     size_fields = ("n_records", "seed", "sampling_probability", "batch_size")
     own = [f for f in fields(kind) if f.init and f.name not in size_fields]
     for name in options:

@@ -1,8 +1,8 @@
 """Hold records out at random, without looking at their labels: by index, by content, or by ID.
 
-By index the number of records decides as well: an added record can push another one over to the other side. By content
-or ID each record's side is a function of that record alone (and of a public key), so the kept records are the data cut
-with a fixed set, and adding a record adds at most that record.
+By index, the split also depends on the number of records: adding a record can move another one to the other part. By
+content or ID, a record's part depends only on that record and a public key, so adding a record changes one part by that
+record and no other.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from opusim.randomness.streams import derive_seed
 
 Ids = np.ndarray | torch.Tensor | Sequence[str] | Sequence[int]
-"""One ID a record: whole numbers or strings."""
+"""One ID per record: whole numbers or strings."""
 
 
 def seeded_permutation(n: int, seed: int) -> torch.Tensor:
     """Return a uniformly random order of ``0 .. n - 1``.
 
-    The order sorts raw 64-bit words of PCG64. NumPy promises the stream of a bit generator for ever and that
-    of ``Generator.permutation`` only until it is improved, so a split stays the same split across versions.
-    Two equal words would keep their order; that has a probability below n^2 / 2^65.
+    The order sorts raw 64-bit words of PCG64. NumPy never changes the stream of a bit generator, but may change that of
+    ``Generator.permutation``, so this split is the same in all versions. Two equal words keep their order; the
+    probability of any is below n^2 / 2^65.
 
     Args:
-        n: Number of things to order, at least 0.
+        n: Number of items to order, at least 0.
         seed: At least 0.
 
     Returns:
@@ -38,12 +38,12 @@ def seeded_permutation(n: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.argsort(words, kind="stable"))
 
 
-def hold_out(n: int, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide ``0 .. n - 1`` at random into a part that is kept and a part that is held out.
+def split_by_index(n: int, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split ``0 .. n - 1`` at random into a kept part and a held-out part.
 
-    The split depends on the number of records and the seed alone. It is not stratified: equal shares of
-    classes would let a label decide on which side another record falls, which no label guarantee covers.
-    Both parts are in random order, so that consecutive blocks of the kept part are random batches.
+    The split depends only on the number of records and the seed. It is not stratified: with equal shares of classes, a
+    label would decide which part another record falls into, which no label guarantee covers. Both parts are in random
+    order, so consecutive blocks of the kept part are random batches.
 
     Args:
         n: Number of records, at least 1.
@@ -54,7 +54,7 @@ def hold_out(n: int, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Te
         The positions kept and those held out, both int64 and one-dimensional.
 
     Raises:
-        ValueError: `fraction` is outside its range, or a part that was asked for would be empty.
+        ValueError: `fraction` is outside its range, or a part would be empty.
     """
     _check_fraction(fraction)
     n_out = round(fraction * n)
@@ -67,14 +67,12 @@ def hold_out(n: int, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Te
     return order[n_out:], order[:n_out]
 
 
-def hold_out_by_content(
-    features: torch.Tensor, fraction: float, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide records by a keyed hash of each one's own features.
+def split_by_content(features: torch.Tensor, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split records by a keyed hash of each one's features.
 
     A record is held out if BLAKE2b-64 of its features as little-endian float32, under the key
-    ``derive_seed(seed, "split by content")``, is below ``fraction * 2^64``. -0.0 counts as 0.0, and every NaN as the
-    same one. Equal records fall on one side, either side may be empty, and labels have no say.
+    ``derive_seed(seed, "split by content")``, is below ``fraction * 2^64``. -0.0 counts as 0.0, and all NaN as one.
+    Equal records fall into the same part, and either part may be empty.
 
     Args:
         features: Shape (n, d), float32.
@@ -90,25 +88,28 @@ def hold_out_by_content(
     rows = features.detach().cpu().numpy().astype("<f4")  # a copy
     rows[np.isnan(rows)] = np.nan
     rows[rows == 0] = 0.0
-    return _divided((row.tobytes() for row in rows), fraction, derive_seed(seed, "split by content"))
+    return _split_by_hash((row.tobytes() for row in rows), fraction, derive_seed(seed, "split by content"))
 
 
-def hold_out_by_id(ids: Ids, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide records by a keyed hash of each one's ID; as `hold_out_by_content` but for the key and what is hashed.
+def split_by_id(ids: Ids, fraction: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split records by a keyed hash of each one's ID; otherwise like `split_by_content`, with a key of its own.
 
-    A whole number is hashed as ``i`` and its decimal digits, a string as ``s`` and its UTF-8 bytes. Records of one ID
-    fall on one side.
+    A whole number is hashed as ``i`` and its decimal digits, a string as ``s`` and its UTF-8 bytes. Records that share
+    an ID fall into the same part.
 
     Args:
-        ids: One ID a record.
+        ids: One ID per record.
         fraction: Probability of being held out, in [0, 1).
         seed: Public, in [0, 2^64).
+
+    Returns:
+        The positions kept and those held out, both int64, in the order of the records.
 
     Raises:
         TypeError: An ID is neither a whole number nor a string.
         ValueError: `fraction` is outside its range.
     """
-    return _divided(_id_bytes(ids), fraction, derive_seed(seed, "split by ID"))
+    return _split_by_hash(_id_bytes(ids), fraction, derive_seed(seed, "split by ID"))
 
 
 def _id_bytes(ids: Ids) -> Iterable[bytes]:
@@ -122,8 +123,8 @@ def _id_bytes(ids: Ids) -> Iterable[bytes]:
         yield f"{'s' if isinstance(value, str) else 'i'}{value}".encode()
 
 
-def _divided(contents: Iterable[bytes], fraction: float, key: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions whose keyed hash is at least the fraction of 2^64, and the others."""
+def _split_by_hash(contents: Iterable[bytes], fraction: float, key: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions whose keyed hash is at least the fraction of 2^64, and the others."""
     _check_fraction(fraction)
     threshold = int(Fraction(fraction) * 2**64)  # exact: a double below 1 has at most 53 digits
     public = key.to_bytes(8, "little")

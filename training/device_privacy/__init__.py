@@ -1,1 +1,1 @@
-"""The privacy that a device's own noise gives."""
+"""Privacy from a device's own noise: from noise level or temperature to epsilon, and back."""

@@ -1,11 +1,11 @@
-"""What a camera's own counts are worth: from temperature to sigma to epsilon, and from epsilon back.
+"""The privacy of a camera's photon counts: from temperature to sigma to epsilon, and from epsilon back.
 
-The case is one reading of every record's one-hot label, kept and reused, as for devices of Gaussian law
-(`device_privacy.levels`). Epsilon is accounted on the electron counts of the frames that depend on the label, whose
-rates a simulated device knows, by the exact divergence of Poisson laws. So it covers whoever sees the frames; sigma,
-the noise of the recovered projection, is what learning sees. Dark charge and bias light add counts that no label
-changes; less laser light or a shorter exposure leaves fewer counts to tell labels apart.
-Source: docs/privacy.md, section 9; opusim.camera.count_law for the rates.
+As for devices of Gaussian law (`device_privacy.levels`), the device reads every record's one-hot label once, and the
+readings are kept and reused. Epsilon is accounted on the electron counts of the frames that depend on the label. A
+simulated device knows their rates, so the divergence of the Poisson laws is exact. Epsilon therefore holds even against
+an attacker who sees the frames; sigma, the noise of the recovered projection, is what learning sees. Dark charge and
+bias light add counts that do not depend on the label; less laser light or a shorter exposure leaves fewer that do.
+Source: docs/privacy.md, section 9; opusim.camera.exposure for the rates.
 """
 
 from __future__ import annotations
@@ -19,42 +19,47 @@ from typing import Literal
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
+from scipy.optimize import brentq
 
 from accounting.devices.readings import known_counts_guarantee
 from accounting.guarantee import Guarantee
 from accounting.tables import guarantee_rows, number, print_rows
 from opusim import checks
-from opusim.camera.count_law import CountLaw, OperatingPoint, count_law
+from opusim.camera.exposure import CountLaw, OperatingPoint
 from opusim.description.schema import DeviceDescription
 from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
 
 LIGHTS = (1.0, 0.1, 0.01, 0.001)
-"""Multiples of the described laser light that tables and figures show."""
-LEAST_SHARE = 1e-12
-"""Of the light or the exposure: where the search ends."""
-_MOST_BIAS_E = 1e12
-_TABLE_STEPS = 10
-_A_TARGET = 55
-"""Evaluations of epsilon that a target takes on average, in four searches."""
-_FIGURE = 100
-"""Evaluations of epsilon that the curves of the figure take."""
-_LABEL_FRAMES = (
-    2  # a one-hot vector and its complement; the frames of its empty negative part are the same for all
-)
-_CLOSE = 1e-4  # of the logarithm of a knob
+"""Multiples of the described laser light in tables and figures."""
+MIN_SHARE = 1e-12
+"""Smallest share of the light or the exposure that is searched."""
+_MAX_BIAS_E = 1e12
+"""Largest bias light that is searched, electrons per frame."""
+_TABLE_STEPS, _FIGURE_STEPS = 10, 25
+"""Temperatures in the table and in the figure."""
+_EVALUATIONS_PER_TARGET = 55
+"""Evaluations of epsilon for a target, on average, in four searches."""
+_EVALUATIONS_PER_FIGURE = 100
+"""Evaluations of epsilon for the curves of the figure."""
+_LABEL_FRAMES = 2
+"""Frames that depend on the label: a one-hot vector and its complement. The negative part of a label is empty, so that
+its frames are the same for all labels."""
+_TOLERANCE = 1e-4
+"""Tolerance of the searches, in the knob or its logarithm."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LabelCounts:
-    """Label readings of a camera.
+    """A camera's readings of all labels.
 
     Attributes:
-        name: Of the device.
-        law: Of the readings of all labels.
-        delta: At which epsilon is stated, in (0, 1).
-        on_evaluation: Called before each evaluation of epsilon, which takes some 10 to 50 ms.
+        name: Name of the device.
+        law: Law of the readings.
+        delta: Delta at which epsilon is stated, in (0, 1).
+        on_evaluation: Called before each evaluation of epsilon, which takes 10 to 50 ms.
     """
 
     name: str
@@ -64,22 +69,22 @@ class LabelCounts:
 
     @cached_property
     def temperatures_c(self) -> tuple[float, float] | None:
-        """Between which the sensor works; None where its dark current is off."""
+        """Lowest and highest temperature of the sensor, or None if it has no dark current."""
         dark = self.law.dark
         return None if dark is None else (dark.temperature_min_c, dark.temperature_max_c)
 
     def guarantee(self, point: OperatingPoint) -> Guarantee:
-        """Of one reading of every label."""
+        """Return the guarantee of one reading of every label."""
         self.on_evaluation()
         counts = self.law.rates(point)[:_LABEL_FRAMES].transpose(1, 0, 2)
         return known_counts_guarantee(counts.reshape(len(counts), -1), delta=self.delta)
 
     def epsilon(self, point: OperatingPoint) -> float:
-        """Of one reading of every label, at delta."""
+        """Return epsilon of one reading of every label, at delta."""
         return self.guarantee(point).epsilon
 
     def temperature_for(self, target: float, light: float) -> float | None:
-        """The least temperature whose epsilon is at most the target; None where no temperature does."""
+        """Return the lowest temperature with epsilon at most the target, or None if there is none."""
         if self.temperatures_c is None:
             return None
         low, high = self.temperatures_c
@@ -90,22 +95,21 @@ class LabelCounts:
         return self._solve(at, low, high, target)
 
     def share_for(self, target: float, knob: Literal["light", "exposure"]) -> float | None:
-        """The largest multiple of laser light or exposure, at most 1, whose epsilon is at most the target."""
-        found = self._solve(lambda t: _with_share(knob, math.exp(-t)), 0.0, -math.log(LEAST_SHARE), target)
+        """Return the largest multiple (at most 1) of light or exposure with epsilon at most the target, or None."""
+        found = self._solve(lambda t: _with_share(knob, math.exp(-t)), 0.0, -math.log(MIN_SHARE), target)
         return None if found is None else math.exp(-found)
 
     def bias_for(self, target: float) -> float | None:
-        """The least bias light in a frame, electrons, whose epsilon is at most the target."""
+        """Return the least bias light, in electrons per frame, with epsilon at most the target, or None."""
         found = self._solve(
-            lambda t: OperatingPoint(bias_e=math.expm1(t)), 0.0, math.log1p(_MOST_BIAS_E), target
+            lambda t: OperatingPoint(bias_e=math.expm1(t)), 0.0, math.log1p(_MAX_BIAS_E), target
         )
         return None if found is None else math.expm1(found)
 
     def _solve(
         self, at: Callable[[float], OperatingPoint], low: float, high: float, target: float
     ) -> float | None:
-        """The least knob in [low, high] whose epsilon is at most the target; epsilon falls as the knob rises."""
-        from scipy.optimize import brentq
+        """Return the least knob in [low, high] with epsilon at most the target, which falls as the knob rises."""
 
         def excess(knob: float) -> float:
             return min(math.log(max(self.epsilon(at(knob)), 1e-300) / target), 700.0)
@@ -114,9 +118,9 @@ class LabelCounts:
             return low
         if excess(high) > 0:
             return None
-        knob = float(brentq(excess, low, high, xtol=_CLOSE))
-        while excess(knob) > 0:  # the root lies within xtol on either side; the answer keeps the promise
-            knob = min(knob + _CLOSE, high)
+        knob = float(brentq(excess, low, high, xtol=_TOLERANCE))
+        while excess(knob) > 0:  # the root lies within xtol on either side; return one that meets the target
+            knob = min(knob + _TOLERANCE, high)
         return knob
 
 
@@ -128,13 +132,13 @@ def label_counts(
     delta: float,
     on_evaluation: Callable[[], None] = lambda: None,
 ) -> LabelCounts:
-    """The readings of a camera device's labels.
+    """Return the law of a camera's readings of all labels.
 
     Args:
         description: A device with a camera.
-        n_classes: Labels, at least 2: inputs of the device.
-        n_outputs: Outputs of a reading.
-        delta: In (0, 1).
+        n_classes: Number of labels, at least 2; the inputs of the device.
+        n_outputs: Number of outputs of a reading.
+        delta: Delta at which epsilon is stated, in (0, 1).
         on_evaluation: See LabelCounts.
 
     Raises:
@@ -145,21 +149,21 @@ def label_counts(
             raise ConfigError(
                 description.name, "kind", f"{description.kind!r} counts no photons; use 'camera'"
             )
-        law = count_law(device, torch.eye(n_classes))
+        law = device.count_law(torch.eye(n_classes))
         return LabelCounts(name=description.name, law=law, delta=delta, on_evaluation=on_evaluation)
 
 
 def evaluations(n_targets: int, *, figure: bool) -> int:
-    """About how many evaluations of epsilon `print_account` takes."""
-    drawn = _FIGURE + _A_TARGET // 2 * n_targets if figure else 0
-    return _TABLE_STEPS * len(LIGHTS) + _A_TARGET * n_targets + drawn
+    """Estimate the number of evaluations of epsilon that `print_account` makes."""
+    drawn = _EVALUATIONS_PER_FIGURE + _EVALUATIONS_PER_TARGET // 2 * n_targets if figure else 0
+    return _TABLE_STEPS * len(LIGHTS) + _EVALUATIONS_PER_TARGET * n_targets + drawn
 
 
 def print_account(counts: LabelCounts, targets: Sequence[float], figure: Path | None) -> None:
-    """Print both directions and the statement behind them, and draw the figure if there is a file for it.
+    """Print both tables and the statement behind them, and draw the figure if a file is given.
 
     Raises:
-        ConfigError: A figure is asked for and the device has no dark current.
+        ConfigError: A figure is requested and the device has no dark current.
         ValueError: A target is not above 0.
     """
     for target in targets:
@@ -168,14 +172,12 @@ def print_account(counts: LabelCounts, targets: Sequence[float], figure: Path | 
     print_rows(target_rows(counts, targets))
     print_rows(guarantee_rows([counts.guarantee(OperatingPoint())]), without=["notes"])
     if figure is not None:
-        from training.device_privacy.figure import temperature_epsilon_figure
-
         temperature_epsilon_figure(counts, targets).savefig(figure, dpi=110)
         print(f"figure: {figure}")
 
 
 def temperature_rows(counts: LabelCounts, steps: int = _TABLE_STEPS) -> list[dict[str, str]]:
-    """From temperature to sigma to epsilon, at the described light and at less of it, as words for a table."""
+    """Return table rows from temperature to sigma to epsilon, at the described light and at less of it."""
     ends = counts.temperatures_c
     temperatures: Sequence[float | None] = [None] if ends is None else np.linspace(*ends, steps).tolist()
     rows = []
@@ -194,7 +196,7 @@ def temperature_rows(counts: LabelCounts, steps: int = _TABLE_STEPS) -> list[dic
 
 
 def target_rows(counts: LabelCounts, targets: Sequence[float]) -> list[dict[str, str]]:
-    """From epsilon back: which temperature reaches it, or which light, exposure or bias light."""
+    """Return table rows from epsilon to the temperature, light, exposure or bias light that reaches it."""
     return [row for target in targets for row in _ways_to(counts, target)]
 
 
@@ -212,13 +214,13 @@ def _by_share(
 ) -> dict[str, str]:
     found, law = counts.share_for(target, knob), counts.law
     if found is None:
-        left = number(counts.epsilon(_with_share(knob, LEAST_SHARE)))
+        left = number(counts.epsilon(_with_share(knob, MIN_SHARE)))
         return _row(
-            counts, target, way, f"none: even {LEAST_SHARE:g} of the described proves no less than {left}"
+            counts, target, way, f"none: even {MIN_SHARE:g} of the described {way} still gives {left}"
         )
     anchor_e = law.recovery.unit_dn / law.sensor.gain_dn_per_e
     texts = {
-        "light": f"{found:.3g} of the described: an anchor frame of {found * anchor_e:.3g} e⁻",
+        "light": f"{found:.3g} of the described light: an anchor frame of {found * anchor_e:.3g} e⁻",
         "exposure": f"{found * law.exposure_us:.3g} µs instead of {law.exposure_us:g}",
     }
     return _row(counts, target, way, texts[knob], _with_share(knob, found))
@@ -227,8 +229,8 @@ def _by_share(
 def _by_bias(counts: LabelCounts, target: float) -> dict[str, str]:
     bias, well = counts.bias_for(target), counts.law.sensor.saturation_e
     if bias is None or bias > well:
-        wanted = f"more than {_MOST_BIAS_E:g} e⁻" if bias is None else f"{bias:.3g} e⁻ a frame"
-        return _row(counts, target, "bias light", f"none: it takes {wanted}, a pixel holds {well:.5g}")
+        wanted = f"more than {_MAX_BIAS_E:g} e⁻" if bias is None else f"{bias:.3g} e⁻ a frame"
+        return _row(counts, target, "bias light", f"none: it takes {wanted}, but a pixel holds {well:.5g}")
     return _row(counts, target, "bias light", f"{bias:.3g} e⁻ a frame", OperatingPoint(bias_e=bias))
 
 
@@ -237,7 +239,7 @@ def _with_share(knob: Literal["light", "exposure"], share: float) -> OperatingPo
 
 
 def _useful_lights(counts: LabelCounts, target: float) -> list[float]:
-    """The described light, and the most light at which some temperature reaches the target."""
+    """Return the described light, and the largest light at which some temperature reaches the target."""
     if counts.temperatures_c is None:
         return []
     hottest = OperatingPoint(temperature_c=counts.temperatures_c[1])
@@ -265,3 +267,44 @@ def _row(
         "sigma": "" if point is None else f"{counts.law.std(point):.4g}",
         "epsilon": "" if point is None else number(counts.epsilon(point)),
     }
+
+
+def temperature_epsilon_figure(counts: LabelCounts, targets: Sequence[float]) -> Figure:
+    """Draw the noise of a reading and epsilon against temperature, at the described light and at less of it.
+
+    Dotted lines are the targets, dots the lowest temperatures that reach them.
+
+    Raises:
+        ConfigError: The device has no dark current.
+    """
+    if counts.temperatures_c is None:
+        raise ConfigError(
+            counts.name,
+            "camera.dark",
+            "is off, so epsilon does not depend on the temperature; leave the figure out",
+        )
+    temperatures = np.linspace(*counts.temperatures_c, _FIGURE_STEPS)
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for light, color in zip(LIGHTS, ("C0", "C1", "C2", "C3"), strict=True):
+        points = [OperatingPoint(temperature_c=float(t), light=light) for t in temperatures]
+        label = "described light" if light == 1 else f"{light:g} of it"
+        left.plot(temperatures, [counts.law.std(point) for point in points], color=color, label=label)
+        right.plot(temperatures, [counts.epsilon(point) for point in points], color=color, label=label)
+        for target in targets:
+            found = counts.temperature_for(target, light)
+            if found is not None and found > counts.temperatures_c[0]:
+                right.plot(found, target, "o", color=color)
+                right.annotate(
+                    f"{found:.0f} °C", (found, target), xytext=(5, 4), textcoords="offset points", fontsize=9
+                )
+    for target in targets:
+        right.axhline(target, color="0.5", linestyle=":", linewidth=1)
+    left.set(yscale="log", xlabel="sensor temperature, °C", ylabel="standard deviation, projection units")
+    left.set_title("Noise of a reading")
+    right.set(yscale="log", xlabel="sensor temperature, °C", ylabel=f"epsilon at delta = {counts.delta:g}")
+    right.set_title("Epsilon of one reading of every label, from photon counts")
+    left.legend()
+    _, labels, outputs = counts.law.light_e.shape
+    figure.suptitle(f"{counts.name}: {labels} labels, {outputs:,} outputs")
+    return figure

@@ -1,9 +1,9 @@
-"""What a device's own noise is worth: from sigma or temperature to epsilon, and from epsilon back.
+"""The privacy of a device's Gaussian noise: from sigma or temperature to epsilon, and from epsilon back.
 
-The case is label-readout: one reading of every record's one-hot label through the device, kept and reused. The Gaussian
-mechanism with mu = max_ab ||B_a - B_b|| / sigma over the device's own matrix. Accounting ends at a sigma; the device's
-description says which temperature gives it, or that none does.
-Source: docs/privacy.md (labels read once); opusim.temperature.law for the law.
+The device reads every record's one-hot label once, and the readings are kept and reused. This is the Gaussian mechanism
+with mu = max_ab ||B_a - B_b|| / sigma over the device's own matrix B. Accounting gives a sigma; the device's
+description gives the temperature that produces it, if there is one.
+Source: docs/privacy.md (labels read once); opusim.temperature for the temperature.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accounting.tables import number
 from opusim.description.schema import DeviceDescription
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
-from opusim.temperature.law import TemperatureLaw
+from opusim.temperature import TemperatureLaw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class DeviceLevel:
 
     Attributes:
         sigma: Standard deviation of a reading's noise, projection units.
-        epsilon: Of one reading of every label, at delta.
-        temperature_c: The temperature that gives sigma; None where none does or the device has no temperature law.
-        remark: What to do where the device does not reach sigma by itself.
+        epsilon: Epsilon of one reading of every label, at delta.
+        temperature_c: The temperature that gives sigma, or None if there is none.
+        remark: How the device reaches sigma, or what to add if it does not.
     """
 
     sigma: float
@@ -48,17 +48,17 @@ def device_levels(
     targets: Sequence[float],
     delta: float,
 ) -> list[DeviceLevel]:
-    """The device as it is described, then the level that each target epsilon takes.
+    """Return the level of the device as described, then the level that each target epsilon requires.
 
     Args:
         description: A device of Gaussian law.
-        n_classes: Labels, at least 2: inputs of the device.
-        n_outputs: Outputs of a reading.
+        n_classes: Number of labels, at least 2; the inputs of the device.
+        n_outputs: Number of outputs of a reading.
         targets: Epsilons to reach, each above 0.
-        delta: In (0, 1).
+        delta: Delta at which epsilon is stated, in (0, 1).
 
     Raises:
-        ConfigError: The device has no Gaussian law, or cannot tell its matrix.
+        ConfigError: The device has no Gaussian law, or its matrix is not known.
     """
     settings = description.noise
     if settings is None:
@@ -88,7 +88,7 @@ def device_levels(
 
 
 def level_rows(levels: Sequence[DeviceLevel]) -> list[dict[str, str]]:
-    """Levels as words, for a table."""
+    """Return a table row for each level."""
     return [
         {
             "epsilon": number(level.epsilon),
@@ -101,26 +101,19 @@ def level_rows(levels: Sequence[DeviceLevel]) -> list[dict[str, str]]:
 
 
 def _label_distance(description: DeviceDescription, n_classes: int, n_outputs: int) -> float:
-    """max_ab ||B_a - B_b|| over the device's own matrix."""
+    """Return max_ab ||B_a - B_b|| over the device's own matrix."""
     with open_described(description, n_inputs=n_classes, n_outputs=n_outputs) as device:
-        matrix = getattr(device, "matrix", None)
-        if matrix is None:
-            raise ConfigError(
-                description.name,
-                "kind",
-                f"{description.kind!r} cannot tell its matrix; take a simulated device",
-            )
-        return label_distance(matrix().cpu().double().numpy())
+        return label_distance(device.require("matrix").matrix().cpu().double().numpy())
 
 
 def _way_to(sigma: float, own: float, law: TemperatureLaw | None) -> tuple[float | None, str]:
-    """The temperature that gives a sigma, or what to do instead."""
+    """Return the temperature that gives a sigma, or None, and a remark."""
     if sigma <= own:
-        return None, "the device has more noise than this takes"
-    digital = f"a digital share of {math.sqrt(sigma**2 - own**2):.6g} makes up the rest"
+        return None, "the device has more noise than required"
+    digital = f"digital noise of standard deviation {math.sqrt(sigma**2 - own**2):.6g} makes up the rest"
     if law is None:
         return None, f"the description sets sigma directly: set noise.sigma, or {digital}"
     try:
-        return law.temperature(sigma), "by temperature alone"
+        return law.temperature_c(sigma), "temperature is enough"
     except ValueError as error:
         return None, f"{error}; {digital}"

@@ -1,36 +1,36 @@
-"""What a run asks of a family of trainers: its network, its device, its step, and what the step releases."""
+"""What a run asks of an algorithm: its network, its device, its trainer, and what a step releases."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
 
-from accounting.guarantee import Adjacency
-from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
+from accounting.records.mechanisms import Unprotected
 from opusim.devices.base import NoisyDevice
-from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
 from training.config.run import RunConfig
+from training.config.sections import TrainerSection
 from training.data import Dataset
-from training.data.samplers import Sampler
 from training.data.splits import Ids
 from training.engine.trainer import Trainer
 from training.networks.base import Network
-from training.protections.config import RecordConfig
-from training.protections.planning import divisor_of, require_covered, with_multiplier, with_sampled_noise
+from training.protections.base import Protection, SoftLabels
+from training.protections.planning import Plan, Updates, clipped_records, divisor_of
 from training.runs.folder import RunFolder
 
 Array = np.ndarray | Tensor
 Arrays = tuple[Array, Array] | tuple[Array, Array, Ids]
 """User-supplied data: features and class numbers, and for data.split = 'id' an ID of each record."""
+OptionsT = TypeVar("OptionsT", bound=TrainerSection)
 NetworkT = TypeVar("NetworkT", bound=Network)
+TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,164 +46,168 @@ class DeviceShape:
     n_outputs: int
 
 
-class TrainerFamily(ABC, Generic[NetworkT]):
-    """Builds, checks and prices the runs of some trainers; stateless.
+class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
+    """An algorithm bound to the plan of one run.
+
+    A new algorithm is a subclass of this and of `TrainerSection`, whose `implementation` returns it. It must give
+
+    - `build_network` and `rebuild_network`: the network, new and from its description in a run folder;
+    - `trainer`: a `training.engine.trainer.Trainer` on `self.network`.
+
+    It may also give
+
+    - `device_shape`, if the run opens a device;
+    - `mechanism` and `clip_norm`, if a step under protection.kind = 'record' releases something other than a sum of
+      contributions that `RecordGradients` (`self.protection.gradients`) clips and noises;
+    - `released`, if a run without protection releases more than unprotected updates;
+    - `initialise` and `prepare`, for work before the first checkpoint and before the first step;
+    - `noiseless` and `equivalent_noise`, which an audit needs for its controls.
 
     Attributes:
-        protections: Values of protection.kind that these trainers take.
-        draws_in_public: Whether a step draws more than the noise that a guarantee rests on (directions, probes); an
-            audit lets its attacker know that.
+        plan: The run.
+        options: The section `trainer` of its configuration.
+        uses_public_randomness: Whether a step draws more than the noise that a guarantee rests on, such as directions
+            or probes. An audit lets its attacker know those draws.
+        noise_guess: Where the search for the noise multiplier starts, above 0.
     """
 
-    protections: ClassVar[tuple[str, ...]] = ("none", "record")
-    draws_in_public: ClassVar[bool] = False
+    uses_public_randomness: ClassVar[bool] = False
+    record_options: ClassVar[Mapping[str, Any]] = {}
+    """Keys of the section `trainer` that a run under protection.kind = 'record' must have, with their values."""
 
-    def own_parts(self, config: RunConfig) -> tuple[RunConfig, Arrays | None, nn.Module | None]:
-        """The configuration, with the data and the module that it names itself where none were given.
+    def __init__(self, plan: Plan, options: OptionsT) -> None:
+        self.plan, self.options = plan, options
+
+    # Before there is a plan
+
+    @classmethod
+    def default_inputs(cls, config: RunConfig) -> tuple[RunConfig, Arrays | None, nn.Module | None]:
+        """Return the configuration, and the data and the module that it names if the user gives neither.
 
         Raises:
-            ConfigError: It names something that is not there.
+            ConfigError: It names something that does not exist.
         """
         return config, None, None
 
+    @classmethod
     @abstractmethod
-    def network(self, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> NetworkT:
-        """The network to train: a person's own module, or a new one as the configuration says.
+    def build_network(cls, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> NetworkT:
+        """Return the network to train: the user-supplied module, or a new one of the configuration.
 
         Raises:
             TypeError, ValueError: The module cannot be trained so, or does not fit the data.
         """
 
+    @classmethod
     @abstractmethod
-    def rebuilt(self, facts: dict[str, Any], model: nn.Module | None) -> NetworkT:
-        """A network as `Network.facts` describes it, its parameters yet to be filled in.
+    def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> NetworkT:
+        """Return a network as `Network.facts` describes it; its parameters are still to be filled in.
 
         Args:
             facts: What the run folder holds under "network".
-            model: A person's own module, where the run was given one that its folder cannot describe.
+            model: A module like the user-supplied one, if the folder cannot describe that one.
 
         Raises:
-            RunFolderError: The run was given a module of its own, and `model` is None.
+            RunFolderError: The folder cannot describe the module, and `model` is None.
         """
 
-    @abstractmethod
-    def device_shape(self, config: RunConfig, network: NetworkT) -> DeviceShape:
-        """How wide the device is opened, where `config.uses_device`."""
+    # What a run is made of
+
+    @property
+    def network(self) -> NetworkT:
+        """The network to train."""
+        network: NetworkT = self.plan.network
+        return network
+
+    @cached_property
+    def protection(self) -> Protection:
+        """The protection of the run."""
+        return self.plan.config.protection.build(self.plan, self)
+
+    @property
+    def device_shape(self) -> DeviceShape:
+        """How wide the device is opened, if `config.uses_device`."""
+        raise NotImplementedError(f"{type(self).__name__} uses a device and must override device_shape")
 
     @abstractmethod
-    def trainer(
-        self, config: RunConfig, network: NetworkT, dataset: Dataset, device: NoisyDevice | None
-    ) -> Trainer:
-        """The trainer, with its noise and protection."""
-
-    @abstractmethod
-    def step_mechanisms(
-        self, config: RunConfig, network: NetworkT, sampler: Sampler, noise: NoiseModel | None
-    ) -> tuple[Mechanism, ...]:
-        """What one step releases; empty where everything is paid for at the beginning.
+    def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> TrainerT:
+        """Return the trainer, with its noise and protection.
 
         Args:
-            config: The run, with its noise multiplier.
-            network: Its network.
-            sampler: Its sampler.
-            noise: The device's noise, None for a run without a device.
+            device: The open device, or None for a run without one.
+            labels: What training knows of the labels in their place, or None if it sees the labels.
         """
 
-    def require_covered(self, config: RunConfig, dataset: Dataset, sampler: Sampler) -> None:
-        """Refuse a run that this family cannot train, or that no theorem covers, before anything is computed.
+    @property
+    def updates(self) -> Updates:
+        """How the trainer's updates treat signals, for a protection that writes its gradients."""
+        return Updates()
+
+    def initialise(self, trainer: TrainerT) -> None:  # optional hook
+        """Set the parameters of a new run, before its first checkpoint."""
+
+    def prepare(self, trainer: TrainerT, folder: RunFolder) -> None:  # optional hook
+        """Open what a trainer writes besides checkpoints; called before the first step of a new or resumed run."""
+
+    # What it releases
+
+    def require_covered(self) -> None:
+        """Refuse a run that this algorithm cannot train, or that no theorem covers, before anything is computed.
 
         Raises:
-            ConfigError: A protection that these trainers do not take.
+            ConfigError: Keys that the algorithm does not take.
             NoGuarantee: The sampling scheme, the standardisation or the number of classes leaks what is protected.
         """
-        kind = config.protection.kind
-        if kind not in self.protections:
-            raise ConfigError(
-                "configuration",
-                "protection.kind",
-                f"{kind!r} is not for trainer.kind = {config.trainer.kind!r}; it takes {', '.join(self.protections)}",
-            )
-        require_covered(config, dataset, sampler)
+        self.protection.require_covered()
 
-    def with_noise(self, config: RunConfig, network: NetworkT, sampler: Sampler) -> RunConfig:
-        """The configuration with the noise multiplier that its epsilon asks for, where none was given.
-
-        Raises:
-            NoGuarantee: No noise reaches epsilon.
-        """
-        return with_sampled_noise(config, sampler)
-
-    def begin(self, config: RunConfig, trainer: Trainer) -> None:
-        """Prepare the parameters of a new run, before its first checkpoint."""
-        return
-
-    def pay_at_start(
-        self,
-        config: RunConfig,
-        trainer: Trainer,
-        dataset: Dataset,
-        device: NoisyDevice | None,
-        ledger: Ledger,
-        folder: RunFolder,
-        *,
-        steps: int,
-    ) -> None:
-        """Pay for, and take, what the run looks at once; called whenever it begins or goes on.
-
-        Raises:
-            BudgetExceeded: It would cost more than the budget.
-            LedgerCorrupt: It was taken and is not paid for.
-        """
-        return
-
-    def record_protected(self, config: RunConfig, noise_multiplier: float) -> RunConfig:
-        """The run with whole records protected by a known digital noise on Poisson batches: a control of its audit.
+    @classmethod
+    def clip_norm(cls, config: RunConfig, n_classes: int) -> float:
+        """Return C, the largest norm of a record's contribution in a protected run.
 
         Args:
             config: The run.
-            noise_multiplier: z, for a step with one direction (zo); doubled where a record is replaced, which moves a
-                sum twice as far as leaving it out.
+            n_classes: Classes of its data.
         """
-        protection = RecordConfig(
+        return config.protection.clip
+
+    @property
+    def noise_guess(self) -> float:
+        """See the class."""
+        return 1.0
+
+    def mechanism(self, noise_multiplier: float) -> Mechanism:
+        """Return what a run releases of whole records with this noise: in one step, or as its last iterate.
+
+        Raises:
+            NoGuarantee: The sampler has no sampling probability.
+        """
+        return clipped_records(
+            self.plan,
             noise_multiplier=noise_multiplier,
-            delta=config.protection.delta,
-            relation=getattr(config.protection, "relation", None),
-            clip_norm=config.protection.clip,
-            divisor=divisor_of(config),
+            clip_norm=self.clip_norm(self.plan.config, self.plan.dataset.n_classes),
+            divisor=divisor_of(self.plan.config),
         )
-        sampler = {"scheme": "poisson", "min_batch_size": None}
-        control = config.model_copy(
-            update={
-                "protection": protection,
-                "sampler": config.sampler.model_copy(update=sampler),
-            }
-        )
-        if control.relation is Adjacency.REPLACE_ONE:
-            return with_multiplier(control, 2 * noise_multiplier)
-        return control
 
-    def without_noise(self, config: RunConfig) -> RunConfig | None:
-        """The run without the digital noise that its guarantee rests on: what a person who forgot it would train.
+    def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:
+        """Return what one step releases; nothing if the run pays for everything upfront.
 
-        None where that noise is not apart from what else a step draws.
+        Args:
+            noise: The law of the device's noise, or None if there is no device or its law is unknown.
         """
-        if config.protection.kind == "none":
-            return config
-        silent = {"noise_multiplier": 0.0, "noise": "digital"}
-        return config.model_copy(update={"protection": config.protection.model_copy(update=silent)})
+        if self.plan.config.protection.protects == "nothing":
+            return (Unprotected(what=f"{self.plan.config.trainer.kind} without protection"),)
+        return self.protection.released()
 
+    # What its audit needs
 
-_HOMES = {
-    **dict.fromkeys(("bp", "dfa", "tdfa", "pdfa"), "training.feedback.algorithm:FeedbackFamily"),
-    "ulr": "training.ulr.algorithm:UlrFamily",
-    "zo": "training.zeroth_order.algorithm:ZoFamily",
-    "convex": "training.convex.algorithm:ConvexFamily",
-}
-"""Where each trainer's family stands; imported when it is needed."""
+    @property
+    def noiseless(self) -> Mapping[str, Any] | None:
+        """Keys of the section `trainer` that remove the trainer's own digital noise, with their values.
 
+        None if the protective noise cannot be separated from the algorithm's own randomness.
+        """
+        return {}
 
-def family_of(kind: str) -> TrainerFamily[Any]:
-    """The family of a trainer, by `trainer.kind`."""
-    module, _, name = _HOMES[kind].partition(":")
-    make: Callable[[], TrainerFamily[Any]] = getattr(import_module(module), name)
-    return make()
+    def equivalent_noise(self, noise_multiplier: float) -> float:
+        """Return the noise multiplier at which a step's guarantee is that of one Gaussian release at the given one."""
+        return noise_multiplier

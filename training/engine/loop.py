@@ -20,13 +20,10 @@ from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.errors import DeviceError
 from opusim.usage import Usage
-from training.config.run import LossName
-from training.config.sections import OptimizerConfig
-from training.data import Dataset
-from training.data.samplers import Sampler
-from training.engine.optimizers import TailAverage, set_learning_rate
+from training.engine.plan import RunPlan, to_device
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import RunFolderError, RunInterrupted, TrainingDiverged
+from training.networks.optimizers import TailAverage, set_learning_rate
 from training.runs.checkpoints import (
     list_checkpoints,
     read_checkpoint,
@@ -43,10 +40,10 @@ _OBSERVED_STEPS = 5
 
 
 class Watcher(Protocol):
-    """Somebody who watches a run, such as a progress bar."""
+    """Receives the progress of a run, such as a progress bar."""
 
     def on_start(self, *, step: int, total_steps: int) -> None:
-        """Training begins, or goes on, at a step."""
+        """Training starts, or resumes, at a step."""
 
     def on_step(self, *, step: int) -> None:
         """So many steps are done."""
@@ -56,58 +53,39 @@ class Watcher(Protocol):
 
 
 class Engine:
-    """Trains for a number of epochs, leaving a run folder that a killed process can go on from.
+    """Trains for a number of epochs, leaving a run folder from which a killed run can resume.
 
     A resumed run repeats an uninterrupted one bit for bit in experiment mode at the same thread count:
     batches and noise are keyed by the step, and what else a step depends on is in the checkpoint.
 
     Args:
+        plan: The run; its device is open, its torch device holds the network.
         trainer: What is trained.
-        dataset: Records.
-        sampler: Which records each step takes.
-        folder: Where the run is written; its lock is held by the caller.
-        epochs: Passes of `sampler.steps_per_epoch` steps.
-        loss: Loss that the metrics report.
-        optimizer: The learning rate's schedule, and how much of the end is averaged.
-        checkpoint_every: Steps between checkpoints; None for one an epoch.
-        keep: Newest checkpoints kept.
-        identity: Digest of the configuration; a checkpoint of another one is refused.
-        private: Write nothing that depends on the data but the model: no losses, accuracies, norms or frames, which
-            no guarantee covers (release mode).
-        watcher: Who is told of progress.
+        folder: Where the run is written; the caller holds its lock.
+        watcher: Receives the progress.
     """
 
     def __init__(
-        self,
-        *,
-        trainer: Trainer,
-        dataset: Dataset,
-        sampler: Sampler,
-        folder: RunFolder,
-        epochs: int,
-        loss: LossName,
-        optimizer: OptimizerConfig,
-        checkpoint_every: int | None,
-        keep: int,
-        identity: str,
-        private: bool = False,
-        watcher: Watcher | None = None,
+        self, plan: RunPlan, trainer: Trainer, folder: RunFolder, watcher: Watcher | None = None
     ) -> None:
-        self._identity = identity
-        self._private = private
+        config = plan.config
+        self._identity = config.digest()
+        self._private = (
+            config.mode == "release"
+        )  # write no figure that depends on the data and has no guarantee
         self._trainer = trainer
-        self._dataset = dataset
-        self._sampler = sampler
+        self._dataset = to_device(plan.dataset, config.torch_device)
+        self._sampler = plan.sampler
         self._folder = folder
-        self.total_steps = epochs * sampler.steps_per_epoch
-        self._loss = loss
-        self._optimizer = optimizer
-        self._average = TailAverage(optimizer.averaged_tail, self.total_steps)
-        self._checkpoint_every = checkpoint_every or sampler.steps_per_epoch
-        self._keep = keep
+        self.total_steps = config.epochs * self._sampler.steps_per_epoch
+        self._loss = config.loss
+        self._optimizer = config.optimizer
+        self._average = TailAverage(config.optimizer.averaged_tail, self.total_steps)
+        self._checkpoint_every = config.checkpoint.every_steps or self._sampler.steps_per_epoch
+        self._keep = config.checkpoint.keep
         self._watcher = watcher
         self._step = 0
-        self._sums = _EpochSums(dataset.train.x.device)
+        self._sums = _EpochSums(self._dataset.train.x.device)
         self._earlier_usage = Usage()
         self._epoch_started = time.perf_counter()
         self._files: Mapping[str, str | None] = {}
@@ -126,7 +104,7 @@ class Engine:
         """Go back to the newest checkpoint.
 
         Args:
-            moved: Whether the user confirms that this folder, and no copy of it, goes on.
+            moved: Whether the user confirms that no copy of this folder resumes.
 
         Returns:
             Digest of that checkpoint.
@@ -195,15 +173,15 @@ class Engine:
             if interrupted.is_set() and self._step < self.total_steps:
                 self._stop_cleanly(ledger, paid_at_start=not mechanisms)
                 raise RunInterrupted(
-                    f"stopped after step {self._step} of {self.total_steps}; a checkpoint was written, go on "
-                    f"with: opusim train resume {self._folder.path} (from Python: training.train(folder=..., "
+                    f"stopped after step {self._step} of {self.total_steps}; a checkpoint was written, resume "
+                    f"it with: opusim train resume {self._folder.path} (from Python: training.train(folder=..., "
                     "resume=True), with the same data and model if they were given)"
                 )
 
     def _seal_what_was_paid(self, ledger: Ledger) -> None:
-        """Have the newest checkpoint know the labels and payments that are newer than it, before a step is computed.
+        """Seal labels and payments that are newer than the newest checkpoint into it, before a step is computed.
 
-        Else a run that is killed before its next checkpoint could be resumed with the ledger that it began with.
+        Otherwise a run that is killed before its next checkpoint could resume with the ledger that it started with.
         """
         self._files = self._folder.digests()
         newest = list_checkpoints(self._folder.checkpoints)[-1]
@@ -216,7 +194,7 @@ class Engine:
         return self._folder.seal(self._files, position, bound=self._private)
 
     def _stop_cleanly(self, ledger: Ledger, *, paid_at_start: bool) -> None:
-        """Return what was reserved, keep the steps done, and tell the ledger, so that a resumed run need not pay twice.
+        """Return what was reserved, keep the steps done, and tell the ledger, so that a resumed run does not pay twice.
 
         No step was begun whose result the checkpoint lacks; a step in which the device failed has no result.
         """
@@ -226,7 +204,7 @@ class Engine:
             ledger.note_stop(self._step, digest)
 
     def _pay(self, ledger: Ledger, mechanisms: Sequence[Mechanism]) -> None:
-        """Have the next step on record; a spent budget ends the run."""
+        """Pay for the next step; a spent budget ends the run."""
         try:
             ledger.pay(self._step, *mechanisms, until=self.total_steps)
         except BudgetExceeded as error:
@@ -240,8 +218,8 @@ class Engine:
     def _advance_or_keep(self, ledger: Ledger, *, paid_at_start: bool) -> None:
         """Do one step; a device that fails in it leaves a checkpoint of the steps before, so that none is lost.
 
-        A step reads its device before it changes the model. Where it did not (a module of one's own that reads
-        another device), the trainer is not intact, and the newest checkpoint stays the last word.
+        A step reads its device before it changes the model. If it did not, because a user-supplied module reads another
+        device, the trainer is not intact, and the newest checkpoint stays the last one.
         """
         try:
             self._advance()
@@ -254,7 +232,7 @@ class Engine:
                 kept = f"and broke off amid the parameters, so that those of {newest.stem} are kept"
             raise type(error)(
                 f"{error}. Step {self._step} of {self.total_steps} was not done, {kept}; "
-                f"when the device is back, go on with: opusim train resume {self._folder.path}"
+                f"when the device is back, resume with: opusim train resume {self._folder.path}"
             ) from error
 
     def _advance(self) -> None:
@@ -404,6 +382,21 @@ class _EpochSums:
         self._correct = torch.tensor(sums["correct"], dtype=torch.int64, device=self._place)
         self._records = sums["records"]
         self._observed = list(sums["observed"])
+
+
+@contextmanager
+def torch_threads(wanted: int | None) -> Iterator[int]:
+    """Set torch's thread count for the run and put it back.
+
+    Args:
+        wanted: Threads, or None for torch's own number.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted or before)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

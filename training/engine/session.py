@@ -1,11 +1,11 @@
-"""Training from a configuration to a run folder: checks, assembly, payment, the engine."""
+"""Training: from a configuration to a plan, from the plan to a run folder."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +13,23 @@ from torch import nn
 
 from accounting.guarantee import Adjacency
 from accounting.ledger.ledger import Ledger
-from opusim.description.loading import load_description, parse_description
-from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from training.config.reading import flat, load_config
 from training.config.run import RunConfig
 from training.data import Dataset
-from training.data.catalogue import OWN_ARRAYS
-from training.data.samplers import Sampler
-from training.engine.algorithm import TrainerFamily, family_of
-from training.engine.assembly import (
-    Arrays,
-    check_torch_device,
-    configured_sampler,
-    fingerprint,
-    in_components,
-    load_data,
-    moved,
-    opened_device,
-    torch_threads,
-)
-from training.engine.loop import Engine, Watcher, deferred_interrupt
-from training.engine.trainer import Trainer
+from training.engine.algorithm import Arrays
+from training.engine.loop import Engine, Watcher, deferred_interrupt, torch_threads
+from training.engine.plan import RunPlan, default_inputs, fingerprint, load_data, ready, with_own_data
 from training.errors import RunFolderError
-from training.networks.base import Network
 from training.protections.planning import budget_of
 from training.runs.folder import RunFolder, facts_equal, own_folder, versions
 from training.runs.run import Run, load_run
 from training.runs.storage import read_array, write_array
 
 _STEPS_PAID_AT_ONCE = {"experiment": 64, "release": 16}
-"""Steps that one synced line of the ledger reserves."""
+"""Steps that one synced line of the ledger reserves; a killed release run loses what is left of them."""
+_NO_FOLDER = "resume needs folder, that of the run to resume"
 
 
 def train(
@@ -65,15 +50,15 @@ def train(
         data: (x, y) with x of shape (n, d) and class numbers y of shape (n,), numpy or torch; (x, y, ids) with an ID
             of each record, by which data.split = 'id' holds records out; or a Dataset, whose parts are taken as they
             are; None loads the data set that the configuration names.
-        model: A module to train in place, of a kind that the trainer takes (feedbacks: an nn.Sequential of nn.Linear
+        model: A module to train in place, of a type that the trainer takes (feedbacks: an nn.Sequential of nn.Linear
             and activations; ulr: an nn.Sequential of any modules); None builds the network of the configuration.
         folder: The run folder; None takes a new one under ./runs.
         resume: Resume the unfinished run in `folder`, under its own configuration; data and model are given
             again if they were given at first.
-        moved: Confirms, if a release run is resumed from a folder that was moved or restored by copying, that no
-            other copy was or will be resumed: no ledger counts what two copies release.
+        moved: Confirms that no other copy of the folder was or will be resumed. A release run needs it if its folder
+            was moved or restored by copying: no ledger counts what two copies release.
         settings: Lines "key=value" over the configuration.
-        watcher: Who is told of progress.
+        watcher: Receives the progress.
 
     Raises:
         ConfigError: The configuration or the device description is wrong.
@@ -82,12 +67,9 @@ def train(
         DeviceError: The device cannot be opened or fails.
         TrainingDiverged: A batch's error is not finite.
     """
-    resolved = _stored(config, settings, folder) if resume else load_config(config, settings)
-    resolved = _ready(resolved)
-    if data is None and model is None:
-        resolved, data, model = family_of(resolved.trainer.kind).own_parts(resolved)
-    if data is not None:
-        resolved = _with_own_data(resolved, data)
+    resolved = ready(_stored(config, settings, folder) if resume else load_config(config, settings))
+    resolved, data, model = default_inputs(resolved, data, model)
+    resolved = with_own_data(resolved, data)
     run_folder = None if folder is None else RunFolder(own_folder(Path(folder)))
     records = load_data(resolved, data)
     return train_on(resolved, records, run_folder, model=model, resume=resume, moved=moved, watcher=watcher)
@@ -103,10 +85,10 @@ def train_on(
     moved: bool = False,
     watcher: Watcher | None = None,
 ) -> Run:
-    """Train under a resolved configuration on records that are in memory already; see `train`.
+    """Train under a resolved configuration on records that are already in memory; see `train`.
 
     Args:
-        config: The configuration; where a run goes on, the one that its folder holds.
+        config: The configuration; that of the folder if the run resumes.
         records: The data set that it names.
         folder: The run folder; None takes a new one under ./runs.
         model: See `train`.
@@ -114,92 +96,55 @@ def train_on(
         moved: See `train`.
         watcher: See `train`.
     """
-    resolved = _ready(config)
-    private = resolved.mode == "release"
-    if resume:
-        if folder is None:
-            raise RunFolderError(_NO_FOLDER)
-        with folder.writing(new=False, private=private):
-            folder.require_resumable(moved=moved)
-            _check_keys(folder, resolved)
-            _train_in(folder, _parts(resolved, records, folder, model), watcher, resume=True, moved=moved)
-    else:
-        parts = _parts(resolved, records, None, model)
-        folder = folder or _new_folder(resolved)
+    private = config.mode == "release"
+    if not resume:
+        plan = RunPlan.resolve(config, records, model=model)
+        folder = folder or _new_folder(config)
         with folder.writing(new=True, private=private):
-            _train_in(folder, parts, watcher, resume=False, moved=False)
+            _train_in(folder, plan, watcher, resume=False, moved=False)
+        return load_run(folder.path, model=model)
+    if folder is None:
+        raise RunFolderError(_NO_FOLDER)
+    with folder.writing(new=False, private=private):
+        folder.require_resumable(moved=moved)
+        _check_keys(folder, ready(config))
+        plan = RunPlan.resolve(config, records, model=model, folder=folder)
+        _train_in(folder, plan, watcher, resume=True, moved=moved)
     return load_run(folder.path, model=model)
 
 
-_NO_FOLDER = "resume needs folder, that of the run to resume"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """What a run is made of before its folder is touched."""
-
-    config: RunConfig
-    family: TrainerFamily[Any]
-    dataset: Dataset
-    network: Network
-    description: DeviceDescription | None
-    sampler: Sampler
-
-
-def _parts(config: RunConfig, records: Dataset, resumed: RunFolder | None, model: nn.Module | None) -> _Parts:
-    """Build and check the parts of a run; those that a resumed run's folder holds are read from there."""
-    dataset = in_components(config, records, resumed)
-    family = family_of(config.trainer.kind)
-    network = family.network(config, dataset, model)
-    description = _description(config, resumed)
-    sampler = configured_sampler(config, dataset)
-    family.require_covered(config, dataset, sampler)
-    return _Parts(
-        config=family.with_noise(config, network, sampler),
-        family=family,
-        dataset=dataset,
-        network=network,
-        description=description,
-        sampler=sampler,
-    )
-
-
 def _train_in(
-    folder: RunFolder, parts: _Parts, watcher: Watcher | None, *, resume: bool, moved: bool
+    folder: RunFolder, plan: RunPlan, watcher: Watcher | None, *, resume: bool, moved: bool
 ) -> None:
     """Train in a folder whose lock is held."""
-    config, family, network, dataset = parts.config, parts.family, parts.network, parts.dataset
-    with torch_threads(config.threads) as threads:
-        config = config.model_copy(update={"threads": threads})
-        with opened_device(config, family.device_shape(config, network), parts.description) as device:
-            network.model.to(config.torch_device)
-            trainer = family.trainer(config, network, dataset, device)
-            facts = _facts(config, dataset, network, parts.description, device)
-            engine = _engine(config, trainer, dataset, parts.sampler, folder, watcher)
-            resumed_from = None
-            if resume:
-                _check_same(folder, facts)
-                resumed_from = engine.resume(moved=moved)
-                if device is not None and folder.baseline_file.exists():
-                    device.compare_with(Baseline.from_array(read_array(folder.baseline_file)))
-            else:
-                family.begin(config, trainer)
-                _begin(folder, engine, dataset, device, folder.configuration(config, facts))
-            with deferred_interrupt() as interrupted, _ledger(config, folder, resumed_from) as ledger:
-                family.pay_at_start(
-                    config, trainer, dataset, device, ledger, folder, steps=engine.total_steps
-                )
-                noise = None if device is None else device.stated_noise
-                mechanisms = family.step_mechanisms(config, network, parts.sampler, noise)
-                engine.run(ledger, mechanisms, interrupted)
+    with torch_threads(plan.config.threads) as threads, plan.opened_device() as device:
+        plan = plan.replaced(threads=threads)
+        plan = plan.with_device_noise(None if device is None else device.stated_noise)
+        plan.network.model.to(plan.config.torch_device)
+        algorithm, protection = plan.algorithm, plan.protection
+        trainer = algorithm.trainer(device, protection.soft_labels(device, folder))
+        facts, resumed_from = _facts(plan), None
+        engine = Engine(plan, trainer, folder, watcher)
+        if resume:
+            _check_same(folder, facts)
+            resumed_from = engine.resume(moved=moved)
+            if device is not None and folder.baseline_file.exists():
+                device.compare_with(Baseline.from_array(read_array(folder.baseline_file)))
+        else:
+            algorithm.initialise(trainer)
+            _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
+        with deferred_interrupt() as interrupted, _ledger(plan.config, folder, resumed_from) as ledger:
+            protection.pay_upfront(ledger, device, folder)
+            algorithm.prepare(trainer, folder)
+            engine.run(ledger, plan.mechanisms, interrupted)
 
 
 def _begin(
-    folder: RunFolder, engine: Engine, dataset: Dataset, device: NoisyDevice | None, configuration: bytes
+    folder: RunFolder, engine: Engine, plan: RunPlan, device: NoisyDevice | None, configuration: bytes
 ) -> None:
-    """Write what a new run begins with; the configuration last, so that a run once begun can always be resumed."""
-    if dataset.components is not None:
-        write_array(folder.components_file, dataset.components.to_array())
+    """Write the first files of a new run; the configuration last, so that a run that has one can be resumed."""
+    if plan.dataset.components is not None:
+        write_array(folder.components_file, plan.dataset.components.to_array())
     if device is not None and device.baseline is not None:
         write_array(folder.baseline_file, device.baseline.to_array())
     engine.begin(configuration)
@@ -207,11 +152,11 @@ def _begin(
 
 
 def _stored(config: object, settings: Sequence[str], folder: str | Path | None) -> RunConfig:
-    """The configuration of the run to resume."""
+    """Return the configuration of the run to resume."""
     if config is not None or settings:
         raise RunFolderError(
-            "resume goes on under the configuration that the folder holds; leave config and settings out, "
-            "or start a new folder with them"
+            "a run resumes under the configuration in its folder; leave config and settings out, or start a new folder "
+            "with them"
         )
     if folder is None:
         raise RunFolderError(_NO_FOLDER)
@@ -221,22 +166,8 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
     return run_folder.read_config()
 
 
-def _ready(config: RunConfig) -> RunConfig:
-    """The configuration for a torch device that is there, without the seed that a release run does not use or keep."""
-    check_torch_device(config.torch_device)
-    return config.model_copy(update={"seed": 0}) if config.mode == "release" else config
-
-
-def _with_own_data(config: RunConfig, data: Arrays | Dataset) -> RunConfig:
-    """The configuration as it is for a person's own data: their name, and no constants of a known data set."""
-    changes: dict[str, Any] = {"name": OWN_ARRAYS, "standardise": config.data.mean is not None}
-    if isinstance(data, tuple) and len(data) == 3 and config.data.split is None:
-        changes["split"] = "id"
-    return config.model_copy(update={"data": config.data.model_copy(update=changes)})
-
-
 def _new_folder(config: RunConfig) -> RunFolder:
-    """A new folder of a name that no other process has: runs/pdfa-digits-1, -2, ..."""
+    """Return a new folder of a name that no other process has: runs/pdfa-digits-1, -2, ..."""
     stem = f"{config.trainer.kind}-{config.data.name}"
     for number in itertools.count(1):
         folder = RunFolder.claimed(own_folder(Path("runs") / f"{stem}-{number}"))
@@ -245,39 +176,19 @@ def _new_folder(config: RunConfig) -> RunFolder:
     raise AssertionError("itertools.count ended")
 
 
-def _description(config: RunConfig, resumed: RunFolder | None) -> DeviceDescription | None:
-    """The device's description: the stored one where a run goes on, so that its file need not be there."""
-    if not config.uses_device:
-        if config.device != type(config.device)():
-            load_description(
-                config.device.name, config.device.overrides
-            )  # unknown keys are refused, used or not
-        return None
-    if resumed is not None:
-        return parse_description(str(resumed.config_file), resumed.read_facts()["device"])
-    return load_description(config.device.name, config.device.overrides)
-
-
-def _facts(
-    config: RunConfig,
-    dataset: Dataset,
-    network: Network,
-    description: DeviceDescription | None,
-    device: NoisyDevice | None,
-) -> dict[str, Any]:
-    """What `config.json` says beside the configuration."""
-    noise = None if device is None else device.stated_noise
+def _facts(plan: RunPlan) -> dict[str, Any]:
+    """Return what `config.json` says besides the configuration."""
     return {
-        "network": network.facts,
-        "data": _facts_of_data(config, dataset),
-        "device": None if description is None else description.dump(),
-        "noise": None if noise is None else noise.summary(),
+        "network": plan.network.facts,
+        "data": _facts_of_data(plan.config, plan.dataset),
+        "device": None if plan.description is None else plan.description.dump(),
+        "noise": None if plan.noise is None else plan.noise.summary(),
         "versions": versions(),
     }
 
 
 def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
-    """What `config.json` says of the data: in release mode no number of records that the relation hides."""
+    """Return what `config.json` says of the data; in release mode no number of records that the relation hides."""
     facts: dict[str, Any] = {"name": dataset.name, "n_classes": dataset.n_classes, "split": dataset.split}
     if config.mode == "experiment" or config.relation is not Adjacency.ADD_OR_REMOVE_ONE:
         facts |= {
@@ -297,9 +208,9 @@ def _check_keys(folder: RunFolder, config: RunConfig) -> None:
     new = sorted(flat(config.model_dump(mode="json")).keys() - flat(stored["config"]).keys() - {"seed"})
     if new:  # a release run stores no seed
         raise RunFolderError(
-            f"run folder {folder.path} was begun by opusim {stored['versions'].get('opusim')}, whose configuration had "
-            f"no {', '.join(new)}; resume it with the opusim that began it (this is {versions()['opusim']}), or start "
-            "a new folder"
+            f"run folder {folder.path} was started by opusim {stored['versions'].get('opusim')}, whose configuration "
+            f"had no {', '.join(new)}; resume it with the opusim that started it (this is {versions()['opusim']}), or "
+            "start a new folder"
         )
 
 
@@ -309,44 +220,20 @@ def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:
     for part in ("network", "data", "device"):
         if not facts_equal(stored[part], facts[part]):
             raise RunFolderError(
-                f"run folder {folder.path} was begun with another {part}; resume it with the same one, "
+                f"run folder {folder.path} was started with another {part}; resume it with the same one, "
                 "or start a new folder"
             )
     changed = [name for name, version in facts["versions"].items() if stored["versions"].get(name) != version]
     if changed:
         warnings.warn(
-            f"run folder {folder.path} was begun with other versions of {', '.join(changed)}; "
+            f"run folder {folder.path} was started with other versions of {', '.join(changed)}; "
             "the resumed run may differ in its last bits from an uninterrupted one",
             stacklevel=3,
         )
 
 
-def _engine(
-    config: RunConfig,
-    trainer: Trainer,
-    dataset: Dataset,
-    sampler: Sampler,
-    folder: RunFolder,
-    watcher: Watcher | None,
-) -> Engine:
-    return Engine(
-        trainer=trainer,
-        dataset=moved(dataset, config.torch_device),
-        sampler=sampler,
-        folder=folder,
-        epochs=config.epochs,
-        loss=config.loss,
-        optimizer=config.optimizer,
-        checkpoint_every=config.checkpoint.every_steps,
-        keep=config.checkpoint.keep,
-        private=config.mode == "release",
-        identity=config.digest(),
-        watcher=watcher,
-    )
-
-
 def _ledger(config: RunConfig, folder: RunFolder, resumed_from: str | None) -> Ledger:
-    """The run's ledger; a release run loses what is left of a block when it is killed, so its blocks are small."""
+    """Return the run's ledger."""
     return Ledger(
         folder.ledger_file,
         mode=config.mode,

@@ -1,1 +1,1 @@
-"""How the error reaches the hidden layers: backpropagation and direct feedback alignment, digital or photonic."""
+"""Train by backpropagation or direct feedback alignment, digital or photonic."""

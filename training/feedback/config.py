@@ -80,12 +80,28 @@ class FeedbackConfig(TrainerSection):
         check_clip(self.tau_h_max, self.tau_h_min)
         return self
 
+    @property
+    def digital_sigma(self) -> float:
+        """Standard deviation of the digital noise; 0 for a feedback whose noise is the device's."""
+        return 0.0
+
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.feedback.algorithm import FeedbackAlgorithm
+
+        return FeedbackAlgorithm
+
 
 class _DigitalConfig(FeedbackConfig):
     """A feedback that is computed digitally, with optional noise."""
 
     sigma: float = Field(0.0, ge=0.0)
     """Standard deviation of the digital noise, in units of the projection."""
+
+    @property
+    def digital_sigma(self) -> float:
+        """See FeedbackConfig.digital_sigma."""
+        return self.sigma
 
     @model_validator(mode="before")
     @classmethod

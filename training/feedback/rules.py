@@ -1,6 +1,6 @@
-"""How the error at the output reaches the hidden layers: four feedbacks of one family.
+"""Send the error at the output to the hidden layers: backpropagation and direct feedback alignment.
 
-Symbols: e the error dL/dz_L (batch, n_L); delta_l = dL/dz_l or what stands for it (batch, n_l);
+Symbols: e = dL/dz_L, the error (batch, n_L); delta_l = dL/dz_l or its replacement (batch, n_l);
 W_l weights (n_l, n_(l-1)); B feedback matrix (sum of hidden widths, n_L); g noise; m batch size.
 """
 
@@ -19,31 +19,30 @@ from opusim.encodings import bit_planes, ternarize
 from training.networks.network import ForwardPass, FullyConnected
 
 _CALIBRATION_STEP = 2**64 - 2
-"""The step number under which columns are read, so that no training step repeats their noise."""
+"""Step number for reading columns of B; no training step repeats its noise."""
 _CALIBRATION_READINGS = 64
 
 Draw = Callable[[tuple[int, int]], Tensor]
-"""Gives fresh noise of shape (batch, width)."""
+"""Returns fresh noise of shape (batch, width)."""
 
 
 class Scale(Protocol):
-    """Brings the rows of gain v, v of shape (batch, width), to a norm."""
+    """Computes the factors that scale the rows of gain v, v of shape (batch, width), to a norm."""
 
     def __call__(self, v: Tensor, *, gain: float = 1.0) -> Tensor:
-        """Return what each row of v is multiplied by, shape (batch, 1)."""
+        """Return the factor of each row of v, shape (batch, 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deltas:
-    """delta_l of every layer, and the norms that an observer asked for.
+    """delta_l of every layer, and norms for diagnostics.
 
     Attributes:
         layers: delta_1 / gain_1 .. delta_L / gain_L, shapes (batch, n_l).
-        gains: gain_1 .. gain_L, public constants that whoever sums over records multiplies by.
-        signal_norms: Mean over records of the norm of what each hidden layer receives (before signal_gain), before
-            noise where noise is added after the reading, with the device's own noise otherwise. Empty unless
-            observed.
-        noise_norms: Mean norm of the noise in it (expected norm for the noise of a reading).
+        gains: gain_1 .. gain_L, public constants that multiply the sums over records.
+        signal_norms: Mean norm over records of each hidden layer's signal before signal_gain. It excludes noise that is
+            added after the reading and includes the device's own noise. Empty unless observed.
+        noise_norms: Mean norm of the noise in it; for the noise of a reading, its expected norm.
     """
 
     layers: list[Tensor]
@@ -52,7 +51,7 @@ class Deltas:
     noise_norms: list[float] = field(default_factory=list)
 
     def with_gains(self) -> list[Tensor]:
-        """delta_1 .. delta_L themselves."""
+        """Return delta_1 .. delta_L."""
         return [
             delta if gain == 1.0 else delta * gain
             for delta, gain in zip(self.layers, self.gains, strict=True)
@@ -70,7 +69,7 @@ class Feedback(ABC):
 
         Args:
             network: The network that ran forward.
-            forward: What its forward pass left.
+            forward: Values of its forward pass.
             error: e, shape (batch, n_L).
             observe: Whether to measure norms as well.
         """
@@ -79,13 +78,13 @@ class Feedback(ABC):
 class Backpropagation(Feedback):
     """delta_l = (delta_(l+1) W_(l+1)) * phi'_l(z_l), eq. 3 of the PDFA paper.
 
-    With noise, the error at the top is scaled into the ball and noise is added there, once for all layers,
-    as section 4 of the paper describes its private baseline.
+    With noise, the error at the output is scaled into the ball and noise is added to it once, as in the private
+    baseline of the paper's section 4; all layers backpropagate that noisy error.
 
     Args:
-        scale: What brings the error to tau_B, or None.
+        scale: Factors that bring the error to tau_B, or None.
         draw: Source of the noise, or None.
-        signal_gain: Public constant on the noisy error.
+        signal_gain: Public constant that multiplies the noisy error.
     """
 
     def __init__(
@@ -116,16 +115,16 @@ class Backpropagation(Feedback):
 
 
 class Projection(ABC):
-    """Reads B e for all hidden layers at once; layers take disjoint slices of one reading."""
+    """Reads B e for all hidden layers at once; layers use disjoint slices of one reading."""
 
     def noise_std(self, error: Tensor) -> Tensor:
-        """Standard deviation of the noise inside a reading, mean over records, in units of B e.
+        """Return the standard deviation of a reading's noise, mean over records, in units of B e.
 
         Args:
             error: e, shape (batch, n_L).
 
         Returns:
-            One value, shape (), or one for each output.
+            One value, shape (), or one per output.
         """
         return error.new_zeros(())
 
@@ -139,7 +138,7 @@ class Projection(ABC):
 
     @abstractmethod
     def columns(self, n_inputs: int) -> Tensor:
-        """B transposed as it is known to a trainer, shape (n_L, sum of hidden widths).
+        """Return B transposed as the trainer knows it, shape (n_L, sum of hidden widths).
 
         Args:
             n_inputs: n_L.
@@ -163,20 +162,21 @@ class DigitalProjection(Projection):
         return (error if self._threshold is None else ternarize(error, self._threshold)) @ self._matrix
 
     def columns(self, n_inputs: int) -> Tensor:
-        """B transposed itself."""
+        """See Projection.columns: B transposed exactly."""
         return self._matrix
 
 
 class DeviceProjection(Projection):
     """B t(e) + noise, read from a noisy device (PDFA paper, section 4).
 
-    t(e) is the ternarized error, one reading a record; or e itself in signed binary digits, one reading a digit: then
-    e / max|e| is shown and the reading multiplied by max|e|, each record's own, so that its noise shrinks with e.
+    t(e) is the ternarized error, with one reading per record; or e in signed binary digits, with one reading per digit.
+    Then the device shows e / max|e| and the reading is multiplied by max|e| of the same record, so that the noise
+    shrinks with e.
 
     Args:
         device: An open device of n_L inputs and (sum of hidden widths) outputs.
         threshold: Ternarization threshold.
-        planes: Number of digits; None ternarizes.
+        planes: Number of digits, or None to ternarize.
     """
 
     def __init__(self, device: NoisyDevice, *, threshold: float, planes: int | None = None) -> None:
@@ -202,26 +202,25 @@ class DeviceProjection(Projection):
         return (weights @ readings.view(self._planes, -1)).view(len(error), -1).mul_(scale)
 
     def columns(self, n_inputs: int) -> Tensor:
-        """Each column's mean over a number of readings: what hardware, too, can tell of its matrix."""
+        """See Projection.columns: the mean of several readings of each column, which hardware can measure too."""
         self._device.seek(_CALIBRATION_STEP)
         one_hot = torch.eye(n_inputs).repeat(_CALIBRATION_READINGS, 1)
         return self._device.project(one_hot).view(_CALIBRATION_READINGS, n_inputs, -1).mean(dim=0)
 
 
 class Alignment(Feedback):
-    """delta_l = s_l * phi'_l(z_l) with s_l from a random projection of the error (eqs. 4 and 8).
+    """delta_l = s_l * phi'_l(z_l) with s_l from a random projection of the error (eqs. 4 and 8 of the PDFA paper).
 
-    With r_l the slice of the reading that belongs to layer l, gain_l = gain / sqrt(n_l) and c = signal_gain public
-    constants:
-        hardware order:   s_l = c gain_l r_l                        (the reading's noise is the noise)
+    With r_l the slice of the reading for layer l and the public constants gain_l = gain / sqrt(n_l), c = signal_gain:
+        hardware order:   s_l = c gain_l r_l                        (the noise is that of the reading)
         published order:  s_l = c (scale_tau_B(gain_l r_l) + g_l)   (eq. 8 at c = 1; g_l from `draw`)
 
     Args:
-        projection: Where readings come from.
+        projection: Source of the readings.
         gain: See above.
         signal_gain: See above.
-        scale: What brings a record's signal to tau_B; None leaves its length alone. Published order only.
-        draw: Source of g_l; None for none. Published order only.
+        scale: Factors that bring a record's signal to tau_B, or None to keep its norm. Published order only.
+        draw: Source of g_l, or None for no noise. Published order only.
         through_clip: Whether clipped neurons have slope 0 (see FullyConnected.derivative).
     """
 
@@ -274,16 +273,16 @@ class Alignment(Feedback):
         )
 
     def output_weights(self, network: FullyConnected) -> Tensor:
-        """Gain / sqrt(n) B of the last hidden layer, transposed, shape (n_L, n_(L-1)).
+        """Return gain / sqrt(n) B of the last hidden layer, transposed, shape (n_L, n_(L-1)).
 
-        With these weights in the output layer the last hidden layer's signal is what backpropagation would send.
+        With these weights in the output layer, backpropagation would send the last hidden layer the same signal.
         """
         widths = network.widths[:-1]
         last = self._projection.columns(network.widths[-1])[:, -widths[-1] :]
         return last * (self._gain / widths[-1] ** 0.5)
 
     def _noise_norms(self, error: Tensor, widths: list[int], noises: Sequence[Tensor | None]) -> list[float]:
-        """Norm per layer of the noise: as drawn, or as expected of the reading where none is drawn."""
+        """Return the norm of each layer's noise: as drawn, or as expected of the reading if none is drawn."""
         drawn = [_mean_norm(noise) for noise in noises if noise is not None]
         if drawn:
             return drawn
@@ -295,14 +294,14 @@ class Alignment(Feedback):
 
 
 def _sum(reading: Tensor, factors: Tensor | None, noise: Tensor | None, gain: float) -> tuple[Tensor, float]:
-    """(factors or gain) * reading + noise, in place, up to the constant that is returned beside it."""
+    """Return (factors or gain) * reading + noise, computed in place, and a constant that still multiplies it."""
     if noise is None:
         return (reading, gain) if factors is None else (reading.mul_(factors), 1.0)
     return (noise.add_(reading, alpha=gain) if factors is None else _add_scaled(noise, reading, factors)), 1.0
 
 
 def _add_scaled(noise: Tensor, reading: Tensor, factors: Tensor) -> Tensor:
-    """Noise + factors * reading, in place; a factor that float32 cannot hold changes its own row only."""
+    """Add factors * reading to the noise, in place; a factor that float32 cannot hold changes only its own row."""
     if factors.dtype == noise.dtype:
         return noise.addcmul_(reading, factors)
     single = factors.float()
@@ -314,5 +313,5 @@ def _add_scaled(noise: Tensor, reading: Tensor, factors: Tensor) -> Tensor:
 
 
 def _mean_norm(v: Tensor) -> float:
-    """Mean Euclidean norm of the rows; 0 for no rows."""
+    """Return the mean Euclidean norm of the rows, or 0 if there are none."""
     return float(torch.linalg.vector_norm(v, dim=1).mean()) if len(v) else 0.0

@@ -1,4 +1,4 @@
-"""Training by backpropagation or by direct feedback alignment, digital or photonic.
+"""Train by backpropagation or by direct feedback alignment, digital or photonic.
 
 One step: forward pass (eq. 2 of the PDFA paper), error, feedback, then for each layer
 dW_l = (1/m) sum_i delta_(l,i) clip_c(offset_nu(h_(l-1,i)))^T (eq. 8), and the optimizer's update.
@@ -32,18 +32,13 @@ from training.feedback.rules import (
     Scale,
 )
 from training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
-from training.networks.losses import LOSSES
+from training.networks.functions import LOSSES
 from training.networks.network import ForwardPass, FullyConnected
-from training.protections.base import Protection
-from training.protections.noisy_labels import NoisyLabels
+from training.protections.base import PrivateGradients, SoftLabels
 
 
 class FeedbackTrainer(Trainer):
     """Trains a fully connected network with one of the four feedbacks.
-
-    Attributes:
-        noisy_labels: What is known of the labels, in place of the labels themselves; set before the first step. None
-            takes the labels.
 
     Args:
         network: The network; its parameters are updated in place.
@@ -53,12 +48,11 @@ class FeedbackTrainer(Trainer):
         device: An open device; required by pdfa, ignored by the others.
         noise: Digital noise; required where config.sigma > 0.
         protection: Clips and noises the records' contributions; None averages over the batch.
+        labels: What training knows of the labels in their place; None if it sees the labels themselves.
 
     Raises:
         ValueError: pdfa without a device, a device of other widths, or sigma without a noise stream.
     """
-
-    noisy_labels: NoisyLabels | None = None
 
     def __init__(
         self,
@@ -69,7 +63,8 @@ class FeedbackTrainer(Trainer):
         loss: LossName = "cross-entropy",
         device: NoisyDevice | None = None,
         noise: NoiseStream | None = None,
-        protection: Protection | None = None,
+        protection: PrivateGradients | None = None,
+        labels: SoftLabels | None = None,
     ) -> None:
         self.kind = config.kind
         self.model = network.model
@@ -79,6 +74,7 @@ class FeedbackTrainer(Trainer):
         self._device = device if config.kind == "pdfa" else None
         self._noise = noise
         self._protection = protection
+        self._labels = labels
         self._clipping = ActivationClipping(
             tau_h_max=config.tau_h_max,
             tau_h_min=config.tau_h_min,
@@ -102,7 +98,7 @@ class FeedbackTrainer(Trainer):
         if self._protection is None:
             _require_finite(error, loss_sum, step)
         else:
-            error = _finite_rows(error)  # to stop at one record's NaN would tell of that record
+            error = _finite_rows(error)  # stopping at a record's NaN would reveal that record
         deltas = (
             self._feedback.deltas(self._network, forward, error, observe=observe)
             if len(x)
@@ -119,15 +115,15 @@ class FeedbackTrainer(Trainer):
         )
 
     def start_from_feedback(self) -> None:
-        """Give the output layer the feedback of the last hidden layer as its initial weights, and no bias.
+        """Set the output layer's weights to the feedback of the last hidden layer, and its bias to zero.
 
         Raises:
-            ValueError: The feedback has no matrix of its own, or there is no hidden layer.
+            ValueError: The feedback has no matrix, or there is no hidden layer.
         """
         if not isinstance(self._feedback, Alignment) or self._network.depth == 1:
             raise ValueError(
-                "model.initial_output = 'feedback' takes the weights from a feedback matrix and a hidden layer; "
-                f"trainer.kind = {self.kind!r} with {self._network.depth - 1} hidden layers has none: use 'random'"
+                "model.initial_output = 'feedback' needs a feedback matrix and a hidden layer, but trainer.kind = "
+                f"{self.kind!r} with {self._network.depth - 1} hidden layers has none; use 'random'"
             )
         output = self._network.linears[-1]
         with torch.no_grad():
@@ -137,26 +133,26 @@ class FeedbackTrainer(Trainer):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and biases by layer."""
+        """See Network.tensors."""
         return self._network.tensors
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """The protection's."""
+        """See Trainer.state: that of the protection."""
         return {} if self._protection is None else self._protection.state
 
     @property
     def usage(self) -> Usage:
-        """Usage of the device."""
+        """See Trainer.usage."""
         return self._device.usage if self._device is not None else Usage()
 
     def _targets(self, output: Tensor, y: Tensor, records: Tensor | None, step: int) -> Tensor:
         """What the loss compares the output with: class numbers, or soft labels."""
-        if self.noisy_labels is None:
+        if self._labels is None:
             return y
         if records is None:
             raise ValueError("records is missing; noisy labels are looked up by the records' numbers")
-        return self.noisy_labels.targets(output, records, step)
+        return self._labels.targets(output, records, step)
 
     def _set_gradients(self, forward: ForwardPass, deltas: Deltas, records: Tensor | None) -> None:
         network, protection = self._network, self._protection
@@ -173,7 +169,7 @@ class FeedbackTrainer(Trainer):
             network.set_gradient(layer, delta, h, batch_size / gain)
 
     def _update_inputs(self, forward: ForwardPass) -> list[Tensor]:
-        """What each layer's update takes for h_(l-1), clipped where the configuration says so."""
+        """Return h_(l-1) for each layer's update, clipped as configured."""
         network = self._network
         return [
             self._clipping(h, layer=layer, depth=network.depth, n_layer=network.widths[layer])
@@ -181,7 +177,7 @@ class FeedbackTrainer(Trainer):
         ]
 
     def _diagnostics(self, forward: ForwardPass, error: Tensor, deltas: Deltas) -> dict[str, list[float]]:
-        """Cosine of each layer's update with its backpropagation gradient (Figure 2, right), and norms."""
+        """Return norms, and the cosine of each layer's update with its backpropagation gradient (Figure 2, right)."""
         network = self._network
         updates = [network.gradients(layer) for layer in range(network.depth)]
         reference = Backpropagation().deltas(network, forward, error, observe=False)
@@ -228,13 +224,13 @@ class FeedbackTrainer(Trainer):
         return _alignment(projection, config, draw, gain=config.gain)
 
     def _digital_draw(self, config: FeedbackConfig) -> Draw | None:
-        if not isinstance(config, BpConfig | DfaConfig | TdfaConfig) or not config.sigma:
+        sigma = config.digital_sigma
+        if not sigma:
             return None
         stream = self._noise
         if stream is None:
-            raise ValueError(f"noise is missing; trainer.sigma = {config.sigma} draws from a NoiseStream")
+            raise ValueError(f"noise is missing; trainer.sigma = {sigma} draws from a NoiseStream")
         place = self._network.linears[0].weight.device
-        sigma = config.sigma
         return lambda shape: stream.normal(shape, device=place).mul_(sigma)
 
 
@@ -252,7 +248,7 @@ def _alignment(
 
 
 def _scale(config: FeedbackConfig) -> Scale | None:
-    """What brings a signal to tau_B."""
+    """Return the factors that bring a signal to tau_B, or None if there is no tau_B."""
     tau_b = config.tau_b
     if tau_b is None:
         return None
@@ -261,20 +257,20 @@ def _scale(config: FeedbackConfig) -> Scale | None:
 
 
 def _require_finite(error: Tensor, loss_sum: Tensor, step: int) -> None:
-    if not math.isfinite(float(loss_sum) + float(error.sum())):  # one that is not finite spoils the sum
+    if not math.isfinite(float(loss_sum) + float(error.sum())):  # one NaN or infinity makes the sum so
         raise TrainingDiverged(
-            f"step {step}: the error or the loss holds NaN or infinity, so the training diverged; "
+            f"step {step}: training diverged, because the error or the loss is NaN or infinite; "
             "start a new run with a lower optimizer.lr or less noise, or check the inputs"
         )
 
 
 def _finite_rows(error: Tensor) -> Tensor:
-    """The error with 0 for every record whose error is not finite."""
+    """Return the error with zeros for every record whose error is not finite."""
     finite = torch.isfinite(error).all(dim=1, keepdim=True)
     return torch.where(finite, error, 0.0)
 
 
 def _no_deltas(forward: ForwardPass) -> Deltas:
-    """An empty batch has no gradient; momentum still moves the weights."""
+    """Return the deltas of an empty batch, which has no gradient; momentum still moves the weights."""
     layers = [torch.zeros_like(z) for z in forward.pre_activations]
     return Deltas(layers=layers, gains=[1.0] * len(layers))

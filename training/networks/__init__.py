@@ -1,1 +1,1 @@
-"""What is trained: fully connected networks with gradients in closed form, their activations, clips and losses."""
+"""Networks as a run sees them: parameters, layers whose gradients are clipped and summed, and checks of modules."""

@@ -1,22 +1,24 @@
-"""What a run asks of the network that it trains."""
+"""Define what a run asks of the network that it trains, and view any torch module as such a network."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from training.data import Dataset
 from training.networks.clipping import Clip
 
 
 class Network(ABC):
-    """A view on a module, whose parameters are the module's own.
+    """A view of a module; it shares the module's parameters.
 
     Attributes:
-        model: Takes records (batch, ...), gives class scores (batch, n_classes).
+        model: Maps records (batch, ...) to class scores (batch, n_classes).
     """
 
     model: nn.Module
@@ -24,40 +26,41 @@ class Network(ABC):
     @property
     @abstractmethod
     def n_inputs(self) -> int:
-        """Features of a record."""
+        """Number of features of a record."""
 
     @property
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The trained parameters by name, as a checkpoint holds them; it is restored by copying into them."""
+        """The trained parameters by name, as a checkpoint stores them; restoring one copies into them."""
 
     @property
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What `config.json` says of the network, enough to rebuild it: JSON values, "n_inputs" among them."""
+        """The network in `config.json`, enough to rebuild or recognise it: JSON values, "n_inputs" among them."""
 
 
 class LayeredNetwork(Network):
-    """Layers whose per-record gradients J_i^T delta_i need not be formed to be measured and summed.
+    """Layers that measure and sum per-record gradients J_i^T delta_i without forming them.
 
     J_i is the Jacobian of layer l's output at record i with respect to the layer's own parameters. A protection that
-    clips and noises contributions works on any such network.
+    clips contributions and adds noise works on every such network.
     """
 
     @property
     @abstractmethod
     def depth(self) -> int:
-        """Number of layers L, from 0 in every other member."""
+        """Number of layers L; layers are numbered from 0 in all other members."""
 
     @abstractmethod
     def layer_parameters(self, layer: int) -> list[nn.Parameter]:
-        """The parameters of a layer, in a fixed order."""
+        """Return the parameters of a layer, in a fixed order."""
 
     @abstractmethod
     def squared_norms(self, layer: int, delta: Tensor, h: Tensor) -> Tensor:
-        """||J_i^T delta_i||^2 of each record as `set_gradient` computes it, or a bound on it; float64, shape (batch,).
+        """Return ||J_i^T delta_i||^2 of each record, or a bound on it, float64, shape (batch,).
 
-        Finite for every finite record whose contribution float32 can hold, NaN or infinite for others.
+        It bounds the contributions that `set_gradient` computes, with their rounding. Finite for every finite record
+        whose contribution float32 can hold, NaN or infinite for others.
 
         Args:
             layer: Layer number, 0 .. L-1.
@@ -73,28 +76,101 @@ class LayeredNetwork(Network):
 
         Args:
             layer: Layer number, 0 .. L-1.
-            delta: As for `squared_norms`.
-            h: What the update takes for the layer's input, shape (batch, ...).
-            divisor: The batch size, or the constant that stands for it.
+            delta: Signal at the layer's output, shape (batch, ...).
+            h: The layer's input as the update uses it, shape (batch, ...).
+            divisor: The batch size, or a constant in its place.
             clip: The factors f_i, and norms that no contribution may exceed; None for factors of 1.
         """
 
 
-def require_class_scores(model: Callable[[Tensor], object], records: Tensor, n_classes: int) -> None:
-    """Refuse a person's own model that gives no class scores, after a look at what it makes of some records.
+class DescribedModule(nn.Module):
+    """A module that can be loaded again from a description.
+
+    Attributes:
+        description: JSON values, stored in `config.json`; empty if the module has none.
+    """
+
+    description: dict[str, Any]
+
+
+class ModuleNetwork(Network):
+    """A view of any module: parameters that require a gradient are trained, the others stay as they are.
 
     Args:
-        model: What is looked at.
-        records: Shape (batch, n_inputs), where the model's parameters are.
-        n_classes: Of the data.
+        model: Maps records (batch, n_inputs) to class scores (batch, n_classes). It is put into evaluation mode.
+        n_inputs: Number of features of a record.
 
     Raises:
-        ValueError: It cannot take such records, or gives something else than (batch, n_classes).
+        ValueError: No parameter requires a gradient.
+    """
+
+    def __init__(self, model: nn.Module, n_inputs: int) -> None:
+        self.model = model.eval()
+        self._n_inputs = n_inputs
+        if not self.tensors:
+            raise ValueError(
+                "model has no parameter that requires a gradient, so there is nothing to train; "
+                "call requires_grad_(True) on the parameters to train"
+            )
+
+    @property
+    def n_inputs(self) -> int:
+        """Number of features of a record."""
+        return self._n_inputs
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The trained parameters by the module's own names; a shared parameter appears once."""
+        return {
+            name: parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Enough to recognise the module, not to rebuild it: class, trained parameters, digest of the others."""
+        facts = {
+            "n_inputs": self._n_inputs,
+            "module": type(self.model).__name__,
+            "tensors": tensor_facts(self.tensors),
+        }
+        frozen: dict[str, Tensor] = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
+        frozen |= dict(self.model.named_buffers())
+        facts |= {"frozen": parameters_digest(frozen)} if frozen else {}
+        described = isinstance(self.model, DescribedModule) and self.model.description
+        return facts | ({"language": self.model.description} if described else {})
+
+
+def build_module_network(model: nn.Module, dataset: Dataset) -> ModuleNetwork:
+    """View a user-supplied module as a network, after a look at its output for two records.
+
+    Raises:
+        TypeError, ValueError: It is no module, gives no scores for the data's classes, or has nothing to train.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    network = ModuleNetwork(model, dataset.n_features)
+    place = next(iter(network.tensors.values())).device
+    require_class_scores(model, dataset.train.x[:2].to(place), dataset.n_classes)
+    return network
+
+
+def require_class_scores(model: Callable[[Tensor], object], records: Tensor, n_classes: int) -> None:
+    """Refuse a user-supplied model whose output for some records is not a table of class scores.
+
+    Args:
+        model: The model.
+        records: Shape (batch, n_inputs), on the device of the model's parameters.
+        n_classes: Number of classes of the data.
+
+    Raises:
+        ValueError: The model cannot take such records, or returns something other than (batch, n_classes).
     """
     try:
         with torch.no_grad():
             output = model(records)
-    except RuntimeError as error:  # torch's word for shapes that do not fit
+    except RuntimeError as error:  # torch raises it for shapes that do not match
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"model cannot take records of {records.shape[1]} features ({reason}); change its first module, or the data"
@@ -105,3 +181,44 @@ def require_class_scores(model: Callable[[Tensor], object], records: Tensor, n_c
             f"model gives {found} for {len(records)} records of {n_classes} classes; it must give class scores of "
             "shape (batch, n_classes)"
         )
+
+
+def require_trainable(layers: Sequence[Sequence[nn.Parameter]], *, if_frozen: str) -> None:
+    """Refuse layers whose parameters a step cannot update independently of other layers.
+
+    Args:
+        layers: The parameters of each layer.
+        if_frozen: What to do about a frozen layer.
+
+    Raises:
+        ValueError: Two layers share a parameter, or one is frozen or not float32.
+    """
+    seen: set[int] = set()
+    for number, parameters in enumerate(layers, start=1):
+        for parameter in parameters:
+            if id(parameter) in seen:
+                raise ValueError(
+                    f"model: layer {number} shares parameters with an earlier layer; give each layer its own"
+                )
+            seen.add(id(parameter))
+            if not parameter.requires_grad:
+                raise ValueError(
+                    f"model: layer {number} is frozen (requires_grad is False), but every layer is trained; {if_frozen}"
+                )
+            if parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"model: layer {number} has dtype {parameter.dtype}; train in torch.float32 (model.float())"
+                )
+
+
+def parameters_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return BLAKE2b over the bytes of the tensors, in their order."""
+    state = hashlib.blake2b(digest_size=16)
+    for tensor in tensors.values():
+        state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+def tensor_facts(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
+    """Return name, shape and dtype of each tensor as JSON values."""
+    return [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]

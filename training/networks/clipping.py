@@ -1,17 +1,17 @@
-"""The clip, scale and offset operators of the PDFA paper (section 3.1, eqs. 8 and 9).
+"""Clip records: norms and factors that hold for every finite float32 number, and the operators of the PDFA paper.
 
-Norms of records and the factors that clip them, right for every finite float32 number.
+A clip must hold in the arithmetic that runs. Float32 breaks it in three ways:
 
-A clip holds only if it holds in the arithmetic that runs. Three things break it in float32:
+- squares below 7e-46 vanish and squares above 3e38 overflow, so the norm of tiny or huge numbers is 0 or infinite;
+- long sums round: the norm of 10^6 nearly equal numbers may be off by 0.1 %;
+- sums of many signed products cancel: only rounding errors remain, which no norm of the exact sum bounds.
 
-- squares below 7e-46 vanish and squares above 3e38 overflow, so a norm of tiny or huge numbers is 0 or infinite;
-- long sums round: the norm of 10^6 nearly equal numbers may be 0.1 % off;
-- sums of many signed products cancel: what is left is rounding, and no norm of the exact sum bounds it.
+Therefore norms are accumulated in float64, whose range holds every product of four float32 numbers; a factor times a
+row is formed in float32 only if no result is near the smallest float32; and the norm of a contribution that is itself a
+sum of products is raised by the largest possible rounding error of that sum (`product_slack`). Whatever a record holds,
+its contribution then has norm at most C (1 + 1e-6).
 
-So norms are accumulated in float64, whose range holds every product of four float32 numbers; a factor times a row is
-formed in float32 only if no result is near the smallest float32; and where a contribution is itself a sum of products,
-its norm is rounded up by what that sum can be off (`product_slack`). tests/training/test_clips_hold.py measures the
-result: whatever a record holds, its contribution has norm at most C (1 + 1e-6).
+Operators of the PDFA paper (section 3.1, eqs. 8 and 9): `clip_entries`, `offset_entries`, `scale_to_ball`.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ from torch import Tensor, nn
 
 from training.config.sections import ClippedLayers, WidthRule
 
-_AT_ONCE = 2**20
-"""Numbers that are held in float64 at once, 8 MiB."""
-_SHORT = 1600
-"""Numbers up to which the rounding of a float32 sum of squares costs less than 1e-4 of the norm, whatever its order."""
-_SAFE = (1e-15, 1e15)
-"""Float32 norms whose squares neither overflowed nor lost terms: vanished squares are below 1e-45 each."""
-_SMALL = 2.0**-60
-"""Numbers below it may become subnormal in a product, and are then rounded by more than 2^-24 of themselves."""
+_FLOAT64_CHUNK = 2**20
+"""Numbers converted to float64 at once, 8 MiB."""
+_SHORT_ROW = 1600
+"""Length up to which a float32 sum of squares, in any order, is off by less than 1e-4 of the norm."""
+_SAFE_NORMS = (1e-15, 1e15)
+"""Range of float32 norms whose squares neither overflowed nor lost terms; vanished squares are below 1e-45 each."""
+_SUBNORMAL_GUARD = 2.0**-60
+"""Products with numbers below it may be subnormal, and then round by more than 2^-24 of themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clip:
-    """How the contributions of a batch's records to one layer are scaled.
+    """Factors that scale the contributions of a batch's records to one layer.
 
     Attributes:
-        factors: What each contribution is multiplied by, in [0, 1], float64, shape (batch,); 0 leaves a record out,
-            whatever it holds.
-        norms: The norms that the factors rest on, float64, shape (batch,); a layer that computes a contribution anew
-            must not let it exceed factor times norm.
+        factors: Multiply the contributions, in [0, 1], float64, shape (batch,); 0 removes a record, whatever it holds.
+        norms: The norms from which the factors were computed, float64, shape (batch,). A layer that computes a
+            contribution again must keep it within factor times norm.
     """
 
     factors: Tensor
@@ -51,31 +50,31 @@ class Clip:
 
 
 def row_norms(rows: Tensor) -> Tensor:
-    """Euclidean norm of each record's numbers, float64, shape (batch,).
+    """Return the Euclidean norm of each record's numbers, float64, shape (batch,).
 
-    Finite for all finite float32 numbers, relative error below 1e-12; NaN or infinite only if a number is.
+    Finite for all finite float32 numbers, with a relative error below 1e-12; NaN or infinite only if a number is.
 
     Args:
         rows: Shape (batch, ...).
     """
     flat = rows.flatten(1) if rows.ndim > 1 else rows[:, None]
-    parts = flat.split(max(1, _AT_ONCE // max(flat.shape[1], 1)))
+    parts = flat.split(max(1, _FLOAT64_CHUNK // max(flat.shape[1], 1)))
     norms = [torch.linalg.vector_norm(part.double(), dim=1) for part in parts]
     return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 
 def norm_bounds(rows: Tensor) -> Tensor:
-    """A bound on the norm of each record's numbers, at most 1e-4 above it, float64, shape (batch,).
+    """Return an upper bound on the norm of each record's numbers, at most 1e-4 above it, float64, shape (batch,).
 
-    Rows of up to 1,600 numbers whose norms are neither tiny nor huge take half the time of `row_norms`: the norm in
-    float32, rounded up by (n + 8) 2^-24, what a float32 sum of n squares may be off in any order of summation. Each
-    row's bound depends on that row only: if one record decided how others are bounded, it would move their factors.
+    Rows of up to 1,600 numbers whose norms are neither tiny nor huge take half the time of `row_norms`: their float32
+    norm is raised by (n + 8) 2^-24, the largest error of a float32 sum of n squares in any order. Each row's bound
+    depends on that row only; otherwise one record would move the factors of others.
 
     Args:
         rows: Shape (batch, ...).
     """
     flat = rows.flatten(1)
-    if flat.shape[1] <= _SHORT:
+    if flat.shape[1] <= _SHORT_ROW:
         norms = torch.linalg.vector_norm(flat, dim=1)
         safe = safe_in_float32(norms)
         bounds = norms.double() * (1 + (flat.shape[1] + 8) * 2.0**-24)
@@ -84,12 +83,12 @@ def norm_bounds(rows: Tensor) -> Tensor:
 
 
 def safe_in_float32(norms: Tensor) -> Tensor:
-    """Whether float32 holds products of numbers of rows with these norms, up to 1e-15 of the largest; (batch,)."""
-    return (norms > _SAFE[0]) & (norms < _SAFE[1])
+    """Return whether float32 products of rows with these norms lose at most 1e-15 of the largest, shape (batch,)."""
+    return (norms > _SAFE_NORMS[0]) & (norms < _SAFE_NORMS[1])
 
 
 def bounded_factors(norms: Tensor, bound: float) -> Tensor:
-    """min(1, bound / norm) for each record, and 0 if the norm is not finite, float64, shape (batch,)."""
+    """Return min(1, bound / norm) for each record, and 0 if the norm is not finite, float64, shape (batch,)."""
     exact = norms.double()
     factors = (bound / exact.clamp_min(torch.finfo(exact.dtype).tiny)).clamp(max=1.0)
     return torch.where(torch.isfinite(exact), factors, 0.0)
@@ -97,16 +96,16 @@ def bounded_factors(norms: Tensor, bound: float) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledRows:
-    """Factors times rows, each row right to 2^-22 of its own norm.
+    """Factors times rows, each row with an error of at most 2^-22 of its norm.
 
-    Which row float32 cannot hold is decided row by row, and such rows are kept apart: if one record moved the others'
-    sums from float32 to float64, their rounding would change by up to the batch size times 2^-24 of what they add up
-    to, which is more than a clip from a few thousand records on.
+    Rows that float32 cannot hold are found one by one and stored separately. If one record switched all sums from
+    float32 to float64, the rounding of the other records would change by up to the batch size times 2^-24 of their sum,
+    which exceeds a clip from a few thousand records on.
 
     Attributes:
-        rows: float32, shape (batch, ...); 0 for those that are apart.
-        apart: Places of rows that would be subnormal in float32, shape (m,), int64.
-        exact: These rows, float64, shape (m, ...); sums of their products must be in float64.
+        rows: float32, shape (batch, ...); 0 for the separate rows.
+        apart: Positions of the separate rows, which would be subnormal in float32, shape (m,), int64.
+        exact: These rows, float64, shape (m, ...); sums of their products need float64.
     """
 
     rows: Tensor
@@ -114,11 +113,11 @@ class ScaledRows:
     exact: Tensor
 
     def totals(self, others: Tensor, products: Callable[[Tensor, Tensor], list[Tensor]]) -> list[Tensor]:
-        """Sums over records of products of these rows and others, float32.
+        """Sum products of these rows and others over the records, float32.
 
         Args:
             others: float32, shape (batch, ...).
-            products: Maps rows and others of one type to sums over records.
+            products: Maps rows and others of one dtype to sums over records.
         """
         totals = products(self.rows, others)
         if not len(self.apart):
@@ -128,7 +127,7 @@ class ScaledRows:
 
 
 def scaled_rows(rows: Tensor, factors: Tensor) -> ScaledRows:
-    """Factors times rows.
+    """Multiply rows by factors.
 
     Args:
         rows: Finite, float32, shape (batch, ...).
@@ -136,52 +135,56 @@ def scaled_rows(rows: Tensor, factors: Tensor) -> ScaledRows:
     """
     scaled = rows * by_record(factors.float(), rows)
     norms = norm_bounds(scaled)
-    normal = (factors > _SMALL) & ((norms == 0) | (norms > _SMALL)) | (factors == 0) | (factors == 1)
+    normal = (
+        (factors > _SUBNORMAL_GUARD) & ((norms == 0) | (norms > _SUBNORMAL_GUARD))
+        | (factors == 0)
+        | (factors == 1)
+    )
     apart = torch.nonzero(~normal).flatten()
     exact = rows[apart].double() * by_record(factors[apart], rows)
     return ScaledRows(rows=finite_rows(scaled, normal) if len(apart) else scaled, apart=apart, exact=exact)
 
 
 def multipliers(factors: Tensor) -> Tensor:
-    """Factors rounded to float32, but for those that would be subnormal or infinite there.
+    """Round factors to float32, except those that would be subnormal or infinite there.
 
-    Each is rounded or not by itself: if one record's factor decided for all, others would change in their last bits.
+    Each factor is rounded on its own: if one record's factor decided for all, the last bits of others would change.
 
     Args:
         factors: At least 0 or NaN, float64.
 
     Returns:
-        float32, or float64 if some factor needs it; products with float32 rows, rounded to float32, are equal.
+        float32, or float64 if some factor needs it; both give the same float32 products with float32 rows.
     """
-    extreme = ((factors > 0) & (factors < _SMALL)) | (factors > 1 / _SMALL)
+    extreme = ((factors > 0) & (factors < _SUBNORMAL_GUARD)) | (factors > 1 / _SUBNORMAL_GUARD)
     rounded = factors.float()
     return torch.where(extreme, factors, rounded.double()) if bool(extreme.any()) else rounded
 
 
 def product_slack(terms: int) -> float:
-    """How far a float32 sum of `terms` products may be off, over the sum of the products' magnitudes.
+    """Bound the error of a float32 sum of `terms` products, relative to the sum of the products' magnitudes.
 
-    (terms + 7) 2^-24 in any order of summation, with one rounding for each product and four for scaling (Higham 2002,
-    section 3.1), doubled. By Cauchy and Schwarz, sum_p |a_p| |b_p| <= |a| |b| over all positions p.
+    The bound is (terms + 7) 2^-24 in any order of summation, with one rounding per product and four for scaling (Higham
+    2002, section 3.1), doubled. By Cauchy and Schwarz, sum_p |a_p| |b_p| <= |a| |b| over all positions p.
     """
     return (terms + 7) * 2.0**-23
 
 
 def finite_rows(rows: Tensor, keep: Tensor) -> Tensor:
-    """The rows (batch, ...) that `keep` marks; zero elsewhere, so that a factor of 0 meets no NaN."""
+    """Return the rows (batch, ...) that `keep` marks and zeros elsewhere, so that no factor of 0 meets a NaN."""
     return torch.where(by_record(keep, rows), rows, 0.0)
 
 
 def by_record(values: Tensor, rows: Tensor) -> Tensor:
-    """One value for each record, shape (batch,), with the axes that broadcast it over rows (batch, ...)."""
+    """Reshape one value per record, shape (batch,), to broadcast over rows (batch, ...)."""
     return values.view(-1, *[1] * (rows.ndim - 1))
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute products of float32 numbers in float32, though the process may allow TF32 (11 bits) or bfloat16 (8).
+    """Compute products of float32 numbers in float32, even if the process allows TF32 (11 bits) or bfloat16 (8).
 
-    cuDNN's convolutions are left out too: their fast algorithms round by more than `product_slack`.
+    cuDNN is switched off too: its fast convolutions round by more than `product_slack`.
     """
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.enabled
     torch.set_float32_matmul_precision("highest")
@@ -209,9 +212,9 @@ def offset_entries(v: Tensor, offset: float) -> Tensor:
 
 
 def ball_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
-    """min(gain, s / ||v||_2) for each row: what brings gain v into the ball, shape (batch, 1).
+    """Return min(gain, s / ||v||_2) for each row, the factors that bring gain v into the ball, shape (batch, 1).
 
-    float32, or float64 if a factor would be subnormal or infinite in float32; either multiplies float32 rows in place.
+    float32, or float64 if a factor would be subnormal or infinite in float32; both multiply float32 rows in place.
 
     Args:
         v: Vectors as rows, shape (batch, n).
@@ -225,7 +228,7 @@ def ball_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
 def scale_to_ball(v: Tensor, radius: float) -> Tensor:
     """scale_s(v) = min(s, ||v||_2) v / ||v||_2 for each row; a zero row stays zero.
 
-    Guarantees: every finite float32 row has norm at most s (1 + 1e-6); rows within the ball are returned unchanged.
+    Guarantees that every finite float32 row has norm at most s (1 + 1e-6) and that rows within the ball are unchanged.
 
     Args:
         v: Vectors as rows, shape (batch, n).
@@ -235,22 +238,22 @@ def scale_to_ball(v: Tensor, radius: float) -> Tensor:
 
 
 def sphere_factors(v: Tensor, radius: float, *, gain: float = 1.0) -> Tensor:
-    """The factor s / ||v||_2 that brings each row to the sphere, 0 for a zero row, shape (batch, 1).
+    """Return s / ||v||_2, the factor that brings each row to the sphere, 0 for a zero row, shape (batch, 1).
 
-    float32, or float64 if a factor would be subnormal or infinite in float32; either multiplies float32 rows in place.
-    The PDFA paper's section 4 speaks of a signal whose norm *is* tau_f; eq. 9's scale only bounds it.
+    float32, or float64 if a factor would be subnormal or infinite in float32; both multiply float32 rows in place.
+    Section 4 of the PDFA paper describes a signal whose norm *is* tau_f; the scale of eq. 9 only bounds it.
 
     Args:
         v: Vectors as rows, shape (batch, n).
         radius: s > 0.
-        gain: Of no effect: the sphere is the same for gain v.
+        gain: Has no effect, because gain v reaches the same sphere.
     """
     norms = row_norms(v)
     return multipliers(torch.where(norms > 0, radius / norms, 0.0)[:, None])
 
 
 class ClippedNeurons(nn.Module):
-    """Neurons that hold clip_c(offset_nu(h)), in the forward pass and so at inference too.
+    """Neurons that output clip_c(offset_nu(h)) in the forward pass, and therefore at inference too.
 
     c = tau_h_max / sqrt(n) and nu = tau_h_min / sqrt(n) with n the layer's width, eq. 9 of the PDFA paper.
 
@@ -270,12 +273,12 @@ class ClippedNeurons(nn.Module):
         return clip_entries(offset_entries(h, self.tau_h_min / root), self.tau_h_max / root)
 
     def passes(self, h: Tensor) -> Tensor:
-        """Where the clip lets a change of h through: 1 inside the interval, 0 outside, shape (batch, width)."""
+        """Return the derivative of the clip: 1 inside the interval, 0 outside, shape (batch, width)."""
         root = self.width**0.5
         return (offset_entries(h, self.tau_h_min / root).abs() < self.tau_h_max / root).to(h.dtype)
 
     def extra_repr(self) -> str:
-        """What stands between the brackets when the module is printed."""
+        """Return the arguments that torch prints."""
         return f"{self.width}, tau_h_max={self.tau_h_max}, tau_h_min={self.tau_h_min}"
 
 
@@ -283,8 +286,8 @@ class ClippedNeurons(nn.Module):
 class ActivationClipping:
     """clip_c(offset_nu(h)) on the activations that enter a weight update.
 
-    Eq. 8 writes h_l where the update of layer l needs h_(l-1), and eq. 9 divides by sqrt(n_l); which
-    layers are clipped, and by which width, is therefore a choice with a name.
+    Eq. 8 writes h_l although the update of layer l needs h_(l-1), and eq. 9 divides by sqrt(n_l). So the clipped layers
+    and the width in the bound are options.
 
     Attributes:
         tau_h_max: tau_h^max > 0; c = tau_h_max / sqrt(n). None switches the clip off.
@@ -300,7 +303,7 @@ class ActivationClipping:
     width: WidthRule = "fan-in"
 
     def applies_to(self, layer: int, depth: int) -> bool:
-        """Whether the update of a layer (0 .. depth-1) takes clipped activations."""
+        """Return whether the update of a layer (0 .. depth-1) uses clipped activations."""
         if self.tau_h_max is None or self.layers == "none":
             return False
         if self.layers == "hidden":
@@ -310,7 +313,7 @@ class ActivationClipping:
         return True
 
     def __call__(self, h: Tensor, *, layer: int, depth: int, n_layer: int) -> Tensor:
-        """Return what the update of a layer takes for h_(l-1).
+        """Return the activations that the update of a layer uses for h_(l-1).
 
         Args:
             h: Activations h_(l-1), shape (batch, n_(l-1)).

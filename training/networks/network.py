@@ -1,12 +1,10 @@
-"""The fully connected network that a configuration asks for.
-
-Fully connected networks with every layer's gradient in closed form (no autograd in a step).
-"""
+"""Build fully connected networks, whose layer gradients have a closed form: no autograd in a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -15,14 +13,14 @@ from torch import Tensor, nn
 from training.config.run import RunConfig
 from training.config.seeds import generator_for
 from training.data import Dataset
-from training.networks.activations import ACTIVATIONS, Activation, activation_of
-from training.networks.base import LayeredNetwork
+from training.networks.base import LayeredNetwork, require_trainable
 from training.networks.clipping import Clip, ClippedNeurons, norm_bounds, scaled_rows
+from training.networks.functions import ACTIVATIONS, Activation, activation_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardPass:
-    """What a forward pass leaves behind, eq. 2 of the PDFA paper.
+    """Intermediate values of a forward pass, eq. 2 of the PDFA paper.
 
     Attributes:
         inputs: h_(l-1) of each layer, shape (batch, n_(l-1)).
@@ -39,13 +37,13 @@ class ForwardPass:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """One layer as a configuration names it.
+    """Shape and options of one layer.
 
     Attributes:
         n_outputs: Width n_l.
         activation: Name of phi_l.
         bias: Whether there is a b_l.
-        tau_h_max: Clips the layer's neurons (see ClippedNeurons); None leaves them alone.
+        tau_h_max: Clip of the layer's neurons (see ClippedNeurons), or None for no clip.
         tau_h_min: Offset of clipped neurons.
     """
 
@@ -57,18 +55,18 @@ class LayerShape:
 
 
 class FullyConnected(LayeredNetwork):
-    """A view on an nn.Sequential of linear layers and activations; its parameters are the module's own.
+    """A view of an nn.Sequential of linear layers and activations; it shares the module's parameters.
 
     Layer l computes h_l = phi_l(W_l h_(l-1) + b_l), l = 1..L, with W_l of shape (n_l, n_(l-1)).
 
     Args:
         model: nn.Linear layers in order of use, each followed by at most one activation out of
-            Tanh, ReLU, Sigmoid, GELU and Identity, and at most one ClippedNeurons behind that. A last layer
-            without activation gives logits.
+            Tanh, ReLU, Sigmoid, GELU and Identity, and at most one ClippedNeurons after that. A last layer
+            without activation outputs logits.
 
     Raises:
-        TypeError: The model holds something else, with the module's name.
-        ValueError: No layer, widths that do not fit, or parameters that are not float32.
+        TypeError: The model holds another module, which the message names.
+        ValueError: There is no layer, widths do not match, or parameters are not float32.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,9 +81,9 @@ class FullyConnected(LayeredNetwork):
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> Self:
-        """A network as `facts` describes it, its parameters yet to be filled in."""
+        """Build the network that `facts` describes, with parameters to be filled in."""
         layers = [LayerShape(**layer) for layer in facts["layers"]]
-        return cls(build_model(facts["n_inputs"], layers, generator=torch.Generator()))
+        return cls(build_sequential(facts["n_inputs"], layers, generator=torch.Generator()))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -109,7 +107,7 @@ class FullyConnected(LayeredNetwork):
 
     @property
     def layers(self) -> list[LayerShape]:
-        """The layers as a configuration names them."""
+        """Shape and options of each layer."""
         return [
             LayerShape(
                 n_outputs=linear.out_features,
@@ -123,12 +121,12 @@ class FullyConnected(LayeredNetwork):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """W_1, b_1, W_2, ... in order; layers without bias leave theirs out."""
+        """W_1, b_1, W_2, ... in order, without the missing biases."""
         return [parameter for linear in self.linears for parameter in linear.parameters()]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters by place, "layer1.weight", "layer1.bias", ..., whatever the modules are called."""
+        """The parameters by position, "layer1.weight", "layer1.bias", ..., whatever the names of the modules."""
         return {
             f"layer{number}.{name}": parameter.detach()
             for number, linear in enumerate(self.linears, start=1)
@@ -136,7 +134,7 @@ class FullyConnected(LayeredNetwork):
         }
 
     def forward(self, x: Tensor) -> ForwardPass:
-        """Run eq. 2 and keep what the gradients need.
+        """Run the forward pass and keep the values that gradients need.
 
         Args:
             x: Inputs, shape (batch, n_0).
@@ -147,18 +145,18 @@ class FullyConnected(LayeredNetwork):
             inputs.append(h)
             z = nn.functional.linear(h, linear.weight.detach(), _detached(linear.bias))
             pre_activations.append(z)
-            activations.append(phi(z))
+            activations.append(phi.function(z))
             h = clip(activations[-1]) if clip else activations[-1]
         return ForwardPass(inputs=inputs, pre_activations=pre_activations, activations=activations, output=h)
 
     def derivative(self, forward: ForwardPass, layer: int, *, through_clip: bool) -> Tensor | None:
-        """dh_l/dz_l, shape (batch, n_l), or None where it is 1 everywhere.
+        """Return dh_l/dz_l, shape (batch, n_l), or None if it is 1 everywhere.
 
         Args:
-            forward: What the forward pass left.
+            forward: Values of the forward pass.
             layer: Layer number, 0 .. L-1.
-            through_clip: Whether a clipped neuron has slope 0 (what autograd finds) or phi'_l(z_l) all the same
-                (eq. 8 of the PDFA paper).
+            through_clip: Whether a clipped neuron has slope 0, as in autograd, or phi'_l(z_l), as in eq. 8 of the PDFA
+                paper.
         """
         phi, clip = self.activations[layer], self.clips[layer]
         slope = None
@@ -172,7 +170,7 @@ class FullyConnected(LayeredNetwork):
     def multiply_by_derivative(
         self, signal: Tensor, forward: ForwardPass, layer: int, *, through_clip: bool
     ) -> Tensor:
-        """Signal * dh_l/dz_l, in place; arguments as for `derivative`, signal of shape (batch, n_l)."""
+        """Multiply a signal of shape (batch, n_l) by dh_l/dz_l, in place; for the arguments see `derivative`."""
         phi, clip = self.activations[layer], self.clips[layer]
         z, h = forward.pre_activations[layer], forward.activations[layer]
         signal = phi.multiply(signal, z, h)
@@ -181,27 +179,19 @@ class FullyConnected(LayeredNetwork):
     def set_gradient(
         self, layer: int, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None = None
     ) -> None:
-        """Write the layer's gradient (1/divisor) sum_i f_i delta_i h_i^T, and that of its bias.
-
-        Args:
-            layer: Layer number, 0 .. L-1.
-            delta: dL_i/dz_l of each record, shape (batch, n_l).
-            h: What the update takes for h_(l-1), shape (batch, n_(l-1)).
-            divisor: The batch size, or the constant that stands for it.
-            clip: The factors f_i; None for 1.
-        """
+        """See LayeredNetwork: (1/divisor) sum_i f_i delta_i (h_i, 1)^T."""
         write_linear_gradient(self.layer_parameters(layer), delta, h, divisor, clip)
 
     def layer_parameters(self, layer: int) -> list[nn.Parameter]:
-        """W_l, and b_l where there is one."""
+        """W_l, and b_l if there is one."""
         return list(self.linears[layer].parameters())
 
     def squared_norms(self, layer: int, delta: Tensor, h: Tensor) -> Tensor:
-        """||delta_i||^2 (||h_i||^2 + 1), the 1 for a bias, float64, shape (batch,): delta_i h_i^T is never formed."""
+        """See LayeredNetwork: ||delta_i||^2 (||h_i||^2 + 1), the 1 for a bias; delta_i h_i^T is never formed."""
         return outer_squared_norms(delta, h, bias=self.linears[layer].bias is not None)
 
     def gradients(self, layer: int) -> Tensor:
-        """The layer's gradient as one flat vector, weight first, then bias."""
+        """Return the layer's gradient as one flat vector, weight first, then bias."""
         gradients = [parameter.grad for parameter in self.linears[layer].parameters()]
         return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
 
@@ -215,13 +205,13 @@ def write_linear_gradient(
         parameters: The weight, then the bias.
         delta: Shape (batch, n_l).
         h: Shape (batch, n_(l-1)).
-        divisor: The batch size, or the constant that stands for it.
-        clip: The factors f_i; None for 1.
+        divisor: The batch size, or a constant in its place.
+        clip: The factors f_i; None for factors of 1.
     """
     scaled = None if clip is None else scaled_rows(delta, clip.factors)
     rows, weight = delta if scaled is None else scaled.rows, parameters[0]
     if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)  # kept: fresh memory costs more than the product's end
+        weight.grad = torch.zeros_like(weight)  # reused: allocating costs more than writing the product
     torch.addmm(weight.grad, rows.t(), h, beta=0, alpha=1 / divisor, out=weight.grad)
     for bias in parameters[1:]:
         bias.grad = rows.sum(dim=0).div_(divisor)
@@ -234,22 +224,22 @@ def write_linear_gradient(
 
 
 def outer_squared_norms(delta: Tensor, h: Tensor, *, bias: bool) -> Tensor:
-    """A bound on ||delta_i (h_i, 1)^T||^2, at most 4e-4 above it; without the 1 if there is no bias; float64, (batch,).
+    """Return a bound on ||delta_i (h_i, 1)^T||^2, at most 4e-4 above it, float64, shape (batch,).
 
     Args:
         delta: Shape (batch, n_l).
         h: Shape (batch, n_(l-1)).
-        bias: Whether the layer has one.
+        bias: Whether the layer has a bias, for which the 1 stands.
     """
     return norm_bounds(delta).square_() * norm_bounds(h).square_().add_(float(bias))
 
 
-def build_model(
+def build_sequential(
     n_inputs: int, layers: Sequence[LayerShape], *, generator: torch.Generator, gain: float = 1.0
 ) -> nn.Sequential:
-    """Build an nn.Sequential with torch's own initialisation law, drawn from an explicit generator.
+    """Build an nn.Sequential whose initial values come from an explicit generator.
 
-    Weights and biases are uniform on +-gain/sqrt(n_(l-1)), the law of nn.Linear (gain 1).
+    Weights and biases are uniform on +-gain/sqrt(n_(l-1)), which is the law of nn.Linear for gain 1.
 
     Args:
         n_inputs: Width n_0 of the input.
@@ -281,11 +271,11 @@ def _detached(parameter: Tensor | None) -> Tensor | None:
 def _split_layers(
     model: nn.Sequential,
 ) -> tuple[list[nn.Linear], list[Activation], list[ClippedNeurons | None]]:
-    """Split a Sequential into linear layers, the activation behind each, and the clip behind that."""
+    """Split a Sequential into linear layers, the activation of each, and the clip of each."""
     linears: list[nn.Linear] = []
     activations: list[Activation] = []
     clips: list[ClippedNeurons | None] = []
-    expects = "linear"  # what may come next besides a linear layer: nothing, an activation or a clip, a clip
+    expects = "linear"  # next module: "linear" only, or also an "activation" or clip, or also a "clip"
     for module in model:
         if type(module) is nn.Linear:  # a subclass may compute something else
             linears.append(module)
@@ -300,7 +290,7 @@ def _split_layers(
             if expects != "activation":
                 raise TypeError(
                     f"model: {type(module).__name__} does not follow an nn.Linear; "
-                    "put exactly one activation behind each linear layer"
+                    "put at most one activation after each linear layer"
                 )
             activations[-1] = activation
             expects = "clip"
@@ -310,30 +300,21 @@ def _split_layers(
 
 
 def _check_layers(linears: list[nn.Linear]) -> None:
-    """Refuse layers whose parameters a step could not update on their own, and widths that do not fit."""
-    for number, linear in enumerate(linears):
-        if any(linear is other for other in linears[:number]):
+    """Refuse layers that share parameters, are frozen or not float32, and widths that do not match."""
+    require_trainable(
+        [list(linear.parameters()) for linear in linears],
+        if_frozen="remove frozen layers and give their output as x",
+    )
+    for number, (linear, following) in enumerate(pairwise(linears), start=1):
+        if following.in_features != linear.out_features:
             raise ValueError(
-                f"model: layer {number + 1} is used twice; give each layer parameters of its own"
-            )
-        if not all(parameter.requires_grad for parameter in linear.parameters()):
-            raise ValueError(
-                f"model: layer {number + 1} is frozen (requires_grad is False); every layer is trained here: "
-                "take frozen layers out and feed their output as x"
-            )
-        if linear.weight.dtype != torch.float32:
-            raise ValueError(
-                f"model: layer {number + 1} has dtype {linear.weight.dtype}; train in torch.float32 (model.float())"
-            )
-        if number and linear.in_features != linears[number - 1].out_features:
-            raise ValueError(
-                f"model: layer {number + 1} takes {linear.in_features} inputs but layer {number} gives "
-                f"{linears[number - 1].out_features}; make them equal"
+                f"model: layer {number + 1} takes {following.in_features} inputs but layer {number} has "
+                f"{linear.out_features} outputs; make them equal"
             )
 
 
-def configured_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
-    """The network of the section `model`, freshly initialised, as wide as the data."""
+def build_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
+    """Build the model of the section `model`, freshly initialised, for the features and classes of the data."""
     options = config.model
     layers = [
         LayerShape(
@@ -349,23 +330,23 @@ def configured_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
         LayerShape(n_outputs=dataset.n_classes, activation=options.output_activation, bias=options.bias)
     )
     generator = generator_for(config, "initialisation")
-    return build_model(dataset.n_features, layers, generator=generator, gain=options.initial_gain)
+    return build_sequential(dataset.n_features, layers, generator=generator, gain=options.initial_gain)
 
 
-def fitting_network(config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected:
-    """A person's own fully connected module where it fits the data, or a new one as the configuration says.
+def build_network(config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected:
+    """Return a view of the user-supplied model, or of a new one as the configuration says if there is none.
 
     Raises:
-        TypeError, ValueError: See FullyConnected; or its widths are not those of the data.
+        TypeError, ValueError: See FullyConnected; or the widths do not match the data.
     """
     if model is None:
-        return FullyConnected(configured_model(config, dataset))
+        return FullyConnected(build_model(config, dataset))
     network = FullyConnected(model)
     wanted = (dataset.n_features, dataset.n_classes)
     found = (network.n_inputs, network.widths[-1])
     if wanted != found:
         raise ValueError(
             f"model maps {found[0]} inputs to {found[1]} outputs, but the data have {wanted[0]} features and "
-            f"{wanted[1]} classes; change its first or last layer"
+            f"{wanted[1]} classes; change the first or last layer"
         )
     return network

@@ -21,16 +21,60 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from accounting.labels.mechanisms import LabelAmplified
+from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import bounded_factors, finite_rows
 from training.networks.network import FullyConnected
-from training.protections.base import Protection, noise_std, with_constant, write_gradient
+from training.protections.base import (
+    PoissonProtection,
+    PrivateGradients,
+    central_noise,
+    noise_std,
+    with_constant,
+    write_gradient,
+)
+from training.protections.config import LabelAmplifiedConfig
 from training.protections.metric import Metric, equalised_weights
+from training.protections.planning import divisor_of, sampling_probability
 
 _EQUALISING_ROUNDS = 30
 
 
-class AmplifiedLabels(Protection):
+class AmplifiedLabelProtection(PoissonProtection):
+    """Labels: clipping and noise in the geometry of public features, secret Poisson batches."""
+
+    def mechanism(self, noise_multiplier: float) -> LabelAmplified:
+        """See PoissonProtection.mechanism."""
+        return LabelAmplified(
+            noise_multiplier=noise_multiplier,
+            sampling_probability=sampling_probability(self._plan),
+            device_noise=self.section.noise == "device",
+        )
+
+    def gradients(self, device: NoisyDevice | None) -> AmplifiedLabels:
+        """See Protection.gradients."""
+        options = self._plan.config.protection_as(LabelAmplifiedConfig)
+        return AmplifiedLabels(
+            clip_norm=options.clip,
+            noise_multiplier=self.noise_multiplier,
+            divisor=divisor_of(self._plan.config),
+            floor=options.floor,
+            reference=self._reference(),
+            equalise=options.equalise,
+            noise=central_noise(self._plan, device),
+        )
+
+    def _reference(self) -> Tensor:
+        """Return features of training records that stand for all: public, since only the labels are protected."""
+        config, x = self._plan.config, self._plan.dataset.train.x
+        size = config.protection_as(LabelAmplifiedConfig).reference_size
+        generator = torch.Generator().manual_seed(config.data.split_seed)
+        chosen = torch.randperm(len(x), generator=generator)[:size]
+        return x[chosen].to(config.torch_device)
+
+
+class AmplifiedLabels(PrivateGradients):
     """Writes clipped, noised gradients that protect labels.
 
     Args:
@@ -72,7 +116,7 @@ class AmplifiedLabels(Protection):
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """See Protection.set_gradients."""
+        """See PrivateGradients.set_gradients."""
         if public_inputs is None:
             raise ValueError(
                 "public_inputs is missing; amplified label noise has the geometry of public records"

@@ -1,36 +1,179 @@
-"""Central noise from a device of Gaussian law.
-
-What a protection does in a step: turns a batch's signals into gradients that may be released.
-"""
+"""What a protection is: how a run protects its records or labels, and what turns signals into private gradients."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from accounting.calibration import calibrate
+from accounting.ledger.ledger import Ledger
+from accounting.mechanisms import Mechanism
 from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
-from opusim.randomness.streams import NoiseStream
+from opusim.randomness.streams import NoiseStream, noise_stream
+from training.config.sections import ProtectionSection
+from training.config.seeds import seed_for
 from training.networks.network import FullyConnected
+from training.protections.planning import Plan, Steps, require_covered, total_steps
+from training.runs.folder import RunFolder
 
 
-class Protection(ABC):
-    """Writes noised gradients into a network.
+class SoftLabels(ABC):
+    """What training may know of labels that are read or randomized once."""
+
+    @abstractmethod
+    def targets(self, output: Tensor, records: Tensor, step: int) -> Tensor:
+        """Return soft labels of a batch, rows of sum 1, shape (batch, classes).
+
+        Args:
+            output: The network's logits, shape (batch, classes).
+            records: Numbers of the batch's records, shape (batch,).
+            step: The step's number.
+        """
+
+
+class Protection:
+    """How a run protects its records or labels.
+
+    A new protection is a subclass of this and of `ProtectionSection`, whose `implementation` returns it. It overrides
+
+    - `calibrated`: which noise multiplier reaches the section's epsilon;
+    - `released`: the mechanisms that the ledger records for every step; or `pay_upfront`, if the run pays once;
+    - `gradients`: the writer that clips and noises; or `soft_labels`, if training never sees the labels.
+
+    `PoissonProtection` does the first two for steps on secret Poisson batches. Everything else has a default.
+
+    Args:
+        plan: The run.
+        algorithm: What trains the run, which knows the mechanism of a step on whole records.
+    """
+
+    def __init__(self, plan: Plan, algorithm: Steps) -> None:
+        self._plan, self._algorithm = plan, algorithm
+
+    @property
+    def section(self) -> ProtectionSection:
+        """The section `protection` of the configuration."""
+        return self._plan.config.protection
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The noise multiplier z of a resolved run.
+
+        Raises:
+            ValueError: The run is not resolved, and its section gives none.
+        """
+        multiplier = self.section.noise_multiplier
+        if multiplier is None:
+            raise ValueError(
+                "protection.noise_multiplier is missing; resolve the run first (RunPlan.resolve)"
+            )
+        return multiplier
+
+    def require_covered(self) -> None:
+        """Refuse a run that no theorem covers, before anything is computed.
+
+        Raises:
+            NoGuarantee: The sampling scheme, the split, the standardisation or the number of classes leaks what is
+                protected.
+        """
+        require_covered(self._plan)
+
+    def calibrated(self) -> float | None:
+        """Return the noise multiplier of the section, or the least that reaches its epsilon; None for neither.
+
+        Raises:
+            NoGuarantee: No noise reaches epsilon.
+        """
+        return self.section.noise_multiplier
+
+    def released(self) -> tuple[Mechanism, ...]:
+        """Return what one step releases; nothing if the run pays for everything upfront."""
+        return ()
+
+    def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
+        """Pay for what the run looks at or releases once, and take the look; called whenever it starts or resumes.
+
+        Args:
+            ledger: The run's ledger.
+            device: The run's open device, or None without one.
+            folder: The run folder, which keeps the look.
+
+        Raises:
+            BudgetExceeded: It would cost more than the budget.
+            LedgerCorrupt: It was taken and is not paid for.
+        """
+
+    def gradients(self, device: NoisyDevice | None) -> PrivateGradients | None:
+        """Return what clips and noises the updates, or None if nothing does.
+
+        Args:
+            device: The run's open device, for noise that is the device's.
+
+        Raises:
+            ConfigError: The device's noise cannot be credited.
+        """
+        return None
+
+    def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels | None:
+        """Return what training knows of the labels in their place, or None if it sees the labels themselves.
+
+        Args:
+            device: The run's open device.
+            folder: The run folder, which holds the look that `pay_upfront` takes.
+
+        Raises:
+            ConfigError: The device's noise cannot be credited.
+        """
+        return None
+
+
+class NoProtection(Protection):
+    """Noise only where the trainer puts it: nothing is refused, nothing is promised."""
+
+    def require_covered(self) -> None:
+        """Accept every run."""
+
+
+class PoissonProtection(Protection, ABC):
+    """Clipped sums on secret Poisson batches with central noise; every step is paid for."""
+
+    @abstractmethod
+    def mechanism(self, noise_multiplier: float) -> Mechanism:
+        """Return one step at a noise multiplier."""
+
+    def calibrated(self) -> float | None:
+        """See Protection.calibrated: all steps of the run together stay within epsilon."""
+        options = self.section
+        if options.noise_multiplier is not None or options.epsilon is None:
+            return options.noise_multiplier
+        steps = self.mechanism(self._algorithm.noise_guess).repeated(total_steps(self._plan))
+        found, _ = calibrate(steps, target_epsilon=options.epsilon, delta=options.delta)
+        return found.noise
+
+    def released(self) -> tuple[Mechanism, ...]:
+        """See Protection.released."""
+        return (self.mechanism(self.noise_multiplier),)
+
+
+class PrivateGradients(ABC):
+    """Turns a batch's signals into gradients that may be released, and writes them into a network.
 
     Args:
         noise: Source of independent N(0, 1), apart from every other stream of the run.
     """
 
     reference: Tensor | None = None
-    """Features of public records, shape (n, n_0), whose layer inputs `set_gradients` needs at every step; None for
-    a protection without them."""
+    """Features of public records, shape (n, n_0), whose layer inputs `set_gradients` needs at every step; or None if it
+    needs none."""
 
     def __init__(self, noise: NoiseStream) -> None:
         self._noise = noise
@@ -47,7 +190,7 @@ class Protection(ABC):
     @abstractmethod
     def set_gradients(
         self,
-        network: FullyConnected,
+        network: Any,
         deltas: Sequence[Tensor],
         inputs: Sequence[Tensor],
         *,
@@ -57,7 +200,7 @@ class Protection(ABC):
         """Write the private gradient of every parameter.
 
         Args:
-            network: Whose gradients are written.
+            network: The network whose gradients are written, of a class that the protection takes.
             deltas: delta_l of each layer, shapes (batch, n_l).
             inputs: What each layer's update takes for h_(l-1), shapes (batch, n_(l-1)).
             records: Numbers of the batch's records in the training set, shape (batch,).
@@ -165,3 +308,19 @@ class DeviceNormals(NoiseStream):
 
     def seek(self, step: int) -> None:
         """Nothing: the trainer sets the device's step."""
+
+
+def central_noise(plan: Plan, device: NoisyDevice | None) -> NoiseStream:
+    """Return the noise that a protection adds to a batch's sum: the device's if it is credited, else a digital stream.
+
+    Args:
+        plan: The run.
+        device: Its open device, or None without one.
+
+    Raises:
+        ConfigError: The device's noise cannot be credited.
+    """
+    config = plan.config
+    if config.protection.noise == "device" and device is not None:
+        return DeviceNormals(device)
+    return noise_stream(config.mode, seed_for(config, "central-noise"), "central-noise")

@@ -14,25 +14,90 @@ Source: docs/privacy.md, sections 4 and 5 (leverage scores, a budget for each re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from accounting.calibration import calibrate
 from accounting.labels.budget import LabelFilter
 from accounting.labels.leverage import step_mu_bound
+from accounting.labels.mechanisms import LabelBudget
+from accounting.ledger.ledger import Ledger
+from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import scale_to_ball
 from training.networks.network import FullyConnected
-from training.protections.base import Protection, noise_std, with_constant, write_gradient
+from training.protections.base import (
+    PrivateGradients,
+    Protection,
+    central_noise,
+    noise_std,
+    with_constant,
+    write_gradient,
+)
+from training.protections.config import LabelBudgetConfig
 from training.protections.metric import batch_leverages
+from training.protections.planning import epsilon_of, total_steps
+from training.runs.folder import RunFolder
 
 _ERROR_DISTANCE = 2**0.5
 """Largest distance of two errors h - y of one record, before the output's slope."""
+_PAYMENT = "label budget"
+"""What a ledger calls the payment for every record's budget."""
+_SPENDING = 0.8
+"""Share of a label budget that an average record is meant to spend; the rest is for records of high leverage."""
 
 
-class BudgetedLabels(Protection):
+class LabelBudgetProtection(Protection):
+    """Labels: noise on every layer's signal, and a budget for each record, which is paid for once."""
+
+    def calibrated(self) -> float | None:
+        """See Protection.calibrated: a record of average leverage spends a stated share of its budget by the end.
+
+        The mean leverage in a batch of m is at most (fan_in + 1) / m, and mu^2 = 4 lev / z^2 for each layer and step.
+        """
+        if self.section.noise_multiplier is not None:
+            return self.section.noise_multiplier
+        sampler = self._plan.sampler
+        batch = sampler.expected_batch_size
+        fan_ins = [linear.in_features + (linear.bias is not None) for linear in self._plan.network.linears]
+        leverage = sum(min(1.0, fan_in / batch) for fan_in in fan_ins)
+        visits = total_steps(self._plan) * batch / sampler.n_records
+        return 2 * math.sqrt(visits * leverage / _SPENDING) / self._budget().budget_mu
+
+    def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
+        """Pay for a budget that covers the whole run; a release run that was killed spends it again.
+
+        The checkpoint holds what each record has spent (`BudgetedLabels.state`), so a run that stopped cleanly resumes
+        under the same budget.
+        """
+        ledger.pay_once(_PAYMENT, self._budget(), whole_run=True)
+
+    def gradients(self, device: NoisyDevice | None) -> BudgetedLabels:
+        """See Protection.gradients."""
+        options = self._plan.config.protection_as(LabelBudgetConfig)
+        return BudgetedLabels(
+            budget_mu=self._budget().budget_mu,
+            n_records=len(self._plan.dataset.train),
+            clip_norm=options.clip,
+            noise_multiplier=self.noise_multiplier,
+            floor=options.floor,
+            noise=central_noise(self._plan, device),
+            output_gain=self._algorithm.updates.output_gain,
+        )
+
+    def _budget(self) -> LabelBudget:
+        """Return the budget of every record's label in the whole run."""
+        options = self.section
+        start = LabelBudget(budget_mu=1.0, device_noise=options.noise == "device")
+        found, _ = calibrate(start, target_epsilon=epsilon_of(options), delta=options.delta)
+        return found
+
+
+class BudgetedLabels(PrivateGradients):
     """Writes noised gradients that protect labels, and charges every record's budget.
 
     Args:
@@ -43,7 +108,7 @@ class BudgetedLabels(Protection):
         floor: lambda over the mean of the diagonal of H^T H, > 0.
         noise: Source of independent N(0, 1).
         output_gain: By how much the feedback may stretch the distance of two errors before they reach the output
-            layer, >= 0; infinity where nothing bounds it.
+            layer, >= 0; infinity if nothing bounds it.
     """
 
     def __init__(
@@ -79,7 +144,7 @@ class BudgetedLabels(Protection):
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """See Protection.set_gradients."""
+        """See PrivateGradients.set_gradients."""
         if records is None:
             raise ValueError("records is missing; the filter must know whose budget a batch spends")
         rows = [

@@ -1,40 +1,123 @@
 """Labels that are noised once, before training, and never looked at again.
 
-Either a noisy reading of each record's one-hot label is kept (label-readout), or each label is replaced by k-ary
-randomized response. Training sees the log-likelihood of every class given what was observed, and nothing else of the
-labels; its targets are the posterior softmax(prior + log-likelihood), with a flat prior at first and the model's own
-prediction as prior later. All of it is post-processing of what was observed once.
+Either training keeps a noisy reading of each record's one-hot label, or each label is replaced by k-ary randomized
+response. All that training sees of the labels is the log-likelihood of every class, given what was observed. Its
+targets are the posterior softmax(prior + log-likelihood), with a flat prior at first and the model's own prediction as
+prior later. All of it is post-processing of what was observed once.
 Source: docs/privacy.md, sections 7 and 8 (labels read once, randomized response).
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from accounting.calibration import calibrate
+from accounting.errors import LedgerCorrupt
 from accounting.labels.leverage import label_distance
 from accounting.labels.mechanisms import LabelOnce
 from accounting.labels.once import reading_log_likelihood
 from accounting.labels.randomized_response import UniformSource, respond, response_log_likelihood
+from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism, RandomizedResponse
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
-from opusim.randomness.streams import NoiseStream
-from training.protections.base import creditable_law
+from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
+from training.config.seeds import seed_for
+from training.protections.base import Protection, SoftLabels, creditable_law
+from training.protections.config import OneLookConfig
+from training.protections.planning import epsilon_of, total_steps
+from training.runs.folder import RunFolder
+from training.runs.storage import read_array, write_array
 
 LABEL_STEP = 2**64 - 1
 """The step number under which labels are read, so that no training step repeats their noise."""
 _RECORDS_AT_ONCE = 4096
+_PAYMENT = "labels"
+"""What a ledger calls the one look at the labels."""
+
+Pay = Callable[[Mechanism], None]
+"""Puts what is about to be released on record; called before anything is drawn."""
+
+
+class OneLookProtection(Protection, ABC):
+    """Labels that are looked at once; the run folder keeps what was observed."""
+
+    @abstractmethod
+    def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
+        """Read or randomize every label, and return the log-likelihood of every class, shape (n, k).
+
+        Args:
+            device: The run's open device, or None without one.
+            pay: Takes what is released.
+        """
+
+    def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
+        """See Protection.pay_upfront."""
+        if not folder.labels_file.exists():
+            scores = self.look(device, lambda mechanism: ledger.pay_once(_PAYMENT, mechanism))
+            write_array(folder.labels_file, scores.numpy())
+        elif all(payment.name != _PAYMENT for payment in ledger.content.payments):
+            raise LedgerCorrupt(
+                f"{folder.ledger_file}: does not pay for {folder.labels_file.name}, which is there; restore it from a "
+                "copy"
+            )
+
+    def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
+        """See Protection.soft_labels."""
+        flat_steps = math.ceil(
+            self._plan.config.protection_as(OneLookConfig).flat_prior * total_steps(self._plan)
+        )
+        return StoredLabels(folder, place=self._plan.config.torch_device, flat_steps=flat_steps)
+
+
+class LabelReadoutProtection(OneLookProtection):
+    """Labels: one noisy reading of each, at the run's epsilon."""
+
+    def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
+        """See OneLookProtection.look."""
+        config, dataset = self._plan.config, self._plan.dataset
+        noise = noise_stream(config.mode, seed_for(config, "label-noise"), "label-noise")
+        found, _ = calibrate(
+            LabelOnce(mu=1.0), target_epsilon=epsilon_of(self.section), delta=self.section.delta
+        )
+        labels, k = dataset.train.y.cpu(), dataset.n_classes
+        if self.section.noise == "device" and device is not None:
+            return read_once_through(device, labels, k, mu=found.mu, noise=noise, pay=pay)
+        return read_once(labels, k, mu=found.mu, noise=noise, pay=pay)
+
+    def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
+        """See Protection.soft_labels; a device that cannot read labels is refused before the run begins."""
+        if self.section.noise == "device" and device is not None:
+            readable_law(device)
+        return super().soft_labels(device, folder)
+
+
+class RandomizedResponseProtection(OneLookProtection):
+    """Labels: k-ary randomized response at the run's epsilon."""
+
+    def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
+        """See OneLookProtection.look."""
+        dataset, seed = self._plan.dataset, seed_for(self._plan.config, "labels")
+        response, _ = calibrate(
+            RandomizedResponse.from_epsilon(1.0, dataset.n_classes),
+            target_epsilon=epsilon_of(self.section),
+            delta=self.section.delta,
+        )
+        source: UniformSource = SystemUniforms() if seed is None else np.random.default_rng(seed)
+        return randomize(dataset.train.y.cpu(), response, source, pay=pay)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoisyLabels:
+class NoisyLabels(SoftLabels):
     """What training knows of the labels.
 
     Attributes:
@@ -46,25 +129,37 @@ class NoisyLabels:
     flat_steps: int
 
     def targets(self, output: Tensor, records: Tensor, step: int) -> Tensor:
-        """Soft labels of a batch, rows of sum 1, shape (batch, classes).
-
-        Args:
-            output: The network's logits, shape (batch, classes).
-            records: Numbers of the batch's records, shape (batch,).
-            step: The step's number.
-        """
+        """See SoftLabels.targets."""
         scores = self.log_likelihood[records]
         if step >= self.flat_steps:
             scores = scores + torch.log_softmax(output, dim=1)
         return torch.softmax(scores, dim=1)
 
 
-Pay = Callable[[Mechanism], None]
-"""Puts what is about to be released on record; called before anything is drawn."""
+class StoredLabels(SoftLabels):
+    """Noisy labels of a run folder, read at the first step, after `OneLookProtection.pay_upfront` wrote them.
+
+    Args:
+        folder: The run folder.
+        place: The torch device of the training.
+        flat_steps: Steps at the beginning that take a flat prior.
+    """
+
+    def __init__(self, folder: RunFolder, *, place: str, flat_steps: int) -> None:
+        self._folder, self._place, self._flat_steps = folder, place, flat_steps
+
+    @cached_property
+    def _labels(self) -> NoisyLabels:
+        scores = torch.from_numpy(read_array(self._folder.labels_file)).to(self._place)
+        return NoisyLabels(log_likelihood=scores, flat_steps=self._flat_steps)
+
+    def targets(self, output: Tensor, records: Tensor, step: int) -> Tensor:
+        """See SoftLabels.targets."""
+        return self._labels.targets(output, records, step)
 
 
 def read_once(labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream, pay: Pay) -> Tensor:
-    """One-hot labels plus digital Gaussian noise of standard deviation sqrt(2) / mu.
+    """Read one-hot labels with digital Gaussian noise of standard deviation sqrt(2) / mu.
 
     Args:
         labels: Class numbers, shape (n,).
@@ -87,7 +182,7 @@ def read_once(labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream, 
 def read_once_through(
     device: NoisyDevice, labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream, pay: Pay
 ) -> Tensor:
-    """One-hot labels through a device of Gaussian law, whose noise is topped up to max_ab ||B_a - B_b|| / mu.
+    """Read one-hot labels through a device of Gaussian law, whose noise is topped up to max_ab ||B_a - B_b|| / mu.
 
     Args:
         device: Open, simulated (its matrix is known), as many inputs as classes.
@@ -104,7 +199,7 @@ def read_once_through(
         ConfigError: See `readable_law`.
     """
     law = readable_law(device)
-    codes = device.matrix().cpu().double().numpy()  # type: ignore[attr-defined]  # (n_outputs, k)
+    codes = device.require("matrix").matrix().cpu().double().numpy()  # (n_outputs, k)
     distance = label_distance(codes)
     own = law.min_std
     top_up = math.sqrt(max((distance / mu) ** 2 - own**2, 0.0))
@@ -121,13 +216,13 @@ def read_once_through(
 
 
 def readable_law(device: NoisyDevice) -> GaussianNoise:
-    """The law of a device through which labels can be read.
+    """Return the law of a device through which labels can be read.
 
     Raises:
         ConfigError: See `creditable_law`, or its matrix is not known.
     """
     law = creditable_law(device)
-    if getattr(device, "matrix", None) is None:
+    if "matrix" not in device.capabilities:
         raise ConfigError(
             "configuration",
             "protection.noise",
@@ -137,12 +232,12 @@ def readable_law(device: NoisyDevice) -> GaussianNoise:
 
 
 def randomize(labels: Tensor, mechanism: RandomizedResponse, generator: UniformSource, *, pay: Pay) -> Tensor:
-    """Labels by k-ary randomized response.
+    """Replace labels by k-ary randomized response.
 
     Args:
         labels: Class numbers, shape (n,).
         mechanism: The response.
-        generator: Source of randomness; for a release the operating system's own.
+        generator: Source of randomness; the operating system's own for a release.
         pay: Takes what is released.
 
     Returns:

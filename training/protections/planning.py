@@ -1,50 +1,91 @@
-"""How strong the noise of a label protection is: from the run's epsilon to mu, flips and noise multipliers.
-
-What a run's configuration releases, as mechanisms that a ledger records; and which runs no theorem covers.
-"""
+"""What several protections compute from a run: constants of a step, its budget, and which runs no theorem covers."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from accounting.calibration import calibrate
 from accounting.composition import Budget
 from accounting.convex.mechanisms import RecordReplaced
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
-from accounting.labels.mechanisms import LabelAmplified, LabelBudget, LabelOnce
-from accounting.mechanisms import RandomizedResponse
+from accounting.mechanisms import Mechanism
 from accounting.records.mechanisms import RecordCentral
 from accounting.schemes import require_scheme
 from training.config.run import RunConfig, split_refusal
+from training.config.sections import ProtectionSection
 from training.data import Dataset
 from training.data.catalogue import OWN_ARRAYS
 from training.data.samplers import Sampler
-from training.networks.network import FullyConnected
 
 
-def require_covered(config: RunConfig, dataset: Dataset, sampler: Sampler) -> None:
+class Plan(Protocol):
+    """What a protection reads of a run that has not started; `training.engine.plan.RunPlan` is one."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The resolved configuration."""
+
+    @property
+    def dataset(self) -> Dataset:
+        """The records."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """How records are drawn into batches."""
+
+    @property
+    def network(self) -> Any:
+        """The network to train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """How a trainer's updates treat signals, as far as a protection must know.
+
+    Attributes:
+        by_layer: Whether each layer's contribution is clipped to C / sqrt(layers), instead of the whole one to C.
+        output_gain: By how much the feedback may stretch the distance of two errors before they reach the output
+            layer, >= 0; infinity if nothing bounds it.
+    """
+
+    by_layer: bool = False
+    output_gain: float = 1.0
+
+
+class Steps(Protocol):
+    """What a protection asks of the algorithm that it protects; `training.engine.algorithm.Algorithm` answers."""
+
+    @property
+    def updates(self) -> Updates:
+        """How its updates treat signals."""
+
+    @property
+    def noise_guess(self) -> float:
+        """Where the search for the noise multiplier starts, above 0."""
+
+    def mechanism(self, noise_multiplier: float) -> Mechanism:
+        """What the run releases of whole records with this noise: in one step, or as its last iterate."""
+
+
+def require_covered(plan: Plan) -> None:
     """Refuse a protected run that no theorem covers, before anything is computed.
 
     Raises:
         NoGuarantee: The sampling scheme, the split, the standardisation or the number of classes leaks what is
             protected.
     """
-    kind = config.protection.kind
-    if kind == "none":
-        return
+    config, dataset, options = plan.config, plan.dataset, plan.config.protection
     if dataset.split != "given" and dataset.split not in config.fitting_splits:
         raise NoGuarantee(split_refusal(config, dataset.split))
-    if kind in ("record", "label-amplified"):
-        require_scheme(sampler.scheme, theorem=f"protection.kind = {kind!r}")
-    whole_records = kind in ("record", "last-iterate")
-    if whole_records and not dataset.standardisation.public:
+    if options.poisson:
+        require_scheme(plan.sampler.scheme, theorem=f"protection.kind = {options.kind!r}")
+    if options.protects == "records" and not dataset.standardisation.public:
         raise NoGuarantee(
             "the features were standardised by statistics of the data, which no guarantee covers; "
             "use public constants (data.mean and data.std)"
         )
-    if whole_records and dataset.components is not None:
+    if options.protects == "records" and dataset.components is not None:
         raise NoGuarantee(
             f"data.components = {config.data.components}: principal components are computed from the private records, "
             "which no guarantee covers; leave it out"
@@ -55,120 +96,71 @@ def require_covered(config: RunConfig, dataset: Dataset, sampler: Sampler) -> No
         )
 
 
-def with_sampled_noise(config: RunConfig, sampler: Sampler) -> RunConfig:
-    """The configuration with the noise multiplier at which all steps on secret batches stay within epsilon.
-
-    Left as it is where a multiplier is given, or epsilon is not.
-
-    Raises:
-        NoGuarantee: No noise reaches epsilon.
-    """
-    options = config.protection
-    if options.noise_multiplier is not None or options.epsilon is None:
-        return config
-    if options.kind not in ("record", "label-amplified"):
-        return config
-    steps = sampled_step(config, sampler, noise_multiplier=1.0).repeated(total_steps(config, sampler))
-    found, _ = calibrate(steps, target_epsilon=options.epsilon, delta=options.delta)
-    return with_multiplier(config, found.noise_multiplier)
-
-
-def with_multiplier(config: RunConfig, noise_multiplier: float) -> RunConfig:
-    """The configuration with this noise multiplier."""
-    changed = config.protection.model_copy(update={"noise_multiplier": float(noise_multiplier)})
-    return config.model_copy(update={"protection": changed})
-
-
 def budget_of(config: RunConfig) -> Budget | None:
-    """What the run may spend at most."""
+    """Return what the run may spend at most, or None if it has no epsilon."""
     options = config.protection
     return None if options.epsilon is None else Budget(epsilon=options.epsilon, delta=options.delta)
 
 
+def epsilon_of(options: ProtectionSection) -> float:
+    """Return the section's epsilon, which the label protections require.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if options.epsilon is None:
+        raise ValueError(
+            f"protection.epsilon is missing; protection.kind = {options.kind!r} needs one above 0"
+        )
+    return options.epsilon
+
+
 def divisor_of(config: RunConfig) -> float:
-    """The constant that a protected run divides its noisy sums by."""
+    """Return the constant that a protected run divides its noisy sums by."""
     return config.protection.divisor or float(config.sampler.batch_size)
 
 
-def total_steps(config: RunConfig, sampler: Sampler) -> int:
-    """Steps of the whole run."""
-    return config.epochs * sampler.steps_per_epoch
+def total_steps(plan: Plan) -> int:
+    """Return the number of steps of the whole run."""
+    return plan.config.epochs * plan.sampler.steps_per_epoch
 
 
-def sampled_step(
-    config: RunConfig, sampler: Sampler, *, noise_multiplier: float
-) -> RecordCentral | RecordReplaced | LabelAmplified:
-    """One step on a secret Poisson batch."""
-    options = config.protection
-    probability = sampler.sampling_probability
+def sampling_probability(plan: Plan) -> float:
+    """Return q, the probability with which a record enters a batch.
+
+    Raises:
+        NoGuarantee: The sampling scheme has none.
+    """
+    probability = plan.sampler.sampling_probability
     if probability is None:
-        raise NoGuarantee(f"sampler.scheme = {sampler.scheme!r} has no sampling probability; use 'poisson'")
-    device_noise = options.noise == "device"
-    if options.kind == "label-amplified":
-        return LabelAmplified(
-            noise_multiplier=noise_multiplier, sampling_probability=probability, device_noise=device_noise
+        raise NoGuarantee(
+            f"sampler.scheme = {plan.sampler.scheme!r} has no sampling probability; use 'poisson'"
         )
-    return clipped_records(
-        config,
-        noise_multiplier=noise_multiplier,
-        sampling_probability=probability,
-        clip_norm=options.clip,
-        divisor=divisor_of(config),
-        device_noise=device_noise,
-    )
+    return probability
 
 
-def clipped_records(config: RunConfig, **parameters: Any) -> RecordCentral | RecordReplaced:
-    """Clipped records and central noise, as the mechanism of the run's relation.
+def clipped_records(
+    plan: Plan, *, noise_multiplier: float, clip_norm: float, divisor: float
+) -> RecordCentral | RecordReplaced:
+    """Return one step of clipped records with central Gaussian noise, under the run's relation.
 
     Args:
-        config: The run.
-        **parameters: Fields that both mechanisms have.
+        plan: The run.
+        noise_multiplier: z, the noise's standard deviation over C.
+        clip_norm: C, the largest norm of a record's contribution.
+        divisor: The constant that the noisy sum is divided by.
+
+    Raises:
+        NoGuarantee: The sampling scheme has no sampling probability.
     """
-    if config.relation is Adjacency.REPLACE_ONE:
+    relation = plan.config.relation or Adjacency.ZERO_OUT
+    parameters: dict[str, Any] = {
+        "noise_multiplier": noise_multiplier,
+        "sampling_probability": sampling_probability(plan),
+        "clip_norm": clip_norm,
+        "divisor": divisor,
+        "device_noise": plan.config.protection.noise == "device",
+    }
+    if relation is Adjacency.REPLACE_ONE:
         return RecordReplaced(**parameters)
-    return RecordCentral(relation=config.relation or Adjacency.ZERO_OUT, **parameters)
-
-
-_SPENDING = 0.8
-"""Share of a label budget that an average record is meant to spend; the rest is for records of high leverage."""
-
-
-def label_budget(config: RunConfig) -> LabelBudget:
-    """The budget of every record's label in the whole run."""
-    found, _ = calibrate(
-        LabelBudget(budget_mu=1.0, device_noise=config.protection.noise == "device"),
-        target_epsilon=config.protection.epsilon or math.nan,
-        delta=config.protection.delta,
-    )
-    return found
-
-
-def label_mu(config: RunConfig) -> float:
-    """Mu of one reading of every label."""
-    found, _ = calibrate(
-        LabelOnce(mu=1.0), target_epsilon=config.protection.epsilon or math.nan, delta=config.protection.delta
-    )
-    return found.mu
-
-
-def label_response(config: RunConfig, n_classes: int) -> RandomizedResponse:
-    """Randomized response at the run's epsilon."""
-    found, _ = calibrate(
-        RandomizedResponse.from_epsilon(1.0, n_classes),
-        target_epsilon=config.protection.epsilon or math.nan,
-        delta=config.protection.delta,
-    )
-    return found
-
-
-def label_noise(config: RunConfig, network: FullyConnected, sampler: Sampler) -> float:
-    """The noise multiplier z at which a record of average leverage spends a stated share of its budget by the end.
-
-    The mean leverage in a batch of m is at most (fan_in + 1) / m, and mu^2 = 4 lev / z^2 for each layer and step.
-    """
-    batch = sampler.expected_batch_size
-    fan_ins = [linear.in_features + (linear.bias is not None) for linear in network.linears]
-    leverage = sum(min(1.0, fan_in / batch) for fan_in in fan_ins)
-    visits = total_steps(config, sampler) * batch / sampler.n_records
-    return 2 * math.sqrt(visits * leverage / _SPENDING) / label_budget(config).budget_mu
+    return RecordCentral(relation=relation, **parameters)

@@ -1,12 +1,12 @@
 """Per-record clipping in closed form with central Gaussian noise: DP-SGD on feedback-alignment updates.
 
-Every record's contribution to layer l is the outer product delta_i h_i^T (and delta_i for the bias), so its norm over
-all layers is known without forming it:
+Record i contributes the outer product delta_i h_i^T to layer l, and delta_i to its bias. The norm of this contribution
+over all layers is known without forming it:
 
     ||g_i||^2 = sum_l ||delta_(l,i)||^2 (||h_(l-1,i)||^2 + 1),
 
-the 1 for the bias where there is one (other layers measure their own: `LayeredNetwork.squared_norms`). One factor
-min(1, C / ||g_i||) scales all of a record's deltas, one matrix product per layer sums the records, N(0, (z C)^2) is
+with the 1 for a bias (other layers measure themselves: `LayeredNetwork.squared_norms`). One factor
+min(1, C / ||g_i||) scales all of a record's deltas. One matrix product per layer sums the records. N(0, (z C)^2) is
 added to every entry of the sum, and a constant divides it.
 """
 
@@ -17,17 +17,71 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from accounting.calibration import calibrate
+from accounting.ledger.ledger import Ledger
+from accounting.mechanisms import Mechanism
+from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import NoiseStream
 from training.networks.base import LayeredNetwork
 from training.networks.clipping import Clip, bounded_factors, finite_rows, full_precision
-from training.protections.base import Protection, noise_std
+from training.protections.base import (
+    PoissonProtection,
+    PrivateGradients,
+    Protection,
+    central_noise,
+    noise_std,
+)
+from training.protections.planning import divisor_of
+from training.runs.folder import RunFolder
+
+LAST_ITERATE = "last iterate"
+"""What a ledger calls the one model that a run of the last iterate releases."""
+
+
+class RecordProtection(PoissonProtection):
+    """Whole records: clipped contributions, central Gaussian noise, secret Poisson batches.
+
+    The algorithm says what a step releases, since the clip and the noised quantity are its own.
+    """
+
+    def mechanism(self, noise_multiplier: float) -> Mechanism:
+        """See PoissonProtection.mechanism."""
+        return self._algorithm.mechanism(noise_multiplier)
+
+    def gradients(self, device: NoisyDevice | None) -> RecordGradients:
+        """See Protection.gradients; takes any layered network."""
+        return RecordGradients(
+            clip_norm=self.section.clip,
+            noise_multiplier=self.noise_multiplier,
+            divisor=divisor_of(self._plan.config),
+            noise=central_noise(self._plan, device),
+            by_layer=self._algorithm.updates.by_layer,
+        )
+
+
+class LastIterateProtection(Protection):
+    """Whole records, of which only the final model is published; the algorithm states its mechanism."""
+
+    def calibrated(self) -> float | None:
+        """See Protection.calibrated."""
+        options = self.section
+        if options.noise_multiplier is not None or options.epsilon is None:
+            return options.noise_multiplier
+        whole = self._algorithm.mechanism(self._algorithm.noise_guess)
+        found, _ = calibrate(whole, target_epsilon=options.epsilon, delta=options.delta)
+        return found.noise
+
+    def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
+        """Pay for the last iterate, once: a run that was killed and resumes still releases only one."""
+        if all(payment.name != LAST_ITERATE for payment in ledger.content.payments):
+            ledger.pay_once(LAST_ITERATE, self._algorithm.mechanism(self.noise_multiplier))
 
 
 def layer_norms(network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
-    """||g_(l,i)|| of each layer and record, float64, shape (layers, batch).
+    """Return ||g_(l,i)|| of each layer and record, float64, shape (layers, batch).
 
     Args:
-        network: Whose layers turn signals into contributions.
+        network: Its layers turn signals into contributions.
         deltas: delta_l of each layer, shapes (batch, ...).
         inputs: What each layer's update takes for h_(l-1), shapes (batch, ...).
     """
@@ -38,7 +92,7 @@ def layer_norms(network: LayeredNetwork, deltas: Sequence[Tensor], inputs: Seque
     return torch.stack(squares).sqrt()
 
 
-class RecordProtection(Protection):
+class RecordGradients(PrivateGradients):
     """Writes clipped, noised gradients into a network.
 
     Guarantees, for every batch whatever it holds:
@@ -89,7 +143,7 @@ class RecordProtection(Protection):
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """See Protection.set_gradients; takes any layered network."""
+        """See PrivateGradients.set_gradients; takes any layered network."""
         with full_precision():
             norms = layer_norms(network, deltas, inputs)
         finite = torch.isfinite(norms).all(dim=0)

@@ -1,1 +1,1 @@
-"""Reports and figures of runs and sweeps."""
+"""HTML reports and figures of runs and sweeps."""

@@ -1,4 +1,4 @@
-"""Pictures of runs: learning curves, alignment with backpropagation, signal against noise."""
+"""Figures of runs: learning curves, alignment with backpropagation, signal and noise."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from opusim.files import write_file
 from training.runs.run import Run
-from training.runs.storage import write_file
 
-# Okabe and Ito's colours, ordered so that neighbours also differ in lightness when printed in grey.
+# Okabe and Ito's colours, ordered so that neighbours also differ in lightness when printed in grey
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":")
 _DPI = 130
-_LEAST_RANGE = 2.0
-"""Percentage points that an axis of accuracies shows at least."""
+_MIN_ACCURACY_RANGE = 2.0
+"""Smallest range of an accuracy axis, in percentage points."""
 
 
 def style(number: int) -> dict[str, Any]:
-    """Colour, marker and line of the n-th series; each of the three alone tells it from its neighbours."""
+    """Return colour, marker and line of the n-th series; each of them alone distinguishes neighbours."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "marker": MARKERS[number % len(MARKERS)],
@@ -37,7 +37,7 @@ def style(number: int) -> dict[str, Any]:
 
 
 def new_figure(width: float = 6.4, height: float = 3.8) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes, drawn without a display; sizes in inches."""
+    """Make a figure with one pair of axes, drawn without a display; sizes in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -47,7 +47,7 @@ def new_figure(width: float = 6.4, height: float = 3.8) -> tuple[Figure, Axes]:
 
 
 def png_bytes(figure: Figure) -> bytes:
-    """The figure as PNG."""
+    """Return the figure as PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI)
     return buffer.getvalue()
@@ -61,10 +61,10 @@ def save_figure(figure: Figure, path: Path) -> bytes:
 
 
 def learning_curves(runs: Sequence[Run], names: Sequence[str]) -> Figure | None:
-    """Accuracy against epochs: validation records where some were held out, else training records.
+    """Draw accuracy against epochs, on validation records if every run held some out, else on training records.
 
     Returns:
-        The figure, or None where no run wrote accuracies (release mode).
+        The figure, or None if no run wrote accuracies (release mode).
     """
     held_out = all("validation_accuracy" in record for run in runs for record in run.metrics)
     key = "validation_accuracy" if held_out else "train_accuracy"
@@ -78,15 +78,16 @@ def learning_curves(runs: Sequence[Run], names: Sequence[str]) -> Figure | None:
     axes.set(ylabel=f"{'validation' if held_out else 'training'} accuracy [%]")
     _epoch_axis(axes)
     low, high = axes.get_ylim()
-    if high - low < _LEAST_RANGE:
-        middle = min(max((low + high) / 2, _LEAST_RANGE / 2), 100 - _LEAST_RANGE / 2)
-        axes.set_ylim(middle - _LEAST_RANGE / 2, middle + _LEAST_RANGE / 2)
+    if high - low < _MIN_ACCURACY_RANGE:
+        half = _MIN_ACCURACY_RANGE / 2
+        middle = min(max((low + high) / 2, half), 100 - half)
+        axes.set_ylim(middle - half, middle + half)
     axes.legend(frameon=False)
     return figure
 
 
 def alignment_curves(run: Run) -> Figure | None:
-    """Cosine between each layer's update and its backpropagation gradient (PDFA paper, Figure 2 right).
+    """Draw the cosine between each layer's update and its backpropagation gradient (PDFA paper, Figure 2 right).
 
     Returns:
         The figure, or None for a run without observations.
@@ -107,7 +108,7 @@ def alignment_curves(run: Run) -> Figure | None:
 
 
 def noise_curves(run: Run) -> Figure | None:
-    """Mean norm of what each hidden layer receives (for bp: of the error), and of the noise in it.
+    """Draw the mean norm of the signal that each hidden layer receives (for bp: of the error), and of its noise.
 
     Returns:
         The figure, or None for a run without observations or without noise.
@@ -133,7 +134,7 @@ def noise_curves(run: Run) -> Figure | None:
 
 
 def _epoch_axis(axes: Axes) -> None:
-    """Whole epochs, with half an epoch on both sides where there is one epoch only."""
+    """Label whole epochs; a single epoch gets half an epoch on either side."""
     axes.set(xlabel="epoch")
     epochs = [float(x) for line in axes.lines for x in np.asarray(line.get_xdata())]
     if epochs and min(epochs) == max(epochs):
@@ -143,5 +144,5 @@ def _epoch_axis(axes: Axes) -> None:
 
 
 def _sparse(length: int) -> int:
-    """Distance between markers that keeps a curve readable."""
+    """Return the distance between markers that keeps a curve readable."""
     return max(1, length // 12)

@@ -1,4 +1,4 @@
-"""One self-contained HTML page for a run, or for several beside each other."""
+"""One self-contained HTML page for a run, or for several runs side by side."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from accounting.tables import guarantee_rows
-from opusim.units import duration, energy
+from opusim.files import write_file
+from opusim.tables import duration, energy
 from training.attacks.findings import RunAudit, finding_rows, paragraphs, read_audit
 from training.config.reading import flat
 from training.data.catalogue import OWN_ARRAYS
 from training.reports import run_figures as figures
 from training.runs.folder import RunFolder
 from training.runs.run import Run
-from training.runs.storage import write_file
 from training.zeroth_order.config import ZoConfig
 
 _NOT_WRITTEN = "–"
 NOT_FOR_RELEASE = "Not for release: this audit holds figures of private records, which no guarantee covers."
-"""What stands beside an audit of a release run, on the page and on screen."""
+"""The warning next to an audit of a release run, on the page and on screen."""
 RELEASE_DASHES = (
-    "A release run keeps no accuracy, time or use of its device (–): they depend on the private records, and no "
+    "A release run keeps no accuracies, times or device usage (–): they depend on the private records, and no "
     "guarantee covers them. Measure its model on public records with: opusim evaluate RUN --data NAME (or --arrays)."
 )
-"""Why the table of a release run has dashes."""
+"""Explains the dashes in the table of a release run."""
 
 
 def write_report(run: Run, *, audit: RunAudit | None = None, folder: Path | None = None) -> Path:
@@ -37,8 +37,11 @@ def write_report(run: Run, *, audit: RunAudit | None = None, folder: Path | None
 
     Args:
         run: The run.
-        audit: What an audit found; None for the one in the run folder, which only an experiment has.
-        folder: Where the page and its figures go; None for the run folder.
+        audit: The audit to show; None takes the one in the run folder, which only an experiment has.
+        folder: The folder of the page and its figures; None takes the run folder.
+
+    Returns:
+        The HTML file.
 
     Raises:
         OSError: The folder is not writable.
@@ -52,7 +55,7 @@ def write_report(run: Run, *, audit: RunAudit | None = None, folder: Path | None
         ),
         (
             "noise",
-            "Norm of the signal each hidden layer receives, and of the noise in it",
+            "Norm of the signal that each hidden layer receives, and of its noise",
             figures.noise_curves(run),
         ),
     ]
@@ -75,14 +78,21 @@ def write_comparison(
     names: Sequence[str] | None = None,
     extra_pictures: Sequence[tuple[str, Path]] = (),
 ) -> Path:
-    """Write one page on several runs: a table, their curves in one picture, the alignment of each photonic run.
+    """Write one page on several runs: a table, their learning curves in one figure, the alignment of each pdfa run.
 
     Args:
         runs: At least one run.
-        path: The HTML file; pictures go into a folder `figures` beside it.
+        path: The HTML file; figures go into a folder `figures` next to it.
         title: Heading of the page.
-        names: What to call the runs; their trainer and data set by default.
-        extra_pictures: More pictures as (caption, PNG file).
+        names: Names of the runs; by default their trainer, data set and device.
+        extra_pictures: More figures as (caption, PNG file).
+
+    Returns:
+        The HTML file.
+
+    Raises:
+        ValueError: There are no runs.
+        OSError: The folder is not writable.
     """
     if not runs:
         raise ValueError("runs is empty; give at least one run folder")
@@ -100,7 +110,7 @@ def write_comparison(
                 f"{label}: cosine of each layer's update with its gradient",
                 figures.alignment_curves(run),
             ),
-            ("noise", f"{label}: norm of signal and noise at each hidden layer", figures.noise_curves(run)),
+            ("noise", f"{label}: norm of signal and noise in each hidden layer", figures.noise_curves(run)),
         ):
             if figure is not None:
                 pictures.append(_picture(folder / f"{stem}-{name}.png", caption, figure))
@@ -113,14 +123,14 @@ def write_comparison(
 
 
 def run_name(run: Run) -> str:
-    """A run in three words: trainer, data, noise."""
+    """Name a run by its trainer, data set and device."""
     kind = run.config.trainer.kind
     noise = f", {run.facts['device']['name']} device" if run.facts.get("device") else ""
     return f"{kind} on {run.facts['data']['name']}{noise}"
 
 
 def summary_row(run: Run, label: str) -> dict[str, str]:
-    """A run's figures as words, for tables on paper and on screen."""
+    """Return a run's figures as text, for tables on paper and on screen."""
     last = run.metrics[-1] if run.metrics else {}
     figures_of_run = run.summary or last
     wall = sum(record["wall_s"] for record in run.folder.read_timing())
@@ -131,7 +141,7 @@ def summary_row(run: Run, label: str) -> dict[str, str]:
         "device time": duration(figures_of_run.get("seconds", 0.0)),
         "device energy": energy(figures_of_run.get("joules", 0.0)),
     }
-    if run.config.mode == "release":  # which writes none of them
+    if run.config.mode == "release":  # its folder holds none of them
         spent = dict.fromkeys(spent, _NOT_WRITTEN)
     return {
         "run": label,
@@ -149,11 +159,9 @@ def _render(
     audits: Sequence[RunAudit | None],
     labels: Sequence[str] | None = None,
 ) -> str:
-    environment = Environment(
-        loader=PackageLoader("training.reports"), autoescape=True, undefined=StrictUndefined
-    )
     names = labels or [run_name(run) for run in runs]
-    return environment.get_template("report.html").render(
+    return render(
+        "report.html",
         title=title,
         rows=[summary_row(run, name) for run, name in zip(runs, names, strict=True)],
         dashes=RELEASE_DASHES,
@@ -179,12 +187,20 @@ def _render(
     )
 
 
+def render(template: str, **values: Any) -> str:
+    """Return a page made from one of the templates."""
+    environment = Environment(
+        loader=PackageLoader("training.reports"), autoescape=True, undefined=StrictUndefined
+    )
+    return environment.get_template(template).render(**values)
+
+
 def _guarantee_rows(run: Run) -> list[dict[str, str]]:
     return guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment")
 
 
 def _kept_audits(runs: Sequence[Run]) -> list[RunAudit | None]:
-    """What audits in the run folders found; nothing of a release run, whose folder an audit does not write into."""
+    """Read the audits in the run folders; an audit never writes into the folder of a release run."""
     return [
         read_audit(run.folder.audit_file)
         if run.config.mode == "experiment" and run.folder.audit_file.exists()
@@ -198,7 +214,7 @@ def _warning(run: Run) -> list[str]:
 
 
 def distinct(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Each different value once, under the names of the runs that share it."""
+    """Group equal values under the names of the runs that share them."""
     groups: list[tuple[list[str], Any]] = []
     for name, value in pairs:
         for names, known in groups:
@@ -216,12 +232,12 @@ def _picture(path: Path, caption: str, figure: Figure) -> dict[str, str]:
 
 
 def data_url(png: bytes) -> str:
-    """A picture as an address that a page can hold."""
+    """Return a PNG as a data URL, which keeps the page self-contained."""
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _command(run: Run) -> str:
-    """The command that redoes a run from its own resolved configuration."""
+    """Return the command that repeats a run from its resolved configuration."""
     trainer = run.config.trainer
     texts_named = isinstance(trainer, ZoConfig) and trainer.language.model is not None
     if run.config.data.name == OWN_ARRAYS and not texts_named:
@@ -235,7 +251,7 @@ def _command(run: Run) -> str:
 
 
 def _device_rows(device: dict[str, Any], noise: dict[str, Any]) -> list[dict[str, str]]:
-    """The law of a device's noise and its description, as rows of key, value, status, source."""
+    """Return the noise law and the description of a device as rows of key, value, status, source."""
     provenance = device.get("provenance", {})
     law = noise.get("description", noise["law"])
     rows = [{"key": "noise", "value": law, "status": "", "source": ""}]
@@ -253,7 +269,7 @@ def _device_rows(device: dict[str, Any], noise: dict[str, Any]) -> list[dict[str
 
 
 def _shown(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a nested mapping sets, as (dotted key, value) pairs."""
+    """Flatten a nested mapping into (dotted key, value) pairs, without empty values."""
     return [(key, str(value)) for key, value in flat(values).items() if value is not None]
 
 

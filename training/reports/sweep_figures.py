@@ -1,4 +1,4 @@
-"""Pictures of a sweep: accuracy and epsilon against noise, accuracy against epsilon, and what a run costs."""
+"""Figures of a sweep: accuracy and epsilon against noise, accuracy against epsilon, and the cost of a run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from training.reports.run_figures import COLOURS, LINES, new_figure, style
-from training.sweeps import curves as of
+from training.sweeps import curves
 from training.sweeps.curves import Curve, Level, SweepResult, axis_label
 
-_WIDE = 20.0
-"""Ratio of the largest to the smallest x from which an axis is logarithmic."""
-_CLOSEST = 0.05
-"""Least distance of labelled ticks, as a share of the axis."""
-_APART = 1.35
-"""Factor between infinities of different curves, which would hide each other."""
-_LONG = 40
-"""Letters from which a legend takes one column."""
+_LOG_SCALE_RATIO = 20.0
+"""Ratio of the largest to the smallest x above which an axis is logarithmic."""
+_MIN_TICK_DISTANCE = 0.05
+"""Smallest distance of labelled ticks, as a share of the axis."""
+_INFINITY_SPACING = 1.35
+"""Factor between the infinities of different curves, which would hide each other."""
+_LONG_LABEL = 40
+"""Length of a label, in characters, above which a legend has one column."""
 _KINDS = {
     "proven": {"linestyle": "-", "label": "proven"},
     "claimed": {"linestyle": "--", "label": "claimed by the paper's formula"},
@@ -29,14 +29,14 @@ _KINDS = {
 
 
 def accuracy_noise(result: SweepResult) -> Figure | None:
-    """Accuracy against noise, mean and standard deviation over seeds, with the references as level lines."""
-    drawn, key = of.accuracy_against_noise(result), result.noise_key
+    """Draw accuracy against noise: mean and standard deviation over seeds, with references as level lines."""
+    drawn, key = curves.accuracy_against_noise(result), result.noise_key
     if not drawn or key is None:
         return None
     figure, axes = new_figure(7.2, 4.2)
     for curve in drawn:
         _draw(axes, curve, result.series.index(curve.name))
-    _draw_references(axes, of.references(result), len(result.series))
+    _draw_references(axes, curves.references(result), len(result.series))
     _noise_axis(axes, drawn, key)
     axes.set(ylabel="test accuracy [%]")
     _legend(axes)
@@ -44,8 +44,8 @@ def accuracy_noise(result: SweepResult) -> Figure | None:
 
 
 def epsilon_noise(result: SweepResult) -> Figure | None:
-    """Claimed, proven and audited epsilon against noise; infinity on a line of its own at the top."""
-    drawn, key = of.epsilon_against_noise(result), result.noise_key
+    """Draw claimed, proven and audited epsilon against noise; infinity has its own tick at the top."""
+    drawn, key = curves.epsilon_against_noise(result), result.noise_key
     if not drawn or key is None:
         return None
     figure, axes = new_figure(7.2, 4.6)
@@ -55,7 +55,9 @@ def epsilon_noise(result: SweepResult) -> Figure | None:
     infinite = [curve for curve in drawn if any(math.isinf(level.mean) for level in curve.levels)]
     for curve in drawn:
         heights = [
-            infinity * _APART ** infinite.index(curve) if math.isinf(level.mean) else max(level.mean, low / 2)
+            infinity * _INFINITY_SPACING ** infinite.index(curve)
+            if math.isinf(level.mean)
+            else max(level.mean, low / 2)
             for level in curve.levels
         ]
         look = style(result.series.index(curve.name)) | {"linestyle": _KINDS[curve.kind]["linestyle"]}
@@ -63,20 +65,20 @@ def epsilon_noise(result: SweepResult) -> Figure | None:
             look["markerfacecolor"] = "white"
         label = f"{curve.name}: {_KINDS[curve.kind]['label']}"
         axes.plot([level.x for level in curve.levels], heights, label=label, **look)
-    axes.set(yscale="log", ylabel="ε", ylim=(low / 2, infinity * _APART ** len(infinite) * 1.5))
+    axes.set(yscale="log", ylabel="ε", ylim=(low / 2, infinity * _INFINITY_SPACING ** len(infinite) * 1.5))
     if infinite:
-        _mark_infinity(axes, infinity * _APART ** ((len(infinite) - 1) / 2), high)
+        _mark_infinity(axes, infinity * _INFINITY_SPACING ** ((len(infinite) - 1) / 2), high)
     _noise_axis(axes, drawn, key)
     _legend(axes)
     return figure
 
 
 def accuracy_epsilon(result: SweepResult) -> Figure | None:
-    """Accuracy against epsilon, proven and claimed, mean and standard deviation over seeds; references are level lines.
+    """Draw accuracy against proven and claimed epsilon: mean and standard deviation over seeds.
 
-    What has no finite guarantee stands at infinity, at the right.
+    References are level lines. Settings without a finite guarantee are drawn at infinity, on the right.
     """
-    drawn = of.accuracy_against_epsilon(result)
+    drawn = curves.accuracy_against_epsilon(result)
     if not drawn:
         return None
     figure, axes = new_figure(7.2, 4.6)
@@ -95,18 +97,18 @@ def accuracy_epsilon(result: SweepResult) -> Figure | None:
                 line = look | ({"linestyle": ends} if ends else {})
                 axes.errorbar(x, mean, spread, capsize=3, label=label, **line)
                 label = "_nolegend_"
-    _draw_references(axes, of.references(result), len(result.series))
-    _scale(axes, finite, wide=3.0)
+    _draw_references(axes, curves.references(result), len(result.series))
+    _scale(axes, finite, log_ratio=3.0)
     if any(_infinite(curve.levels) for curve in drawn):
         _mark_infinite_side(axes, infinity, max(finite))
-    axes.set(xlabel="ε (proven, if not said otherwise)", ylabel="test accuracy [%]")
+    axes.set(xlabel="ε (proven unless stated otherwise)", ylabel="test accuracy [%]")
     _legend(axes)
     return figure
 
 
 def cost(result: SweepResult) -> Figure | None:
-    """Device energy, device time and wall time of one run, a bar a series."""
-    drawn = of.costs(result)
+    """Draw device energy, device time and wall time of one run, a bar for each series."""
+    drawn = curves.costs(result)
     kinds = [
         kind
         for kind in dict.fromkeys(c.kind for c in drawn)
@@ -155,7 +157,7 @@ def _draw_references(axes: Axes, references: Sequence[Curve], first: int) -> Non
 
 
 def _noise_axis(axes: Axes, drawn: Sequence[Curve], key: str) -> None:
-    """The lower axis in the key's unit; for a temperature, the noise that it gives on the upper one."""
+    """Label the lower axis in the key's unit; for a temperature, the upper one with the noise that it gives."""
     levels = {level.x: level for curve in drawn for level in curve.levels}
     _scale(axes, list(levels))
     axes.set_xlabel(axis_label(key))
@@ -167,10 +169,10 @@ def _noise_axis(axes: Axes, drawn: Sequence[Curve], key: str) -> None:
         upper.set_xlabel("standard deviation of the device's noise [units of the projection]")
 
 
-def _scale(axes: Axes, values: Sequence[float], *, wide: float = _WIDE) -> None:
-    """A logarithmic axis for wide ranges (linear below the smallest value where 0 is one), ticks at the values."""
+def _scale(axes: Axes, values: Sequence[float], *, log_ratio: float = _LOG_SCALE_RATIO) -> None:
+    """Use a logarithmic axis for wide ranges (linear near 0 if 0 is a value), with ticks at the values."""
     positive = sorted({value for value in values if value > 0})
-    if len(positive) > 1 and positive[-1] / positive[0] >= wide and min(values) >= 0:
+    if len(positive) > 1 and positive[-1] / positive[0] >= log_ratio and min(values) >= 0:
         if min(values) == 0:
             axes.set_xscale("symlog", linthresh=positive[0], linscale=0.5)
             axes.set_xlim(left=-0.25 * positive[0])
@@ -184,8 +186,8 @@ def _scale(axes: Axes, values: Sequence[float], *, wide: float = _WIDE) -> None:
 
 
 def _legible(ticks: Sequence[float], place: Callable[[float], float]) -> list[float]:
-    """The ticks whose labels do not run into the one before, by their places on the axis."""
-    least = _CLOSEST * (place(ticks[-1]) - place(ticks[0]))
+    """Return the ticks whose labels do not overlap the one before, by their places on the axis."""
+    least = _MIN_TICK_DISTANCE * (place(ticks[-1]) - place(ticks[0]))
     kept = [ticks[0]]
     for tick in ticks[1:]:
         if place(tick) - place(kept[-1]) >= least:
@@ -194,7 +196,7 @@ def _legible(ticks: Sequence[float], place: Callable[[float], float]) -> list[fl
 
 
 def _mark_infinity(axes: Axes, infinity: float, high: float) -> None:
-    """Infinity as a tick of its own above a gap in the axis."""
+    """Mark infinity as a separate tick above a gap in the axis."""
     axes.axhline(math.sqrt(infinity * high), color="0.5", linewidth=0.8, linestyle=(0, (2, 3)))
     ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= high]
     axes.set_yticks([*ticks, infinity], [*(_power(tick) for tick in ticks), "∞"])
@@ -202,7 +204,7 @@ def _mark_infinity(axes: Axes, infinity: float, high: float) -> None:
 
 
 def _scaled(kind: str, largest: float) -> tuple[str, float]:
-    """The label of an axis in the unit that suits its largest value, and that unit in joules or seconds."""
+    """Return an axis label in the unit that suits its largest value, and that unit in joules or seconds."""
     name, _, base = kind.rstrip("]").partition(" [")
     units = {"J": ((1e6, 1e6, "MJ"), (1e4, 1e3, "kJ")), "s": ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"))}
     for limit, size, unit in units.get(base, ()):
@@ -212,7 +214,7 @@ def _scaled(kind: str, largest: float) -> tuple[str, float]:
 
 
 def _amount(value: float) -> str:
-    """Three digits, without powers of ten."""
+    """Format three digits, without powers of ten."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -225,7 +227,7 @@ def _infinite(levels: Sequence[Level]) -> list[Level]:
 
 
 def _mark_infinite_side(axes: Axes, infinity: float, largest: float) -> None:
-    """Infinity as a tick of its own at the right of a logarithmic axis, behind a gap."""
+    """Mark infinity as a separate tick to the right of a logarithmic axis, after a gap."""
     axes.set_xscale("log")
     axes.axvline(math.sqrt(infinity * largest), color="0.5", linewidth=0.8, linestyle=(0, (2, 3)))
     low = axes.get_xlim()[0]
@@ -235,14 +237,14 @@ def _mark_infinite_side(axes: Axes, infinity: float, largest: float) -> None:
 
 
 def _power(value: float) -> str:
-    """A tick of a logarithmic axis: in digits, or as a power of ten where those are many."""
+    """Format a tick of a logarithmic axis in digits, or as a power of ten if there are many."""
     return f"{value:g}" if 1e-3 <= value < 1e4 else f"$10^{{{round(math.log10(value))}}}$"
 
 
 def _legend(axes: Axes) -> None:
-    """Below the axes, where it covers no curve."""
+    """Put the legend below the axes, where it covers no curve."""
     handles, labels = axes.get_legend_handles_labels()
-    columns = 1 if max(len(label) for label in labels) > _LONG else 2
+    columns = 1 if max(len(label) for label in labels) > _LONG_LABEL else 2
     axes.figure.legend(
         handles, labels, frameon=False, fontsize=8.5, loc="outside lower center", ncols=columns
     )

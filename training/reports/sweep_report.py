@@ -1,4 +1,4 @@
-"""What a sweep leaves: the table as CSV and JSON, figures as PNG with their data, and one self-contained HTML page."""
+"""Write a sweep's results: the table as CSV and JSON, figures as PNG with their data, one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from accounting.tables import guarantee_rows, number
-from opusim.units import duration, energy
+from opusim.files import write_file
+from opusim.tables import duration, energy
 from training.reports import sweep_figures as figures
 from training.reports.run_figures import save_figure
-from training.reports.run_report import data_url, distinct
+from training.reports.run_report import data_url, distinct, render
 from training.runs.folder import RunFolder
-from training.runs.storage import write_file, write_json
+from training.runs.storage import record_json, write_json
 from training.sweeps import curves
 from training.sweeps.curves import Curve, SweepResult, curve_rows
-from training.sweeps.points import Point
 from training.sweeps.rows import SCHEMA_VERSION, Row, audited_epsilon
+from training.sweeps.spec import Point
 
 _NOTHING = "–"
 _FIGURES: dict[
@@ -36,21 +36,21 @@ _FIGURES: dict[
         curves.accuracy_against_noise,
     ),
     "epsilon-noise": (
-        "Epsilon against noise: what a paper's formula gives, what is proven, what an audit found",
+        "Epsilon against noise: claimed by a paper's formula, proven, and found by an audit",
         figures.epsilon_noise,
         curves.epsilon_against_noise,
     ),
     "accuracy-epsilon": (
-        "Accuracy against epsilon: mean and standard deviation over seeds; without a finite guarantee at the right",
+        "Accuracy against epsilon: mean and standard deviation over seeds; infinite epsilons on the right",
         figures.accuracy_epsilon,
         curves.accuracy_against_epsilon,
     ),
-    "cost": ("What one run of each series costs, mean", figures.cost, curves.costs),
+    "cost": ("Mean cost of one run of each series", figures.cost, curves.costs),
 }
 
 
 def write_sweep(result: SweepResult, spec_text: str) -> Path:
-    """Write table, figures and report into the sweep's folder, and return the report.
+    """Write table, figures and report into the sweep's folder, and return the HTML file.
 
     Raises:
         OSError: The folder is not writable.
@@ -61,7 +61,11 @@ def write_sweep(result: SweepResult, spec_text: str) -> Path:
         "schema_version": SCHEMA_VERSION,
         "title": result.spec.title,
         "runs": [
-            {"series": point.series, "values": point.values, "row": row.to_json() if row else None}
+            {
+                "series": point.series,
+                "values": point.values,
+                "row": record_json(row, SCHEMA_VERSION) if row else None,
+            }
             for point in result.points
             for row in [result.rows.get(point.identity)]
         ],
@@ -73,7 +77,7 @@ def write_sweep(result: SweepResult, spec_text: str) -> Path:
 
 
 def setting_rows(result: SweepResult) -> list[dict[str, str]]:
-    """One row a setting, seeds together: accuracy, the three kinds of epsilon, cost; no column without a figure."""
+    """Return a row for each setting, over seeds: accuracy, three kinds of epsilon, cost; no empty column."""
     keys = [key for key in dict.fromkeys(k for p in result.points for k in p.values) if key != "seed"]
     groups: dict[tuple[str, ...], list[tuple[Point, Row | None]]] = {}
     for point in result.points:
@@ -103,7 +107,7 @@ def _figures_of(result: SweepResult, found: Sequence[tuple[Point, Row | None]]) 
 
 
 def _record(result: SweepResult, point: Point) -> dict[str, Any]:
-    """One run as plain values, for the CSV file and the page's long table."""
+    """Return one run as plain values, for the CSV file and the page's long table."""
     row = result.rows.get(point.identity)
     run_path = result.folder.run_path(point)
     axes = dict.fromkeys(key for other in result.points for key in other.values)
@@ -124,14 +128,14 @@ def _record(result: SweepResult, point: Point) -> dict[str, Any]:
 
 
 def _again(result: SweepResult, point: Point) -> str:
-    """The command that makes a run again."""
+    """Return the command that repeats a run."""
     file = result.folder.run_path(point) / "config.json"
     out = f"{point.identity}-again"
     return shlex.join(["opusim", "train", point.config.trainer.kind, "--config", str(file), "--out", out])
 
 
 def _pictures(result: SweepResult) -> list[dict[str, str]]:
-    """Draw each figure that has something to show; its data go beside it."""
+    """Draw each figure that has something to show, and write its data next to it."""
     pictures = []
     for name, (caption, draw, data) in _FIGURES.items():
         figure = draw(result)
@@ -154,18 +158,14 @@ def _write_csv(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 def _render(
     result: SweepResult, pictures: list[dict[str, str]], records: Sequence[Mapping[str, Any]], spec: str
 ) -> str:
-    environment = Environment(
-        loader=PackageLoader("training.reports"),
-        autoescape=True,
-        undefined=StrictUndefined,
-    )
     rows = list(result.rows.values())
     columns = list(dict.fromkeys(key for record in records for key in record))
     runs = [
         {key: record.get(key, "") for key in columns} | {"again": _again(result, point)}
         for record, point in zip(records, result.points, strict=True)
     ]
-    return environment.get_template("sweep.html").render(
+    return render(
+        "sweep.html",
         title=result.spec.title,
         pictures=pictures,
         settings=setting_rows(result),
@@ -181,12 +181,12 @@ def _render(
 
 
 def _guarantees(result: SweepResult) -> list[tuple[str, dict[str, str]]]:
-    """The statements about each series at its setting with the least noise, which promises least."""
+    """Return the statements about each series at its weakest setting, the one with the least noise."""
     found = []
     for name in [*result.series, *result.references]:
         runs = result.finished(name)
         if runs:
-            point, row = max(runs, key=_promises_least)
+            point, row = max(runs, key=_weakness)
             stored = point.config.mode == "experiment"
             setting = ", ".join(f"{key} = {value}" for key, value in point.values.items() if key != "seed")
             found += [
@@ -196,8 +196,8 @@ def _guarantees(result: SweepResult) -> list[tuple[str, dict[str, str]]]:
     return found
 
 
-def _promises_least(run: tuple[Point, Row]) -> tuple[float, float]:
-    """Larger for a larger proven epsilon, then for less noise by the run's own setting."""
+def _weakness(run: tuple[Point, Row]) -> tuple[float, float]:
+    """Order runs by proven epsilon, then by decreasing noise of the run's setting."""
     point, row = run
     values = {key.split(".")[-1]: value for key, value in point.values.items()}
     noise = next(
@@ -207,7 +207,7 @@ def _promises_least(run: tuple[Point, Row]) -> tuple[float, float]:
 
 
 def _versions(result: SweepResult) -> list[tuple[str, dict[str, str]]]:
-    """Package versions of the finished runs, by series."""
+    """Return the package versions of the finished runs, by series."""
     return [
         (name, RunFolder(result.folder.run_path(point)).read_facts()["versions"])
         for name in [*result.series, *result.references]
@@ -228,7 +228,7 @@ def _mean(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
 
 
 def _epsilons(values: Sequence[float | None]) -> str:
-    """One epsilon, or the range over the runs of a setting."""
+    """Format one epsilon, or the range over the runs of a setting."""
     known = sorted(value for value in values if value is not None)
     if not known:
         return _NOTHING

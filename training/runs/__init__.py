@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, checkpoints, metrics, figures and report, and the way back to a model."""
+"""Run folders: what a run writes, how a later change is noticed, and how a model is read back."""

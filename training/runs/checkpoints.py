@@ -1,9 +1,7 @@
-"""A finished run under a ledger that pays for more than the run itself, such as for the choice among several runs.
+"""Checkpoints: one safetensors file each, replaced at once, with its facts as JSON in the header.
 
-Checkpoints: one safetensors file each, replaced at once, with its facts as JSON in the header.
-
-Nothing in a checkpoint executes when it is read. The header (`training.runs.seal`) holds schema version, step, the
-engine's running sums, a digest of the tensors, what the other files of the run were, and a digest of all that.
+Nothing in a checkpoint executes when it is read. The header (`training.runs.seal`) holds the schema version, the step,
+the engine's running sums, a digest of the tensors, a seal of the run's other files, and a digest of all these.
 """
 
 from __future__ import annotations
@@ -12,22 +10,33 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from accounting.ledger.journal import head_file, read_position
-from training.engine.optimizers import TailAverage, load_optimizer_tensors, optimizer_tensors
-from training.engine.trainer import Trainer
+from opusim.files import require_regular, write_file
 from training.errors import RunFolderError
+from training.networks.optimizers import TailAverage, load_optimizer_tensors, optimizer_tensors
 from training.runs.folder import RunFolder
-from training.runs.seal import REMEDY, Header, Seal, read_header
-from training.runs.seal import checkpoint_path as checkpoint_path
-from training.runs.seal import list_checkpoints as list_checkpoints
-from training.runs.storage import write_file
+from training.runs.seal import REMEDY, Header, Seal, checkpoint_path, list_checkpoints, read_header
+
+
+class Trained(Protocol):
+    """What a checkpoint keeps of a trainer (`training.engine.trainer.Trainer`)."""
+
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What else a resumed run must have back, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +62,7 @@ class Checkpoint:
         return self.header.progress
 
     def named(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose names begin with a prefix, without it."""
+        """Return the tensors whose names start with a prefix, under their names without it."""
         return {name[len(prefix) :]: t for name, t in self.tensors.items() if name.startswith(prefix)}
 
 
@@ -61,7 +70,7 @@ def save_checkpoint(
     folder: Path,
     *,
     step: int,
-    trainer: Trainer,
+    trainer: Trained,
     average: TailAverage,
     progress: Mapping[str, Any],
     seal: Seal,
@@ -70,16 +79,16 @@ def save_checkpoint(
     """Write a checkpoint and remove all but the newest `keep`.
 
     Args:
-        folder: Where checkpoints stand.
+        folder: The folder of the checkpoints.
         step: Steps done.
-        trainer: Its parameters, its optimizer's state and its own are kept.
-        average: Its means are kept.
+        trainer: Its parameters, the optimizer's state and the trainer's own state are written.
+        average: The running average of the parameters is written.
         progress: The engine's running sums and the usage of the device, as JSON.
-        seal: What stands beside it.
-        keep: How many are kept.
+        seal: The other files of the run.
+        keep: Number of checkpoints to keep.
 
     Returns:
-        The facts of what was written.
+        The facts of the new checkpoint.
 
     Raises:
         OSError: The disk is full or not writable; earlier checkpoints are untouched.
@@ -88,7 +97,7 @@ def save_checkpoint(
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(trainer.optimizer).items()}
     tensors |= {f"state.{name}": tensor for name, tensor in trainer.state.items()}
     tensors |= {f"average.{name}": tensor for name, tensor in average.state.items()}
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    tensors = _on_cpu(tensors)
     header = Header(step=step, progress=progress, tensors=_digest(tensors), seal=seal)
     write_file(checkpoint_path(folder, step), save(tensors, metadata=header.to_metadata()))
     for old in list_checkpoints(folder)[:-keep]:
@@ -97,7 +106,7 @@ def save_checkpoint(
 
 
 def reseal_checkpoint(path: Path, seal: Seal) -> Header:
-    """Write a checkpoint anew with another seal; everything else in it stays.
+    """Rewrite a checkpoint with another seal; everything else in it stays.
 
     Raises:
         RunFolderError: It is damaged.
@@ -132,10 +141,10 @@ def copy_parameters(
     """Copy a checkpoint's parameters into those of a network.
 
     Args:
-        checkpoint: What was read.
+        checkpoint: The checkpoint.
         wanted: The network's parameters by name; they are overwritten.
-        path: The file, for the message.
-        prefix: Of the parameters' names in the checkpoint.
+        path: The checkpoint's file, for the message.
+        prefix: Prefix of the parameters' names in the checkpoint.
 
     Raises:
         RunFolderError: The checkpoint is of another network; the message names the first difference.
@@ -153,8 +162,12 @@ def copy_parameters(
             tensor.copy_(found[name])
 
 
-def restore(trainer: Trainer, average: TailAverage, checkpoint: Checkpoint, path: Path) -> None:
-    """Give a trainer the parameters, the optimizer's state and its own of a checkpoint, and the average its means."""
+def restore(trainer: Trained, average: TailAverage, checkpoint: Checkpoint, path: Path) -> None:
+    """Restore a trainer, its optimizer and the running average from a checkpoint.
+
+    Raises:
+        RunFolderError: The checkpoint is of another network.
+    """
     copy_parameters(checkpoint, trainer.tensors, path)
     copy_parameters(checkpoint, trainer.state, path, prefix="state.")
     load_optimizer_tensors(trainer.optimizer, checkpoint.named("optimizer."))
@@ -162,32 +175,54 @@ def restore(trainer: Trainer, average: TailAverage, checkpoint: Checkpoint, path
     average.load(checkpoint.named("average."), place)
 
 
+def adopt_ledger(folder: RunFolder, source: Path) -> None:
+    """Replace the ledger of a finished run, and update its newest checkpoint and its summary accordingly.
+
+    A search uses this: its ledger pays for the choice among several runs, which each run's own ledger does not.
+
+    Args:
+        folder: The run; its own ledger is lost.
+        source: The other ledger, with its head next to it; both are copied.
+
+    Raises:
+        LedgerCorrupt: The other ledger was changed, cut or reordered.
+        RunFolderError: The run is not finished, or its checkpoint or summary is damaged.
+    """
+    position, summary = read_position(source), folder.require_summary()
+    write_file(folder.ledger_file, source.read_bytes())
+    write_file(head_file(folder.ledger_file), head_file(source).read_bytes())
+    newest = list_checkpoints(folder.checkpoints)[-1]
+    reseal_checkpoint(newest, replace(read_header(newest).seal, ledger=position))
+    folder.finish(summary, position)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Replace a file with tensors of any torch type (safetensors), with a schema version."""
+    write_file(path, save(_on_cpu(tensors), metadata={"schema_version": "1"}))
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of any safetensors file.
+
+    Raises:
+        ValueError: The file is missing or is something else; the message names it.
+    """
+    try:
+        require_regular(path)
+        return dict(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: not readable as safetensors ({error}); give another file") from error
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """BLAKE2b over names, types, shapes and bytes, in the order of names."""
+    """Return the BLAKE2b digest of names, types, shapes and bytes, in the order of names."""
     state = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         state.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return state.hexdigest()
-
-
-def adopt_ledger(folder: RunFolder, source: Path) -> None:
-    """Put another ledger in the place of a finished run's own, and have checkpoint and summary know it.
-
-    Args:
-        folder: Of the run; its own ledger is lost.
-        source: The other ledger, whose head stands beside it; copied.
-
-    Raises:
-        LedgerCorrupt: The other ledger was changed, cut or reordered.
-        RunFolderError: The run is not done, or its checkpoint or summary is damaged.
-    """
-    position, summary = read_position(source), folder.require_summary()
-    write_file(folder.ledger_file, source.read_bytes())
-    write_file(head_file(folder.ledger_file), head_file(source).read_bytes())
-    newest = list_checkpoints(folder.checkpoints)[-1]
-    seal = read_header(newest).seal
-    if seal is not None:
-        reseal_checkpoint(newest, replace(seal, ledger=position))
-    folder.finish(summary, position)

@@ -1,7 +1,4 @@
-"""A folder has one writer.
-
-A folder holds one kind of work: a run, a search, a sweep or an audit.
-"""
+"""One writer per folder, and one kind of work: a run, a search, a sweep or an audit."""
 
 from __future__ import annotations
 
@@ -14,18 +11,25 @@ from opusim.files import make_folder, make_private_folder
 from opusim.locks import LockHeld, held
 from training.errors import FolderBusy, RunFolderError
 
+LOCK_FILE = "lock"
 Kind = Literal["run", "search", "sweep", "audit"]
+_WITH_ARTICLE: dict[Kind, str] = {
+    "run": "a run",
+    "search": "a search",
+    "sweep": "a sweep",
+    "audit": "an audit",
+}
 _MARKS: dict[Kind, tuple[str, ...]] = {
     "run": ("config.json", "checkpoints", "metrics.jsonl"),
     "search": ("tuning.json",),
     "sweep": ("sweep.json", "rows"),
     "audit": ("audit.json",),
 }
-"""Files and folders of which each kind of work has at least one; the first kind that fits is what a folder holds."""
+"""Each kind of work leaves at least one of these in its folder; the first kind that matches is what a folder holds."""
 
 
 def kind_of(folder: Path) -> Kind | None:
-    """What a folder holds; None if nothing of this project."""
+    """Return what a folder holds, or None if it holds nothing of opusim."""
     for kind, marks in _MARKS.items():
         if any((folder / name).exists() for name in marks):
             return kind
@@ -43,28 +47,17 @@ def require_kind(folder: Path, kind: Kind) -> None:
         raise RunFolderError(f"{kind} folder {folder} holds {_WITH_ARTICLE[found]}; choose an empty folder")
 
 
-_WITH_ARTICLE: dict[Kind, str] = {
-    "run": "a run",
-    "search": "a search",
-    "sweep": "a sweep",
-    "audit": "an audit",
-}
-
-
-LOCK_FILE = "lock"
-
-
 @contextmanager
 def only_writer(folder: Path, what: str, *, private: bool = False) -> Iterator[None]:
-    """Hold a folder, which is made if need be, as its only writer.
+    """Hold a folder as its only writer; the folder is made if it is missing.
 
     Args:
-        folder: The folder; the file `lock` in it names the holder.
-        what: What errors call it, such as "run folder".
+        folder: The folder; the file `lock` in it names the process that holds it.
+        what: What error messages call the folder, such as "run folder".
         private: Whether only the owner may read what is written there.
 
     Raises:
-        FolderBusy: Another process writes here.
+        FolderBusy: Another process is writing there.
         RunFolderError: The folder cannot be used.
     """
     lock = held(folder / LOCK_FILE)

@@ -1,40 +1,57 @@
-"""Writing to disk so that a process killed at any instant leaves nothing half-written behind.
+"""JSON documents, JSON lines and arrays on disk, written so that a kill at any moment leaves nothing half-written.
 
-Every write of a run folder goes through this file: `write_file` replaces a whole file or leaves it as
-it was; `append_line` adds one line, and `read_lines` drops a last line that a kill cut short. A file is as private as
-its folder (`opusim.files`).
+A document is replaced at once (`opusim.files.write_file`). A line is appended and synced; `read_lines` drops a last
+line that a kill cut short. A file is as private as its folder (`opusim.files`).
+
+Results are dataclasses whose fields are the keys of their JSON object: `record_json` and `record_from_json` convert
+them through pydantic, with the schema version as the first key.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from accounting.guarantee import Guarantee
 from opusim.files import (
-    make_folder,
     open_to_write,
     parse_json,
     read_bytes,
     require_regular,
     sync_folder,
     write_all,
+    write_error,
+    write_file,
 )
+from training.errors import RunFolderError
 
-if TYPE_CHECKING:
-    from torch import Tensor
+Record = TypeVar("Record")
 
+
+def _guarantee(value: Any) -> Guarantee:
+    try:
+        return value if isinstance(value, Guarantee) else Guarantee.from_json(value)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a guarantee: {error!r}") from error
+
+
+StoredGuarantee = Annotated[Guarantee, PlainValidator(_guarantee), PlainSerializer(Guarantee.to_json)]
+"""A field of a record that holds a guarantee in its own JSON format."""
+
+_adapter: Callable[[Any], TypeAdapter[Any]] = lru_cache(TypeAdapter)
 _ARRAY = "array"
 _LINES_LIMIT = 2**30
-"""Bytes of a file of JSON lines, at most."""
+"""Largest file of JSON lines that is read, in bytes."""
 
 
 def digest_of(content: bytes) -> str:
@@ -42,37 +59,18 @@ def digest_of(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Replace a file's content at once: write beside it, sync, rename over it, sync the folder.
-
-    A kill at any moment leaves either the old content or the new one under `path`.
-
-    Raises:
-        OSError: The disk is full or not writable; `path` keeps its old content.
-    """
-    make_folder(path.parent)
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        descriptor = open_to_write(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            write_all(descriptor, content)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise _named(error, path, "it keeps its old content") from error
-    sync_folder(path.parent)
+def json_digest(content: Mapping[str, Any]) -> str:
+    """BLAKE2b of a JSON object, independent of the order of its keys."""
+    return digest_of(json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file by a JSON document (UTF-8, indented, keys in the order given)."""
+    """Replace a file with a JSON document (UTF-8, indented, keys in the order given)."""
     write_file(path, json_content(value))
 
 
 def json_content(value: Any) -> bytes:
-    """The content of the file that `write_json` writes."""
+    """Return the bytes that `write_json` writes."""
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
 
 
@@ -88,8 +86,49 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path}: not JSON ({error}); restore the file or start a new run folder") from error
 
 
+def record_json(record: Any, version: int) -> dict[str, Any]:
+    """Return a dataclass as a JSON object with its schema version."""
+    return {"schema_version": version, **_adapter(type(record)).dump_python(record, mode="json")}
+
+
+def record_from_json(kind: type[Record], content: Any, version: int) -> Record:
+    """Return the dataclass that `record_json` converted.
+
+    Raises:
+        ValueError: The content is of another schema version, or is not such a record; one line names the field.
+    """
+    found = content.get("schema_version") if isinstance(content, Mapping) else None
+    if found != version:
+        raise ValueError(f"schema_version {found!r} is not {version}")
+    try:
+        record: Record = _adapter(kind).validate_python(content)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
+    return record
+
+
+def read_record(path: Path, kind: type[Record], version: int, *, what: str, remedy: str) -> Record:
+    """Read a dataclass from a JSON document.
+
+    Args:
+        path: The file.
+        kind: The dataclass.
+        version: Its schema version.
+        what: What the file should be, for the message, such as "an audit".
+        remedy: What to do if it is not.
+
+    Raises:
+        RunFolderError: The file is something else; the message is one line.
+    """
+    try:
+        return record_from_json(kind, read_json(path), version)
+    except ValueError as error:
+        raise RunFolderError(f"{path}: is not {what} ({error}); {remedy}") from error
+
+
 def write_array(path: Path, array: np.ndarray) -> None:
-    """Replace a file by one array (safetensors, nothing in it executes), with a schema version."""
+    """Replace a file with one array (safetensors: nothing in it executes), with a schema version."""
     write_file(path, save({_ARRAY: np.ascontiguousarray(array)}, metadata={"schema_version": "1"}))
 
 
@@ -97,10 +136,10 @@ def read_array(path: Path) -> np.ndarray:
     """Read what `write_array` wrote.
 
     Raises:
-        ValueError: The file is something else, cut, or of another schema; the message names it.
+        ValueError: The file is cut, is something else, or is of another schema; the message names it.
     """
     try:
-        require_regular(path)  # safetensors would wait for a named pipe
+        require_regular(path)  # safetensors would block on a named pipe
         with safe_open(path, framework="np") as file:
             if (file.metadata() or {}).get("schema_version") != "1":
                 raise ValueError(f"{path}: schema_version is not 1; read it with the opusim that wrote it")
@@ -109,44 +148,25 @@ def read_array(path: Path) -> np.ndarray:
         raise ValueError(f"{path}: not readable ({error}); restore it or start a new run folder") from error
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Replace a file by tensors of any torch type (safetensors), with a schema version."""
-    from safetensors.torch import save as save_torch
-
-    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_file(path, save_torch(kept, metadata={"schema_version": "1"}))
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of any safetensors file.
-
-    Raises:
-        ValueError: The file is missing or something else; the message names it.
-    """
-    from safetensors.torch import load_file
-
-    try:
-        require_regular(path)
-        return dict(load_file(path))
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: not readable as safetensors ({error}); give another file") from error
-
-
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append one JSON record as a line and sync it.
 
-    A last line without its newline (cut by a kill) is removed first, so lines never run together.
+    A last line without its newline (cut by a kill) is removed first, so that lines never run together.
+
+    Raises:
+        OSError: The disk is full or not writable; earlier lines are kept.
     """
     line = (json.dumps(record, allow_nan=False) + "\n").encode()
     is_new = not path.exists()
     descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT)
     try:
-        os.lseek(descriptor, _end_of_last_line(descriptor), os.SEEK_SET)
-        os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR))
+        end = _end_of_last_line(descriptor)
+        os.ftruncate(descriptor, end)
+        os.lseek(descriptor, end, os.SEEK_SET)
         write_all(descriptor, line)
         os.fsync(descriptor)
     except OSError as error:
-        raise _named(error, path, "its earlier lines are kept") from error
+        raise write_error(error, path, "its earlier lines are kept") from error
     finally:
         os.close(descriptor)
     if is_new:
@@ -154,53 +174,40 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path, numbers: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Read a file of JSON lines; a missing file has none, a cut last line is left out.
+    """Read a file of JSON lines. A missing file has no lines; a cut last line is dropped.
 
     Args:
         path: The file.
-        numbers: Keys of every line whose values are numbers.
+        numbers: Keys that every line must have with a number as value.
 
     Raises:
-        ValueError: A complete line is no JSON object with these numbers; the message names file and line.
+        ValueError: A complete line is not a JSON object with these numbers; the message names file and line.
     """
     if not path.exists():
         return []
     records = []
     lines = read_bytes(path, at_most=_LINES_LIMIT).split(b"\n")
-    for number, line in enumerate(lines[:-1], start=1):  # what stands behind the last newline was cut
+    for number, line in enumerate(lines[:-1], start=1):  # whatever follows the last newline was cut
         try:
             record = parse_json(line)
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"{path}: line {number} is not JSON ({error}); the file was changed by hand"
+                f"{path}: line {number} is not JSON ({error}); the file was edited, restore it"
             ) from error
-        wrong = [
-            key
-            for key in numbers
-            if not isinstance(record, dict) or type(record.get(key)) not in (int, float)
-        ]
-        if wrong or not isinstance(record, dict):
+        if not isinstance(record, dict) or any(type(record.get(key)) not in (int, float) for key in numbers):
             raise ValueError(
-                f"{path}: line {number} is no record with {', '.join(numbers)}; the file was changed by hand"
+                f"{path}: line {number} is not a record with {', '.join(numbers)}; the file was edited, restore it"
             )
         records.append(record)
     return records
 
 
-def _named(error: OSError, path: Path, kept: str) -> OSError:
-    """The same error, saying which file could not be written and what became of it."""
-    room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    remedy = "make room and go on" if room else "check the folder's permissions"
-    return OSError(error.errno, f"{error.strerror}; {kept}, {remedy}", str(path))
-
-
 def _end_of_last_line(descriptor: int) -> int:
-    """Offset just behind the last newline, 0 in a file without one."""
+    """Return the offset just after the last newline, 0 in a file without one."""
     end = os.lseek(descriptor, 0, os.SEEK_END)
     while end:
         start = max(0, end - 4096)
-        block = os.pread(descriptor, end - start, start)
-        newline = block.rfind(b"\n")
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
         if newline >= 0:
             return start + newline + 1
         end = start

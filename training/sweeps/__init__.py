@@ -1,1 +1,1 @@
-"""Which runs make a curve? Tables of runs over configuration keys, run in parallel, drawn and reported."""
+"""Sweeps: tables of runs over configuration keys, run in parallel, drawn and reported."""

@@ -1,4 +1,4 @@
-"""What a sweep's figures show: means over seeds, with their spread, against noise, epsilon and cost."""
+"""The curves of a sweep's figures: mean and spread over seeds, against noise, epsilon and cost."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.sweeps.points import Point
 from training.sweeps.rows import Row, SweepFolder, audited_epsilon
-from training.sweeps.spec import SweepSpec
+from training.sweeps.spec import Point, SweepSpec
 
 _NOISE_KEYS = ("sigma", "temperature_c", "exposure_us", "noise_multiplier", "epsilon")
-"""Last parts of the keys that set a noise level, those that say it most directly first."""
+"""Last parts of the keys that set a noise level; the most direct ones come first."""
 _LABELS = {
     "device.noise.sigma": "standard deviation of the device's noise [units of the projection]",
     "trainer.sigma": "standard deviation of the noise [units of the signal]",
@@ -29,11 +28,11 @@ class Level:
     """All seeds of one setting.
 
     Attributes:
-        x: Where it stands on the axis.
-        mean: Mean over seeds; infinite where any is.
+        x: Its value on the axis.
+        mean: Mean over seeds; infinite if any value is.
         spread: Standard deviation over seeds; 0 for one seed.
-        n: Seeds.
-        std: Standard deviation of the device's noise there; None without one.
+        n: Number of seeds.
+        std: Standard deviation of the device's noise at this setting; None without one.
     """
 
     x: float
@@ -49,8 +48,8 @@ class Curve:
 
     Attributes:
         name: The series.
-        kind: What is drawn: accuracy, or claimed, proven or audited epsilon, or a cost.
-        levels: By rising x.
+        kind: "accuracy", "claimed", "proven" or "audited" (epsilon), or a cost with its unit.
+        levels: Its points, by rising x.
     """
 
     name: str
@@ -63,10 +62,10 @@ class SweepResult:
     """A sweep's points with their rows.
 
     Attributes:
-        spec: What was asked for.
-        points: All points.
-        rows: The rows that are there, by identity.
-        folder: Where the runs are.
+        spec: The spec.
+        points: All points of the spec.
+        rows: The rows that exist, by identity.
+        folder: The sweep's folder.
     """
 
     spec: SweepSpec
@@ -76,7 +75,7 @@ class SweepResult:
 
     @property
     def series(self) -> list[str]:
-        """Names of the series that are drawn as curves, in the spec's order."""
+        """Names of the series drawn as curves, in the spec's order."""
         references = {series.name for series in self.spec.series if series.reference}
         return [
             name for name in dict.fromkeys(point.series for point in self.points) if name not in references
@@ -84,12 +83,12 @@ class SweepResult:
 
     @property
     def references(self) -> list[str]:
-        """Names of the series that are drawn as level lines."""
+        """Names of the series drawn as level lines."""
         return [series.name for series in self.spec.series if series.reference]
 
     @property
     def noise_key(self) -> str | None:
-        """The axis that stands for the noise."""
+        """Configuration key of the noise axis, or None if no axis sets a noise level."""
         if self.spec.noise is not None:
             return self.spec.noise
         keys = dict.fromkeys(key for point in self.points for key in point.values)
@@ -97,7 +96,7 @@ class SweepResult:
         return ranked[0] if ranked else None
 
     def finished(self, series: str) -> list[tuple[Point, Row]]:
-        """Points of a series whose runs have figures."""
+        """Return the points of a series whose runs have figures, with their rows."""
         return [
             (point, self.rows[point.identity])
             for point in self.points
@@ -108,17 +107,17 @@ class SweepResult:
 
 
 def axis_label(key: str) -> str:
-    """What a figure writes at the axis of a configuration key, with its unit."""
+    """Return the label of the axis of a configuration key, with its unit."""
     return _LABELS.get(key) or _LABELS.get(key.split(".")[-1]) or key
 
 
 def accuracy_against_noise(result: SweepResult) -> list[Curve]:
-    """Accuracy in percent on the noise axis, a curve a series that has it."""
+    """Accuracy in percent against noise, a curve for each series with a noise axis."""
     return _on_noise_axis(result, "accuracy", _percent)
 
 
 def references(result: SweepResult) -> list[Curve]:
-    """Accuracy of the reference series, one level each."""
+    """Accuracy in percent of the reference series, one level each."""
     curves = []
     for name in result.references:
         values = [v for _, row in result.finished(name) if (v := _percent(row)) is not None]
@@ -128,7 +127,7 @@ def references(result: SweepResult) -> list[Curve]:
 
 
 def epsilon_against_noise(result: SweepResult) -> list[Curve]:
-    """Claimed, proven and audited epsilon on the noise axis, each a curve of its own."""
+    """Claimed, proven and audited epsilon against noise, each a separate curve."""
     kinds: dict[str, Callable[[Row], float | None]] = {
         "claimed": lambda row: row.claimed_epsilon,
         "proven": lambda row: row.proven_epsilon,
@@ -138,10 +137,10 @@ def epsilon_against_noise(result: SweepResult) -> list[Curve]:
 
 
 def accuracy_against_epsilon(result: SweepResult) -> list[Curve]:
-    """Accuracy in percent against proven and against claimed epsilon, a curve a series and kind.
+    """Accuracy in percent against proven and claimed epsilon, a curve for each series and kind.
 
-    Settings without a finite guarantee stand at an infinite epsilon, each a level of its own. A series without any
-    finite epsilon, claimed or proven, has no curve.
+    A setting without a finite guarantee is a separate level at infinite epsilon. A series without any finite epsilon,
+    claimed or proven, has no curve.
     """
     kinds: dict[str, Callable[[Row], float | None]] = {
         "proven": lambda row: row.proven_epsilon,
@@ -162,7 +161,7 @@ def accuracy_against_epsilon(result: SweepResult) -> list[Curve]:
 def _epsilon_levels(
     result: SweepResult, series: str, value: Callable[[Row], float | None]
 ) -> tuple[Level, ...]:
-    """Accuracy at each epsilon, seeds together; infinite epsilons apart by their setting."""
+    """Accuracy at each epsilon, over seeds; infinite epsilons are separated by setting."""
     groups: dict[tuple[float, str], list[float]] = {}
     for point, row in result.finished(series):
         epsilon, accuracy = value(row), _percent(row)
@@ -228,7 +227,7 @@ def _run_folder(result: SweepResult, row: Row) -> Path:
 
 
 def curve_rows(curves: Iterable[Curve]) -> list[dict[str, str | float]]:
-    """What a figure drew, a row a level."""
+    """Return the data of a figure, a row for each level."""
     return [
         {
             "series": curve.name,

@@ -1,80 +1,41 @@
-"""Running the points of a sweep side by side: through joblib, on local processes or on a Dask cluster.
+"""Run the points of a sweep in parallel, on local processes (joblib) or on a Dask cluster.
 
-Runs on a Dask cluster, through joblib; importing this needs the extra `cluster`.
+`run_point` makes one run in whatever process it is called: it starts, resumes or finds the run, and never makes it
+twice. `run_sweep` calls it for every point that has no row yet.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import statistics
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import lru_cache
+from pathlib import Path
 
 import joblib
-from distributed import Client
-from distributed.client import CancelledError
-from distributed.comm import CommClosedError
-from joblib._dask import DaskDistributedBackend
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-from training.errors import SweepStopped
+from accounting.errors import BudgetExceeded
+from training.config.run import RunConfig
+from training.config.sections import DataConfig, SplitRule
+from training.data import Dataset
+from training.data.catalogue import build_dataset
+from training.engine.session import train_on
+from training.errors import FolderBusy, RunInterrupted, SweepStopped
+from training.runs.folder import RunFolder
 from training.runs.locking import only_writer, require_kind
-from training.sweeps.points import Point
-from training.sweeps.rows import Row, SweepFolder, failed_row, write_row
-from training.sweeps.worker import run_point
+from training.runs.run import Run, load_run
+from training.sweeps.rows import Row, SweepFolder, failed_row, row_of, write_row
+from training.sweeps.spec import Point
 
-_WORKERS_S = 30
-"""Seconds to wait for the first worker."""
-
-
-class _Cluster(DaskDistributedBackend):
-    """joblib's own backend, which would run a cluster of one slot in the calling process instead of there."""
-
-    def effective_n_jobs(self, n_jobs: int) -> int:
-        """How many runs are sent at once, at least two."""
-        return max(2, super().effective_n_jobs(n_jobs))
-
-
-@contextmanager
-def connected(address: str, patience_s: float) -> Iterator[None]:
-    """Let joblib send its work to a scheduler.
-
-    Args:
-        address: Such as tcp://10.0.0.5:8786.
-        patience_s: Seconds to wait for its answer.
-
-    Raises:
-        SweepStopped: Nobody answers there, or the scheduler died.
-    """
-    logger = logging.getLogger("distributed.client")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # its tracebacks would stand beside our one line
-    try:
-        with _client(address, patience_s) as client:
-            backend = _Cluster(client=client, wait_for_workers_timeout=_WORKERS_S)
-            with joblib.parallel_config(backend=backend):
-                yield
-    except (CancelledError, CommClosedError, TimeoutError) as error:
-        raise SweepStopped(
-            f"the cluster at {address} was lost; the runs so far are kept, and the same command goes on"
-        ) from error
-    finally:
-        logger.setLevel(level)
-
-
-def _client(address: str, patience_s: float) -> Client:
-    try:
-        return Client(address, timeout=patience_s)
-    except (OSError, TimeoutError, ValueError) as error:
-        raise SweepStopped(
-            f"no Dask scheduler answers at {address}; check the address, or start one"
-        ) from error
-
-
-_MOST_DEATHS = 3
-"""Processes that may die over one run before it counts as failed, and before any run is begun before all stop."""
+_MAX_DEATHS = 3
+"""Worker processes that may die over one run before it counts as failed. If so many die before they start any run, the
+sweep stops."""
+_POLL_S = 1.0
+"""Seconds between two looks at a run folder that another process is writing."""
 
 
 def run_sweep(
@@ -88,22 +49,22 @@ def run_sweep(
     on_start: Callable[[int, int], None] = lambda done, total: None,
     on_row: Callable[[Row, float | None], None] = lambda row, left: None,
 ) -> dict[str, Row]:
-    """Make the runs that are not done yet, and return all rows by identity.
+    """Make the runs that are missing, and return all rows by identity.
 
     Args:
-        points: The sweep's points; those of one configuration share a run.
-        folder: Where everything is kept; one process writes it.
-        jobs: Runs side by side on this machine, at least 1.
-        cluster: Address of a Dask scheduler whose workers see the same folder; None for local processes.
-        retry_failed: Whether runs that failed before are tried again.
+        points: The sweep's points; points with the same configuration share a run.
+        folder: The sweep's folder; only one process writes it.
+        jobs: Number of parallel runs on this machine, at least 1.
+        cluster: Address of a Dask scheduler whose workers see the same folder; None uses local processes.
+        retry_failed: Whether to try runs again that failed before.
         patience_s: Seconds to wait for the scheduler's answer.
-        on_start: Told how many runs are there already, and how many there will be.
-        on_row: Told each new row, and the seconds that the rest will take.
+        on_start: Called with the number of runs that are done already, and the total.
+        on_row: Called with each new row, and the estimated seconds left (None if unknown).
 
     Raises:
-        FolderBusy: Another process makes this sweep.
+        FolderBusy: Another process is running this sweep.
         RunFolderError: The folder holds other work.
-        SweepStopped: The cluster cannot be reached, or was lost; or processes die before they begin a run.
+        SweepStopped: The cluster cannot be reached or was lost, or processes die before they start a run.
     """
     distinct = {point.identity: point for point in points}
     require_kind(folder.path, "sweep")
@@ -116,60 +77,140 @@ def run_sweep(
         idle = 0
         while missing := [point for identity, point in distinct.items() if identity not in rows]:
             before = len(rows), deaths.total()
+            new = (
+                _on_cluster(missing, folder, cluster, patience_s) if cluster else _here(missing, folder, jobs)
+            )
             try:
-                with _backend(cluster, patience_s):
-                    for row in _finished_rows(missing, folder, jobs=-1 if cluster else jobs):
+                with closing(new):
+                    for row in new:
                         rows[row.identity] = row
                         on_row(row, _seconds_left(rows, distinct, jobs))
             except TerminatedWorkerError as error:
                 rows |= folder.rows(missing)
                 rows |= _given_up(missing, rows, folder, deaths)
                 idle = idle + 1 if (len(rows), deaths.total()) == before else 0
-                if idle == _MOST_DEATHS:
+                if idle == _MAX_DEATHS:
                     raise SweepStopped(
-                        f"{idle} processes died before they began a run (out of memory?); the runs so far are kept, "
-                        "go on with fewer --jobs"
+                        f"{idle} processes died before they started a run (out of memory?); finished runs are kept, "
+                        "resume with fewer --jobs"
                     ) from error
     return rows
 
 
-def _finished_rows(points: Sequence[Point], folder: SweepFolder, *, jobs: int) -> Iterator[Row]:
-    """Rows as their runs end."""
-    tasks = [
-        joblib.delayed(run_point)(
-            point.config, folder.run_path(point).absolute(), folder.row_path(point).absolute()
-        )
-        for point in points
-    ]
-    yield from joblib.Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")(tasks)
+def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
+    """Make one run and write its row; a failed run gets a row too.
 
+    If another process is still writing the run folder (it outlived its sweep), wait for it.
 
-@contextlib.contextmanager
-def _backend(cluster: str | None, patience_s: float) -> Iterator[None]:
-    """Where joblib sends the runs; each has one thread, since they run side by side."""
-    if cluster is None:
-        with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
-            yield
-        return
+    Args:
+        config: The point's configuration.
+        run_path: Its run folder.
+        row_path: The file of its row.
+    """
+    folder = RunFolder(run_path)
+    started = time.perf_counter()
     try:
-        from training.sweeps.execution import connected
+        run = _finished(config, folder)
+        row = row_of(run, config, wall_s=_wall_seconds(folder, time.perf_counter() - started))
+    except RunInterrupted:
+        raise
+    except Exception as error:  # one failed run must not stop the others
+        row = failed_row(run_path.name, error)
+    write_row(row_path, row)
+    return row
+
+
+def _finished(config: RunConfig, folder: RunFolder) -> Run:
+    while not folder.finished:
+        try:
+            dataset = _dataset(config.data, config.split)
+            resume = folder.started
+            return train_on(folder.read_config() if resume else config, dataset, folder, resume=resume)
+        except FolderBusy:
+            time.sleep(_POLL_S)
+        except BudgetExceeded:
+            break  # the folder is finished, and its summary holds the reason
+    return load_run(folder.path)
+
+
+@lru_cache(maxsize=1)
+def _dataset(options: DataConfig, split: SplitRule) -> Dataset:
+    """Load a data set once per process for consecutive runs."""
+    return build_dataset(options, split)
+
+
+def _wall_seconds(folder: RunFolder, measured: float) -> float:
+    """Return the seconds of training in all processes that wrote the folder, at least those of this call."""
+    written = sum(record["wall_s"] for record in folder.read_timing())
+    return max(measured, written)
+
+
+def _here(points: Sequence[Point], folder: SweepFolder, jobs: int) -> Generator[Row, None, None]:
+    """Yield rows as local runs end. Each run has one thread, since runs share the machine."""
+    tasks = [joblib.delayed(run_point)(*_arguments(point, folder)) for point in points]
+    with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
+        yield from joblib.Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")(tasks)
+
+
+def _on_cluster(
+    points: Sequence[Point], folder: SweepFolder, address: str, patience_s: float
+) -> Generator[Row, None, None]:
+    """Yield rows as runs on a Dask cluster end.
+
+    Raises:
+        SweepStopped: The extra `cluster` is not installed, no scheduler answers, or the scheduler died.
+    """
+    try:  # an extra that most installations lack
+        from distributed import Client, as_completed
+        from distributed.client import CancelledError
+        from distributed.comm import CommClosedError
     except ModuleNotFoundError as error:
         raise SweepStopped("--cluster needs the extra 'cluster': pip install 'opusim[cluster]'") from error
-    with connected(cluster, patience_s):
+    with _quiet("distributed.client"):
+        try:
+            client = Client(address, timeout=patience_s)
+        except (OSError, TimeoutError, ValueError) as error:
+            raise SweepStopped(
+                f"no Dask scheduler answers at {address}; check the address, or start one"
+            ) from error
+        try:
+            with client:
+                runs = [client.submit(run_point, *_arguments(point, folder), pure=False) for point in points]
+                for done in as_completed(runs):
+                    yield done.result()
+        except (CancelledError, CommClosedError, TimeoutError) as error:
+            raise SweepStopped(
+                f"the cluster at {address} was lost; finished runs are kept, and the same command resumes the sweep"
+            ) from error
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Silence a logger whose tracebacks would hide our one line."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
         yield
+    finally:
+        logger.setLevel(level)
+
+
+def _arguments(point: Point, folder: SweepFolder) -> tuple[RunConfig, Path, Path]:
+    return point.config, folder.run_path(point).absolute(), folder.row_path(point).absolute()
 
 
 def _given_up(
     points: Sequence[Point], rows: dict[str, Row], folder: SweepFolder, deaths: Counter[str]
 ) -> dict[str, Row]:
-    """Rows of runs over which processes die again and again (out of memory, as a rule)."""
+    """Write rows for the runs over which processes died too often (usually out of memory)."""
     given_up = {}
     for point in points:
         if point.identity in rows or not folder.run_path(point).exists():
             continue
         deaths[point.identity] += 1
-        if deaths[point.identity] >= _MOST_DEATHS:
-            reason = f"the process that made it died {_MOST_DEATHS} times (out of memory?); try it alone"
+        if deaths[point.identity] >= _MAX_DEATHS:
+            reason = f"its process died {_MAX_DEATHS} times (out of memory?); try it with --jobs 1"
             row = failed_row(point.identity, reason)
             write_row(folder.row_path(point), row)
             given_up[point.identity] = row
@@ -177,7 +218,7 @@ def _given_up(
 
 
 def _seconds_left(rows: dict[str, Row], distinct: dict[str, Point], jobs: int) -> float | None:
-    """What the rest will take, each run as long as its series or all of them have taken; None if none tells."""
+    """Estimate the seconds left from the mean of each series, or of all runs; None if no time is known."""
     times: dict[str, list[float]] = {}
     for identity, row in rows.items():
         if row.status != "failed" and row.wall_s is not None:

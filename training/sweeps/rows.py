@@ -1,42 +1,39 @@
-"""A sweep is a folder: the spec, a run folder for each configuration, a row for each run, figures and a report.
-
-What a sweep keeps of each run: a row of figures, or the reason why there are none.
-"""
+"""A sweep's folder, and its row for each run: the run's figures, or the reason why there are none."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from accounting.guarantee import Guarantee, Status
+from accounting.guarantee import Status
+from opusim.description.schema import NoiseSettings
 from training.attacks.findings import Role, read_audit
 from training.config.run import RunConfig
-from training.errors import RunFolderError
 from training.runs.folder import AUDIT_FILE
 from training.runs.run import Run, evaluate_run
-from training.runs.storage import read_json, write_json
-from training.sweeps.points import Point
+from training.runs.storage import StoredGuarantee, read_record, record_json, write_json
+from training.sweeps.spec import Point
 
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One run's figures.
+    """One run's figures; the fields are the keys of its JSON file.
 
     Attributes:
         identity: Name of the run folder.
-        status: done; stopped (its privacy budget was spent before the end); failed.
-        reason: Why it stopped or failed, in one line; None for a run that is done.
-        figures: The run's summary: accuracies and losses per split, frames, seconds, joules; of one in release mode
-            those on test records only; empty for a failed run.
-        noise_std: Standard deviation of the device's Gaussian noise, units of the projection; None without one.
-        guarantees: What is said of its privacy.
-        wall_s: Seconds that it took, of all its processes; None for a run in release mode, whose time tells the sizes
-            of its secret batches.
+        status: "done", "stopped" (its privacy budget was spent before the end) or "failed".
+        reason: Why it stopped or failed, in one line; None for a finished run.
+        figures: The run's summary: accuracies and losses per split, frames, seconds, joules. A release run has only
+            the figures of test records, a failed run none.
+        noise_std: Standard deviation of the device's Gaussian noise, in projection units; None without one.
+        guarantees: Its privacy guarantees.
+        wall_s: Seconds that it took in all its processes; None for a release run, whose time reveals the sizes of its
+            secret batches.
     """
 
     identity: str
@@ -44,51 +41,39 @@ class Row:
     reason: str | None = None
     figures: Mapping[str, Any]
     noise_std: float | None = None
-    guarantees: Sequence[Guarantee] = ()
+    guarantees: tuple[StoredGuarantee, ...] = ()
     wall_s: float | None = 0.0
 
     @property
     def accuracy(self) -> float | None:
-        """On test records, else on validation records, in [0, 1]; None where the run keeps none."""
+        """Accuracy on test records, else on validation records, in [0, 1]; None if the run has neither."""
         found = self.figures.get("test_accuracy", self.figures.get("validation_accuracy"))
         return None if found is None else float(found)
 
     def epsilon(self, *statuses: Status) -> float | None:
-        """The smallest epsilon of these statuses (at one delta, in one unit); None where nothing is said."""
+        """The smallest epsilon of guarantees with these statuses (at one delta, in one unit), or None."""
         found = [g.epsilon for g in self.guarantees if g.status in statuses]
         return min(found) if found else None
 
     @property
     def proven_epsilon(self) -> float | None:
-        """Proven, maybe under a device model; infinite where no finite guarantee exists."""
+        """Proven epsilon, maybe under a device model; infinite if there is no finite guarantee."""
         return self.epsilon(Status.PROVEN, Status.PROVEN_UNDER_DEVICE_MODEL, Status.NONE)
 
     @property
     def claimed_epsilon(self) -> float | None:
-        """A paper's formula with its hypotheses taken as given; None where no paper claims anything."""
+        """Epsilon of a paper's formula if its hypotheses held; None if no paper claims one."""
         values = [g.formula_value for g in self.guarantees if g.formula_value is not None]
         return min(values) if values else self.epsilon(Status.CLAIMED)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        values = asdict(self)
-        values["figures"] = dict(self.figures)
-        values["guarantees"] = [guarantee.to_json() for guarantee in self.guarantees]
-        return {"schema_version": SCHEMA_VERSION, **values}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Row:
-        """The row that `to_json` wrote."""
-        values = {key: value for key, value in content.items() if key != "schema_version"}
-        values["guarantees"] = tuple(Guarantee.from_json(value) for value in values["guarantees"])
-        return cls(**values)
-
 
 def row_of(run: Run, config: RunConfig, *, wall_s: float) -> Row:
-    """The row of a finished run."""
+    """Return the row of a finished run."""
     summary = dict(run.summary or {})
     stopped = summary.pop("stopped", None)
-    if config.mode == "release":  # keeps no figure of its data, but public test records measure its model
+    if (
+        config.mode == "release"
+    ):  # its summary holds no figures of data, but public test records measure its model
         found = evaluate_run(run.folder.path)
         summary |= {"test_accuracy": found["accuracy"], "test_loss": found["loss"]}
     return Row(
@@ -103,37 +88,31 @@ def row_of(run: Run, config: RunConfig, *, wall_s: float) -> Row:
 
 
 def failed_row(identity: str, error: BaseException | str) -> Row:
-    """The row of a run that has no figures."""
+    """Return the row of a run that failed."""
     text = error if isinstance(error, str) else " ".join(str(error).split()) or type(error).__name__
     return Row(identity=identity, status="failed", reason=text, figures={})
 
 
 def write_row(path: Path, row: Row) -> None:
-    """Keep a row, without figures that are not finite."""
-    values = row.to_json()
-    values["figures"] = {k: v for k, v in values["figures"].items() if _kept(v)}
-    write_json(path, values)
+    """Write a row, without figures that are not finite."""
+    finite = {k: v for k, v in row.figures.items() if not isinstance(v, float) or math.isfinite(v)}
+    write_json(path, record_json(replace(row, figures=finite), SCHEMA_VERSION))
 
 
 def read_row(path: Path) -> Row | None:
-    """The row that was kept, or None.
+    """Read a row, or return None if there is none.
 
     Raises:
-        RunFolderError: The file is no row.
+        RunFolderError: The file is not a row.
     """
     if not path.exists():
         return None
-    content = read_json(path)
-    try:
-        return Row.from_json(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunFolderError(
-            f"{path}: is no row of a sweep ({error!r}); delete it, and the same command writes it again"
-        ) from error
+    remedy = "delete it, and the same command writes it again"
+    return read_record(path, Row, SCHEMA_VERSION, what="a row of a sweep", remedy=remedy)
 
 
 def audited_epsilon(run_folder: Path) -> float | None:
-    """The largest lower bound that an audit of this run found, at its delta; None where it was not audited."""
+    """Return the largest lower bound that an audit of this run found, at its delta; None without an audit."""
     file = run_folder / AUDIT_FILE
     if not file.exists():
         return None
@@ -142,24 +121,18 @@ def audited_epsilon(run_folder: Path) -> float | None:
 
 
 def _noise_std(device: Mapping[str, Any] | None) -> float | None:
-    """The standard deviation that a device's description gives its readings directly or by a temperature."""
+    """The standard deviation that a device's description gives its readings, directly or by a temperature."""
     if not device or not device.get("noise"):
         return None
-    from opusim.description.schema import NoiseSettings
-
     return NoiseSettings.model_validate(device["noise"]).value()
-
-
-def _kept(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 class SweepFolder:
     """Paths and files of a sweep.
 
-    Files: `runs/` (ordinary run folders, named by their configuration's digest, so that points of one configuration
-    share one), `rows/` (a JSON file a run), `table.csv` and `sweep.json` (all rows), `figures/` (PNG and data),
-    `report.html`, `lock`.
+    Files: `runs/` (ordinary run folders, named after their configuration's digest, so that points with the same
+    configuration share one), `rows/` (a JSON file per run), `table.csv` and `sweep.json` (all rows), `figures/` (PNG
+    and data), `report.html`, `lock`.
 
     Args:
         path: The folder; it need not exist yet.
@@ -177,10 +150,10 @@ class SweepFolder:
         return self.path / "runs" / point.identity
 
     def row_path(self, point: Point) -> Path:
-        """Where the row of a point's run is kept."""
+        """The file of a point's row."""
         return self.path / "rows" / f"{point.identity}.json"
 
     def rows(self, points: Sequence[Point]) -> dict[str, Row]:
-        """The rows that are there, by the run's identity."""
+        """Read the rows that exist, by the run's identity."""
         found = {point.identity: read_row(self.row_path(point)) for point in points}
         return {identity: row for identity, row in found.items() if row is not None}

@@ -1,31 +1,39 @@
-"""A sweep as a person writes it: series of runs, each over axes of configuration keys (TOML)."""
+"""A sweep's spec (TOML): series of runs over axes of configuration keys, and the runs that it asks for.
+
+Every error that can be found before a run starts is raised here, with the file, the series and the key.
+"""
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from opusim.description.loading import load_description
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
+from training.config.reading import flat, load_config, merged, nested
+from training.config.run import RunConfig
 from training.config.sections import Section
-from training.sweeps.lines import line_of
+from training.data.catalogue import CATALOGUE
 
 
 class SeriesSpec(Section):
-    """One line of a figure: runs that differ in the axes alone."""
+    """One curve of a figure: runs that differ only in the axes."""
 
     name: str = Field(min_length=1)
-    """What the figure calls it."""
+    """Its name in figures."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Configuration keys of its runs, over those of the sweep."""
     axes: dict[str, Any] = Field(default_factory=dict)
-    """Dotted configuration key to the list of its values, over those of the sweep; runs take all combinations."""
+    """Configuration keys with lists of values, over those of the sweep; the runs take all combinations."""
     reference: bool = False
-    """Drawn as a level line across the figures, such as the accuracy without privacy."""
+    """Draw it as a level line across the figures, such as the accuracy without privacy."""
 
 
 class SweepSpec(Section):
@@ -36,83 +44,174 @@ class SweepSpec(Section):
     title: str = Field(min_length=1)
     """Heading of the report."""
     noise: str | None = None
-    """The axis that figures take for the noise; None takes the first axis that is one."""
+    """The axis that figures use for the noise; None takes the first axis that sets a noise level."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Configuration keys of every run."""
     axes: dict[str, Any] = Field(default_factory=dict)
     """Axes of every series."""
     series: tuple[SeriesSpec, ...] = ()
-    """At least one; or none, and the axes of the sweep make the only one."""
+    """The series; without any, the axes of the sweep make the only one."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         names = [series.name for series in self.series]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
-            raise ValueError(f"two series are called {min(twice)!r}; give each a name of its own")
+            raise ValueError(f"two series are called {min(twice)!r}; give each its own name")
         return self
 
 
+@dataclass(frozen=True)
 class SpecText:
-    """A spec's text, by which errors name lines.
-
-    Args:
-        text: The TOML document.
-        origin: What errors call it.
+    """A spec's text and its file.
 
     Attributes:
         text: The TOML document.
+        origin: What error messages call it.
     """
 
-    def __init__(self, text: str, origin: str) -> None:
-        self.text, self._origin = text, origin
+    text: str
+    origin: str
 
-    def error(self, reason: str, *paths: Sequence[str]) -> ConfigError:
-        """An error at the first of these paths that the text holds most of.
 
-        Args:
-            reason: What is wrong, and what to do.
-            paths: Where it may stand, the likeliest first; the error is named after it.
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One run of a sweep.
+
+    Attributes:
+        series: Name of its series.
+        values: Its value on each axis, by dotted configuration key.
+        config: Its resolved configuration.
+    """
+
+    series: str
+    values: dict[str, Any]
+    config: RunConfig
+
+    @property
+    def identity(self) -> str:
+        """Name of its run folder: points with the same configuration share one run.
+
+        Release runs have no seed. An axis `seed` counts their repetitions, which share a configuration.
         """
-        found = [(line_of(self.text, path), path) for path in paths]
-        line = next((number for number, path in found if number is not None), None)
-        place = self._origin if line is None else f"{self._origin}, line {line}"
-        return ConfigError(place, ".".join(part for part in paths[0] if not part.isdigit()), reason)
-
-    def holds(self, path: Sequence[str]) -> bool:
-        """Whether the text sets this very key."""
-        return line_of(self.text, path) != line_of(self.text, path[:-1])
+        name = f"{self.config.trainer.kind}-{self.config.digest()[:16]}"
+        is_repetition = self.config.mode == "release" and "seed" in self.values
+        return f"{name}-{self.values['seed']}" if is_repetition else name
 
 
 def read_spec(path: str | Path) -> tuple[SweepSpec, SpecText]:
     """Read a spec file.
 
     Raises:
-        ConfigError: It cannot be read, is no TOML, or holds a key that a spec has not; with the line.
+        ConfigError: It cannot be read, is not TOML, or holds a key that a spec does not have.
     """
     origin = str(path)
     try:
         text = read_text(path)
+        values = parse_toml(text)
     except (OSError, UnicodeDecodeError) as error:
         reason = f"cannot be read ({getattr(error, 'strerror', None) or error}); check the path"
         raise ConfigError(origin, "path", reason) from error
-    try:
-        values = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(origin, "syntax", f"is not valid TOML: {error}") from error
     return parse_spec(values, SpecText(text, origin))
 
 
 def parse_spec(values: Mapping[str, Any], text: SpecText) -> tuple[SweepSpec, SpecText]:
-    """A spec from its values; see `read_spec`."""
+    """Turn the values of a TOML document into a spec; see `read_spec`."""
     try:
         return SweepSpec.model_validate(dict(values)), text
     except ValidationError as error:
         problem = error.errors()[0]
-        location = [str(part) for part in problem["loc"]]
+        location = [str(part) for part in problem["loc"]] or ["sweep"]
         if problem["type"] == "extra_forbidden":
             section = SeriesSpec if location[0] == "series" else SweepSpec
             reason = f"is not a key of a sweep; the keys here are {', '.join(section.model_fields)}"
         else:
             reason = problem["msg"].removeprefix("Value error, ")
-        raise text.error(reason, location or ["sweep"]) from error
+        raise ConfigError(text.origin, ".".join(location), reason) from error
+
+
+def points_of(spec: SweepSpec, text: SpecText) -> list[Point]:
+    """Return all points of a sweep, series by series.
+
+    Raises:
+        ConfigError: An axis has no values or one value twice, two axes set the same key, a configuration does not
+            take a key or a value, or a trainer, device or data set is not known.
+    """
+    points: list[Point] = []
+    for series in spec.series or (SeriesSpec(name="runs"),):
+        points += _series_points(spec, series, text.origin)
+    axes = dict.fromkeys(key for point in points for key in point.values)
+    if spec.noise is not None and spec.noise not in axes:  # figures would lack their axis
+        hint = f"take one of {', '.join(axes)}, or leave it out" if axes else "leave it out"
+        raise ConfigError(text.origin, "noise", f"{spec.noise!r} is not an axis of this sweep; {hint}")
+    return points
+
+
+def one_at_a_time(points: Sequence[Point]) -> bool:
+    """Whether some runs use a device that only one process can hold."""
+    for point in points:
+        if point.config.uses_device:
+            access = load_description(point.config.device.name, point.config.device.overrides).access
+            if access is not None and access.exclusive:
+                return True
+    return False
+
+
+def _series_points(spec: SweepSpec, series: SeriesSpec, origin: str) -> list[Point]:
+    place = f"{origin}, series {series.name!r}" if spec.series else origin
+    axes = [*flat(spec.axes).items(), *flat(series.axes).items()]
+    fixed = merged(spec.config, series.config)
+    for number, (key, values) in enumerate(axes):
+        problem = _problem_of_values(values) or _problem_of_clash(key, axes[:number], fixed)
+        if problem:
+            raise ConfigError(place, f"axes.{key}", problem)
+    keys = [key for key, _ in axes]
+    points = []
+    for values in itertools.product(*(values for _, values in axes)):
+        changes = dict(zip(keys, values, strict=True))
+        points.append(Point(series=series.name, values=changes, config=_resolved(fixed, changes, place)))
+    return points
+
+
+def _problem_of_values(values: Any) -> str | None:
+    """Say what is wrong with the values of an axis, or None."""
+    if not isinstance(values, list):
+        return f"{values!r} is not a list; give the axis its values as in [0.0, 1.0]"
+    if not values:
+        return "is empty; give it at least one value, or leave the axis out"
+    twice = [value for place, value in enumerate(values) if value in values[:place]]
+    return f"holds {twice[0]!r} twice; each value makes one run" if twice else None
+
+
+def _problem_of_clash(key: str, others: Sequence[tuple[str, Any]], fixed: Mapping[str, Any]) -> str | None:
+    """Say which other axis or fixed key sets the same thing, or None."""
+    for other, _ in others:
+        if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
+            return f"clashes with the axis {other}: both set it; leave one out"
+    value: Any = fixed
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return None if value is None else f"is set to {value!r} in config and is an axis; leave one out"
+
+
+def _resolved(fixed: Mapping[str, Any], changes: Mapping[str, Any], place: str) -> RunConfig:
+    """Resolve the configuration of one run, with one thread by default, since runs share the machine."""
+    values = merged({"threads": 1}, fixed)
+    for key, value in changes.items():
+        values = merged(values, nested(key, value))
+    if values.get("mode") == "release" and "seed" in changes:
+        del values["seed"]
+    try:
+        config = load_config(values)
+        load_description(config.device.name, config.device.overrides)
+    except ConfigError as error:
+        if error.file == "configuration":
+            raise ConfigError(place, error.key, error.reason) from error
+        # the keys of a device description stand under `device` in a configuration
+        raise ConfigError(place, f"device.{error.key}", f"{error.file}: {error.reason}") from error
+    if config.data.name not in CATALOGUE:
+        known = ", ".join(CATALOGUE)
+        raise ConfigError(place, "data.name", f"{config.data.name!r} is not known; take {known}")
+    return config

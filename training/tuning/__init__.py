@@ -1,1 +1,1 @@
-"""Choosing a run's settings privately: the best of a random number of random trials."""
+"""Private search for a run's settings: the best of a Poisson number of trials, with the epsilon of the whole search."""

@@ -1,10 +1,9 @@
-"""What a private search draws before it looks at any data: how many trials, and the settings of each."""
+"""The grid of a private search, and the trials drawn from it before any data are read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -17,11 +16,11 @@ _TUNABLE = ("trainer", "optimizer", "sampler", "epochs")
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """What was drawn.
+    """The trials of a search.
 
     Attributes:
-        trials: Lines key=value of each trial; as many as the Poisson number says, maybe none.
-        seed: Of the trials' own seeds in experiment mode; None in release mode.
+        trials: Settings "key=value" of each trial; their number is Poisson, and may be 0.
+        seed: Source of the trials' seeds in experiment mode; None in release mode.
     """
 
     trials: tuple[tuple[str, ...], ...]
@@ -29,10 +28,10 @@ class Draw:
 
 
 def parse_choices(lines: Sequence[str]) -> dict[str, list[str]]:
-    """Turn lines such as "trainer.clip=0.35,0.5" into key and values.
+    """Turn lines such as "trainer.clip=0.35,0.5" into values by key.
 
     Raises:
-        ConfigError: A line has no key or no values, a key comes twice, or changes more than how the model is trained.
+        ConfigError: A line has no key or no values, a key is given twice, or it is not a key of training.
     """
     choices: dict[str, list[str]] = {}
     for line in lines:
@@ -41,7 +40,9 @@ def parse_choices(lines: Sequence[str]) -> dict[str, list[str]]:
         if not key or not values or key in choices:
             raise ConfigError("--choose", line, "must be KEY=VALUE,VALUE,... with each key once")
         if key.split(".")[0] not in _TUNABLE or key == "trainer.kind":
-            raise ConfigError("--choose", key, f"is not to be chosen; choose keys of {', '.join(_TUNABLE)}")
+            raise ConfigError(
+                "--choose", key, f"cannot be chosen by a search; choose keys of {', '.join(_TUNABLE)}"
+            )
         for value in values:
             parse_setting(f"{key}={value}")
         choices[key] = values
@@ -49,12 +50,12 @@ def parse_choices(lines: Sequence[str]) -> dict[str, list[str]]:
 
 
 def draw_trials(choices: Mapping[str, Sequence[str]], mean: float, *, seed: int | None) -> Draw:
-    """K ~ Poisson(mean) trials, each with every key's value drawn uniformly and independently.
+    """Draw K ~ Poisson(mean) trials, each with every key's value drawn uniformly and independently.
 
     Args:
         choices: Values to choose from, by key.
-        mean: m.
-        seed: Fixes the draw; None takes the system's entropy.
+        mean: Expected number of trials, above 0.
+        seed: Seed of the draw; None uses the system's entropy.
     """
     generator = np.random.default_rng(None if seed is None else derive_seed(seed, "tuning"))
     count = int(generator.poisson(mean))
@@ -63,13 +64,3 @@ def draw_trials(choices: Mapping[str, Sequence[str]], mean: float, *, seed: int 
         for _ in range(count)
     )
     return Draw(trials=trials, seed=seed)
-
-
-def draw_to_json(draw: Draw) -> dict[str, Any]:
-    """Plain JSON values."""
-    return {"trials": [list(trial) for trial in draw.trials], "seed": draw.seed}
-
-
-def draw_from_json(content: Mapping[str, Any]) -> Draw:
-    """The draw that `draw_to_json` wrote."""
-    return Draw(trials=tuple(tuple(trial) for trial in content["trials"]), seed=content["seed"])

@@ -1,17 +1,17 @@
-"""A private search: K ~ Poisson(m) trials of a last-iterate run, and the best of them with its score.
+"""A private search: train K ~ Poisson(m) trials of a last-iterate run, and keep the best with its score.
 
-Each trial is mu-GDP in its model and its score together: the model because its last iterate is (training records), the
-score because it is the accuracy on n held-out records plus N(0, (1 / (n mu))^2), which a held-out record moves by 1 / n
-(held-out records; a record is one or the other). accounting.selection.private_selection prices the choice.
+Each trial is mu-GDP in its model and score together. The model is mu-GDP in the training records by its last-iterate
+guarantee. The score is mu-GDP in the n held-out records: it is their accuracy plus N(0, (1 / (n mu))^2), and one record
+changes the accuracy by at most 1 / n. The two sets are disjoint. `accounting.selection` prices the choice.
 
-**Every search is paid for before its number of trials is drawn.** A search that was stopped resumes without a second
-payment as long as its `tuning.json` is there: the draw stands, finished trials keep their scores, and a trial that was
-cut short goes on from its own checkpoint, so that one result comes out. Without that file the draw is lost, and what
-begins is a second search: it is refused if the first one left trials or a result, and paid for again otherwise.
+**Every search is paid for before its number of trials is drawn.** A stopped search resumes without a second payment as
+long as its `tuning.json` exists: the draw stands, finished trials keep their scores, and an unfinished trial resumes
+from its own checkpoint, so that the search has one result. Without that file the draw is lost, and the next search is a
+second one. It is refused if the first one left trials or a result, and paid for otherwise.
 
-The folder holds `tuning.json` (what was drawn and found so far), the ledger, a run folder for each trial, and in the
-end `best/` with `result.json`. In release mode only the best trial and the score are kept: the number of trials and the
-other trials are not covered, and are removed.
+The folder holds `tuning.json` (the trials drawn and their scores so far), the ledger, a run folder for each trial, and
+finally `best/` and `result.json`. In release mode only the best trial and its score are kept. The guarantee does not
+cover the number of trials or the other trials, so they are removed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accounting.calibration import calibrate
 from accounting.errors import NoGuarantee
@@ -30,41 +31,42 @@ from accounting.ledger.ledger import LEDGER_FILE, Ledger
 from accounting.selection.mechanism import PrivateSelection
 from accounting.standard import gaussian_bounds
 from opusim.errors import ConfigError
-from opusim.files import make_folder
+from opusim.files import make_folder, write_file
 from opusim.randomness.streams import derive_seed, noise_stream
 from training.config.reading import load_config
 from training.config.run import RunConfig
-from training.engine.algorithm import family_of
-from training.engine.assembly import configured_sampler, load_data
+from training.engine.plan import RunPlan, load_data
 from training.engine.session import train
 from training.errors import RunFolderError
 from training.runs.checkpoints import adopt_ledger
 from training.runs.folder import RunFolder
 from training.runs.locking import LOCK_FILE, only_writer, require_kind
 from training.runs.run import Run, evaluate_split, load_run
-from training.runs.storage import write_file, write_json
+from training.runs.storage import read_record, record_json, write_json
 from training.tuning.grid import Draw, draw_trials
-from training.tuning.state import STATE_FILE, SearchState
 
+STATE_FILE = "tuning.json"
+SCHEMA_VERSION = 2
 OnTrial = Callable[[int, int], None]
 _PAYMENT = "search"
-"""What a ledger calls the payment of a search."""
+"""Name of a search's payment in the ledger."""
 _LEDGER_FILES = (LEDGER_FILE, "ledger.head")
-_BEFORE_THE_DRAW = {*_LEDGER_FILES, "ledger.head.partial", f".{STATE_FILE}.partial", LOCK_FILE}
-"""What a search that was killed before it drew anything leaves."""
+_LEFT_BY_KILLED_START = {*_LEDGER_FILES, ".ledger.head.partial", f".{STATE_FILE}.partial", LOCK_FILE}
+"""What a search leaves that was killed before it drew any trial."""
+_SECOND_SEARCH = "searching again is a second search and costs again"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a search gives.
+class SearchResult:
+    """The result of a search.
 
     Attributes:
         run: The best trial; None if no trial was drawn.
-        score: Its accuracy on held-out records, noised.
-        settings: Its lines key=value.
-        guarantee: Of everything that was searched in this folder.
-        searches: How many searches that is.
-        trials: How many trials were drawn; None in release mode, whose guarantee does not cover the number.
+        score: Its noised accuracy on held-out records.
+        settings: Its settings, "key=value" each.
+        guarantee: Guarantee of all searches in this folder.
+        searches: Number of these searches.
+        trials: Number of trials; None in release mode, whose guarantee does not cover the number.
     """
 
     run: Run | None
@@ -75,18 +77,55 @@ class Found:
     trials: int | None
 
 
+@dataclass(kw_only=True)
+class SearchState:
+    """Progress of a search; the fields are the keys of its JSON file.
+
+    Attributes:
+        asked: Digest of the configuration, choices and mean number of trials.
+        payment: Number of the ledger's payment that this search rests on, from 1.
+        draw: The trials, drawn after that payment.
+        started: Numbers of the trials whose training was started.
+        scores: Noised score of each finished trial, by number.
+    """
+
+    asked: Mapping[str, Any]
+    payment: int
+    draw: Draw
+    started: list[int]
+    scores: dict[int, float]
+
+    def write(self, folder: Path) -> None:
+        """Replace the state in a search folder."""
+        write_json(folder / STATE_FILE, record_json(self, SCHEMA_VERSION))
+
+    @classmethod
+    def read(cls, folder: Path) -> SearchState | None:
+        """Read the state in a search folder, or return None if there is none.
+
+        Raises:
+            RunFolderError: It was changed, or is of another schema version.
+        """
+        file = folder / STATE_FILE
+        if not file.exists():
+            return None
+        remedy = "restore it from a copy, or finish the search with the opusim that started it"
+        return read_record(file, SearchState, SCHEMA_VERSION, what="the state of a search", remedy=remedy)
+
+
 class Search:
-    """A search in its folder, begun or resumed by `run`.
+    """A search in its folder, started or resumed by `run`.
 
     Args:
-        config: What all trials share; protection.kind = "last-iterate", protection.epsilon for the whole search.
+        config: Configuration of all trials, with protection.kind = "last-iterate" and the protection.epsilon of the
+            whole search.
         choices: Values to choose from, by key.
-        mean: m, expected number of trials.
-        folder: Where it is written; one that holds the same search is resumed.
+        mean: Expected number of trials m, above 0.
+        folder: The folder of the search; if it holds the same search, that search is resumed.
 
     Raises:
-        ConfigError: The configuration is not one of a last iterate, holds no record out, or a choice is wrong.
-        NoGuarantee: No trial is private enough for epsilon, or no theorem covers one of the choices.
+        ConfigError: The configuration has another protection or holds no records out, or a choice is wrong.
+        NoGuarantee: No trial can be private enough for epsilon, or no theorem covers one of the choices.
         RunFolderError: The folder holds other work, or another search.
     """
 
@@ -102,14 +141,15 @@ class Search:
         self._config = _base(config, self._selection.mu)
         self._require_trainable(choices)
 
-    def run(self, on_trial: OnTrial | None = None) -> Found:
-        """Pay for the search and draw it, or resume it; train what is left, then keep the best.
+    def run(self, on_trial: OnTrial | None = None) -> SearchResult:
+        """Pay for the search and draw its trials, or resume it; train the missing trials and keep the best.
 
         Args:
-            on_trial: Told how many trials are done, of how many, at first 0: not for release.
+            on_trial: Called with the number of finished trials and of all trials, first with 0. The numbers are not
+                for release.
 
         Raises:
-            FolderBusy: Another process searches here.
+            FolderBusy: Another process is searching in this folder.
             RunFolderError: The folder holds other work, another search, or one that was changed.
         """
         release = self._config.mode == "release"
@@ -126,7 +166,7 @@ class Search:
                 if on_trial is not None:
                     on_trial(number + 1, trials)
             run, score, settings = self._keep_best(state)
-        return Found(
+        return SearchResult(
             run=run,
             score=score,
             settings=settings,
@@ -138,11 +178,11 @@ class Search:
     def _check_asked(self, state: SearchState | None) -> None:
         if state is not None and state.asked != self._asked:
             raise RunFolderError(
-                f"search folder {self._folder} holds another search; choose an empty folder, or ask for the same"
+                f"search folder {self._folder} holds another search; choose an empty folder, or repeat its options"
             )
 
     def _paid(self) -> tuple[SearchState, Guarantee, int]:
-        """The search to run or to resume, which is paid for; the guarantee of all searches here, and their number."""
+        """Return the search to run or resume, paid for, with the guarantee of all searches here and their number."""
         state = SearchState.read(self._folder)
         self._check_asked(state)
         if state is None:
@@ -155,7 +195,7 @@ class Search:
                     f"search folder {self._folder} holds the ledger of a run; choose an empty folder"
                 )
             if state is None:
-                ledger.pay_once(_PAYMENT, self._selection)  # in release mode a new one each time
+                ledger.pay_once(_PAYMENT, self._selection)  # release mode: a new payment each time
                 state = self._drawn(payment=len(ledger.content.payments))
             searches = len(ledger.content.payments)
             if state.payment > searches:
@@ -165,12 +205,14 @@ class Search:
             return state, ledger.guarantees()[0], searches
 
     def _require_empty(self) -> None:
-        """Refuse to begin a search among what an earlier one, or something else, left."""
-        others = sorted(path.name for path in self._folder.iterdir() if path.name not in _BEFORE_THE_DRAW)
+        """Refuse to start a search in a folder that holds an earlier one or other files."""
+        others = sorted(
+            path.name for path in self._folder.iterdir() if path.name not in _LEFT_BY_KILLED_START
+        )
         if any(name.startswith("trial-") or name in ("best", "result.json") for name in others):
             raise RunFolderError(
-                f"search folder {self._folder} holds what a search found, but its {STATE_FILE} is missing; restore "
-                "that file, or choose an empty folder: searching again is a second search and costs again"
+                f"search folder {self._folder} holds the results of a search, but its {STATE_FILE} is missing; restore "
+                f"that file, or choose an empty folder: {_SECOND_SEARCH}"
             )
         if others:
             raise RunFolderError(
@@ -178,12 +220,12 @@ class Search:
             )
 
     def _require_newest(self, state: SearchState) -> None:
-        """Refuse an old state put back behind a result: its trials would be trained and scored a second time."""
+        """Refuse a state that is older than the result: its trials would be trained and scored a second time."""
         for name in ("best", "result.json"):
             if (self._folder / name).exists() and state.scores.keys() != set(range(len(state.draw.trials))):
                 raise RunFolderError(
                     f"{self._folder / STATE_FILE} is older than {name}: it lacks scores of that search; restore "
-                    "the newest one, or choose an empty folder: searching again is a second search and costs again"
+                    f"the newest one, or choose an empty folder: {_SECOND_SEARCH}"
                 )
 
     def _drawn(self, *, payment: int) -> SearchState:
@@ -194,20 +236,20 @@ class Search:
         return state
 
     def _require_trainable(self, choices: Mapping[str, Sequence[str]]) -> None:
-        """Refuse a choice that no trial could be trained with, before the search is drawn and paid for."""
+        """Refuse a choice that cannot be trained, before the search is paid for and drawn."""
         dataset, keys = load_data(self._config, None), list(choices)
         for values in itertools.product(*choices.values()):
             lines = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
             trial = load_config(self._config, lines)
-            family_of(trial.trainer.kind).require_covered(trial, dataset, configured_sampler(trial, dataset))
+            RunPlan.checked(trial, dataset)
 
     def _score(self, state: SearchState, number: int) -> float:
-        """Train a trial, or resume it, and score it."""
+        """Train or resume a trial, and score it."""
         folder = RunFolder(self._folder / f"trial-{number}")
         if number in state.started and not folder.path.exists():
             raise RunFolderError(
-                f"{folder.path} is missing, though its training was begun; restore it, or choose an empty folder: "
-                "training it again is a second search and costs again"
+                f"{folder.path} is missing, although its training was started; restore it, or choose an empty folder: "
+                f"{_SECOND_SEARCH}"
             )
         make_folder(folder.path)
         if number not in state.started:
@@ -226,10 +268,10 @@ class Search:
         if folder.started:
             return train(folder=folder.path, resume=True)
         config = load_config(self._config, state.draw.trials[number])
-        return train(config.model_copy(update={"seed": _seed(state.draw, number)}), folder=folder.path)
+        return train(config.replaced(seed=_seed(state.draw, number)), folder=folder.path)
 
     def _keep_best(self, state: SearchState) -> tuple[Run | None, float | None, tuple[str, ...]]:
-        """The best trial under `best`, with the ledger of the search: its own epsilon forgets the choice."""
+        """Copy the best trial to `best` with the ledger of the search, since its own epsilon ignores the choice."""
         result_file, best = self._folder / "result.json", self._folder / "best"
         if not state.scores:
             write_json(result_file, {"schema_version": 1, "score": None, "settings": []})
@@ -248,12 +290,12 @@ class Search:
         return load_run(best), score, settings
 
     def _copy_best(self, winner: int, best: Path) -> None:
-        """The best trial, whole or not at all."""
+        """Copy the best trial, completely or not at all."""
         partial, trial = self._folder / "best.partial", self._folder / f"trial-{winner}"
         if not trial.is_dir():
             raise RunFolderError(
                 f"{best} and {trial} are missing; restore one of them, or choose an empty folder: "
-                "searching again is a second search and costs again"
+                f"{_SECOND_SEARCH}"
             )
         shutil.rmtree(partial, ignore_errors=True)
         for path in sorted(trial.rglob("*")):
@@ -272,15 +314,15 @@ class Search:
 
 
 def _seed(draw: Draw, number: int) -> int:
-    """Seed of a trial; 0 in release mode, where nothing is seeded."""
+    """Return the seed of a trial; 0 in release mode, where nothing is seeded."""
     return 0 if draw.seed is None else derive_seed(draw.seed, "trial", number) >> 1
 
 
 def selection_within(config: RunConfig, mean: float) -> PrivateSelection:
-    """The selection whose trials are as little private as the whole search's epsilon allows.
+    """Return the selection with the largest mu per trial that the epsilon of the whole search allows.
 
     Raises:
-        NoGuarantee: None is.
+        NoGuarantee: No mu is small enough.
     """
     options = config.protection
     start = PrivateSelection(mean=mean, mu=0.5, device_noise=options.noise == "device")
@@ -289,26 +331,25 @@ def selection_within(config: RunConfig, mean: float) -> PrivateSelection:
 
 
 def _base(config: RunConfig, mu: float) -> RunConfig:
-    """The configuration of a trial: its epsilon is that of mu-GDP."""
+    """Return the configuration of a trial, with the epsilon of mu-GDP."""
     bounds = gaussian_bounds(mu * (1 - 1e-6), config.protection.delta)
     if not bounds.lower > 0:
         raise NoGuarantee(
-            f"epsilon = {config.protection.epsilon}: leaves nothing for a trial; allow more or fewer trials"
+            f"epsilon = {config.protection.epsilon}: leaves no budget for a trial; raise it, or ask for fewer trials"
         )
-    protection = config.protection.model_copy(update={"epsilon": bounds.lower})
-    return config.model_copy(update={"protection": protection})
+    return config.replaced(protection={"epsilon": bounds.lower})
 
 
 def _require_searchable(config: RunConfig) -> None:
     problems = {
-        "protection.kind": (config.protection.kind != "last-iterate", "must be 'last-iterate' for a search"),
+        "protection.kind": (not config.protection.last_iterate, "must be 'last-iterate' for a search"),
         "protection.epsilon": (
             config.protection.epsilon is None,
-            "is missing; it is that of the whole search",
+            "is missing; give the epsilon of the whole search",
         ),
         "protection.noise_multiplier": (
             config.protection.noise_multiplier is not None,
-            "is computed by a search; leave it out",
+            "is computed by the search; leave it out",
         ),
         "data.validation_fraction": (
             config.data.validation_fraction == 0,

@@ -1,1 +1,1 @@
-"""Unified likelihood ratio training: gradients from forward passes with noise on one module's output at a time."""
+"""Train by unified likelihood ratios: forward passes with noise on one module's output at a time."""

@@ -1,15 +1,14 @@
-"""How unified likelihood ratio training takes part in a run."""
+"""Unified likelihood ratio training as the algorithm of a run."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from accounting.mechanisms import Mechanism
-from accounting.records.mechanisms import Unprotected
 from accounting.ulr.mechanisms import PublishedUlr
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
@@ -18,171 +17,151 @@ from opusim.randomness.streams import NoiseStream, noise_stream
 from training.config.run import RunConfig
 from training.config.seeds import seed_for
 from training.data import Dataset
-from training.data.samplers import Sampler
-from training.engine.algorithm import DeviceShape, TrainerFamily
-from training.engine.optimizers import make_optimizer
+from training.engine.algorithm import Algorithm, DeviceShape
 from training.errors import RunFolderError
 from training.networks.base import require_class_scores
-from training.networks.network import FullyConnected, configured_model
-from training.networks.records_apart import probe_records, require_records_apart
-from training.protections.base import DeviceNormals
-from training.protections.build import make_record_protection
-from training.protections.planning import sampled_step
+from training.networks.network import FullyConnected, build_model
+from training.networks.optimizers import make_optimizer
+from training.networks.record_independence import probe_records, require_independent_records
+from training.protections.base import DeviceNormals, SoftLabels
+from training.protections.planning import Updates
 from training.ulr.config import UlrConfig
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence, Outputs
-from training.ulr.published import PublishedOptions, PublishedUpdate
-from training.ulr.trainer import UlrTrainer
-from training.ulr.updates import PlainUpdate, Update
+from training.ulr.published import PublishedUpdate
+from training.ulr.trainer import PlainUpdate, UlrTrainer, Update
 
 _WIDEST_READING = 65_536
-"""Outputs with which a device is opened at most: more noise than that takes further readings."""
+"""Most outputs with which a device is opened; more noise than that takes further readings."""
 
 
-class UlrFamily(TrainerFamily[ModuleSequence]):
+class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
     """ulr."""
 
-    draws_in_public = True
+    uses_public_randomness = True
+    record_options: ClassVar[Mapping[str, Any]] = {"form": "proven", "noise": "digital"}
 
-    def network(self, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> ModuleSequence:
-        """See TrainerFamily.network; a user-supplied module is an nn.Sequential of any modules.
+    @classmethod
+    def build_network(cls, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> ModuleSequence:
+        """See Algorithm.build_network; a user-supplied module is an nn.Sequential of any modules.
 
         Raises:
             ValueError: Records are protected and the module mixes them.
         """
         if model is None:
-            return ModuleSequence(configured_model(config, dataset), n_inputs=dataset.n_features)
+            return ModuleSequence(build_model(config, dataset), n_inputs=dataset.n_features)
         network = ModuleSequence(model, n_inputs=dataset.n_features)
         place = network.parameters[0].device
         require_class_scores(model, torch.zeros(2, network.n_inputs, device=place), dataset.n_classes)
-        if config.protection.kind == "record":
-            require_records_apart(model, probe_records(dataset, place))
+        if config.protection.protects == "records":
+            require_independent_records(model, probe_records(dataset, place))
         return network
 
-    def rebuilt(self, facts: dict[str, Any], model: nn.Module | None) -> ModuleSequence:
-        """See TrainerFamily.rebuilt."""
+    @classmethod
+    def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> ModuleSequence:
+        """See Algorithm.rebuild_network."""
         if "layers" in facts:
             model = FullyConnected.from_facts(facts).model
         if model is None:
             raise RunFolderError(
-                "the run was given a module of its own, which its folder does not hold; give it again: "
+                "the run trained a user-supplied module, which its folder does not hold; give it again: "
                 "training.load_run(path, model=model)"
             )
         return ModuleSequence(model, n_inputs=facts["n_inputs"])
 
-    def device_shape(self, config: RunConfig, network: ModuleSequence) -> DeviceShape:
+    @property
+    def device_shape(self) -> DeviceShape:
         """A reading holds the noise of every output of one record."""
-        outputs = sum(value.numel() for value in _blank_outputs(network, 1).values)
+        outputs = sum(value.numel() for value in _blank_outputs(self.network, 1).values)
         return DeviceShape(n_inputs=1, n_outputs=min(outputs, _WIDEST_READING))
 
-    def trainer(
-        self, config: RunConfig, network: ModuleSequence, dataset: Dataset, device: NoisyDevice | None
-    ) -> UlrTrainer:
-        """See TrainerFamily.trainer."""
+    def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> UlrTrainer:
+        """See Algorithm.trainer."""
+        config = self.plan.config
         return UlrTrainer(
-            network,
-            make_optimizer(network.parameters, config.optimizer),
-            _update(config, network, device),
+            self.network,
+            make_optimizer(self.network.parameters, config.optimizer),
+            self._update(device),
             loss=config.loss,
             device=device,
-            reports=config.mode == "experiment" or config.protection.kind == "none",
+            reports=config.mode == "experiment" or config.protection.protects == "nothing",
         )
 
-    def step_mechanisms(
-        self, config: RunConfig, network: ModuleSequence, sampler: Sampler, noise: NoiseModel | None
-    ) -> tuple[Mechanism, ...]:
-        """See TrainerFamily.step_mechanisms."""
-        if config.protection.kind == "record":
-            multiplier = config.protection.noise_multiplier or math.nan
-            return (sampled_step(config, sampler, noise_multiplier=multiplier),)
-        if ulr_options(config).form == "published":
-            return (_published_step(config, network, sampler),)
-        return (Unprotected(what="ulr without protection"),)
+    @property
+    def updates(self) -> Updates:
+        """See Algorithm.updates."""
+        return Updates(by_layer=self.options.clip == "module")
 
-    def require_covered(self, config: RunConfig, dataset: Dataset, sampler: Sampler) -> None:
-        """See TrainerFamily.require_covered."""
-        if ulr_options(config).form == "published" and config.protection.kind != "none":
+    def require_covered(self) -> None:
+        """See Algorithm.require_covered; the published form brings its own noise."""
+        protection = self.plan.config.protection
+        if self.options.form == "published" and protection.protects != "nothing":
             raise ConfigError(
                 "configuration",
                 "protection.kind",
-                f"{config.protection.kind!r} is not for trainer.form = 'published', which brings its own noise; "
+                f"{protection.kind!r} is not for trainer.form = 'published', which brings its own noise; "
                 "use 'none', or trainer.form = 'proven'",
             )
-        super().require_covered(config, dataset, sampler)
+        super().require_covered()
 
-    def record_protected(self, config: RunConfig, noise_multiplier: float) -> RunConfig:
-        """See TrainerFamily.record_protected; in the proven form, its probes from a digital generator."""
-        control = super().record_protected(config, noise_multiplier)
-        proven = {"form": "proven", "noise": "digital"}
-        return control.model_copy(update={"trainer": control.trainer.model_copy(update=proven)})
+    def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:
+        """See Algorithm.released; the published form states the paper's formula."""
+        if self.options.form == "published":
+            return (self._published_step(),)
+        return super().released(noise)
 
-    def without_noise(self, config: RunConfig) -> RunConfig | None:
-        """See TrainerFamily.without_noise; the published form's noise is that of its probes, and a device's unknown."""
-        options = ulr_options(config)
-        if options.form == "published" or options.noise == "device":
-            return None
-        return super().without_noise(config)
+    @property
+    def noiseless(self) -> Mapping[str, Any] | None:
+        """See Algorithm.noiseless; the published form's noise is that of its probes, and a device's is unknown."""
+        return None if self.options.form == "published" or self.options.noise == "device" else {}
 
+    def _published_step(self) -> PublishedUlr:
+        """Return one step of the published form, with the constants of the paper's eq. 11."""
+        network, sampler, config = self.network, self.plan.sampler, self.plan.config.sampler
+        sizes = [sum(p.numel() for p in network.layer_parameters(layer)) for layer in range(network.depth)]
+        return PublishedUlr(
+            target_std=self.options.target_std,
+            sampling_probability=sampler.sampling_probability
+            or min(config.batch_size / sampler.n_records, 1.0),
+            n_records=sampler.n_records,
+            min_batch_size=config.min_batch_size or config.batch_size,
+            modules=network.depth,
+            largest_module=max(sizes),
+            sampled=sampler.scheme == "poisson-min-batch",
+        )
 
-def ulr_options(config: RunConfig) -> UlrConfig:
-    """The section `trainer`, where it is that of ulr.
+    def _update(self, device: NoisyDevice | None) -> Update:
+        config, options = self.plan.config, self.options
+        noise = self._output_noise(device)
+        if options.form == "published":
+            extra = noise_stream(config.mode, seed_for(config, "extra-noise"), "extra-noise")
+            divisor = float(config.sampler.min_batch_size or config.sampler.batch_size)
+            return PublishedUpdate(self.network, options, divisor, noise=noise, extra=extra)
+        estimator = Estimator(
+            copies=options.copies,
+            reduction=options.variance_reduction,
+            rows_per_pass=options.rows_per_pass,
+        )
+        return PlainUpdate(
+            self.network,
+            estimator,
+            sigma=options.sigma,
+            noise=noise,
+            protection=self.protection.gradients(device),
+        )
 
-    Raises:
-        TypeError: It is another family's.
-    """
-    options = config.trainer
-    if not isinstance(options, UlrConfig):
-        raise TypeError(f"trainer.kind = {options.kind!r} is not ulr")
-    return options
+    def _output_noise(self, device: NoisyDevice | None) -> NoiseStream:
+        """Return the source of the noise on the modules' outputs.
+
+        Raises:
+            ConfigError: The device's law is not Gaussian.
+        """
+        config = self.plan.config
+        if self.options.noise == "device" and device is not None:
+            return DeviceNormals(device, key="trainer.noise")
+        return noise_stream(config.mode, seed_for(config, "output-noise"), "output-noise")
 
 
 def _blank_outputs(network: ModuleSequence, n: int) -> Outputs:
-    """What the modules make of records of zeros."""
+    """Return what the modules make of records of zeros."""
     return network.forward(torch.zeros(n, network.n_inputs, device=network.parameters[0].device))
-
-
-def _published_step(config: RunConfig, network: ModuleSequence, sampler: Sampler) -> PublishedUlr:
-    """One step of the published form, with the constants of the paper's eq. 11."""
-    options, least = config.sampler, config.sampler.min_batch_size or config.sampler.batch_size
-    sizes = [sum(p.numel() for p in network.layer_parameters(layer)) for layer in range(network.depth)]
-    return PublishedUlr(
-        target_std=ulr_options(config).target_std,
-        sampling_probability=sampler.sampling_probability or min(options.batch_size / sampler.n_records, 1.0),
-        n_records=sampler.n_records,
-        min_batch_size=least,
-        modules=network.depth,
-        largest_module=max(sizes),
-        sampled=sampler.scheme == "poisson-min-batch",
-    )
-
-
-def _update(config: RunConfig, network: ModuleSequence, device: NoisyDevice | None) -> Update:
-    options = ulr_options(config)
-    noise = _output_noise(config, options, device)
-    if options.form == "published":
-        extra = noise_stream(config.mode, seed_for(config, "extra-noise"), "extra-noise")
-        divisor = float(config.sampler.min_batch_size or config.sampler.batch_size)
-        return PublishedUpdate(network, PublishedOptions.of(options, divisor), noise=noise, extra=extra)
-    estimator = Estimator(
-        copies=options.copies,
-        reduction=options.variance_reduction,
-        rows_per_pass=options.rows_per_pass,
-    )
-    return PlainUpdate(
-        network,
-        estimator,
-        sigma=options.sigma,
-        noise=noise,
-        protection=make_record_protection(config, device, by_layer=options.clip == "module"),
-    )
-
-
-def _output_noise(config: RunConfig, options: UlrConfig, device: NoisyDevice | None) -> NoiseStream:
-    """Where the noise on the modules' outputs comes from.
-
-    Raises:
-        ConfigError: The device's law is not Gaussian.
-    """
-    if options.noise == "device" and device is not None:
-        return DeviceNormals(device, key="trainer.noise")
-    return noise_stream(config.mode, seed_for(config, "output-noise"), "output-noise")

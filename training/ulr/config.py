@@ -95,3 +95,9 @@ class UlrConfig(TrainerSection):
                 f"{run.protection.kind!r} is not for trainer.form = 'published', which brings its own noise; "
                 "use 'none', or trainer.form = 'proven'",
             )
+
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.ulr.algorithm import UlrAlgorithm
+
+        return UlrAlgorithm

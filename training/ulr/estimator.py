@@ -1,13 +1,16 @@
-"""The likelihood ratio estimate of a gradient at a module's output, from losses of noisy forward passes.
+"""Estimate gradients by likelihood ratios, from the losses of noisy forward passes.
 
-With z_k ~ N(0, sigma^2 I) on the output v of one module and L_k the loss of the record with it,
+With noise z_k ~ N(0, sigma^2 I) on the output v of one module, and L_k the loss of the record with it,
 
     delta = (1 / (K sigma^2)) sum_k z_k L_k,   E delta = grad_v E L(v + z),
 
-the gradient of the smoothed loss (Stein's identity), and J^T delta estimates the gradient of the module's parameters
-(eq. 4 of the DP-ULR paper; Jiang et al. 2023). Three reductions of variance leave the mean as it is, because E z = 0
-and z and -z have one law: antithetic pairs, z_k (L(z_k) - L(-z_k)) / 2; the loss without noise as a baseline,
-z_k (L_k - L_0); the mean of the record's other copies as a baseline, z_k (L_k - mean of L_j over j != k).
+the gradient of the smoothed loss (Stein's identity). J^T delta estimates the gradient of the module's parameters
+(eq. 4 of the DP-ULR paper; Jiang et al. 2023). Three reductions of variance keep the mean, because E z = 0 and z and -z
+have the same law:
+
+- antithetic pairs: z_k (L(z_k) - L(-z_k)) / 2;
+- the loss without noise as baseline: z_k (L_k - L_0);
+- the mean of the record's other copies as baseline (leave one out): z_k (L_k - mean of L_j over j != k).
 """
 
 from __future__ import annotations
@@ -25,19 +28,19 @@ from training.ulr.config import Reduction
 from training.ulr.network import ModuleSequence, Outputs
 
 Losses = Callable[[Tensor, slice], Tensor]
-"""Outputs of the model for copies of some of the batch's records, shape (copies x records, n_classes), to losses
-(copies, records)."""
+"""Maps outputs for copies of some of the batch's records, shape (copies x records, n_classes), to losses (copies,
+records)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
-    """How a gradient is estimated.
+    """Estimates the gradients at the outputs of all modules.
 
     Attributes:
-        copies: K >= 1, noises a record and module; an antithetic pair is one.
-        reduction: How the variance is lowered.
-        rows_per_pass: Noisy rows that go through the model together at most; None for as many copies of all records
-            as there are modules. Changes memory and rounding, nothing else.
+        copies: K >= 1, noise draws per record and module; an antithetic pair is one.
+        reduction: Reduction of variance.
+        rows_per_pass: Largest number of noisy rows in one pass through the model; None for as many copies of all
+            records as there are modules. It changes memory and rounding only.
     """
 
     copies: int
@@ -53,14 +56,14 @@ class Estimator:
         noise: NoiseStream,
         sigmas: Sequence[float],
     ) -> list[Tensor]:
-        """The signal delta at each layer, shapes (batch, ...).
+        """Return the signal delta at each layer, shapes (batch, ...).
 
         Args:
-            network: The modules.
+            network: The network.
             outputs: The forward pass without noise.
-            losses: The loss of the batch's records.
+            losses: Maps outputs to losses of the batch's records.
             clean: L_0, shape (batch,).
-            noise: Where z comes from; modules in order, the copies of each one after the other.
+            noise: Source of z, drawn layer by layer and copy by copy.
             sigmas: Standard deviation of the noise of each layer.
         """
         sums = [_Sum(value, self.reduction, clean) for value in outputs.values]
@@ -78,7 +81,7 @@ class Estimator:
         return 2 if self.reduction == "antithetic" else 1
 
     def _passes(self, depth: int, batch: int) -> Iterator[list[Probe]]:
-        """The noises that go through the model together, in the order in which they are drawn."""
+        """Yield the noises of each pass through the model, in the order in which they are drawn."""
         size = depth
         if self.rows_per_pass is not None:
             size = max(1, self.rows_per_pass // max(self._signs * batch, 1))
@@ -100,7 +103,7 @@ class Estimator:
         noises: Sequence[Tensor],
         losses: Losses,
     ) -> list[Tensor]:
-        """Losses of each probe, shapes (copies, signs, batch); some records at a time where one copy has too many."""
+        """Return each probe's losses, shapes (copies, signs, batch), some records at a time if one copy is too many."""
         batch, size = len(values[0]), len(values[0])
         if self.rows_per_pass is not None:
             copies = sum(probe.copies for probe in probes)
@@ -115,14 +118,14 @@ class Estimator:
 
 
 class Probe(NamedTuple):
-    """Copies of one layer's noise that go through the model in one pass."""
+    """Copies of one layer's noise in one pass through the model."""
 
     layer: int
     copies: int
 
 
 def _draw(noise: NoiseStream, probe: Probe, value: Tensor, sigma: float) -> Tensor:
-    """The noise z of each copy, one reading each, shape (copies, batch, ...)."""
+    """Draw the noise z of each copy, one reading each, shape (copies, batch, ...)."""
     drawn = value.new_zeros(probe.copies, *value.shape)
     for copy in drawn:
         noise.add_to(copy, sigma)
@@ -139,18 +142,18 @@ def noisy_losses(
     *,
     signs: int,
 ) -> list[Tensor]:
-    """Losses with noise on one module's output at a time, shapes (copies, signs, records).
+    """Return losses with noise on one module's output at a time, shapes (copies, signs, records).
 
-    One sweep over the layers: a probe joins it behind its own layer, so nothing before that is computed again.
+    One sweep over the layers: a probe joins behind its own layer, so earlier layers are not computed again.
 
     Args:
-        network: The modules.
+        network: The network.
         values: v_l without noise, shapes (batch, ...).
         probes: Layers in ascending order, each once, and their copies.
         noises: z of each probe, shapes (copies, batch, ...).
-        losses: The loss of the batch's records.
-        records: Which of the batch's records.
-        signs: 1 for z alone, 2 for z and -z.
+        losses: Maps outputs to losses of the batch's records.
+        records: Selects some of the batch's records.
+        signs: 1 for z only, 2 for z and -z.
     """
     joining = {probe.layer: z[:, records] for probe, z in zip(probes, noises, strict=True)}
     n = len(values[0][records])
@@ -168,7 +171,7 @@ def noisy_losses(
 
 
 def _joined(old: Tensor | None, value: Tensor, z: Tensor, signs: int) -> Tensor:
-    """The rows on their way, then v + z and v - z of each copy of the noise that joins them."""
+    """Append v + z, and v - z if signs is 2, of each copy to the rows of earlier layers."""
     copies, n = z.shape[:2]
     before = 0 if old is None else len(old)
     rows = value.new_empty(before + copies * signs * n, *value.shape[1:])
@@ -182,7 +185,7 @@ def _joined(old: Tensor | None, value: Tensor, z: Tensor, signs: int) -> Tensor:
 
 
 class _Sum:
-    """Running sum of one layer's copies, all that its estimate needs."""
+    """Running sums of one layer's copies, from which its estimate follows."""
 
     def __init__(self, value: Tensor, reduction: Reduction, clean: Tensor) -> None:
         self._reduction = reduction
@@ -192,7 +195,7 @@ class _Sum:
         self._loss: Tensor | float = 0.0
 
     def add(self, z: Tensor, loss: Tensor) -> None:
-        """Take in copies: z (copies, batch, ...), which is overwritten, and their losses (copies, signs, batch)."""
+        """Add copies: z (copies, batch, ...), which is overwritten, and their losses (copies, signs, batch)."""
         weight = (loss[:, 0] - loss[:, 1]) / 2 if self._reduction == "antithetic" else loss[:, 0]
         if self._reduction == "clean-loss":
             weight = weight - self._clean
@@ -202,10 +205,10 @@ class _Sum:
         self._signal = _plus(self._signal, z.mul_(weight.view(*weight.shape, *[1] * (z.ndim - 2))).sum(dim=0))
 
     def estimate(self, copies: int, sigma: float) -> Tensor:
-        """delta, shape (batch, ...)."""
+        """Return delta, shape (batch, ...)."""
         signal = self._signal
         if signal is None:
-            raise ValueError(f"copies = {copies}: no noise was drawn; at least one copy is needed")
+            raise ValueError(f"copies = {copies}: no noise was drawn; use at least one copy")
         if self._noise is not None:
             # sum_k z_k (L_k - (S - L_k) / (K - 1)) = [K sum_k z_k L_k - S sum_k z_k] / (K - 1)
             mean = torch.as_tensor(self._loss) / (copies - 1)
@@ -215,3 +218,64 @@ class _Sum:
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total.add_(part)
+
+
+_PARAMETERS_LIMIT = 2**24
+"""Noisy parameters in memory at once."""
+
+
+def parameter_estimates(
+    network: ModuleSequence,
+    layer: int,
+    h: Tensor,
+    losses: Losses,
+    noise: NoiseStream,
+    sigma: float,
+    copies: int,
+) -> Iterator[tuple[Tensor, slice]]:
+    """Estimate (1 / (K sigma^2)) sum_k Z_k L_k with Z_k ~ N(0, sigma^2 I) on the parameters, record by record.
+
+    The parameters act as the weight of a virtual linear module whose input is the identity, so that its Jacobian is I
+    (section 3.2 of the DP-ULR paper). Each record and copy draws as many numbers as the module has parameters.
+
+    Args:
+        network: The network.
+        layer: The layer whose parameters get the noise.
+        h: The layer's input, shape (batch, ...).
+        losses: Maps outputs to losses of the batch's records.
+        noise: Source of Z.
+        sigma: Standard deviation of Z.
+        copies: K.
+
+    Yields:
+        Estimates as rows, shape (some records, parameters), and the records that they belong to.
+    """
+    size = sum(parameter.numel() for parameter in network.layer_parameters(layer))
+    records = max(1, _PARAMETERS_LIMIT // (2 * size))
+    for start in range(0, len(h), records):
+        part = slice(start, min(start + records, len(h)))
+        total = h.new_zeros(part.stop - part.start, size)
+        for _ in range(copies):
+            z = noise.normal(total.shape).to(h.device).mul_(sigma)
+            with torch.no_grad():
+                value = _with_own_parameters(network, layer, h[part], z)
+                loss = losses(network.output_from(layer, value), part)[0]
+            total.add_(z.mul_(loss[:, None]))
+        yield total.mul_(1 / (copies * sigma**2)), part
+
+
+def _with_own_parameters(network: ModuleSequence, layer: int, h: Tensor, z: Tensor) -> Tensor:
+    """Return the layer's outputs, each record with parameters shifted by its own row of z."""
+    module = network.jacobians[layer].module
+    named = {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    def of_record(moves: Tensor, x: Tensor) -> Tensor:
+        parts = moves.split([value.numel() for value in named.values()])
+        moved = {
+            name: value + part.view_as(value)
+            for (name, value), part in zip(named.items(), parts, strict=True)
+        }
+        result: Tensor = torch.func.functional_call(module, moved, (x[None],))[0]
+        return result
+
+    return torch.func.vmap(of_record)(z, h)

@@ -1,22 +1,23 @@
-"""A model as a sequence of modules, each of which may get noise on its output."""
+"""View an nn.Sequential as layers, each of which can get noise on its output."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from training.networks.base import LayeredNetwork
+from training.networks.base import LayeredNetwork, require_trainable
 from training.networks.clipping import Clip
+from training.networks.jacobians import Jacobian, LinearJacobian, jacobian_of
 from training.networks.network import FullyConnected, write_linear_gradient
-from training.ulr.jacobians import Jacobian, LinearJacobian, jacobian_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a forward pass without noise leaves behind.
+    """Intermediate values of a forward pass without noise.
 
     Attributes:
         inputs: Input of each layer, shapes (batch, ...).
@@ -30,19 +31,20 @@ class Outputs:
 
 
 class ModuleSequence(LayeredNetwork):
-    """A view on an nn.Sequential: its modules with parameters are the layers, the others stand between them.
+    """A view of an nn.Sequential: its modules with parameters are the layers.
 
-    A module without trained parameters may be anything that maps a batch of records to a batch of records: an
-    activation without derivative, a quantiser, a call to another process. Of a module with parameters only the Jacobian
-    of its own output is needed (`training.ulr.jacobians`).
+    A module without parameters may be any map from a batch of records to a batch of records: an activation without
+    derivative, a quantiser, a call to another process. A module with parameters needs only the Jacobian of its own
+    output (`training.networks.jacobians`).
 
     Args:
-        model: The sequence. Every module treats records apart from each other. It is put into evaluation mode (no
-            dropout, so that all copies of a record go through one function).
+        model: The sequence. Every module processes records independently. It is put into evaluation mode (no dropout),
+            so that all copies of a record pass through the same function.
+        n_inputs: Number of features of a record.
 
     Raises:
-        TypeError: The model is no nn.Sequential, or a module mixes records.
-        ValueError: No module has parameters, one is used twice, or parameters are not float32 or partly frozen.
+        TypeError: The model is no nn.Sequential, or a module computes batch statistics.
+        ValueError: No module has parameters, two share one, or parameters are frozen or not float32.
     """
 
     def __init__(self, model: nn.Module, *, n_inputs: int) -> None:
@@ -51,11 +53,14 @@ class ModuleSequence(LayeredNetwork):
                 f"model must be an nn.Sequential of modules, got {type(model).__name__}; wrap its modules in "
                 "nn.Sequential(...)"
             )
-        _check_records_apart(model)
+        _refuse_batch_statistics(model)
         self.model: nn.Module = model.eval()
         self._n_inputs = n_inputs
         self._head, self.jacobians, self._tails = _split(model)
-        _check_parameters(self.jacobians)
+        require_trainable(
+            [jacobian.parameters for jacobian in self.jacobians],
+            if_frozen="wrap it in a module without parameters, such as a function of a detached copy",
+        )
 
     @property
     def depth(self) -> int:
@@ -64,7 +69,7 @@ class ModuleSequence(LayeredNetwork):
 
     @property
     def n_inputs(self) -> int:
-        """Features of a record."""
+        """Number of features of a record."""
         return self._n_inputs
 
     @property
@@ -74,7 +79,7 @@ class ModuleSequence(LayeredNetwork):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters by place, "layer1.weight", "layer1.bias", ..., whatever the modules are called."""
+        """The parameters by position, "layer1.weight", "layer1.bias", ..., whatever the names of the modules."""
         return {
             f"layer{number}.{name}": parameter.detach()
             for number, jacobian in enumerate(self.jacobians, start=1)
@@ -83,7 +88,7 @@ class ModuleSequence(LayeredNetwork):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """See Network.facts: the layers of a fully connected network, else the modules' own descriptions."""
+        """See Network.facts: the layers of a fully connected network, else how each module prints itself."""
         try:
             return FullyConnected(self.model).facts
         except (TypeError, ValueError):
@@ -119,7 +124,7 @@ class ModuleSequence(LayeredNetwork):
         """
         inputs, values = [], []
         with torch.no_grad():
-            h = _through(self._head, x)
+            h = _apply(self._head, x)
             for layer, jacobian in enumerate(self.jacobians):
                 inputs.append(h)
                 values.append(jacobian.module(h))
@@ -127,22 +132,29 @@ class ModuleSequence(LayeredNetwork):
         return Outputs(inputs=inputs, values=values, output=h)
 
     def layer(self, layer: int, h: Tensor) -> Tensor:
-        """Output of a layer, without noise."""
+        """Return the output of a layer for an input, without noise."""
         return self.jacobians[layer].module(h)
 
     def after(self, layer: int, value: Tensor) -> Tensor:
-        """What the modules without parameters behind a layer make of its output."""
-        return _through(self._tails[layer], value)
+        """Pass a layer's output through the modules without parameters up to the next layer."""
+        return _apply(self._tails[layer], value)
+
+    def output_from(self, layer: int, value: Tensor) -> Tensor:
+        """Pass a layer's output through the rest of the model."""
+        rows = self.after(layer, value)
+        for later in range(layer + 1, self.depth):
+            rows = self.after(later, self.layer(later, rows))
+        return rows
 
 
-def _through(modules: list[nn.Module], h: Tensor) -> Tensor:
+def _apply(modules: Iterable[nn.Module], h: Tensor) -> Tensor:
     for module in modules:
         h = module(h)
     return h
 
 
 def _split(model: nn.Sequential) -> tuple[list[nn.Module], list[Jacobian], list[list[nn.Module]]]:
-    """What stands before the first layer, the layers, and what stands behind each of them."""
+    """Return the modules before the first layer, the layers, and the modules after each layer."""
     head: list[nn.Module] = []
     jacobians: list[Jacobian] = []
     tails: list[list[nn.Module]] = []
@@ -157,32 +169,11 @@ def _split(model: nn.Sequential) -> tuple[list[nn.Module], list[Jacobian], list[
     return head, jacobians, tails
 
 
-def _check_records_apart(model: nn.Module) -> None:
-    """Refuse batch statistics, with parameters or without: one record would move the others' contributions."""
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    """Refuse batch normalisation, with parameters or without: one record would change the others' contributions."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise TypeError(
-                f"model: {type(module).__name__} mixes the records of a batch, so a record has no estimate of its "
-                "own; use nn.GroupNorm or nn.LayerNorm"
+                f"model: {type(module).__name__} mixes the records of a batch, so no record has its own estimate; use "
+                "nn.GroupNorm or nn.LayerNorm"
             )
-
-
-def _check_parameters(jacobians: list[Jacobian]) -> None:
-    """Refuse layers whose parameters a step could not update on their own."""
-    seen: set[int] = set()
-    for number, jacobian in enumerate(jacobians, start=1):
-        for parameter in jacobian.parameters:
-            if id(parameter) in seen:
-                raise ValueError(
-                    f"model: layer {number} shares parameters with an earlier one; give it its own"
-                )
-            seen.add(id(parameter))
-            if not parameter.requires_grad:
-                raise ValueError(
-                    f"model: layer {number} is frozen (requires_grad is False); wrap it in a module without "
-                    "parameters of its own, such as a function of a detached copy"
-                )
-            if parameter.dtype != torch.float32:
-                raise ValueError(
-                    f"model: layer {number} has dtype {parameter.dtype}; train in torch.float32 (model.float())"
-                )

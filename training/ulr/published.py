@@ -1,15 +1,13 @@
-"""Algorithm 1 of the DP-ULR paper as published: clipping by module, controller, and the remedies of appendix A.4.
+"""Run Algorithm 1 of the DP-ULR paper as published: clipping by module, controller, remedies of appendix A.4.
 
-For module l the covariance of a batch's estimate is Sigma / sigma^2 with Sigma = sum_i L_0i^2 J_i^T J_i (eq. 25),
-taken before any clipping. The controller chooses sigma^2 <= min eigenvalue(Sigma) / (K C^2 sigma_0^2) (eq. 8). Sigma of
-a linear or convolutional module is I (x) sum_ip L_0i^2 u_ip u_ip^T, whose rank falls short wherever an input is
-constant, so that no sigma does; the paper then moves the noise to the parameters (J = I), or adds noise of covariance
-sigma_0^2 C^2 I - Sigma / (sigma^2 K), negative eigenvalues counting as 0. What none of this proves: docs/ulr.md.
+For module l the covariance of a batch's estimate is Sigma / sigma^2 with Sigma = sum_i L_0i^2 J_i^T J_i (eq. 25) before
+any clipping. The controller chooses sigma^2 <= min eigenvalue(Sigma) / (K C^2 sigma_0^2) (eq. 8). For a linear or
+convolutional module Sigma = I (x) sum_ip L_0i^2 u_ip u_ip^T, which is rank-deficient if an input is constant, and then
+no sigma satisfies eq. 8. The paper then moves the noise to the parameters (J = I), or adds noise of covariance
+sigma_0^2 C^2 I - Sigma / (sigma^2 K) with negative eigenvalues set to 0. None of this proves privacy (docs/ulr.md).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import scipy.linalg
 import torch
@@ -27,68 +25,41 @@ from training.networks.clipping import (
     scaled_rows,
 )
 from training.ulr.config import UlrConfig
-from training.ulr.estimator import Estimator, Losses
+from training.ulr.estimator import Estimator, Losses, parameter_estimates
 from training.ulr.network import ModuleSequence, Outputs
-from training.ulr.updates import Update, parameter_estimates, used_records
+from training.ulr.trainer import Update, used_records
 
-_RANK = 1e-10
-"""Share of the largest eigenvalue below which a direction counts as having no noise."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishedOptions:
-    """What Algorithm 1 is given.
-
-    Attributes:
-        copies: K.
-        largest_sigma: Upper limit of what the controller chooses; the noise itself where extra noise is added.
-        target_std: sigma_0.
-        clip_norm: C, for each module apart.
-        divisor: N_B.
-        remedy: What happens where Sigma is not of full rank.
-        rows_per_pass: See Estimator.
-    """
-
-    copies: int
-    largest_sigma: float
-    target_std: float
-    clip_norm: float
-    divisor: float
-    remedy: str
-    rows_per_pass: int | None = None
-
-    @classmethod
-    def of(cls, options: UlrConfig, divisor: float) -> PublishedOptions:
-        """The options of a configuration."""
-        return cls(
-            copies=options.copies,
-            largest_sigma=options.sigma,
-            target_std=options.target_std,
-            clip_norm=options.clip_norm,
-            divisor=divisor,
-            remedy=options.remedy,
-            rows_per_pass=options.rows_per_pass,
-        )
+_RANK_TOLERANCE = 1e-10
+"""Eigenvalues below this share of the largest one count as 0."""
 
 
 class PublishedUpdate(Update):
-    """Writes the published gradients.
+    """Writes the gradients of Algorithm 1.
 
     Args:
-        network: The modules.
-        options: K, sigma_0, C, N_B and the remedy.
-        noise: The noise of the estimate.
-        extra: Independent N(0, 1), apart from it, for noise that completes a covariance.
+        network: The network.
+        options: copies (K), target_std (sigma_0), clip_norm (C, per module), remedy, and sigma, the upper limit of the
+            controller, or the noise itself under remedy = 'extra-noise'.
+        divisor: N_B.
+        noise: Noise of the estimate.
+        extra: Independent N(0, 1) for noise that completes a covariance.
 
     Raises:
         ValueError: The remedy needs a module's covariance, which only linear and ungrouped convolutional modules have.
     """
 
     def __init__(
-        self, network: ModuleSequence, options: PublishedOptions, *, noise: NoiseStream, extra: NoiseStream
+        self,
+        network: ModuleSequence,
+        options: UlrConfig,
+        divisor: float,
+        *,
+        noise: NoiseStream,
+        extra: NoiseStream,
     ) -> None:
         self._network = network
         self._options = options
+        self._divisor = divisor
         self._noise = noise
         self._extra = extra
         self._estimator = Estimator(
@@ -115,34 +86,34 @@ class PublishedUpdate(Update):
             with full_precision():
                 norms = network.squared_norms(layer, rows, inputs).sqrt()
                 clip = Clip(factors=bounded_factors(norms, options.clip_norm), norms=norms)
-                network.set_gradient(layer, rows, inputs, options.divisor, clip)
+                network.set_gradient(layer, rows, inputs, self._divisor, clip)
             if options.remedy == "extra-noise":
                 self._complete(layer, roots[layer] / (sigmas[layer] * options.copies**0.5))
         return used
 
     def _root(self, layer: int, h: Tensor, weights: Tensor) -> Tensor:
-        """R with R^T R = sum_ip L_0i^2 u_ip u_ip^T, shape (batch x positions, inputs)."""
+        """Return R with R^T R = sum_ip L_0i^2 u_ip u_ip^T, shape (batch x positions, inputs)."""
         rows = self._network.jacobians[layer].factor_rows(h)
         if rows is None:
             raise ValueError(
-                f"layer {layer + 1}: remedy = {self._options.remedy!r} needs the covariance of its noise, which linear "
-                "and ungrouped convolutional modules alone have here; use trainer.remedy = 'parameters'"
+                f"layer {layer + 1}: remedy = {self._options.remedy!r} needs the covariance of its noise, which only "
+                "linear and ungrouped convolutional modules have; use trainer.remedy = 'parameters'"
             )
         return (rows * by_record(weights, rows)).flatten(0, 1)
 
     def _sigma(self, layer: int, root: Tensor) -> float:
-        """The controller's noise (eq. 8), or the given one where extra noise completes it.
+        """Return the controller's noise (eq. 8), or the configured one if extra noise completes it.
 
         Raises:
-            NoGuarantee: The covariance is not of full rank, so that no sigma satisfies eq. 8.
+            NoGuarantee: The covariance is rank-deficient, so no sigma satisfies eq. 8.
         """
         options = self._options
         if options.remedy == "extra-noise":
-            return options.largest_sigma
+            return options.sigma
         exact = root.double()
         values = torch.linalg.eigvalsh(exact.T @ exact)
-        if not float(values[0]) > _RANK * float(values[-1]):
-            rank = int((values > _RANK * values[-1]).sum())
+        if not float(values[0]) > _RANK_TOLERANCE * float(values[-1]):
+            rank = int((values > _RANK_TOLERANCE * values[-1]).sum())
             raise NoGuarantee(
                 f"layer {layer + 1}: Assumption 1 of the DP-ULR paper fails, the batch's noise has rank {rank} of "
                 f"{len(values)} for every output, and no sigma satisfies eq. 8; use trainer.remedy = 'extra-noise' or "
@@ -151,18 +122,18 @@ class PublishedUpdate(Update):
         return self._allowed(float(values[0]))
 
     def _allowed(self, smallest: float) -> float:
-        """The largest sigma that eq. 8 allows at this smallest eigenvalue, up to the given limit."""
+        """Return the largest sigma that eq. 8 allows at this smallest eigenvalue, up to the configured limit."""
         options = self._options
         bound = smallest / (options.copies * (options.clip_norm * options.target_std) ** 2)
-        return min(options.largest_sigma, max(bound, 1e-12) ** 0.5)
+        return min(options.sigma, max(bound, 1e-12) ** 0.5)
 
     def _complete(self, layer: int, root: Tensor) -> None:
-        """Add the noise that is said to be missing where R^T R (root scaled by 1 / (sigma sqrt(K))) is there."""
+        """Add noise that completes R^T R, the covariance of the estimate (root is scaled by 1 / (sigma sqrt(K)))."""
         options = self._options
         parameters = self._network.layer_parameters(layer)
         outputs = parameters[0].shape[0]
         normals = self._extra.normal((outputs, root.shape[1])).to(root.device)
-        noise = completing_noise(normals, root, options.target_std * options.clip_norm) / options.divisor
+        noise = completing_noise(normals, root, options.target_std * options.clip_norm) / self._divisor
         weight, *bias = parameters
         columns = weight[0].numel()
         if weight.grad is not None:
@@ -172,7 +143,7 @@ class PublishedUpdate(Update):
                 parameter.grad.add_(noise[:, columns])
 
     def _from_parameter_noise(self, outputs: Outputs, losses: Losses, clean: Tensor) -> Tensor:
-        """Noise on the parameters of one module at a time: J = I, so Sigma = sum_i L_0i^2 I."""
+        """Write gradients from noise on the parameters of one module at a time: J = I and Sigma = sum_i L_0i^2 I."""
         options, used = self._options, torch.isfinite(clean)
         sigma = self._allowed(float(clean[used].double().square().sum()))
         for layer in range(self._network.depth):
@@ -191,20 +162,20 @@ class PublishedUpdate(Update):
         return used
 
     def _write(self, layer: int, total: Tensor | None) -> None:
-        """A layer's gradients from its flat sum, zero where there is none."""
+        """Write a layer's gradients from their flat sum, or zeros if there is none."""
         parameters = self._network.layer_parameters(layer)
         sizes = [parameter.numel() for parameter in parameters]
         if total is None:
             total = parameters[0].new_zeros(sum(sizes))
         for parameter, part in zip(parameters, total.detach().split(sizes), strict=True):
-            parameter.grad = (part / self._options.divisor).reshape(parameter.shape)
+            parameter.grad = (part / self._divisor).reshape(parameter.shape)
 
 
 def completing_noise(normals: Tensor, root: Tensor, level: float) -> Tensor:
-    """Rows of covariance level^2 I - R^T R with eigenvalues below 0 raised to 0 (appendix A.4), float32.
+    """Return rows of covariance level^2 I - R^T R, negative eigenvalues set to 0 (appendix A.4), float32.
 
-    N times the root of that covariance: N (level I + V g(S) V^T) for R^T R = V S V^T and
-    g(s) = sqrt(max(level^2 - s, 0)) - level. Where R has fewer rows than columns, V is never formed: with
+    They are N times the root of that covariance, N (level I + V g(S) V^T), for R^T R = V S V^T and
+    g(s) = sqrt(max(level^2 - s, 0)) - level. If R has fewer rows than columns, V is never formed: with
     R R^T = U S U^T the second term is N R^T U (g(S) / S) U^T R, and g(s) / s is smooth at 0.
 
     Args:
@@ -220,7 +191,7 @@ def completing_noise(normals: Tensor, root: Tensor, level: float) -> Tensor:
 
 
 def _slopes(values: Tensor, level: float) -> Tensor:
-    """g(s) / s of `completing_noise`: -1 / (sqrt(level^2 - s) + level), or -level / s from s = level^2 on."""
+    """Return g(s) / s of `completing_noise`: -1 / (sqrt(level^2 - s) + level), or -level / s for s >= level^2."""
     square = level**2
     return torch.where(
         values < square,
@@ -230,10 +201,10 @@ def _slopes(values: Tensor, level: float) -> Tensor:
 
 
 def _spectrum(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of rows rows^T, float32.
+    """Return eigenvalues and eigenvectors of rows rows^T, float32.
 
-    They are computed in float64: squared losses span decades, so that in float32 the small eigenvalues drown in the
-    rounding of the large ones, and divide and conquer ends in NaN; where it fails in float64, QR iteration does not.
+    They are computed in float64: squared losses span decades, so in float32 the rounding of large eigenvalues hides
+    small ones, and divide and conquer ends in NaN. If it fails in float64 too, QR iteration takes over.
     """
     exact = rows.double()
     matrix = exact @ exact.T

@@ -1,39 +1,121 @@
-"""Training by unified likelihood ratios: forward passes alone, no gradient of anything behind a module.
+"""Train by unified likelihood ratios: forward passes only, no gradient of anything behind a module.
 
-One step: a forward pass without noise; for every module with parameters, copies of its output with Gaussian noise go
-on through the rest of the model to the loss; noise times loss estimates the gradient at the output, the module's own
-Jacobian takes it to the parameters (`training.ulr.estimator`), and the optimizer updates.
+One step runs a forward pass without noise. Then, for every module with parameters, copies of its output with Gaussian
+noise pass through the rest of the model to the loss. Noise times loss estimates the gradient at that output
+(`training.ulr.estimator`), the module's Jacobian takes it to the parameters, and the optimizer updates them.
 """
 
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
+from opusim.randomness.streams import NoiseStream
 from opusim.usage import Usage
 from training.config.run import LossName
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
-from training.networks.losses import LOSS_VALUES
-from training.ulr.network import ModuleSequence
-from training.ulr.updates import Update
+from training.networks.clipping import finite_rows
+from training.networks.functions import LOSS_VALUES
+from training.protections.base import PrivateGradients
+from training.ulr.estimator import Estimator, Losses
+from training.ulr.network import ModuleSequence, Outputs
+
+
+class Update(ABC):
+    """Writes the gradients of one step."""
+
+    @abstractmethod
+    def seek(self, step: int) -> None:
+        """Position every noise source at the start of a step."""
+
+    @abstractmethod
+    def set_gradients(self, outputs: Outputs, losses: Losses, clean: Tensor) -> Tensor:
+        """Write the gradient of every parameter.
+
+        Args:
+            outputs: The forward pass without noise.
+            losses: Maps outputs to losses of the batch's records.
+            clean: Losses without noise, shape (batch,).
+
+        Returns:
+            The records used, bool, shape (batch,): all but those with a loss that is NaN or infinite.
+        """
+
+
+class PlainUpdate(Update):
+    """Writes the mean of the records' estimates, or their clipped and noised sum.
+
+    Args:
+        network: The network.
+        estimator: Estimates the signals.
+        sigma: Standard deviation of the noise on every output.
+        noise: Source of that noise.
+        protection: Clips the records' contributions and adds noise; None averages over the batch.
+    """
+
+    def __init__(
+        self,
+        network: ModuleSequence,
+        estimator: Estimator,
+        *,
+        sigma: float,
+        noise: NoiseStream,
+        protection: PrivateGradients | None = None,
+    ) -> None:
+        self._network = network
+        self._estimator = estimator
+        self._sigmas = [sigma] * network.depth
+        self._noise = noise
+        self._protection = protection
+
+    def seek(self, step: int) -> None:
+        """See Update."""
+        self._noise.seek(step)
+        if self._protection is not None:
+            self._protection.seek(step)
+
+    def set_gradients(self, outputs: Outputs, losses: Losses, clean: Tensor) -> Tensor:
+        """See Update."""
+        network, inputs = self._network, outputs.inputs
+        signals = self._estimator.signals(network, outputs, losses, clean, self._noise, self._sigmas)
+        used = used_records(signals, clean)
+        if not bool(used.all()):  # 0 times NaN is NaN
+            signals = [finite_rows(delta, used) for delta in signals]
+            inputs = [finite_rows(h, used) for h in inputs]
+        if self._protection is not None:
+            self._protection.set_gradients(network, signals, inputs)
+            return used
+        for layer, (delta, h) in enumerate(zip(signals, inputs, strict=True)):
+            network.set_gradient(layer, delta, h, max(len(clean), 1))
+        return used
+
+
+def used_records(signals: list[Tensor], clean: Tensor) -> Tensor:
+    """Return which records have only finite losses, bool, shape (batch,)."""
+    used = torch.isfinite(clean)
+    for delta in signals:
+        used = used & torch.isfinite(delta).flatten(1).all(dim=1)
+    return used
 
 
 class UlrTrainer(Trainer):
     """Trains a sequence of modules.
 
-    A record with a loss that is NaN or infinite, with or without noise, takes no part in its step.
+    A step ignores records whose loss, with or without noise, is NaN or infinite.
 
     Args:
-        network: The modules; their parameters are updated in place.
+        network: The network; its parameters are updated in place.
         optimizer: Any torch optimizer over the network's parameters.
-        update: What writes the gradients.
+        update: Writes the gradients.
         loss: "cross-entropy" or "squared-error".
-        device: The open device that noise comes from, if any does.
-        reports: Whether to warn of records that were left out, and to stop where all were; both tell of records.
+        device: The open device that supplies noise, or None.
+        reports: Whether to warn of ignored records and to stop if a step ignores all of them. Both reveal something
+            about the records.
     """
 
     kind = "ulr"
@@ -59,7 +141,7 @@ class UlrTrainer(Trainer):
     def step(
         self, x: Tensor, y: Tensor, *, step: int, observe: bool = False, records: Tensor | None = None
     ) -> StepRecord:
-        """See Trainer.step; the diagnostics are estimate_norm, one figure a module."""
+        """See Trainer.step; the diagnostics are estimate_norm, one number per module."""
         if self._device is not None:
             self._device.seek(step)
         self._update.seek(step)
@@ -84,32 +166,32 @@ class UlrTrainer(Trainer):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters by layer."""
+        """See Network.tensors."""
         return self._network.tensors
 
     @property
     def usage(self) -> Usage:
-        """Usage of the device."""
+        """See Trainer.usage."""
         return self._device.usage if self._device is not None else Usage()
 
     def _report(self, used: Tensor, records: Tensor | None, step: int) -> None:
-        """Warn of the records that were left out.
+        """Warn of ignored records.
 
         Raises:
-            TrainingDiverged: All were.
+            TrainingDiverged: The step ignored all records.
         """
         if bool(used.all()):
             return
         if not bool(used.any()):
             raise TrainingDiverged(
-                f"step {step}: no record of the batch has a finite loss, so the training diverged; start a new run "
+                f"step {step}: training diverged, because no record of the batch has a finite loss; start a new run "
                 "with a lower optimizer.lr or trainer.sigma, or check the inputs"
             )
         places = torch.nonzero(~used).flatten()
         numbers = (places if records is None else records.to(places.device)[places]).tolist()
         named = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
         warnings.warn(
-            f"step {step}: {len(numbers)} of {len(used)} records have a loss that is NaN or infinite and were left out "
+            f"step {step}: ignored {len(numbers)} of {len(used)} records, whose loss is NaN or infinite "
             f"(training records {named})",
             stacklevel=3,
         )

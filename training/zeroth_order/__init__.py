@@ -1,1 +1,1 @@
-"""Zeroth order training."""
+"""Train any module by zeroth-order steps: forward passes on both sides of random directions, in place."""

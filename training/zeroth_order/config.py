@@ -136,3 +136,9 @@ class ZoConfig(TrainerSection):
     def divides_by_batch_size(self, protection: ProtectionSection) -> bool:
         """Always."""
         return True
+
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.zeroth_order.algorithm import ZoAlgorithm
+
+        return ZoAlgorithm

@@ -1,9 +1,9 @@
-"""Data parallel training in which the processes exchange scalars alone.
+"""Share the batches of a run between processes that exchange only scalars (data parallelism).
 
-Every process holds the whole model and sees its share of a batch: the records whose number is congruent to its rank.
-Poisson sampling takes each record independently, so processes may draw their shares with generators of their own
-(release mode) or all from one (experiment mode). Partial sums are gathered and added in the order of ranks, and the
-first process alone draws the noise and tells the noised scalar, so that all processes log the same step to the bit.
+Every process holds the whole model and evaluates its part of a batch: the records whose number is congruent to its
+rank. Poisson sampling takes each record independently, so the processes may sample with separate generators (release
+mode) or with a common one (experiment mode). Partial sums are gathered and added in the order of ranks. Only the first
+process draws noise; it broadcasts the noised scalar, so all processes log the same step to the bit.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from training.errors import RunFolderError
 
 
 class Ranks:
-    """The processes of a run; one of them by default.
+    """The processes of a run; one by default.
 
     Attributes:
-        rank: This process, from 0.
-        world: How many there are.
+        rank: Number of this process, from 0.
+        world: Number of processes.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Ranks:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     def share(self, records: Tensor) -> Tensor:
-        """Places in a batch of the records that this process looks at, shape (share,).
+        """Return the positions in a batch of this process's records, shape (share,).
 
         Args:
             records: Numbers of the batch's records in the training set, shape (batch,).
@@ -41,48 +41,48 @@ class Ranks:
         return torch.nonzero(records % self.world == self.rank).reshape(-1)
 
     def totals(self, values: Sequence[float]) -> list[float]:
-        """Sums over all processes, the same to the bit on each."""
+        """Return sums over all processes, the same to the bit on each."""
         if self.world == 1:
             return list(values)
-        mine = torch.tensor(values, dtype=torch.float64, device=_place())
+        mine = torch.tensor(values, dtype=torch.float64, device=_exchange_device())
         parts = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(parts, mine)
         return [math.fsum(column) for column in zip(*(part.tolist() for part in parts), strict=True)]
 
-    def start_alike(self, tensors: Iterable[Tensor]) -> None:
-        """Give all processes the first one's parameters, once, before the first step."""
+    def broadcast(self, values: Sequence[float]) -> list[float]:
+        """Return the first process's values on all processes."""
+        if self.world == 1:
+            return list(values)
+        received = torch.tensor(values, dtype=torch.float64, device=_exchange_device())
+        dist.broadcast(received, src=0)
+        return [float(value) for value in received.tolist()]
+
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the first process's tensors to all processes."""
         if self.world > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
     def require_equal(self, value: float, what: str) -> None:
-        """Refuse processes that do not stand at the same place.
+        """Refuse processes whose values differ.
 
         Raises:
-            RunFolderError: They do not.
+            RunFolderError: They differ.
         """
         if self.totals([value])[0] != self.world * value:
             raise RunFolderError(
-                f"{what} = {value:g} here, but another of the {self.world} processes has another; go on with run "
-                "folders of one run, and delete newer checkpoints that not all of them have"
+                f"{what} = {value:g} here, but another of the {self.world} processes has a different number; resume "
+                "from folders of one run, and delete newer checkpoints that not all of them have"
             )
 
-    def of_first(self, values: Sequence[float]) -> list[float]:
-        """What the first process has, on all."""
-        if self.world == 1:
-            return list(values)
-        told = torch.tensor(values, dtype=torch.float64, device=_place())
-        dist.broadcast(told, src=0)
-        return [float(value) for value in told.tolist()]
 
-
-def join_launched() -> None:
-    """Join the processes that torchrun launched together, unless that is done or there is but one."""
+def init_process_group() -> None:
+    """Join the processes that torchrun launched, unless this was done already or there is only one."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not dist.is_available() or dist.is_initialized():
         return
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
 
-def _place() -> torch.device:
-    """Where the backend exchanges tensors."""
+def _exchange_device() -> torch.device:
+    """Return the device on which the backend exchanges tensors."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

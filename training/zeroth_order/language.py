@@ -1,8 +1,9 @@
-"""The language model and the texts that a configuration names; a run that goes on loads them again.
+"""Fine-tune language models of transformers and peft as classifiers of texts; needs the extra `llm`.
 
-Language models of transformers and peft as classifiers that zeroth-order training can take.
-
-Whole models or LoRA (Hu et al. 2022); from a local folder or by their name on a hub. Needs the extra `llm`.
+A text stands in a prompt, and one word stands for each class: the scores of the classes are the logits of their words
+after the prompt, or at its mask. The DP-ZO paper's prompt for SST-2 (Table 14) is "<text> It was terrible/great". Token
+numbers travel as float32 features, which hold whole numbers up to 2^24 exactly; -1 pads shorter texts. The whole model
+is trained, or low-rank updates of it (LoRA, Hu et al. 2022).
 """
 
 from __future__ import annotations
@@ -18,21 +19,158 @@ import torch
 from torch import Tensor, nn
 
 from opusim.errors import ConfigError
+from opusim.files import read_text
 from training.config.run import RunConfig
-from training.zeroth_order.config import LanguageConfig
-from training.zeroth_order.planning import zo_options
-from training.zeroth_order.prompts import PAD, Prompt, class_tokens, encode, read_texts
+from training.data.dataset import DataError
+from training.networks.base import DescribedModule
+from training.zeroth_order.config import LanguageConfig, ZoConfig
+
+PAD = -1.0
+_TEXTS_LIMIT = 2**30
+"""Largest number of bytes of a file of texts."""
+TEXT, MASK = "{text}", "{mask}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A template around a text, and a word for each class.
+
+    Attributes:
+        template: Holds {text} once, and for a masked model {mask} once. The part after the text is never truncated.
+        classes: The word of each class, in the order of the labels; each must be one token after the template.
+        max_tokens: Length of the longest prompt; longer texts lose their end.
+    """
+
+    template: str = "{text} It was"
+    classes: tuple[str, ...] = ("terrible", "great")
+    max_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "classes", tuple(self.classes))
+        if self.template.count(TEXT) != 1 or self.template.count(MASK) > 1:
+            raise ValueError(f"template = {self.template!r}: must hold {TEXT} once, and {MASK} at most once")
+        if len(self.classes) < 2 or len(set(self.classes)) != len(self.classes):
+            raise ValueError(f"classes = {list(self.classes)}: must be at least two different words")
+        if self.max_tokens < 8:
+            raise ValueError(f"max_tokens = {self.max_tokens}: must be at least 8")
+
+    @property
+    def masked(self) -> bool:
+        """Whether the class word replaces a mask instead of following the prompt."""
+        return MASK in self.template
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self) | {"classes": list(self.classes)}
+
+
+def encode(tokenizer: Any, texts: Sequence[str], prompt: Prompt) -> Tensor:  # (n, L)
+    """Return the token numbers of texts in their prompts, padded with -1 on the left, or on the right for a mask.
+
+    All rows are max_tokens wide, because the length of the longest text would reveal something about a private record.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        texts: At least one text.
+        prompt: The template; its end is kept whole.
+
+    Raises:
+        ValueError: The template leaves no room within max_tokens, or has a mask and the tokenizer has none.
+    """
+    before, after = _template_parts(tokenizer, prompt)
+    room = prompt.max_tokens - len(after) - len(before) - len(_special(tokenizer))
+    if room < 1:
+        raise ValueError(
+            f"max_tokens = {prompt.max_tokens}: leaves no room for a text in {prompt.template!r}"
+        )
+    encoded = torch.full((len(texts), prompt.max_tokens), PAD)
+    for number, text in enumerate(texts):
+        middle = tokenizer(text, add_special_tokens=False)["input_ids"][:room]
+        row = _with_special(tokenizer, [*before, *middle, *after], masked=prompt.masked)
+        place = slice(0, len(row)) if prompt.masked else slice(prompt.max_tokens - len(row), None)
+        encoded[number, place] = torch.tensor(row, dtype=torch.float32)
+    return encoded
+
+
+def class_tokens(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Return the token of each class's word after a space.
+
+    Raises:
+        ValueError: A word takes more than one token, or two words share one.
+    """
+    tokens = []
+    for word in prompt.classes:
+        found = tokenizer(word if prompt.masked else f" {word}", add_special_tokens=False)["input_ids"]
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        if len(found) != 1 or found[0] == unknown:
+            raise ValueError(
+                f"classes: {word!r} is {len(found)} tokens or unknown to this tokenizer; choose a word of one token"
+            )
+        tokens.append(int(found[0]))
+    if len(set(tokens)) != len(tokens):
+        raise ValueError(f"classes = {list(prompt.classes)}: two words share a token; choose other words")
+    return tokens
+
+
+def read_texts(path: Path) -> tuple[list[str], Tensor]:
+    """Read texts and labels from a file of lines: text, tab, class number.
+
+    Raises:
+        DataError: The file cannot be read, or a line has another form.
+    """
+    try:
+        lines = read_text(path, at_most=_TEXTS_LIMIT).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}); give a file of lines: text, tab, label"
+        ) from error
+    texts, labels = [], []
+    for number, line in enumerate(lines, start=1):
+        text, tab, label = line.rpartition("\t")
+        if not tab or not label.strip().isdigit():
+            raise DataError(f"{path}: line {number} is not: text, tab, class number from 0")
+        texts.append(text)
+        labels.append(int(label))
+    if not texts:
+        raise DataError(f"{path}: is empty; give lines: text, tab, label")
+    return texts, torch.tensor(labels)
+
+
+def _template_parts(tokenizer: Any, prompt: Prompt) -> tuple[list[int], list[int]]:
+    """Return the tokens before and after the text."""
+    before, after = prompt.template.split(TEXT)
+    if prompt.masked:
+        if getattr(tokenizer, "mask_token", None) is None:
+            raise ValueError(f"template = {prompt.template!r}: this tokenizer has no mask; leave {MASK} out")
+        before, after = (part.replace(MASK, tokenizer.mask_token) for part in (before, after))
+    return tuple(  # type: ignore[return-value]
+        list(tokenizer(part, add_special_tokens=False)["input_ids"]) if part.strip() else []
+        for part in (before, after)
+    )
+
+
+def _special(tokenizer: Any) -> list[int]:
+    """Return the special tokens that the tokenizer puts around a text."""
+    return list(tokenizer("", add_special_tokens=True)["input_ids"])
+
+
+def _with_special(tokenizer: Any, tokens: list[int], *, masked: bool) -> list[int]:
+    """Put tokens between the special ones, without those after a prompt that the class word follows."""
+    around = _special(tokenizer)
+    if masked and len(around) == 2:
+        return [around[0], *tokens, around[1]]
+    return [*around[:1], *tokens] if around else tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Low-rank updates of some layers' weights; everything else stays.
+    """Low-rank updates of some layers' weights; all other parameters are frozen.
 
     Attributes:
         rank: r, at least 1 (8 in the DP-ZO paper).
         alpha: The update is multiplied by alpha / r.
-        targets: Names of the modules that get one; none takes those that peft knows for the architecture.
-        seed: Of the initial factors.
+        targets: Names of the modules that get an update; if empty, those that peft knows for the architecture.
+        seed: Seed of the initial factors.
     """
 
     rank: int = 8
@@ -41,14 +179,14 @@ class Lora:
     seed: int = 0
 
 
-class PromptClassifier(nn.Module):
-    """Scores of classes: the logits of their words where the prompt asks for one.
+class PromptClassifier(DescribedModule):
+    """A language model whose class scores are the logits of the classes' words.
 
     Args:
-        model: Of transformers, maybe wrapped by peft; causal, or masked where the prompt has a mask.
+        model: A model of transformers, possibly wrapped by peft; masked if the prompt has a mask, else causal.
         tokens: The token of each class's word.
-        mask_token: Number of the mask for a masked model, else None.
-        description: How to load the same again, as `config.json` keeps it; empty for a model that no name loads.
+        mask_token: Number of the mask token for a masked model, else None.
+        description: How to load the model again, stored in `config.json`; empty if no name loads it.
     """
 
     def __init__(
@@ -69,9 +207,9 @@ class PromptClassifier(nn.Module):
         self._keeps_last = "logits_to_keep" in accepted and mask_token is None
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, L) -> (batch, n_classes)
-        """Class scores of encoded prompts."""
+        """Return class scores of encoded prompts."""
         present = x != PAD
-        used = present.any(dim=0)  # columns in which some record has a token
+        used = present.any(dim=0)  # columns with a token of some record
         x, present = x[:, used], present[:, used]
         ids, mask = torch.where(present, x, 0.0).long(), present.long()
         options: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
@@ -96,31 +234,20 @@ def load_classifier(
     dtype: str = "float32",
     local_only: bool = False,
 ) -> tuple[PromptClassifier, Any]:
-    """A language model as a classifier, and its tokenizer.
+    """Load a language model as a classifier, and its tokenizer.
 
     Args:
         name: A local folder, or a name on the hub.
-        prompt: Its template tells a causal model from a masked one.
-        lora: What is trained instead of the whole model.
-        dtype: "float32", "bfloat16" or "float16" for what stays as it is; LoRA's factors are float32.
-        local_only: Never ask the network.
+        prompt: Its template decides between a causal and a masked model.
+        lora: Updates to train instead of the whole model.
+        dtype: "float32", "bfloat16" or "float16" for the model's parameters; LoRA's factors are float32.
+        local_only: Whether to forbid downloads.
 
     Raises:
         ModuleNotFoundError: transformers or peft is missing.
-        ValueError: No model there, or the prompt does not fit its tokenizer.
+        ValueError: There is no such model, or its tokenizer does not match the prompt.
     """
-    transformers = _library("transformers")
-    auto = transformers.AutoModelForMaskedLM if prompt.masked else transformers.AutoModelForCausalLM
-    try:
-        _require_mask(
-            transformers,
-            transformers.AutoConfig.from_pretrained(str(name), local_files_only=local_only),
-            prompt,
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(name), local_files_only=local_only)
-        model = auto.from_pretrained(str(name), local_files_only=local_only, dtype=getattr(torch, dtype))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"language model {name}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    model, tokenizer = _pretrained(str(name), prompt, dtype, local_only=local_only)
     if lora is not None:
         model = with_lora(model, lora)
     description = {
@@ -139,7 +266,7 @@ def load_classifier(
 
 
 def described_classifier(description: dict[str, Any]) -> PromptClassifier:
-    """The classifier that a run folder describes, its trained parameters yet to be filled in."""
+    """Load the classifier that a run folder describes, with trained parameters to be filled in."""
     lora = description["lora"]
     if lora is not None:
         lora = Lora(**{**lora, "targets": tuple(lora["targets"])})
@@ -147,20 +274,38 @@ def described_classifier(description: dict[str, Any]) -> PromptClassifier:
     return load_classifier(description["name"], prompt, lora=lora, dtype=description["dtype"])[0]
 
 
+def _pretrained(name: str, prompt: Prompt, dtype: str, *, local_only: bool) -> tuple[nn.Module, Any]:
+    """Load model and tokenizer.
+
+    Raises:
+        ValueError: There is no such model, or it does not match the prompt.
+    """
+    transformers = _library("transformers")
+    auto = transformers.AutoModelForMaskedLM if prompt.masked else transformers.AutoModelForCausalLM
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, local_files_only=local_only)
+        _require_mask(transformers, config, prompt)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=local_only)
+        model = auto.from_pretrained(name, local_files_only=local_only, dtype=getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"language model {name}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    return model, tokenizer
+
+
 def _require_mask(transformers: Any, config: Any, prompt: Prompt) -> None:
-    """Refuse to ask a masked model for the word behind a prompt, which it was not trained to give."""
+    """Refuse a masked model if the prompt has no mask: it was not trained to predict the next word."""
     is_masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(
         config, "is_decoder", False
     )
     if is_masked and not prompt.masked:
         raise ValueError(
-            f"prompt = {prompt.template!r}: a model of type {config.model_type!r} fills in a masked word; put "
-            "{mask} where the class word stands"
+            f"prompt = {prompt.template!r}: a model of type {config.model_type!r} predicts a masked word; put "
+            "{mask} in the place of the class word"
         )
 
 
 def with_lora(model: nn.Module, lora: Lora) -> nn.Module:
-    """The model with low-rank updates, which alone require a gradient; float32, from a generator of their own."""
+    """Add low-rank updates, float32 and from a separate generator; only they require a gradient afterwards."""
     peft = _library("peft")
     transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())  # GPT-2's linear layers
     options: dict[str, Any] = {
@@ -172,7 +317,7 @@ def with_lora(model: nn.Module, lora: Lora) -> nn.Module:
     if lora.targets:
         options["target_modules"] = list(lora.targets)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by names that are to go
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses deprecated names of transformers
         torch.manual_seed(lora.seed)
         wrapped: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**options))
     for parameter in wrapped.parameters():
@@ -182,7 +327,7 @@ def with_lora(model: nn.Module, lora: Lora) -> nn.Module:
 
 
 def _accepted(model: nn.Module) -> set[str]:
-    """Names of the arguments that a model's forward takes, looked up behind peft."""
+    """Return the names of the arguments of a model's forward, without peft's wrapper."""
     unwrap = getattr(model, "get_base_model", None)
     inner: nn.Module = unwrap() if callable(unwrap) else model
     return set(inspect.signature(inner.forward).parameters)
@@ -197,25 +342,28 @@ def _library(name: str) -> Any:
         ) from error
 
 
-def configured_language(config: RunConfig) -> tuple[RunConfig, tuple[Tensor, Tensor], PromptClassifier]:
-    """The configuration with its number of classes; encoded texts (n, length) and labels (n,); the model.
+def build_language(config: RunConfig) -> tuple[RunConfig, tuple[Tensor, Tensor], PromptClassifier]:
+    """Load the language model and the texts that a configuration names; a resumed run loads them again.
 
     Args:
-        config: A zo run with trainer.language.model. The initial factors of LoRA come from its seed.
+        config: A zo run with trainer.language.model. Its seed fixes the initial factors of LoRA.
+
+    Returns:
+        The configuration with its number of classes; encoded texts (n, length) and labels (n,); the model.
 
     Raises:
-        ConfigError: trainer.language.text is missing, or data.n_classes is another number than that of the words.
-        DataError: The file of texts cannot be read, or holds something else.
+        ConfigError: trainer.language.text is missing, or data.n_classes differs from the number of words.
+        DataError: The file of texts cannot be read, or a line has another form.
         ModuleNotFoundError: transformers or peft is missing.
-        ValueError: The model cannot be loaded, or the prompt does not fit its tokenizer.
+        ValueError: The model cannot be loaded, or its tokenizer does not match the prompt.
     """
-    options = zo_options(config).language
+    options = config.trainer_as(ZoConfig).language
     config = _with_classes(config, len(options.classes))
     if options.text is None:
         raise ConfigError(
             "configuration",
             "trainer.language.text",
-            "is missing: the model learns from a file of lines, text, tab, class number; give its path",
+            "is missing: give the path of a file of lines: text, tab, class number",
         )
     texts, labels = read_texts(Path(options.text))
     prompt = Prompt(template=options.prompt, classes=options.classes, max_tokens=options.max_tokens)
@@ -232,11 +380,11 @@ def _lora(options: LanguageConfig, seed: int) -> Lora | None:
 
 
 def _with_classes(config: RunConfig, n_classes: int) -> RunConfig:
-    """The configuration with the number of classes that the words tell."""
+    """Return the configuration with the number of class words as its number of classes."""
     if config.data.n_classes not in (None, n_classes):
         raise ConfigError(
             "configuration",
             "data.n_classes",
-            f"{config.data.n_classes} is not the number of trainer.language.classes, {n_classes}; leave it out",
+            f"{config.data.n_classes} differs from the number of trainer.language.classes, {n_classes}; leave it out",
         )
-    return config.model_copy(update={"data": config.data.model_copy(update={"n_classes": n_classes})})
+    return config.replaced(data={"n_classes": n_classes})

@@ -1,4 +1,4 @@
-"""The step log of zeroth-order training: enough to rebuild the final parameters from the first ones.
+"""Log the steps of zeroth-order training, and rebuild the final parameters from the initial ones.
 
 A file of fixed-size records behind a header. Bytes, little-endian:
 
@@ -9,16 +9,14 @@ A file of fixed-size records behind a header. Bytes, little-endian:
     then for each step
     4   eta, float32
     12  for each direction: its seed (8), its scalar (float32)
-    8   digest of the digest before, and of this record
+    8   digest of the previous digest and this record
 
-The digests (BLAKE2b) chain the records: one that is changed, moved, removed or put in is found at its place. Beside
-the log stands its mark, replaced at each checkpoint: the steps so far, the last digest, and a digest of the parameters,
-so that a log which was cut is found too, and a replay knows whether it arrived. Nobody holds a key: the digests find
-accidents and careless edits, not somebody who computes them anew.
+The digests (BLAKE2b) chain the records: one that is changed, moved, removed or inserted is found at its position. The
+mark, a file next to the log that each checkpoint replaces, holds the number of steps, the last digest and a digest of
+the parameters. It reveals a log that was cut, and lets a replay verify its result. The digests are not keyed: they
+detect accidents and careless edits, not an adversary who recomputes them.
 
-A log holds nothing that depends on the data but the noised scalars. Directions' seeds are public.
-
-What a step did to the parameters: its rate, and a seed and a scalar for each direction.
+The noised scalars are all that the log contains of the data. The directions' seeds are public.
 """
 
 from __future__ import annotations
@@ -28,53 +26,20 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from opusim.files import open_to_write, parse_json, read_head, write_all
 from training.errors import RunFolderError
+from training.networks.base import parameters_digest, tensor_facts
+from training.runs.checkpoints import read_tensors
 from training.runs.storage import read_json, write_json
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepEntry:
-    """One line of a step log.
-
-    Attributes:
-        rate: eta, the step's learning rate, a float32 value.
-        seeds: Of the directions, each in [0, 2^64).
-        scalars: s of each direction, float32 values: the noised sum over batch size and 2 phi.
-    """
-
-    rate: float
-    seeds: tuple[int, ...]
-    scalars: tuple[float, ...]
-
-    @classmethod
-    def rounded(cls, *, rate: float, seeds: tuple[int, ...], scalars: tuple[float, ...]) -> StepEntry:
-        """The entry as a log holds it; a step moves by these numbers and no others."""
-        with np.errstate(over="ignore"):
-            return cls(
-                rate=float(np.float32(rate)),
-                seeds=seeds,
-                scalars=tuple(float(np.float32(scalar)) for scalar in scalars),
-            )
-
-    @property
-    def moves(self) -> tuple[float, ...]:
-        """-eta s / n: how far the parameters go along each of the n directions."""
-        return tuple(-self.rate * scalar / len(self.scalars) for scalar in self.scalars)
-
-    def keep(self, weight_decay: float) -> float:
-        """1 - eta lambda: what the decay leaves of the parameters."""
-        return 1.0 - self.rate * weight_decay
-
+from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 
 MAGIC = b"OPUSIMZO"
 SCHEMA_VERSION = 1
@@ -84,20 +49,20 @@ _DIGEST, _HEADER_DIGEST = 8, 16
 
 
 class StepLogCorrupt(RunFolderError):
-    """A step log was changed, cut or reordered; or it does not belong to the parameters that it is replayed on."""
+    """A step log was changed, cut or reordered, or belongs to parameters other than those it is replayed on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogHeader:
-    """What all steps of a log have in common.
+    """Common facts of all steps of a log.
 
     Attributes:
-        root: Seed of the directions' seeds.
+        root: Seed from which the directions' seeds derive.
         perturbation: phi.
         directions: n.
         weight_decay: lambda.
-        settle_every: Of the walk.
-        tensors: Name, shape and type of each tensor, in the order of their numbers.
+        settle_every: Steps after which half-precision parameters are settled.
+        tensors: Name, shape and dtype of each tensor, in the order of their numbers.
         base: Digest of the parameters before the first step.
     """
 
@@ -110,26 +75,26 @@ class LogHeader:
     base: str
 
     def to_bytes(self) -> bytes:
-        """Magic, length, JSON and digest."""
+        """Return magic, length, JSON and digest."""
         content = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, allow_nan=False).encode()
         return MAGIC + struct.pack("<I", len(content)) + content + _hashed(content, size=_HEADER_DIGEST)
 
     @property
     def record_size(self) -> int:
-        """Bytes of a step."""
+        """Number of bytes of a step."""
         return 4 + 12 * self.directions + _DIGEST
 
 
 class StepLog:
-    """Appends steps. One writer; the run folder's lock sees to that.
+    """Appends steps to a log; the run folder's lock ensures that there is one writer.
 
     Args:
-        path: The file; a new one is begun, an old one goes on behind its first `steps` records.
-        header: Of the run; an old log must have the same.
-        steps: Steps that the run has done.
+        path: The file: created if `steps` is 0, else continued after its first `steps` records.
+        header: Facts of the run; an existing log must have the same.
+        steps: Number of steps that the run has done.
 
     Raises:
-        StepLogCorrupt: The old log is damaged, too short, or of another run.
+        StepLogCorrupt: The existing log is damaged, too short, or of another run.
     """
 
     def __init__(self, path: Path, header: LogHeader, *, steps: int) -> None:
@@ -156,17 +121,17 @@ class StepLog:
         os.lseek(self._descriptor, end, os.SEEK_SET)
 
     def append(self, entry: StepEntry) -> None:
-        """Write a step; `mark` has it on disk for good."""
+        """Write a step; it survives a power cut once `mark` returns."""
         body = _body(entry)
-        self._digest = _hashed(self._digest, body, size=_DIGEST)
+        self._digest = _hashed(self._digest + body, size=_DIGEST)
         write_all(self._descriptor, body + self._digest)
         self.steps += 1
 
     def mark(self, tensors: Mapping[str, Tensor]) -> None:
-        """Sync the log and say beside it how far it goes and where it leads.
+        """Sync the log, then record its length and the current parameters in the mark next to it.
 
         Args:
-            tensors: The parameters as they are now.
+            tensors: The current parameters.
         """
         os.fsync(self._descriptor)
         write_json(
@@ -180,18 +145,18 @@ class StepLog:
         )
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         os.close(self._descriptor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogContent:
-    """A step log as read back.
+    """A verified step log.
 
     Attributes:
-        header: What all steps have in common.
+        header: Common facts of all steps.
         entries: The steps.
-        parameters: Digest of the parameters behind the last of them, where the mark tells; else None.
+        parameters: Digest of the parameters after the last of them, or None if there is no mark.
     """
 
     header: LogHeader
@@ -200,10 +165,10 @@ class LogContent:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read and check a log and its mark.
+        """Read and verify a log and its mark.
 
         Raises:
-            StepLogCorrupt: It was changed, cut or reordered; the message names file and step.
+            StepLogCorrupt: The log was changed, cut or reordered; the message names file and step.
         """
         header, start = read_header(path)
         found = list(_records(path, header, start, _first_digest(path, start)))
@@ -214,67 +179,57 @@ class LogContent:
             steps = mark["steps"]
             if len(entries) < steps:
                 raise StepLogCorrupt(
-                    f"{path}: ends behind step {len(entries)}, but {mark_file(path).name} counts {steps}; it was cut"
+                    f"{path}: ends after step {len(entries)}, but {mark_file(path).name} counts {steps}: it was cut; "
+                    "restore the file from a copy"
                 )
             if steps and found[steps - 1][1].hex() != mark["digest"]:
-                raise StepLogCorrupt(f"{path}: step {steps} is not the one that {mark_file(path).name} names")
+                raise StepLogCorrupt(
+                    f"{path}: step {steps} is not the one that {mark_file(path).name} names; restore both from a copy"
+                )
             entries, parameters = entries[:steps], mark["parameters"]
         return cls(header=header, entries=entries, parameters=parameters)
 
 
 def mark_file(path: Path) -> Path:
-    """Where the mark of a log stands."""
+    """Return the path of a log's mark."""
     return path.with_suffix(".mark.json")
 
 
 def read_header(path: Path) -> tuple[LogHeader, int]:
-    """The header of a log, and where its records begin.
+    """Return the header of a log and the offset of its first record.
 
     Raises:
-        StepLogCorrupt: It is none, or was changed.
+        StepLogCorrupt: The file is no step log, or its header was changed.
     """
     try:
         content = read_head(path, 2**24)
     except OSError as error:
         raise StepLogCorrupt(f"{path}: cannot be read ({error.strerror}); give a step log") from error
     if content[:8] != MAGIC or len(content) < 12:
-        raise StepLogCorrupt(f"{path}: is no step log; give {LOG_FILE} of a run folder")
+        raise StepLogCorrupt(f"{path}: is not a step log; give {LOG_FILE} of a run folder")
     end = 12 + struct.unpack("<I", content[8:12])[0]
     if _hashed(content[12:end], size=_HEADER_DIGEST) != content[end : end + _HEADER_DIGEST]:
         raise StepLogCorrupt(f"{path}: the header was changed or cut; restore the file from a copy")
     values = parse_json(content[12:end])
     if values.pop("schema_version") != SCHEMA_VERSION:
-        raise StepLogCorrupt(f"{path}: is of another schema; read it with the opusim that wrote it")
+        raise StepLogCorrupt(f"{path}: has another schema version; read it with the opusim that wrote it")
     return LogHeader(**values), end + _HEADER_DIGEST
-
-
-def parameters_digest(tensors: Mapping[str, Tensor]) -> str:
-    """BLAKE2b over the bytes of the tensors, in their order."""
-    state = hashlib.blake2b(digest_size=16)
-    for tensor in tensors.values():
-        state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return state.hexdigest()
-
-
-def tensor_facts(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
-    """Name, shape and type of each tensor, as a header holds them."""
-    return [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
 
 
 def _records(
     path: Path, header: LogHeader, start: int, digest: bytes, *, at_most: float = math.inf
 ) -> Iterator[tuple[StepEntry, bytes]]:
-    """Steps with their digests; a last record that a kill cut short is left out."""
+    """Yield steps with their digests; skip a last record that is incomplete, as a killed process leaves it."""
     size, number = header.record_size, 0
     with path.open("rb") as file:
         file.seek(start)
         while number < at_most and len(record := file.read(size)) == size:
             number += 1
             body = record[:-_DIGEST]
-            digest = _hashed(digest, body, size=_DIGEST)
+            digest = _hashed(digest + body, size=_DIGEST)
             if digest != record[-_DIGEST:]:
                 raise StepLogCorrupt(
-                    f"{path}: step {number}: its digest does not fit: a record was changed, moved or removed; "
+                    f"{path}: step {number}: its digest does not match: a record was changed, moved or removed; "
                     "restore the file from a copy"
                 )
             (rate,) = struct.unpack("<f", body[:4])
@@ -301,12 +256,85 @@ def _read_mark(path: Path) -> dict[str, Any]:
     kinds = {"schema_version": int, "steps": int, "digest": str, "parameters": str}
     whole = isinstance(mark, dict) and all(type(mark.get(key)) is kind for key, kind in kinds.items())
     if not whole or mark["schema_version"] != SCHEMA_VERSION or mark["steps"] < 0:
-        raise StepLogCorrupt(f"{path}: was changed, or is of another schema than {SCHEMA_VERSION}")
+        raise StepLogCorrupt(f"{path}: was changed, or does not have schema version {SCHEMA_VERSION}")
     return mark
 
 
-def _hashed(*parts: bytes, size: int) -> bytes:
-    state = hashlib.blake2b(digest_size=size)
-    for part in parts:
-        state.update(part)
-    return state.digest()
+def _hashed(content: bytes, *, size: int) -> bytes:
+    return hashlib.blake2b(content, digest_size=size).digest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """The parameters that a step log leads to.
+
+    Attributes:
+        steps: Number of replayed steps.
+        tensors: The parameters after the last step, by name.
+        digest: Digest of these parameters.
+        arrived: Whether they equal, to the bit, those of the log's mark; None if there is no mark.
+    """
+
+    steps: int
+    tensors: dict[str, Tensor]
+    digest: str
+    arrived: bool | None
+
+
+def replay(
+    path: str | Path,
+    *,
+    base: str | Path | None = None,
+    on_step: Callable[[int, int], None] = lambda done, of: None,
+) -> Replayed:
+    """Rebuild the final parameters from the initial ones and a step log, to the bit and without any data.
+
+    Args:
+        path: A step log, or the run folder that holds one.
+        base: Safetensors file of the initial parameters; None for the one next to the log. It may hold tensors that
+            were not trained.
+        on_step: Called with the number of steps done and their total.
+
+    Raises:
+        StepLogCorrupt: The log was changed, cut or reordered, the base belongs to another run, or the final parameters
+            differ from those of the mark.
+    """
+    log = Path(path) / LOG_FILE if Path(path).is_dir() else Path(path)
+    content = LogContent.read(log)
+    tensors = _base_tensors(content.header, Path(base) if base is not None else log.with_name(BASE_FILE))
+    perturbation = InPlacePerturbation(
+        list(tensors.values()),
+        perturbation=content.header.perturbation,
+        weight_decay=content.header.weight_decay,
+    )
+    for number, entry in enumerate(content.entries, start=1):
+        perturbation.replay(entry)
+        on_step(number, len(content.entries))
+    perturbation.settle()
+    digest = parameters_digest(tensors)
+    arrived = None if content.parameters is None else digest == content.parameters
+    if arrived is False:
+        raise StepLogCorrupt(
+            f"{log}: its {len(content.entries)} steps lead to parameters {digest}, but the mark names "
+            f"{content.parameters}; log, base or mark were changed"
+        )
+    return Replayed(steps=len(content.entries), tensors=tensors, digest=digest, arrived=arrived)
+
+
+def _base_tensors(header: LogHeader, path: Path) -> dict[str, Tensor]:
+    """Return the initial parameters, in the order of the log.
+
+    Raises:
+        StepLogCorrupt: They are not those that the log starts from.
+    """
+    held = read_tensors(path)
+    names = [name for name, _, _ in header.tensors]
+    missing = [name for name in names if name not in held]
+    if missing:
+        raise StepLogCorrupt(
+            f"{path}: holds no {missing[0]}, which the log moves; give the base of the same run"
+        )
+    tensors = {name: held[name] for name in names}
+    if tensor_facts(tensors) != header.tensors or parameters_digest(tensors) != header.base:
+        raise StepLogCorrupt(f"{path}: is not what the log starts from; give the base of the same run")
+    return {name: torch.empty_like(tensor).copy_(tensor) for name, tensor in tensors.items()}

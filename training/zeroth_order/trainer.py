@@ -1,12 +1,9 @@
-"""Zeroth-order training: Algorithm 1 of the DP-ZO paper on any module, in place.
+"""Train any module by zeroth-order steps in place: Algorithm 1 of the DP-ZO paper.
 
-One step: for each of n directions two forward passes, one on each side; each record's loss difference clipped to C;
-s_j = (sum_i clip(l_i^+ - l_i^-) + noise_j) / (2 phi B) with the stated batch size B; then one move along each
-direction. Neither gradients nor a second copy of the parameters exist, and the scalars are all that the data leave.
-
-What the data say about a direction: each record's loss on its two sides, clipped.
-
-Noise on a step's scalars, from a stream that shares nothing with the directions'.
+One step: for each of n directions, a forward pass on each side; each record's loss difference is clipped to C; then
+s_j = (sum_i clip(l_i^+ - l_i^-) + noise_j) / (2 phi B) with the stated batch size B, and one move along each direction.
+There are neither gradients nor a second copy of the parameters. The scalars s_j are all that a step releases of the
+data; their noise comes from a stream that is independent of the directions.
 """
 
 from __future__ import annotations
@@ -26,11 +23,11 @@ from training.config.run import LossName
 from training.config.sections import OptimizerConfig
 from training.engine.trainer import StepRecord, Trainer
 from training.networks.base import Network
-from training.networks.losses import LOSS_VALUES
+from training.networks.functions import LOSS_VALUES
 from training.zeroth_order.config import ZoConfig
 from training.zeroth_order.distributed import Ranks
-from training.zeroth_order.perturbation import Walk
-from training.zeroth_order.step_log import StepEntry, StepLog
+from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
+from training.zeroth_order.step_log import StepLog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +35,9 @@ class Differences:
     """A batch's loss differences along one direction.
 
     Attributes:
-        values: l_i^+ - l_i^-, clipped to [-C, C] where there is a C, float64, shape (batch,).
-        non_finite: Records with a loss that is no number, or infinite, on either side.
-        clipped: Records whose difference lay outside [-C, C].
+        values: l_i^+ - l_i^-, clipped to [-C, C] if there is a C, float64, shape (batch,).
+        non_finite: Number of records with a loss that is NaN or infinite on either side.
+        clipped: Number of records whose difference was outside [-C, C].
     """
 
     values: Tensor
@@ -49,15 +46,15 @@ class Differences:
 
 
 def loss_differences(plus: Tensor, minus: Tensor, clip: float | None) -> Differences:
-    """clip(l_i^+ - l_i^-, -C, C), each record by itself.
+    """Return clip(l_i^+ - l_i^-, -C, C) of each record.
 
-    A loss that is NaN or infinite counts as the worst: on the plus side the difference is C, on the minus side -C, on
-    both 0. Without a C such a record counts as 0. So |value| <= C whatever the model does.
+    A loss that is NaN or infinite counts as the worst one: the difference is C if it is on the plus side, -C on the
+    minus side, and 0 on both. Without a C the difference is then 0. So |value| <= C whatever the model returns.
 
     Args:
         plus: Losses at theta + phi z, shape (batch,).
         minus: Losses at theta - phi z, shape (batch,).
-        clip: C > 0, or None.
+        clip: C > 0, or None for no clip.
     """
     bad_plus, bad_minus = ~torch.isfinite(plus), ~torch.isfinite(minus)
     bad = bad_plus | bad_minus
@@ -71,28 +68,28 @@ def loss_differences(plus: Tensor, minus: Tensor, clip: float | None) -> Differe
 
 
 class ScalarNoise(ABC):
-    """Independent numbers of one law, in units of its scale.
+    """Independent numbers of one law with scale 1.
 
     Args:
-        stream: Independent N(0, 1): digital (seeded, or the system's under release), or a device's.
+        stream: Independent N(0, 1): digital (seeded, or from the system in release mode), or from a device.
     """
 
     def __init__(self, stream: NoiseStream) -> None:
         self._stream = stream
 
     def draw(self, step: int, count: int) -> list[float]:
-        """Fresh noise for a step's scalars; in experiment mode the same step repeats it.
+        """Draw noise for a step's scalars; in experiment mode, the same step repeats it.
 
         Args:
-            step: The step's number.
-            count: How many scalars.
+            step: Number of the step.
+            count: Number of scalars.
         """
         self._stream.seek(step)
         return self._numbers(count)
 
     @abstractmethod
     def _numbers(self, count: int) -> list[float]:
-        """Numbers of the law."""
+        """Return numbers of the law."""
 
 
 class GaussianScalars(ScalarNoise):
@@ -105,11 +102,11 @@ class GaussianScalars(ScalarNoise):
 class LaplaceScalars(ScalarNoise):
     """Laplace of scale 1: (a^2 + b^2 - c^2 - d^2) / 2 of independent normals, a difference of two exponentials.
 
-    Exact for exact normals. The stream makes normals in pairs, whose squared radius over 2 is an exponential number cut
-    at log 2^65 = 45.1 in release mode, which the exact law exceeds with probability 2^-65 = 2.7e-20 (log 2^41 = 28.4
-    and 2^-41 = 4.5e-13 in experiment mode). Four pairs make one Laplace number, so it differs from an exact one by more
-    than rounding with probability at most 2^-63 = 1.1e-19, and its magnitude is at most 90.1. What this adds to
-    delta = 0: accounting.zeroth_order.scalar_noise.cut_delta.
+    This is exact for exact normals. The stream makes normals in pairs, whose squared radius over 2 is an exponential
+    number cut at log 2^65 = 45.1 in release mode, which the exact law exceeds with probability 2^-65 = 2.7e-20 (log
+    2^41 = 28.4 and 2^-41 = 4.5e-13 in experiment mode). Four pairs contribute to one Laplace number, so it differs from
+    an exact one by more than rounding with probability at most 2^-63 = 1.1e-19, and its magnitude is at most 90.1.
+    `accounting.zeroth_order.scalar_noise.cut_delta` bounds what this adds to delta = 0.
     """
 
     def _numbers(self, count: int) -> list[float]:
@@ -119,13 +116,13 @@ class LaplaceScalars(ScalarNoise):
 
 @dataclass(frozen=True, kw_only=True)
 class ScalarRelease:
-    """How a step's scalars leave the data.
+    """Clip, batch size and noise with which a step releases its scalars.
 
     Attributes:
-        clip: C > 0; None clips nothing.
+        clip: C > 0, or None for no clip.
         divisor: B > 0, the stated batch size.
-        scale: Of the noise, in units of a loss: z C or b C; 0 for none.
-        noise: Its source; None where there is none.
+        scale: Scale of the noise in units of a loss: z C or b C; 0 for no noise.
+        noise: Source of the noise, or None.
     """
 
     clip: float | None
@@ -137,27 +134,27 @@ class ScalarRelease:
 class ZoTrainer(Trainer):
     """Trains a network's tensors by forward passes.
 
-    Guarantees, for every batch whatever it holds:
+    Guarantees for every batch, whatever it holds:
         - adding or removing one record changes each scalar's sum by at most C, up to float64 rounding;
-        - a loss that is not finite moves it by at most C, and stops nothing;
+        - a loss that is not finite changes the sum by at most C and does not stop the step;
         - an empty batch takes the same noisy step.
 
     Attributes:
-        non_finite: Records so far whose loss was not finite on some side, one count for each time.
+        non_finite: Number of records so far with a loss that was not finite on either side, counted each time.
         ranks: The processes that share the batches.
-        walk: What moves the parameters.
-        log: Where steps are written; set before the first step of a run, None for no log.
+        perturbation: Moves the parameters.
+        log: Records the steps; set before the first step of a run, or None for no log.
 
     Args:
-        network: Its model is put into evaluation mode (no dropout, so that both sides see one function).
-        config: Directions and their length.
+        network: The network. Its model is put into evaluation mode (no dropout, so that both sides use one function).
+        config: Directions and perturbation.
         optimizer: Learning rate and weight decay.
-        release: Clip, batch size, noise.
-        loss: Of each record.
-        root: Seed from which the directions' seeds are derived, in [0, 2^64); public.
+        release: Clip, batch size and noise.
+        loss: "cross-entropy" or "squared-error".
+        root: Seed from which the directions' seeds derive, in [0, 2^64); public.
         ranks: The processes that share the batches.
-        device: The device that the noise comes from, if it does.
-        private: Count nothing that depends on the data (release mode).
+        device: The open device that supplies noise, or None.
+        private: Whether to count nothing that depends on the data (release mode).
     """
 
     def __init__(
@@ -179,12 +176,12 @@ class ZoTrainer(Trainer):
         self.log: StepLog | None = None
         self._network = network
         self._tensors = network.tensors
-        self.walk = Walk(
+        self.perturbation = InPlacePerturbation(
             list(self._tensors.values()),
             perturbation=config.perturbation,
             weight_decay=optimizer.weight_decay,
         )
-        self.optimizer = torch.optim.SGD(self._tensors.values(), lr=optimizer.lr)  # carries the rate alone
+        self.optimizer = torch.optim.SGD(self._tensors.values(), lr=optimizer.lr)  # only holds the rate
         self._config, self._release = config, release
         self._loss = LOSS_VALUES[loss]
         self.ranks = ranks or Ranks()
@@ -195,41 +192,51 @@ class ZoTrainer(Trainer):
     def step(
         self, x: Tensor, y: Tensor, *, step: int, observe: bool = False, records: Tensor | None = None
     ) -> StepRecord:
-        """See Trainer.step; the diagnostics are clipped and non_finite: shares of the batch, one for each direction."""
+        """See Trainer.step; the diagnostics clipped and non_finite are shares of the batch, one per direction."""
         n_records = len(x)
         if self.ranks.world > 1:
             mine = self.ranks.share(_numbers(records, n_records))
             x, y = x[mine], y[mine]
         seeds = tuple(derive_seed(self.root, "direction", step, j) for j in range(self._config.directions))
-        # the noise before anything moves: a device that fails leaves the parameters as they are
+        # noise first: a device that fails leaves the parameters as they are
         noise = self._noise(step)
         self.intact = False
-        self.walk.go_on()
-        seen = _Seen()
+        self.perturbation.undo_settling()
+        totals = _Totals()
         try:
-            self._look(seeds, x, y, seen)
-            entry = self._entry(seeds, seen, noise)
+            self._measure(seeds, x, y, totals)
+            entry = self._entry(seeds, totals, noise)
             if self.log is not None:
                 self.log.append(entry)
         except BaseException:
-            self.walk.come_back()
+            self.perturbation.restore()
             raise
-        self._finish(entry, seen)
+        self._finish(entry, totals)
         self.intact = True
-        return seen.record(n_records, place=y.device, observe=observe)
+        return totals.record(n_records, place=y.device, observe=observe)
 
-    def _finish(self, entry: StepEntry, seen: _Seen) -> None:
-        """Move the parameters, and count."""
-        self.walk.finish(entry)
+    def _finish(self, entry: StepEntry, totals: _Totals) -> None:
+        """Update the parameters and the counts."""
+        self.perturbation.update(entry)
         self._counts[0] += 1
         if self.steps % self._config.settle_every == 0:
-            self.walk.settle()
+            self.perturbation.settle()
         if not self._private:
-            self._counts[1] += int(sum(seen.bad))
+            self._counts[1] += int(sum(totals.bad))
+
+    def keep_log(self, log: StepLog, *, root: int) -> None:
+        """Write every step to a log from here on, and draw directions from the root that the log names.
+
+        Args:
+            log: Where steps are written.
+            root: The seed from which the directions' seeds are derived.
+        """
+        self.log, self.root = log, root
+        log.mark(self._tensors)
 
     @property
     def steps(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         return int(self._counts[0])
 
     @property
@@ -239,13 +246,16 @@ class ZoTrainer(Trainer):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The trained parameters."""
+        """See Network.tensors."""
         return self._network.tensors
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Steps done and losses that were not finite; what the walk keeps of parameters in half precision."""
-        names, kept = list(self._tensors), {"float32": self.walk.copies, "drifted": self.walk.drifted}
+        """See Trainer.state: counts of steps and non-finite losses, and copies of half-precision parameters."""
+        names, kept = (
+            list(self._tensors),
+            {"float32": self.perturbation.copies, "drifted": self.perturbation.drifted},
+        )
         return {"zo.counts": self._counts} | {
             f"zo.{kind}.{names[number]}": tensor
             for kind, tensors in kept.items()
@@ -254,33 +264,33 @@ class ZoTrainer(Trainer):
 
     @property
     def usage(self) -> Usage:
-        """Usage of the device."""
+        """See Trainer.usage."""
         return self._device.usage if self._device is not None else Usage()
 
     def before_checkpoint(self) -> None:
-        """Settle parameters in half precision until the next step, and have the log on disk up to here."""
-        self.walk.settle_for_a_while()
+        """Settle half-precision parameters until the next step, and sync the log."""
+        self.perturbation.settle_temporarily()
         if self.log is not None:
             self.log.mark(self._tensors)
 
-    def _look(self, seeds: Sequence[int], x: Tensor, y: Tensor, seen: _Seen) -> None:
-        """What all processes see along the directions; ends on the minus side of the last."""
+    def _measure(self, seeds: Sequence[int], x: Tensor, y: Tensor, totals: _Totals) -> None:
+        """Add up the losses of all processes along the directions; end on the minus side of the last."""
         for seed in seeds[:-1]:
-            self._probe(seed, x, y, seen)
-            self.walk.back(seed)
-        self._probe(seeds[-1], x, y, seen)
-        seen.take(self.ranks.totals(seen.numbers()))
+            self._measure_direction(seed, x, y, totals)
+            self.perturbation.move_back(seed)
+        self._measure_direction(seeds[-1], x, y, totals)
+        totals.replace(self.ranks.totals(totals.numbers()))
 
-    def _probe(self, seed: int, x: Tensor, y: Tensor, seen: _Seen) -> None:
-        """Look at the losses on both sides of a direction; ends on its minus side."""
-        self.walk.to_plus(seed)
+    def _measure_direction(self, seed: int, x: Tensor, y: Tensor, totals: _Totals) -> None:
+        """Evaluate the losses on both sides of a direction; end on its minus side."""
+        self.perturbation.move_to_plus(seed)
         plus, right = self._losses(x, y)
-        self.walk.to_minus(seed)
+        self.perturbation.move_to_minus(seed)
         minus, _ = self._losses(x, y)
-        seen.add(plus, right, loss_differences(plus, minus, self._release.clip))
+        totals.add(plus, right, loss_differences(plus, minus, self._release.clip))
 
     def _losses(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Each record's loss, and whether it was told right, shapes (batch,); an empty batch is not looked at."""
+        """Return each record's loss and whether its class is right, shapes (batch,); no pass for an empty batch."""
         if not len(x):
             return torch.zeros(0, device=y.device), y == y
         with torch.no_grad():
@@ -288,7 +298,7 @@ class ZoTrainer(Trainer):
             return self._loss(output, y), output.argmax(dim=1) == y
 
     def _noise(self, step: int) -> list[float]:
-        """Noise on each direction's sum, in units of a loss; zeros where there is none, or another process draws it."""
+        """Return the noise on each direction's sum, in units of a loss; zeros unless this process draws it."""
         if self._device is not None:
             self._device.seek(step)
         release, count = self._release, self._config.directions
@@ -296,16 +306,16 @@ class ZoTrainer(Trainer):
             return [0.0] * count
         return [release.scale * number for number in release.noise.draw(step, count)]
 
-    def _entry(self, seeds: tuple[int, ...], seen: _Seen, noise: Sequence[float]) -> StepEntry:
-        """The step as the log has it: the sums, noised, over batch size and 2 phi."""
+    def _entry(self, seeds: tuple[int, ...], totals: _Totals, noise: Sequence[float]) -> StepEntry:
+        """Return the step for the log: the noised sums over batch size and 2 phi."""
         divisor = 2 * self._config.perturbation * self._release.divisor
-        scalars = [(total + number) / divisor for total, number in zip(seen.sums, noise, strict=True)]
+        scalars = [(total + number) / divisor for total, number in zip(totals.sums, noise, strict=True)]
         rate = float(self.optimizer.param_groups[0]["lr"])
-        return StepEntry.rounded(rate=rate, seeds=seeds, scalars=tuple(self.ranks.of_first(scalars)))
+        return StepEntry.rounded(rate=rate, seeds=seeds, scalars=tuple(self.ranks.broadcast(scalars)))
 
 
-class _Seen:
-    """What the forward passes of one step saw: sums over the batch."""
+class _Totals:
+    """Sums over the batch from the forward passes of one step."""
 
     def __init__(self) -> None:
         self.sums: list[float] = []
@@ -314,7 +324,7 @@ class _Seen:
         self.loss, self.correct = 0.0, 0.0
 
     def add(self, plus: Tensor, right: Tensor, differences: Differences) -> None:
-        """Take in one direction; the first look at the batch is what metrics report."""
+        """Add one direction; metrics report the first forward pass."""
         if not self.sums:
             self.loss = float(torch.where(torch.isfinite(plus), plus, 0.0).sum(dtype=torch.float64))
             self.correct = float(right.sum())
@@ -323,17 +333,17 @@ class _Seen:
         self.bad.append(differences.non_finite)
 
     def numbers(self) -> list[float]:
-        """All sums in one row, as processes exchange them."""
+        """Return all sums in one row, as processes exchange them."""
         return [*self.sums, *self.clipped, *self.bad, self.loss, self.correct]
 
-    def take(self, numbers: Sequence[float]) -> None:
-        """Replace the sums by those of such a row."""
+    def replace(self, numbers: Sequence[float]) -> None:
+        """Replace all sums by those of such a row."""
         n = len(self.sums)
         self.sums, self.clipped, self.bad = (list(numbers[k * n : (k + 1) * n]) for k in range(3))
         self.loss, self.correct = numbers[-2:]
 
     def record(self, n_records: int, *, place: torch.device, observe: bool) -> StepRecord:
-        """What the engine's metrics are made of."""
+        """Return the step's record for the engine's metrics."""
         shares = {"clipped": self.clipped, "non_finite": self.bad}
         return StepRecord(
             loss_sum=torch.tensor(self.loss, dtype=torch.float64, device=place),
@@ -348,5 +358,5 @@ class _Seen:
 
 
 def _numbers(records: Tensor | None, n_records: int) -> Tensor:
-    """The records' numbers, or their places where nobody says."""
+    """Return the records' numbers, or their positions in the batch if none are given."""
     return torch.arange(n_records) if records is None else records

@@ -29,7 +29,8 @@ from accounting.devices.readings import (
 )
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Status
-from opusim.noise import DiscreteNoise, GaussianNoise, PhotonCountNoise
+from opusim.noise import GaussianNoise, PhotonCountNoise
+from tests.support.discrete_noise import DiscreteNoise
 
 DELTA = 1e-5
 GRID = DiscreteNoise(values=np.array([-1.0, 0.0, 1.0]), log_masses=np.log([0.25, 0.5, 0.25]))

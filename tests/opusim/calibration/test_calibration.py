@@ -6,13 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opusim.calibration.calibrate import Calibration, Plan, calibrate
-from opusim.calibration.certificate import load_certificate
-from opusim.calibration.check import compare, require_noise
-from opusim.calibration.drift import decorrelation_time, sparse_patterns
+from opusim.calibration.calibrate import Calibration, Plan, calibrate, compare, require_noise
+from opusim.calibration.estimates import decorrelation_time, sparse_patterns
 from opusim.calibration.reading_noise import evaluate_readings, std_lower_limit
 from opusim.calibration.report import write_report
 from opusim.description.loading import load_description
+from opusim.devices.certificate import load_certificate
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.noise import GaussianNoise, PhotonCountNoise

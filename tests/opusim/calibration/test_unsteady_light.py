@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from opusim.calibration.calibrate import Calibration, Plan, calibrate
+from opusim.calibration.estimates import jackknife
 from opusim.calibration.flat_series import Level, take_series
-from opusim.calibration.jackknife import jackknife
 from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer
 from opusim.description.loading import load_description
 from opusim.devices.camera import CameraDevice

@@ -1,7 +1,5 @@
 """Counts and digital numbers of single pixels: laws, limits, and the naive twin."""
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -10,15 +8,12 @@ from scipy.special import ndtr, ndtri
 from scipy.stats import poisson
 
 from opusim.camera.kernels import fill_counts, fill_numbers
+from tests.oracles import naive_camera
 
 
 @pytest.fixture(scope="module")
 def twin() -> ModuleType:
-    path = Path(__file__).parents[2] / "oracles" / "naive_camera.py"
-    spec = importlib.util.spec_from_file_location("naive_camera", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return naive_camera
 
 
 def counts_at(rate: float, w: np.ndarray) -> np.ndarray:

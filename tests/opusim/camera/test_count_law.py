@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.camera.count_law import OperatingPoint, count_law
+from opusim.camera.exposure import OperatingPoint
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 
@@ -32,7 +32,7 @@ EXACT = {"anchor": {"frames": 0}}
 )
 def test_a_point_is_the_device_described_so(point: OperatingPoint, described: dict[str, object]) -> None:
     with open_device("camera_low_light", **WINDOW, camera=EXACT) as device:
-        law = count_law(device, X)
+        law = device.count_law(X)
     with open_device("camera_low_light", **WINDOW, camera=EXACT | described) as device:
         np.testing.assert_allclose(law.rates(point), device.frame_rates(X), rtol=1e-12)
         assert law.std(point) == pytest.approx(float(device.reading_variance(X).mean().sqrt()), rel=1e-12)
@@ -48,4 +48,4 @@ def test_a_points_numbers_are_checked() -> None:
         open_device("camera_low_light", **WINDOW, camera=silent) as device,
         pytest.raises(ConfigError, match="counts have no law; switch it on"),
     ):
-        count_law(device, X)
+        device.count_law(X)

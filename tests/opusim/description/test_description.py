@@ -57,7 +57,7 @@ def test_a_path_loads_and_each_number_has_its_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ("power_w = 30.0", "power_W = 30.0", "frames.power_W: unknown key; did you mean power_w?"),
+        ("power_w = 30.0", "power_W = 30.0", "frames.power_W: unknown key; did you mean 'power_w'?"),
         (
             "power_w = 30.0",
             "power_w = -1.0",
@@ -113,8 +113,8 @@ def test_sigma_replaces_the_temperature_law() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"noise": {"sigm": 0.1}}, "gaussian: noise.sigm: unknown key; did you mean sigma?"),
-        ({"nois": {"sigma": 0.1}}, "gaussian: nois: unknown key; did you mean noise?"),
+        ({"noise": {"sigm": 0.1}}, "gaussian: noise.sigm: unknown key; did you mean 'sigma'?"),
+        ({"nois": {"sigma": 0.1}}, "gaussian: nois: unknown key; did you mean 'noise'?"),
         ({"name": {"sigma": 0.1}}, "gaussian: name: is one value, not a section"),
         ({"n_inputs": 2.5}, "gaussian: n_inputs: Input should be a valid integer, got 2.5"),
         ({"frames": None}, "gaussian: frames: missing"),
@@ -128,7 +128,7 @@ def test_bad_overrides_are_named(overrides: dict[str, object], message: str) -> 
 
 def test_unknown_names_and_paths_are_told() -> None:
     with pytest.raises(
-        ConfigError, match=r"gausian: name: no such device; known are .*; did you mean gaussian\?"
+        ConfigError, match=r"gausian: name: no such device; known are .*; did you mean 'gaussian'\?"
     ):
         load_description("gausian")
     with pytest.raises(ConfigError, match=r"none.toml: path: cannot be read: No such file"):

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.devices.lightonml_driver import translated
+from opusim.devices.lighton import translated
 from opusim.devices.registry import open_device
 from opusim.errors import (
+    CapabilityMissing,
     ConfigError,
     DeviceBusy,
     DeviceFault,
@@ -105,7 +106,7 @@ def test_hardware_states_no_law_that_nobody_measured() -> None:
         NoiseUnknown, match="measure it by `opusim device calibrate`, or assume a noise.sigma"
     ):
         _ = device.noise
-    with pytest.raises(ValueError, match="is hardware and cannot tell its matrix"):
+    with pytest.raises(CapabilityMissing, match="lacks the capability 'matrix'"):
         device.matrix()
 
 

@@ -12,7 +12,8 @@ from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.camera import CameraDevice
-from opusim.devices.registry import open_device, register_device
+from opusim.devices.kinds import register_device
+from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, DeviceFault, NoiseBelowCertificate
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 

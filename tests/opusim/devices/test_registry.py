@@ -1,16 +1,15 @@
-import subprocess
-import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import torch
 
-import opusim
 from opusim.description.loading import packaged_names
-from opusim.devices import registry
-from opusim.devices.registry import device_kinds, list_devices, open_device, register_device
+from opusim.devices import kinds
+from opusim.devices.kinds import capabilities_of, device_kinds, devices_that, register_device
+from opusim.devices.registry import list_devices, open_device
 from opusim.devices.simulated import IdealDevice
-from opusim.errors import ConfigError, DeviceUnavailable
+from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable
 
 
 class MirrorDevice(IdealDevice):
@@ -20,11 +19,11 @@ class MirrorDevice(IdealDevice):
         return -super()._project(x)
 
 
-class BrokenEntryPoint:
-    name = "broken"
-
-    def load(self) -> object:
-        raise ImportError("no driver")
+def installed(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    """Adds entry points of other packages."""
+    real = kinds.entry_points
+    added = [EntryPoint(name, value, kinds.ENTRY_POINT_GROUP) for name, value in values.items()]
+    monkeypatch.setattr(kinds, "entry_points", lambda group: [*added, *real(group=group)])
 
 
 def mirror_file(folder: Path, kind: str) -> Path:
@@ -42,9 +41,11 @@ def test_packaged_devices_are_listed() -> None:
 
 
 def test_a_registered_kind_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(kinds, "_registered", {})
     path = mirror_file(tmp_path, "mirror")
-    with pytest.raises(ConfigError, match="kind: unknown kind 'mirror'; known are camera, gaussian, ideal"):
+    with pytest.raises(
+        ConfigError, match="kind: unknown kind 'mirror'; known are camera, .*install the package"
+    ):
         open_device(path, n_inputs=2, n_outputs=3)
     register_device("mirror", MirrorDevice)
     register_device("mirror", MirrorDevice)
@@ -63,11 +64,61 @@ def test_a_registered_kind_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_broken_package_is_a_device_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "entry_points", lambda **_: [BrokenEntryPoint()])
+    installed(monkeypatch, broken="no_such_driver:Device", ideal="thief:IdealDevice")
     with pytest.raises(
-        DeviceUnavailable, match="the package of device kind 'broken' does not import: no driver"
+        DeviceUnavailable, match="kind 'broken' does not import: No module named 'no_such_driver'"
     ):
         open_device(mirror_file(tmp_path, "broken"))
+    open_device("ideal", n_inputs=2, n_outputs=3).close()  # opusim's own kinds cannot be taken
+
+
+def test_a_kind_of_two_packages_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, ours="one:Device")
+    installed(monkeypatch, ours="other:Device")
+    with pytest.raises(
+        ConfigError, match=r"'ours' is brought by several packages \(one:Device, other:Device\)"
+    ):
+        open_device(mirror_file(tmp_path, "ours"))
+
+
+def test_devices_tell_what_they_can_do_before_they_are_opened() -> None:
+    can = {entry.name: capabilities_of(entry) for entry in list_devices()}
+    assert can["gaussian"] == ("project", "draw", "matrix")
+    assert can["camera"] == ("project", "draw", "intensities", "matrix")
+    assert can["lighton_appliance"] == ("project", "draw")
+    assert can["lightonml_simulated"] == ("project", "draw", "matrix")
+    assert devices_that("intensities") == ("camera", "camera_low_light")
+    assert devices_that("program") == ()
+
+
+def test_a_capability_that_is_missing_is_refused_by_name() -> None:
+    with open_device("gaussian", n_inputs=2, n_outputs=3) as device:
+        assert torch.equal(device.require("matrix").matrix(), device.matrix())
+        with pytest.raises(
+            CapabilityMissing,
+            match=r"'gaussian' \(kind 'gaussian'\) lacks the capability 'intensities'; camera, camera_low_light can",
+        ):
+            device.require("intensities")
+        with pytest.raises(CapabilityMissing, match="'program'; no packaged device can"):
+            device.require("program")
+        with pytest.raises(ValueError, match="capability = 'fly': must be one of 'project', 'draw'"):
+            device.require("fly")
+
+
+def test_a_device_without_noise_readings_does_not_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Blind(IdealDevice):
+        can = frozenset({"project"})
+
+    monkeypatch.setattr(kinds, "_registered", {"blind": Blind})
+    with (
+        open_device(mirror_file(tmp_path, "blind"), n_inputs=2, n_outputs=3) as device,
+        pytest.raises(
+            CapabilityMissing, match="lacks the capability 'draw'; camera, camera_low_light, gaussian"
+        ),
+    ):
+        device.draw((1, 3))
 
 
 def test_windows_and_sections_are_checked() -> None:
@@ -89,27 +140,3 @@ def test_windows_and_sections_are_checked() -> None:
         open_device("gaussian", mode="live")
     with pytest.raises(TypeError, match="name_or_path = 3: must be str or Path"):
         open_device(3)
-
-
-def test_public_names_all_resolve() -> None:
-    for name in opusim.__all__:
-        assert getattr(opusim, name).__name__ == name
-    assert sorted(opusim._HOME) == opusim.__all__
-    assert set(opusim.__all__) <= set(dir(opusim))
-    with pytest.raises(AttributeError, match="module 'opusim' has no attribute 'camera'"):
-        opusim.__getattr__("camera")
-
-
-def test_light_modules_load_nothing_heavy() -> None:
-    code = (
-        "import sys, opusim.noise, opusim.errors, opusim.cli; "
-        "print([name for name in ('torch', 'numba', 'pydantic', 'scipy') if name in sys.modules])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[3],
-        check=False,
-    )
-    assert (result.stdout.strip(), result.stderr) == ("[]", "")

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from opusim import checks
 from opusim.description.loading import load_description
+from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
+from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_device
 from opusim.devices.simulated import GaussianDevice
 from opusim.testing.contract import DeviceContract, scatter_fits
@@ -44,6 +47,75 @@ class TestLightonmlSimulated(DeviceContract):
     def open_window(self, **options: Any) -> NoisyDevice:
         pytest.importorskip("lightonml")
         return open_device("lightonml_simulated", n_inputs=12, n_outputs=40, **options)
+
+
+class Crossbar(GaussianDevice):
+    """An analog crossbar: 33 levels of conductance for each weight, and the device's noise at its outputs."""
+
+    can = GaussianDevice.can | {"program", "multiply"}
+    levels = 16
+
+    def __init__(self, description: DeviceDescription, **window: Any) -> None:
+        super().__init__(description, **window)
+        self._weights = self.medium.dense(torch.device("cpu")).T.clone()
+
+    def program(self, matrix: torch.Tensor) -> torch.Tensor:
+        checks.shape((self.n_outputs, self.n_inputs), matrix=matrix)
+        checks.in_range(-1, 1, matrix=matrix)
+        self._weights = matrix.mul(self.levels).round().div(self.levels)
+        return self._weights
+
+    def matrix(self) -> torch.Tensor:
+        return self._weights
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        checks.in_range(-1, 1, x=x)
+        return self._stream.add_to(x @ self._weights.T, self._std)
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        return self._stream.add_to(x @ self._weights.T, self._std)
+
+
+class WishfulCrossbar(Crossbar):
+    """Tells the matrix that was wanted, and uses another."""
+
+    def program(self, matrix: torch.Tensor) -> torch.Tensor:
+        super().program(matrix)
+        return matrix
+
+
+class BareCrossbar(Crossbar):
+    """Multiplies without its noise."""
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        checks.in_range(-1, 1, x=x)
+        return x @ self._weights.T
+
+
+class StaleCrossbar(Crossbar):
+    """Goes on with the matrix that it had."""
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        checks.in_range(-1, 1, x=x)
+        return self._stream.add_to(x @ self.medium.dense(torch.device("cpu")), self._std)
+
+
+class Boastful(GaussianDevice):
+    """Declares what it has not."""
+
+    can = GaussianDevice.can | {"intensities"}
+
+
+class OtherMatrix(GaussianDevice):
+    """Tells the matrix of another device."""
+
+    def matrix(self) -> torch.Tensor:
+        return super().matrix().flip(0)
+
+
+class TestCrossbar(DeviceContract):
+    def open_window(self, **options: Any) -> NoisyDevice:
+        return Crossbar(load_description("gaussian"), n_inputs=12, n_outputs=40, **options).open()
 
 
 class Quieter(GaussianDevice):
@@ -83,6 +155,11 @@ class Forgetful(GaussianDevice):
         (Stretched, "test_readings_are_linear_and_of_unit_entries"),
         (Stretched, "test_the_noise_of_readings_is_the_reported_one"),
         (Forgetful, "test_seek_repeats_a_step_in_experiment"),
+        (Boastful, "test_it_can_do_what_it_declares_and_names_what_it_lacks"),
+        (OtherMatrix, "test_the_matrix_is_that_of_the_readings"),
+        (WishfulCrossbar, "test_a_programmed_matrix_is_told_as_realised"),
+        (BareCrossbar, "test_products_are_those_of_the_told_matrix"),
+        (StaleCrossbar, "test_products_are_those_of_the_told_matrix"),
     ],
 )
 def test_a_device_that_breaks_the_contract_is_found(broken: type[NoisyDevice], test: str) -> None:
@@ -90,8 +167,24 @@ def test_a_device_that_breaks_the_contract_is_found(broken: type[NoisyDevice], t
         def open_window(self, **options: Any) -> NoisyDevice:
             return broken(load_description("gaussian"), n_inputs=12, n_outputs=40, **options).open()
 
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, AttributeError)):
         getattr(Contract(), test)()
+
+
+class Incoherent(CameraDevice):
+    """Adds intensities at some outputs as if light did not interfere, and more than that."""
+
+    def intensities(self, frames: torch.Tensor) -> torch.Tensor:
+        return super().intensities(frames) * (1 + frames.sum(1, keepdim=True) ** 2)
+
+
+def test_a_camera_whose_fields_do_not_add_is_found() -> None:
+    class Contract(DeviceContract):
+        def open_window(self, **options: Any) -> NoisyDevice:
+            return Incoherent(load_description("camera"), n_inputs=12, n_outputs=40, **options).open()
+
+    with pytest.raises(AssertionError):
+        Contract().test_intensities_are_those_of_one_field()
 
 
 def test_scatter_is_judged_on_both_sides() -> None:

@@ -12,9 +12,10 @@ import torch
 
 import hw_configs
 from opusim.description.loading import load_description
-from opusim.devices import registry
+from opusim.devices import kinds
 from opusim.devices.camera import CameraDevice
-from opusim.devices.registry import open_device, register_device
+from opusim.devices.kinds import register_device
+from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, DeviceFault, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 
@@ -43,7 +44,7 @@ def file(folder: Path, kind: str, options: str = "", numbers: tuple[str, ...] = 
 
 @pytest.fixture(autouse=True)
 def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(kinds, "_registered", {})
     monkeypatch.setattr(FaultyDevice, "repaired", False)
 
 
@@ -72,10 +73,13 @@ def test_an_installed_kind_of_camera_is_found(tmp_path: Path, monkeypatch: pytes
     class Point:
         name = "bench_camera"
 
+        value = "bench:BenchCamera"
+        dist = None
+
         def load(self) -> object:
             return BenchCamera
 
-    monkeypatch.setattr(registry, "entry_points", lambda **_: [Point()])
+    monkeypatch.setattr(kinds, "entry_points", lambda **_: [Point()])
     with open_device(file(tmp_path, "bench_camera"), **WINDOW) as device:
         assert isinstance(device, BenchCamera)
 

@@ -36,7 +36,7 @@ def plant() -> AbstractContextManager[None]:
             "training.protections.record:bounded_factors": _wider,
             "training.protections.amplified_labels:bounded_factors": _wider,
             "training.protections.budgeted_labels:scale_to_ball": _wider,
-            "training.convex.objectives:Objective.of": _wider_residuals,
+            "training.convex.trainer:Objective.from_config": _wider_residuals,
             "training.zeroth_order.trainer:loss_differences": _wider_differences,
         }
     )

@@ -14,9 +14,9 @@ from tests.support.faults.base import all_replaced
 CREDITED = ("central-noise", "scalar-noise", "label-noise")
 """Purposes of the streams that a guarantee rests on."""
 _MAKERS = (
-    "training.protections.build:noise_stream",
+    "training.protections.base:noise_stream",
     "training.zeroth_order.algorithm:noise_stream",
-    "training.convex.algorithm:noise_stream",
+    "training.protections.noisy_labels:noise_stream",
 )
 
 

@@ -16,7 +16,7 @@ from accounting.errors import NoGuarantee
 from training.attacks.findings import Finding, Role, RunAudit
 from training.attacks.run_audit import audit_run
 from training.convex.trainer import ConvexTrainer, Descent
-from training.protections.record import RecordProtection
+from training.protections.record import RecordGradients
 from training.zeroth_order.trainer import ScalarRelease
 
 N, FEATURES, TRIALS = 300, 20, 120
@@ -106,12 +106,12 @@ def _weaker_descent(patch: pytest.MonkeyPatch) -> None:
 
 
 def _weaker_records(patch: pytest.MonkeyPatch) -> None:
-    before = RecordProtection.__init__
+    before = RecordGradients.__init__
 
-    def init(self: RecordProtection, *, noise_multiplier: float, **options: Any) -> None:
+    def init(self: RecordGradients, *, noise_multiplier: float, **options: Any) -> None:
         before(self, noise_multiplier=0.05 * noise_multiplier, **options)
 
-    patch.setattr(RecordProtection, "__init__", init)
+    patch.setattr(RecordGradients, "__init__", init)
 
 
 WEAKER: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -170,5 +170,5 @@ def test_a_last_iterate_has_no_steps_to_show(tmp_path: Path) -> None:
         sampler={"scheme": "disjoint-cyclic", "batch_size": 50},
         protection={"kind": "last-iterate", "epsilon": 3.0},
     )
-    with pytest.raises(NoGuarantee, match="the last model alone.*--method poisson"):
+    with pytest.raises(NoGuarantee, match="only the last model.*--method poisson"):
         audit_run(run, data=data(), trials=40)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from opusim.randomness.streams import SeededStream, derive_seed
-from training.attacks.canaries import Canaries, auc_error, own_features, pooled, record_losses
+from tests.support.canaries import Canaries, auc_error, own_features, pooled, record_losses
 from training.config import load_config
 from training.data.samplers import make_sampler
 from training.networks.network import FullyConnected

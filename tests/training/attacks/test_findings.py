@@ -26,7 +26,7 @@ CLAIM = Guarantee(
     ("scores", "gap", "says"),
     [
         (20, 9.0, "too few trials to exceed 1"),  # a perfect attack, whose bound ends below the claim
-        (200, 9.0, "found, as it must be"),
+        (200, 9.0, "found, as required"),
         (200, 0.0, "not found by this attack"),
     ],
 )

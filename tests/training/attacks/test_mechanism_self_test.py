@@ -15,8 +15,7 @@ from accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
 from tests.support.faults import FAULTS, Fault
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
-from training.attacks.mechanism.checks import checked
-from training.attacks.mechanism.observations import BatchLaw, Released, Sums
+from training.attacks.mechanism.checks import BatchLaw, Released, Sums, checked
 from training.attacks.mechanism.report import Check, MechanismAudit, report_text
 from training.cli.app import app
 
@@ -195,13 +194,13 @@ def test_a_planted_fault_leaves_nothing_behind(seed: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "error", "message"),
     [
-        ("convex", ["protection.kind=last-iterate"], NoGuarantee, "releases the last model only"),
-        ("bp", ["protection.kind=none"], NoGuarantee, "nothing is accounted"),
-        ("bp", ["data.name=mnist"], ConfigError, "data.name: belongs to the self-test"),
-        ("bp", ["optimizer.momentum=0.9"], ConfigError, "optimizer.momentum: belongs to the self-test"),
-        ("bp", ["sampler.batch_size=64"], ConfigError, "must divide the self-test's 400 records"),
+        ("convex", ["protection.kind=last-iterate"], NoGuarantee, "releases only the last model"),
+        ("bp", ["protection.kind=none"], NoGuarantee, "no guarantee covers the steps of bp"),
+        ("bp", ["data.name=mnist"], ConfigError, "data.name: is reserved"),
+        ("bp", ["optimizer.momentum=0.9"], ConfigError, "optimizer.momentum: is reserved"),
+        ("bp", ["sampler.batch_size=64"], ConfigError, "must divide the 400 records"),
         ("bp", ["protection.clip_norm=50"], ValueError, "protection.clip_norm = 50: must be at most"),
-        ("zo", ["trainer.directions=8"], ConfigError, "take at least 41"),
+        ("zo", ["trainer.directions=8"], ConfigError, "use at least 41"),
         ("zo", ["trainer.law=laplace"], ConfigError, "use 'gaussian'"),
         ("pdfa", ["device.name=camera"], ConfigError, "use 'ideal' or 'gaussian'"),
         ("pdfa", ["device.noise.sigma=0.5"], ConfigError, "use at most 0.01"),
@@ -268,7 +267,7 @@ def test_the_command_ends_with_1_after_an_alarm() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mechanism", "convex", "--set", "protection.kind=last-iterate"], "releases the last model only"),
+        (["--mechanism", "convex", "--set", "protection.kind=last-iterate"], "releases only the last model"),
         (["--mechanism", "dfa", "runs/x"], "RUN is for the audit of a run"),
         (["--mechanism", "dfa", "--trials", "9"], "--trials is for the audit of a run"),
         (["runs/x", "--mode", "release"], "--mode goes with --mechanism KIND only"),

@@ -9,10 +9,9 @@ from torch import nn
 
 from opusim.errors import ConfigError
 from training.attacks.base import Scores, last_gradient, steps_needed
-from training.attacks.covariance import Rows
-from training.attacks.row_space import residual, row_space
+from training.attacks.update_attacks import Rows, residual, row_space
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
+from training.networks.optimizers import make_optimizer
 
 RATE = 0.27
 

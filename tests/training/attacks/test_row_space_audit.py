@@ -15,10 +15,10 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Status
 from opusim.errors import ConfigError
 from training.attacks.findings import Finding, Role, RunAudit, paragraphs
-from training.attacks.replay import staged
-from training.attacks.run_audit import audit_run, read_parts
+from training.attacks.replay import replayed_step
+from training.attacks.run_audit import audit_run, read_run
 from training.errors import RunFolderError
-from training.protections.record import RecordProtection
+from training.protections.record import RecordGradients
 from training.reports.run_report import write_report
 from training.runs.folder import RunFolder
 
@@ -68,12 +68,12 @@ def of(audit: RunAudit, role: Role, attack: str = "row space") -> Finding:
 
 def plant_noise(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Let every protection of records add a share of the noise that it was given."""
-    make = RecordProtection.__init__
+    make = RecordGradients.__init__
 
-    def weaker(self: RecordProtection, *, noise_multiplier: float, **options: object) -> None:
+    def weaker(self: RecordGradients, *, noise_multiplier: float, **options: object) -> None:
         make(self, noise_multiplier=share * noise_multiplier, **options)
 
-    monkeypatch.setattr(RecordProtection, "__init__", weaker)
+    monkeypatch.setattr(RecordGradients, "__init__", weaker)
 
 
 def test_an_unprotected_run_is_found_out_as_far_as_the_trials_can_tell(plain_audit: RunAudit) -> None:
@@ -91,18 +91,18 @@ def test_the_words_say_what_was_found(plain_audit: RunAudit) -> None:
     text = "\n".join(paragraphs(plain_audit))
     assert "Found: membership" in text
     assert "no finite epsilon, so there is nothing to refute" in text
-    assert "All came out as they must" in text
+    assert "All controls behaved as required" in text
     (guarantee,) = plain_audit.guarantees
     claimed = replace(guarantee, status=Status.CLAIMED, epsilon=1.0, reason=None)
-    assert "is REFUTED: one step alone costs more" in "\n".join(
+    assert "is REFUTED, since a single step already costs more" in "\n".join(
         paragraphs(replace(plain_audit, guarantees=(claimed,)))
     )
     formula = replace(guarantee, status=Status.CLAIMED, formula_value=1.0)
-    assert "1.000 for the whole run, is REFUTED" in "\n".join(
+    assert "1.000 for the whole run: is REFUTED" in "\n".join(
         paragraphs(replace(plain_audit, guarantees=(formula,)))
     )
     far = replace(guarantee, status=Status.CLAIMED, formula_value=1e6)
-    assert "above what so many trials can show" in "\n".join(
+    assert "exceeds what so many trials can show" in "\n".join(
         paragraphs(replace(plain_audit, guarantees=(far,)))
     )
 
@@ -113,7 +113,7 @@ def test_the_result_is_kept_and_shown(plain: Path, plain_audit: RunAudit) -> Non
     page = write_report(training.load_run(plain)).read_text()
     assert "<h2>Audit</h2>" in page
     assert "membership found" in page
-    with pytest.raises(ValueError, match="schema_version 9 is not 1; audit the run anew"):
+    with pytest.raises(ValueError, match="schema_version 9 is not 1"):
         RunAudit.from_json({"schema_version": 9})
 
 
@@ -165,10 +165,10 @@ def test_batches_above_the_fan_in_are_found_by_what_they_add(tmp_path: Path) -> 
 
 
 def test_every_trial_starts_from_the_same_state_with_its_own_noise(plain: Path) -> None:
-    parts = read_parts(RunFolder(plain), data())
-    with staged(parts, parts.config) as stage:
+    run = read_run(RunFolder(plain), data())
+    with replayed_step(run, run.plan) as step:
         batch = torch.arange(12)
-        first, second, again = (stage.weights_after(batch, trial) for trial in (0, 1, 0))
+        first, second, again = (step.weights_after(batch, trial) for trial in (0, 1, 0))
     assert len(first) == 3  # momentum: one step more is shown
     for before, other in zip(first[:-1], second[:-1], strict=True):
         assert all(torch.equal(before[name], other[name]) for name in before)

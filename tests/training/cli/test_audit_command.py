@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, "-W", "error", "-c", "from training.cli import main; main()"]
+from tests.support.command import opusim
+
 SMALL = [
     "--epochs",
     "1",
@@ -21,11 +19,6 @@ SMALL = [
     "--set",
     "sampler.batch_size=24",
 ]
-
-
-def opusim(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    settings = {**os.environ, "COLUMNS": "150", "PYTHONPATH": str(Path(__file__).parents[3])}
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=cwd, env=settings)
 
 
 @pytest.fixture(scope="module")

@@ -9,20 +9,15 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-COMMAND = [sys.executable, "-W", "error", "-c", "from training.cli import main; main()"]
+from tests.support.command import COMMAND, ROOT, opusim, opusim_process
+
 SMALL = ["--epochs", "2", "--set", "model.hidden=[16]", "--set", "threads=1"]
-
-
-def opusim(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    settings = {**os.environ, "COLUMNS": "140", "PYTHONPATH": str(Path(__file__).parents[3]), **environment}
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=cwd, env=settings)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +121,7 @@ def test_a_missing_package_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('no transformers here')\n")
     (tmp_path / "texts.tsv").write_text("a film\t0\nanother\t1\n")
     call = ["train", "zo", "--language-model", "nowhere", "--text", "texts.tsv"]
-    result = opusim(*call, cwd=tmp_path)
+    result = opusim_process(*call, cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith(
         "opusim: transformers is missing; language models need it"
@@ -227,7 +222,7 @@ def test_a_disk_without_room_is_named_and_the_run_goes_on_later(tmp_path: Path) 
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
 
     arguments = [*COMMAND, "train", "pdfa", "--epochs", "2", "--set", "threads=1", "--out", "run", "--quiet"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "NUMBA_DISABLE_JIT": "0"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_DISABLE_JIT": "0"}
     result = subprocess.run(
         arguments, capture_output=True, text=True, cwd=tmp_path, env=environment, preexec_fn=limit
     )
@@ -235,14 +230,15 @@ def test_a_disk_without_room_is_named_and_the_run_goes_on_later(tmp_path: Path) 
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1, result.stderr
     assert re.search(
-        r"File too large; it keeps its old content, make room and go on.*step-\d+.safetensors", lines[0]
+        r"File too large; it keeps its old content, free some space and resume.*step-\d+.safetensors",
+        lines[0],
     )
     assert not (tmp_path / "run" / "config.json").exists()
     assert opusim("train", "pdfa", "--epochs", "1", "--quiet", "--out", "run", cwd=tmp_path).returncode == 0
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    result = opusim("evaluate", "nowhere", "--debug", cwd=tmp_path)
+    result = opusim_process("evaluate", "nowhere", "--debug", cwd=tmp_path)
     assert "Traceback" in result.stderr
 
 

@@ -26,12 +26,11 @@ from training.config.reading import load_config, merged
 from training.data import Dataset, Split, from_arrays
 from training.data.dataset import Standardisation
 from training.data.samplers import PoissonSampler
-from training.engine.assembly import configured_sampler, load_data
+from training.engine.plan import RunPlan, build_sampler, load_data
 from training.errors import RunFolderError, RunInterrupted
-from training.protections.planning import with_sampled_noise
 from training.reports.run_report import write_report
 from training.runs.run import load_run, read_npz
-from training.sweeps.worker import run_point
+from training.sweeps.execution import run_point
 from training.zeroth_order.step_log import read_header
 
 ADDED = {
@@ -159,8 +158,8 @@ def test_replacing_a_record_takes_more_noise() -> None:
     found = {}
     for relation in ("zero_out", "replace_one"):
         config = load_config(merged(of_trainer(NULL, "bp"), {"protection": {"relation": relation}}))
-        sampler = configured_sampler(config, load_data(config, arrays(60)))
-        found[relation] = with_sampled_noise(config, sampler).protection.noise_multiplier or 0.0
+        plan = RunPlan.resolve(config, load_data(config, arrays(60)))
+        found[relation] = plan.config.protection.noise_multiplier or 0.0
     assert found["replace_one"] > 1.3 * found["zero_out"]
 
 
@@ -174,7 +173,7 @@ def test_constants_of_add_or_remove_are_checked_by_the_code(tmp_path: Path) -> N
 def test_a_typed_probability_is_the_sampler_whatever_the_number() -> None:
     config = load_config(merged(ADDED, {"sampler": {"batch_size": 4096}}))
     for n in (40, 150):
-        sampler = configured_sampler(config, load_data(config, arrays(n)))
+        sampler = build_sampler(config, load_data(config, arrays(n)))
         assert isinstance(sampler, PoissonSampler)
         assert (sampler.sampling_probability, sampler.steps_per_epoch) == (0.25, 4)
 

@@ -20,8 +20,7 @@ from training.config.kinds import KINDS
 from training.config.reading import flat, merged, nested, stored_config
 from training.config.run import effects_of, unused
 from training.data import from_arrays
-from training.sweeps.points import points_of
-from training.sweeps.spec import read_spec
+from training.sweeps.spec import points_of, read_spec
 
 ALWAYS = {
     *("schema_version", "mode", "epochs", "loss", "threads", "torch_device"),
@@ -291,7 +290,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ),
     (
         ["evaluate", "run", "--data", "digits", "--arrays", "a.npz"],
-        "one of them is enough; leave the other out",
+        "only one of them can be used; leave the other out",
     ),
     (["curve", "spec.toml", "--draw-only", "--jobs", "2"], "--draw-only trains nothing; leave --jobs"),
     (
@@ -340,7 +339,7 @@ def test_a_noise_key_that_is_no_axis_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "spec.toml"
     file.write_text(SPEC.format(noise="optimizer.lrr", rate=0.1))
     with pytest.raises(
-        ConfigError, match=r"line 3: noise: .* no axis of this sweep; did you mean 'optimizer.lr'"
+        ConfigError, match=r"noise: .* is not an axis of this sweep; take one of optimizer.lr"
     ):
         points_of(*read_spec(file))
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import training
-from benchmarks.device_faults import AT_STEP, description_file, weights
-from opusim.devices.registry import open_device, register_device
+from benchmarks.devices.faults import AT_STEP, description_file, weights
+from opusim.devices.kinds import register_device
+from opusim.devices.registry import open_device
 from opusim.errors import DeviceError, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.convex.gated import GatedNetwork, GatedRelu
-from training.convex.objectives import Objective
-from training.convex.trainer import ConvexTrainer, Descent
+from training.convex.trainer import ConvexTrainer, Descent, Objective
 from training.protections.base import DeviceNormals
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 

@@ -12,8 +12,7 @@ import torch
 from accounting.convex.constants import OBJECTIVES, log_expansion, residual_bound, smoothness
 from opusim import open_device
 from training.convex.gated import GatedNetwork, GatedRelu, device_hyperplanes, seeded_hyperplanes
-from training.convex.objectives import Objective
-from training.convex.trainer import ConvexTrainer, Descent
+from training.convex.trainer import ConvexTrainer, Descent, Objective
 
 D, P, K, N = 7, 12, 3, 40
 

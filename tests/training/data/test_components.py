@@ -33,7 +33,7 @@ def test_components_are_those_of_the_singular_value_decomposition(whitening: flo
     _, singular, right = np.linalg.svd(centred, full_matrices=False)
     stds = singular[:SMALL] / N**0.5
     scaled = stds ** (1 - whitening) / np.sqrt(np.mean(stds ** (2 - 2 * whitening)))
-    found = PrincipalComponents.of(x, SMALL, whitening=whitening).apply(x).double().numpy()
+    found = PrincipalComponents.fit(x, SMALL, whitening=whitening).apply(x).double().numpy()
     expected = centred @ right[:SMALL].T / stds * scaled
     signs = np.sign(np.sum(found * expected, axis=0))  # a singular vector is known up to its sign
     np.testing.assert_allclose(found * signs, expected, rtol=1e-4, atol=1e-4)
@@ -42,7 +42,7 @@ def test_components_are_those_of_the_singular_value_decomposition(whitening: flo
 
 
 def test_axes_are_orthogonal_and_their_sign_is_settled() -> None:
-    components = PrincipalComponents.of(records(), D, whitening=0.3)
+    components = PrincipalComponents.fit(records(), D, whitening=0.3)
     gram = components.axes.T @ components.axes
     np.testing.assert_allclose(gram, np.diag(np.diag(gram)), atol=1e-9 * gram.max())
     largest = np.abs(components.axes).argmax(axis=0)
@@ -51,7 +51,7 @@ def test_axes_are_orthogonal_and_their_sign_is_settled() -> None:
 
 
 def test_components_come_back_from_their_file_bit_for_bit(tmp_path: Path) -> None:
-    components = PrincipalComponents.of(records(), SMALL, whitening=0.5)
+    components = PrincipalComponents.fit(records(), SMALL, whitening=0.5)
     assert components.to_array().shape == (SMALL + 1, D)
     write_array(tmp_path / "components.safetensors", components.to_array())
     back = PrincipalComponents.from_array(read_array(tmp_path / "components.safetensors"))
@@ -65,7 +65,7 @@ def test_only_training_records_shape_the_map() -> None:
     """Validation and test records are carried along by the map of the training records."""
     x, y = records().numpy(), np.arange(N) % 3
     dataset = from_arrays(x, y, n_classes=3, validation_fraction=0.2, split_seed=0)
-    components = PrincipalComponents.of(dataset.train.x, SMALL, whitening=0.5)
+    components = PrincipalComponents.fit(dataset.train.x, SMALL, whitening=0.5)
     small = reduced(dataset, components)
     assert torch.equal(small.validation.x, components.apply(dataset.validation.x))
     assert torch.equal(small.train.y, dataset.train.y)
@@ -75,11 +75,11 @@ def test_only_training_records_shape_the_map() -> None:
 
 def test_too_many_components_are_refused() -> None:
     with pytest.raises(ValueError, match="data.components = 8 exceeds the 7 features"):
-        PrincipalComponents.of(records(), 8, whitening=0.5)
+        PrincipalComponents.fit(records(), 8, whitening=0.5)
     flat = records()
     flat[:, 3:] = flat[:, :1]
-    with pytest.raises(ValueError, match="vary in 3 directions only"):
-        PrincipalComponents.of(flat, 4, whitening=0.5)
+    with pytest.raises(ValueError, match="vary only in 3 directions"):
+        PrincipalComponents.fit(flat, 4, whitening=0.5)
 
 
 CONFIG = {

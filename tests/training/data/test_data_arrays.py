@@ -15,7 +15,7 @@ from scipy.stats import norm
 
 from training.data import Dataset, Split, from_arrays, load_dataset
 from training.data.dataset import Standardisation
-from training.data.splits import hold_out, seeded_permutation
+from training.data.splits import seeded_permutation, split_by_index
 
 X = np.arange(60, dtype=np.float64).reshape(20, 3)
 Y = np.arange(20) % 4
@@ -120,14 +120,14 @@ class TestArrays:
             (
                 {"y": Y + 1, "n_classes": 4},
                 ValueError,
-                "labels from 0 to 3, got 1 to 4: count classes from 0",
+                "labels from 0 to 3, got 1 to 4: number the classes from 0",
             ),
             (
                 {"y": Y * 0},
                 ValueError,
-                "n_classes = 1: must be an integer in [2, inf]; it counts all classes",
+                "n_classes = 1: must be at least 2; it counts all classes",
             ),
-            ({"n_classes": 1}, ValueError, "n_classes = 1: must be an integer in [2, inf]"),
+            ({"n_classes": 1}, ValueError, "n_classes = 1: must be at least 2"),
             ({"n_classes": 4.0}, TypeError, "n_classes = 4.0: must be an integer, not float"),
             ({"test": X}, TypeError, "test must be a pair (features, labels), got ndarray"),
             ({"test": (X[:, :2], Y)}, ValueError, "test[0] has 2 features and x has 3"),
@@ -163,7 +163,7 @@ class TestHoldingOut:
         assert seeded_permutation(n, seed).sort().values.tolist() == list(range(n))
 
     def test_the_parts_are_disjoint_and_complete(self) -> None:
-        kept, held_out = hold_out(1000, 0.1, seed=3)
+        kept, held_out = split_by_index(1000, 0.1, seed=3)
         assert (len(kept), len(held_out)) == (900, 100)
         assert sorted(kept.tolist() + held_out.tolist()) == list(range(1000))
 
@@ -182,7 +182,7 @@ class TestHoldingOut:
         assert seeded_permutation(8, 0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
 
     def test_every_record_is_held_out_equally_often(self) -> None:
-        assert _held_out_deviation(lambda seed: hold_out(20, 0.25, seed)[1]) < LIMIT
+        assert _held_out_deviation(lambda seed: split_by_index(20, 0.25, seed)[1]) < LIMIT
 
     def test_a_last_record_that_is_never_held_out_is_caught(self) -> None:
         assert _held_out_deviation(lambda seed: seeded_permutation(19, seed)[:5]) > 2 * LIMIT
@@ -218,7 +218,7 @@ class TestStandardisation:
             ({"std": 0.0}, "std must be above 0 everywhere"),
             ({"std": (1.0, -1.0)}, "std must be above 0 everywhere"),
             ({"mean": float("nan")}, "mean must be finite"),
-            ({"mean": (0.0,), "std": (1.0, 1.0)}, "one entry for each feature"),
+            ({"mean": (0.0,), "std": (1.0, 1.0)}, "one entry per feature"),
         ],
     )
     def test_refuses_constants_that_are_no_scale(self, changes: dict[str, Any], message: str) -> None:

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from training.data import load_dataset
-from training.data.cifar10 import ARCHIVE, CLASSES, read_cifar10
 from training.data.dataset import DataError
+from training.data.formats import ARCHIVE, CLASSES, read_cifar10
 
 
 def jpeg(colour: tuple[int, int, int], size: tuple[int, int] = (32, 32)) -> bytes:
@@ -63,7 +63,7 @@ def test_a_second_call_reads_what_the_first_one_decoded(
     assert [path.name for path in (tmp_path / ARCHIVE).parent.iterdir() if path.suffix == ".npz"] == [
         "cifar10.npz"
     ]
-    monkeypatch.setattr("training.data.cifar10._decode", None)
+    monkeypatch.setattr("training.data.formats._decode", None)
     second = read_cifar10(tmp_path)
     for part in first:
         assert all((a == b).all() for a, b in zip(first[part], second[part], strict=True))
@@ -107,7 +107,7 @@ def test_it_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train/airplane/0000.jpg": b"no image"}, "airplane/0000.jpg is no readable image"),
+        ({"train/airplane/0000.jpg": b"no image"}, "airplane/0000.jpg is no readable JPEG image"),
         ({"train/airplane/0000.jpg": jpeg((1, 2, 3), (16, 32))}, "16 x 32 pixels, not 32 x 32"),
         ({"train/lorry/0000.jpg": jpeg((1, 2, 3))}, "holds the classes.*not those of CIFAR-10"),
     ],

@@ -17,7 +17,7 @@ import pytest
 
 import training
 from opusim import load_description, open_device
-from opusim.calibration.certificate import Certificate, GaussianLaw, digest_of
+from opusim.devices.certificate import Certificate, GaussianLaw, digest_of
 from training.cli import main
 from training.data import formats as data_folder
 from training.errors import RunFolderError
@@ -188,8 +188,7 @@ SPEC = 'title = "t"\nconfig = { trainer = { kind = "bp" }, model = { hidden = [4
 def test_rows_of_sweeps(tmp_path: Path, opusim: Callable[..., tuple[int, str]], damage: str) -> None:
     (tmp_path / "spec.toml").write_text(SPEC)
     arguments = ("curve", tmp_path / "spec.toml", "--draw-only", "--out", tmp_path / "sweep")
-    from training.sweeps.points import points_of
-    from training.sweeps.spec import read_spec
+    from training.sweeps.spec import points_of, read_spec
 
     (point,) = points_of(*read_spec(tmp_path / "spec.toml"))
     rows = tmp_path / "sweep" / "rows"

@@ -203,7 +203,7 @@ def test_what_a_sampler_says_about_itself(
             TypeError,
             "batch_size = None: scheme 'fixed-size' needs a batch size",
         ),
-        (("shuffled-epochs", 0, 1, 0), {}, ValueError, r"n_records = 0: must be an integer in \[1, inf\]"),
+        (("shuffled-epochs", 0, 1, 0), {}, ValueError, r"n_records = 0: must be at least 1"),
         (("shuffled-epochs", 10, 2, -1), {}, ValueError, r"seed = -1: must be an integer in \[0, "),
         (("full-batch", 10, 4, 0), {}, ValueError, "batch_size = 4: must be None or n_records = 10"),
         (("poisson", 10, 2, 0), {"drop_last": True}, TypeError, "'poisson' has no option 'drop_last'.*none"),

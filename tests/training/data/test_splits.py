@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from training.data import Dataset, from_arrays, load_dataset
-from training.data.splits import hold_out_by_content, hold_out_by_id
+from training.data.splits import split_by_content, split_by_id
 
 WIDTH = 4
 FLOATS = hnp.arrays(
@@ -33,7 +33,7 @@ def rows(split: Any) -> list[tuple[float, ...]]:
 
 def sides(x: np.ndarray, fraction: float = 0.4, seed: int = 0) -> list[bool]:
     """Whether each record is held out."""
-    _, held_out = hold_out_by_content(torch.from_numpy(x), fraction, seed)
+    _, held_out = split_by_content(torch.from_numpy(x), fraction, seed)
     found = [False] * len(x)
     for position in held_out.tolist():
         found[position] = True
@@ -88,8 +88,8 @@ def test_equal_numbers_are_equal_records(x: np.ndarray) -> None:
     assert sides(negative) == sides(np.abs(x) * np.sign(x) + np.float32(0)) == sides(x)
     features = torch.from_numpy(x)
     for same in (features.T.contiguous().T, features.clone()):
-        kept = hold_out_by_content(same, 0.4, 0)[0]
-        assert torch.equal(kept, hold_out_by_content(features, 0.4, 0)[0])
+        kept = split_by_content(same, 0.4, 0)[0]
+        assert torch.equal(kept, split_by_content(features, 0.4, 0)[0])
 
 
 def test_every_nan_is_one() -> None:
@@ -118,9 +118,9 @@ def test_labels_have_no_say() -> None:
 def test_the_rule_is_the_same_in_every_version() -> None:
     """Frozen: a run that is resumed, or audited, by a later version must find its own split again."""
     x = np.arange(40, dtype=np.float32).reshape(10, WIDTH) / 8
-    assert hold_out_by_content(torch.from_numpy(x), 0.5, 7)[1].tolist() == [1, 3, 5, 8]
-    assert hold_out_by_id([f"p{number}" for number in range(10)], 0.5, 7)[1].tolist() == [0, 3, 5, 8]
-    assert hold_out_by_id(np.arange(10), 0.5, 7)[1].tolist() == [1, 4]
+    assert split_by_content(torch.from_numpy(x), 0.5, 7)[1].tolist() == [1, 3, 5, 8]
+    assert split_by_id([f"p{number}" for number in range(10)], 0.5, 7)[1].tolist() == [0, 3, 5, 8]
+    assert split_by_id(np.arange(10), 0.5, 7)[1].tolist() == [1, 4]
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 0.9])
@@ -132,9 +132,9 @@ def test_the_share_held_out_is_the_fraction(rule: str, fraction: float) -> None:
 
     def held_out(seed: int) -> set[int]:
         parts = (
-            hold_out_by_content(x, fraction, seed)
+            split_by_content(x, fraction, seed)
             if rule == "content"
-            else hold_out_by_id(range(n), fraction, seed)
+            else split_by_id(range(n), fraction, seed)
         )
         assert sorted(torch.cat(parts).tolist()) == list(range(n))
         return set(parts[1].tolist())
@@ -148,14 +148,14 @@ def test_ids_of_any_spelling() -> None:
     texts = ["7", "8", "Zoë", ""] * 5
     numbers = [7, 8, 2**70, -1] * 5
     for values in (texts, numbers):
-        kept, held_out = hold_out_by_id(values, 0.5, 3)
+        kept, held_out = split_by_id(values, 0.5, 3)
         by_id = {values[p]: {q % 4 for q in range(20) if values[q] == values[p]} for p in kept.tolist()}
         assert not set(by_id) & {values[p] for p in held_out.tolist()}  # records of one ID on one side
     same = [
-        hold_out_by_id(ids, 0.5, 3)[0].tolist() for ids in (np.arange(50), torch.arange(50), list(range(50)))
+        split_by_id(ids, 0.5, 3)[0].tolist() for ids in (np.arange(50), torch.arange(50), list(range(50)))
     ]
     assert same[0] == same[1] == same[2]
-    assert hold_out_by_id(np.array(texts), 0.5, 3)[0].tolist() == hold_out_by_id(texts, 0.5, 3)[0].tolist()
+    assert split_by_id(np.array(texts), 0.5, 3)[0].tolist() == split_by_id(texts, 0.5, 3)[0].tolist()
 
 
 def test_a_part_may_be_empty_but_not_the_training_records() -> None:
@@ -170,10 +170,15 @@ def test_a_part_may_be_empty_but_not_the_training_records() -> None:
 @pytest.mark.parametrize(
     ("split", "ids", "error", "message"),
     [
-        ("index", [1, 2, 3], ValueError, "split = 'index' with ids: IDs decide for split = 'id' only"),
+        (
+            "index",
+            [1, 2, 3],
+            ValueError,
+            "split = 'index' with ids: split = 'id' needs ids, and only it takes them",
+        ),
         ("content", [1, 2, 3], ValueError, "split = 'content' with ids"),
         ("id", None, ValueError, "split = 'id' without ids"),
-        ("id", [1, 2], ValueError, "x has 3 records and ids 2 entries; give one ID a record"),
+        ("id", [1, 2], ValueError, "x has 3 records and ids 2 entries; give one ID per record"),
         ("id", [1.0, 2, 3], TypeError, "ids must be whole numbers or strings, got float at position 0"),
         ("id", [1, True, 3], TypeError, "got bool at position 1"),
         ("label", None, ValueError, "split = 'label'"),

@@ -12,12 +12,12 @@ from accounting.composition import guarantees
 from accounting.guarantee import Status, Unit
 from accounting.labels.leverage import label_distance
 from accounting.labels.mechanisms import LabelOnce
-from opusim.camera.count_law import OperatingPoint
+from opusim.camera.exposure import OperatingPoint
 from opusim.description.loading import load_description
 from opusim.devices.registry import open_device
 from training.cli.app import app
 from training.device_privacy.camera import (
-    LEAST_SHARE,
+    MIN_SHARE,
     LabelCounts,
     label_counts,
     target_rows,
@@ -107,7 +107,7 @@ def test_tables_say_what_no_temperature_can_do(counts: LabelCounts) -> None:
     assert "of the described" in back["laser light"]["setting"]
     assert back["bias light"]["setting"].endswith("a pixel holds 3995")
     strict = {row["by"]: row["setting"] for row in target_rows(replace(counts, delta=1e-12), [0.5])}
-    assert strict["exposure"].startswith(f"none: even {LEAST_SHARE:g} of the described proves no less than")
+    assert strict["exposure"].startswith(f"none: even {MIN_SHARE:g} of the described exposure still gives")
 
 
 def test_a_camera_without_dark_current_has_no_temperatures() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.device_faults import EVERY_STEPS, description_file, inject, train, undisturbed
+from benchmarks.devices.faults import EVERY_STEPS, description_file, inject, train, undisturbed
 from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse
-from opusim.devices.registry import register_device
+from opusim.devices.kinds import register_device
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.reports.run_report import write_report
 

@@ -14,7 +14,7 @@ from torch import nn
 import training
 from training.config.sections import OptimizerConfig
 from training.engine.loop import Engine
-from training.engine.optimizers import TailAverage, make_optimizer, set_learning_rate
+from training.networks.optimizers import TailAverage, make_optimizer, set_learning_rate
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 
 LAWS = {

@@ -61,7 +61,7 @@ def test_models_whose_parameters_cannot_be_trained_alone_are_refused(tmp_path: P
     frozen[0].requires_grad_(False)
     shared = nn.Linear(5, 5)
     twice = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(5, 3))
-    for model, message in ((frozen, "layer 1 is frozen"), (twice, "layer 2 is used twice")):
+    for model, message in ((frozen, "layer 1 is frozen"), (twice, "layer 2 shares parameters")):
         with pytest.raises(ValueError, match=message):
             training.train(CONFIG, data=data(), model=model, folder=tmp_path)
     assert not list(tmp_path.iterdir())

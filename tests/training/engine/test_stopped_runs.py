@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from accounting.ledger.ledger import LedgerContent
 from tests.support.stop_harness import STEPS
 from training.runs.folder import RunFolder
 
-HARNESS = Path(__file__).parents[2] / "support" / "stop_harness.py"
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +40,8 @@ class Story:
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
     root = tmp_path_factory.mktemp("stories")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(
-        [sys.executable, str(HARNESS), str(root)], capture_output=True, text=True, env=environment
-    )
+    command = [sys.executable, "-m", "tests.support.stop_harness", str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return {
         name: Story(

@@ -12,10 +12,10 @@ from opusim.devices.base import NoisyDevice
 from opusim.encodings import bit_planes
 from training.config.kinds import TRAINERS
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
 from training.feedback.rules import DeviceProjection
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
+from training.networks.optimizers import make_optimizer
 
 CLASSES, OUTPUTS, SIGMA, BATCH = 4, 30, 0.37, 9
 
@@ -146,5 +146,5 @@ def test_a_noisy_devices_columns_are_means_of_readings(seed: int) -> None:
 def test_without_a_feedback_matrix_or_a_hidden_layer_it_is_refused(
     kind: str, widths: tuple[int, ...]
 ) -> None:
-    with pytest.raises(ValueError, match="model.initial_output = 'feedback' takes.*has none: use 'random'"):
+    with pytest.raises(ValueError, match="model.initial_output = 'feedback' needs.*has none; use 'random'"):
         trainer_of(network_of(*widths), kind).start_from_feedback()

@@ -11,12 +11,12 @@ from opusim.encodings import ternarize
 from opusim.medium.transmission import Medium
 from opusim.randomness.streams import noise_stream
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
 from training.errors import TrainingDiverged
 from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig, TdfaConfig
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.losses import cross_entropy
+from training.networks.functions import cross_entropy
 from training.networks.network import FullyConnected
+from training.networks.optimizers import make_optimizer
 
 WIDTHS = (9, 12, 15, 4)  # inputs, two hidden layers, classes
 SIGMA = 0.37
@@ -195,7 +195,7 @@ def test_nan_in_the_error_stops_before_the_update() -> None:
     x, y = batch()
     x[3, 2] = float("nan")
     before = [parameter.detach().clone() for parameter in network.parameters]
-    with pytest.raises(TrainingDiverged, match="step 7.*NaN or infinity.*optimizer.lr"):
+    with pytest.raises(TrainingDiverged, match="step 7.*NaN or infinite.*optimizer.lr"):
         trainer.step(x, y, step=7)
     assert all(torch.equal(a, b) for a, b in zip(before, network.parameters, strict=True))
 

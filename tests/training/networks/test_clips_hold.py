@@ -15,8 +15,7 @@ from opusim.randomness.streams import SystemStream, noise_stream
 from tests.support.extreme_records import KINDS, LARGEST, SIZES, SUBNORMAL, extreme
 from tests.support.ulr_models import MODELS, Residual
 from training.convex.gated import GatedNetwork, GatedRelu
-from training.convex.objectives import Objective
-from training.convex.trainer import ConvexTrainer, Descent
+from training.convex.trainer import ConvexTrainer, Descent, Objective
 from training.feedback.rules import _sum
 from training.networks.base import LayeredNetwork
 from training.networks.clipping import (
@@ -31,7 +30,7 @@ from training.networks.clipping import (
 from training.networks.network import FullyConnected
 from training.protections.amplified_labels import AmplifiedLabels
 from training.protections.base import with_constant
-from training.protections.record import RecordProtection
+from training.protections.record import RecordGradients
 from training.ulr.network import ModuleSequence
 from training.zeroth_order.trainer import loss_differences
 
@@ -78,8 +77,8 @@ def shapes(network: LayeredNetwork) -> list[tuple[tuple[int, ...], tuple[int, ..
     ]
 
 
-def shield(clip: float, *, by_layer: bool = False) -> RecordProtection:
-    return RecordProtection(
+def shield(clip: float, *, by_layer: bool = False) -> RecordGradients:
+    return RecordGradients(
         clip_norm=clip, noise_multiplier=0.0, divisor=1.0, noise=SystemStream(), by_layer=by_layer
     )
 
@@ -89,7 +88,7 @@ def parameters(network: LayeredNetwork) -> list[nn.Parameter]:
 
 
 def added(
-    network: LayeredNetwork, protection: RecordProtection, deltas: list[Tensor], inputs: list[Tensor]
+    network: LayeredNetwork, protection: RecordGradients, deltas: list[Tensor], inputs: list[Tensor]
 ) -> Tensor:
     """What a batch adds to the gradients, float64, flat."""
     protection.set_gradients(network, deltas, inputs)
@@ -204,7 +203,7 @@ def test_one_record_does_not_decide_how_others_are_summed(name: str) -> None:
         for side in zip(*shapes(network), strict=True)
     ]
     clip, divisor = 1e-12, 3.0
-    protection = RecordProtection(clip_norm=clip, noise_multiplier=0.0, divisor=divisor, noise=SystemStream())
+    protection = RecordGradients(clip_norm=clip, noise_multiplier=0.0, divisor=divisor, noise=SystemStream())
 
     def total(value: float) -> Tensor:
         batch = [[torch.cat([rows, torch.full_like(rows[:1], value)]) for rows in side] for side in others]
@@ -420,7 +419,7 @@ def test_noise_that_float32_cannot_hold_is_refused(
     clip: float, multiplier: float, divisor: float, name: str
 ) -> None:
     with pytest.raises(ValueError, match=name):
-        RecordProtection(clip_norm=clip, noise_multiplier=multiplier, divisor=divisor, noise=SystemStream())
+        RecordGradients(clip_norm=clip, noise_multiplier=multiplier, divisor=divisor, noise=SystemStream())
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from training.feedback.rules import Backpropagation
-from training.networks.activations import ACTIVATIONS, activation_of
-from training.networks.losses import LOSSES
-from training.networks.network import FullyConnected, LayerShape, build_model
+from training.networks.functions import ACTIVATIONS, LOSSES, activation_of
+from training.networks.network import FullyConnected, LayerShape, build_sequential
 
 MODULES = {"tanh": nn.Tanh, "relu": nn.ReLU, "sigmoid": nn.Sigmoid, "gelu": nn.GELU, "identity": nn.Identity}
 
@@ -19,7 +18,7 @@ def model(activation: str, *, bias: bool = True, output: str = "identity") -> nn
         LayerShape(n_outputs=6, activation=activation, bias=bias),
         LayerShape(n_outputs=4, activation=output, bias=bias),
     ]
-    return build_model(5, layers, generator=generator, gain=2.7).double().float()
+    return build_sequential(5, layers, generator=generator, gain=2.7).double().float()
 
 
 def batch(size: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +32,7 @@ def test_derivative_equals_autograd(name: str) -> None:
     h = MODULES[name]()(z)
     (expected,) = torch.autograd.grad(h.sum(), z)
     phi = ACTIVATIONS[name]
-    found = phi.derivative(z.detach(), phi(z.detach()))
+    found = phi.derivative(z.detach(), phi.function(z.detach()))
     torch.testing.assert_close(found, expected)
     low, high = phi.slope_bounds
     assert low <= found.abs().min() + 1e-12
@@ -69,7 +68,7 @@ def test_backpropagation_equals_autograd(activation: str, loss: str, bias: bool)
 def test_clipped_neurons_equal_autograd() -> None:
     layers = [LayerShape(n_outputs=7, activation="tanh", bias=True, tau_h_max=0.9, tau_h_min=0.2)]
     layers += [LayerShape(n_outputs=4, activation="identity", bias=True)]
-    net = build_model(5, layers, generator=torch.Generator().manual_seed(5), gain=2.7)
+    net = build_sequential(5, layers, generator=torch.Generator().manual_seed(5), gain=2.7)
     x, y = batch(50)
     expected = torch.autograd.grad(nn.functional.cross_entropy(net(x), y), list(net.parameters()))
     network = FullyConnected(net)
@@ -118,7 +117,7 @@ def test_initialisation_is_seeded_and_leaves_global_state_alone() -> None:
         (nn.Sequential(), "holds no nn.Linear"),
         (nn.Sequential(nn.Linear(3, 2), nn.Dropout()), "no closed-form layer gradient for Dropout"),
         (nn.Sequential(nn.Tanh(), nn.Linear(3, 2)), "does not follow an nn.Linear"),
-        (nn.Sequential(nn.Linear(3, 2), nn.Linear(4, 2)), "takes 4 inputs but layer 1 gives 2"),
+        (nn.Sequential(nn.Linear(3, 2), nn.Linear(4, 2)), "takes 4 inputs but layer 1 has 2 outputs"),
         (nn.Sequential(nn.Linear(3, 2).double()), "float32"),
     ],
 )

@@ -22,14 +22,13 @@ from opusim import open_device
 from opusim.randomness.streams import NoiseStream, SeededStream, noise_stream
 from training.config import RunConfig, load_config
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
-from training.feedback.algorithm import feedback_options
+from training.engine.plan import RunPlan, build_sampler
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.activations import ACTIVATIONS
+from training.networks.functions import ACTIVATIONS
 from training.networks.network import FullyConnected
+from training.networks.optimizers import make_optimizer
 from training.protections import budgeted_labels
 from training.protections.budgeted_labels import BudgetedLabels
-from training.protections.build import make_protection
 from training.protections.metric import batch_leverages
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 
@@ -124,6 +123,7 @@ def charged_and_exact(
             "trainer": settings,
             "loss": loss,
             "model": {"output_activation": output},
+            "sampler": {"batch_size": 1},
             "protection": {
                 "kind": "label-budget", "epsilon": 1.0, "clip_norm": clip, "noise_multiplier": Z, "floor": FLOOR
             },
@@ -132,7 +132,7 @@ def charged_and_exact(
     means, charged = [], 0.0
     for label in range(n_classes):
         y[record] = label
-        shield = _silent(config, m)
+        shield = _silent(config, network, m)
         device = open_device("ideal", n_inputs=n_classes, n_outputs=max(sum(widths[1:-1]), 1))
         optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
         trainer = FeedbackTrainer(
@@ -146,11 +146,13 @@ def charged_and_exact(
     return charged, exact
 
 
-def _silent(config: RunConfig, n_records: int) -> BudgetedLabels:
+def _silent(config: RunConfig, network: FullyConnected, n_records: int) -> BudgetedLabels:
     """The protection that a run would take, without noise and with all the budget in the world."""
     x, y = np.zeros((n_records, 2)), np.zeros(n_records, dtype=np.int64)
     dataset = training.data.from_arrays(x, y, n_classes=2, validation_fraction=0.0, split_seed=0)
-    shield = make_protection(config, feedback_options(config), dataset, None)
+    sampler = build_sampler(config, dataset)
+    plan = RunPlan(config=config, dataset=dataset, network=network, sampler=sampler, description=None)
+    shield = plan.protection.gradients(None)
     assert isinstance(shield, BudgetedLabels)
     shield._noise = NoNoise()
     shield._filter.budget_mu = BIG

@@ -14,7 +14,8 @@ from scipy.stats import kstest, norm
 import training
 from opusim import open_device
 from opusim.errors import ConfigError
-from opusim.noise import DiscreteNoise, GaussianNoise
+from opusim.noise import GaussianNoise
+from tests.support.discrete_noise import DiscreteNoise
 from training.protections.base import DeviceNormals
 
 N_OUTPUTS, SIZE = 50, 40_000

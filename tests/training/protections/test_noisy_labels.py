@@ -20,14 +20,15 @@ from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism, RandomizedResponse
 from opusim import open_device
 from opusim.errors import ConfigError
-from opusim.noise import DiscreteNoise
 from opusim.randomness.streams import SeededStream
+from tests.support.discrete_noise import DiscreteNoise
 from training.feedback.rules import _CALIBRATION_STEP
-from training.protections import build as choice
 from training.protections import noisy_labels
 from training.protections.noisy_labels import (
     LABEL_STEP,
+    LabelReadoutProtection,
     NoisyLabels,
+    RandomizedResponseProtection,
     randomize,
     read_once,
     read_once_through,
@@ -139,11 +140,13 @@ class _NoMatrix:
     """Hardware: it cannot tell its matrix."""
 
     name = "hardware"
+    capabilities = frozenset({"project", "draw"})
     noise = device_of(1.0).noise
 
 
 class _Counts(_NoMatrix):
     name = "counter"
+    capabilities = frozenset({"project", "draw", "matrix"})
     noise = DiscreteNoise(values=np.array([-1.0, 1.0]), log_masses=np.log([0.5, 0.5]))
 
     def matrix(self) -> torch.Tensor:
@@ -260,13 +263,8 @@ def test_true_labels_never_reach_the_weights(
     x, y = data()
     training.train(config, data=(x, y), folder=tmp_path / "first")
     kept = torch.from_numpy(read_array(tmp_path / "first" / "labels.safetensors"))
-    look = choice._look
-
-    def look_at_the_kept(*arguments: Any) -> torch.Tensor:
-        look(*arguments)  # pays
-        return kept
-
-    monkeypatch.setattr(choice, "_look", look_at_the_kept)
+    for protection in (LabelReadoutProtection, RandomizedResponseProtection):
+        monkeypatch.setattr(protection, "look", _kept_after(protection.look, kept))
     training.train(config, data=(x, (y + 1) % 3), folder=tmp_path / "second")
     first, second = tensors(tmp_path / "first"), tensors(tmp_path / "second")
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -280,7 +278,7 @@ def test_planted_fault_true_labels_in_training_are_caught(
 ) -> None:
     x, y = data()
     kept = likelihoods(54)[:, :3]
-    monkeypatch.setattr(choice, "_look", lambda config, dataset, device, ledger: _paid(ledger, kept))
+    monkeypatch.setattr(LabelReadoutProtection, "look", lambda self, device, pay: _paid(pay, kept))
     monkeypatch.setattr("training.feedback.trainer.FeedbackTrainer._targets", lambda self, o, y, r, s: y)
     for name, labels in (("first", y), ("second", (y + 1) % 3)):
         training.train(ONCE, data=(x, labels), folder=tmp_path / name)
@@ -288,9 +286,19 @@ def test_planted_fault_true_labels_in_training_are_caught(
     assert not all(torch.equal(first[name], second[name]) for name in first)
 
 
-def _paid(ledger: Any, scores: torch.Tensor) -> torch.Tensor:
-    ledger.pay_once("labels", LabelOnce(mu=0.1))
+def _paid(pay: Any, scores: torch.Tensor) -> torch.Tensor:
+    pay(LabelOnce(mu=0.1))
     return scores
+
+
+def _kept_after(look: Callable[..., torch.Tensor], kept: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """A look that pays, and then gives what another look found."""
+
+    def look_at_the_kept(*arguments: Any) -> torch.Tensor:
+        look(*arguments)
+        return kept
+
+    return look_at_the_kept
 
 
 def readings_of(config: dict, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
@@ -359,13 +367,17 @@ def test_label_and_calibration_steps_are_no_training_steps() -> None:
 def test_a_resumed_run_neither_reads_nor_pays_again(
     tmp_path: Path, config: dict, mode: str, monkeypatch: pytest.MonkeyPatch, stop_at: type
 ) -> None:
-    looks, look = [], choice._look
+    looks: list[str] = []
 
-    def counted(*arguments: Any) -> torch.Tensor:
-        looks.append(1)
-        return look(*arguments)
+    def counted(look: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def look_and_count(*arguments: Any) -> torch.Tensor:
+            looks.append("look")
+            return look(*arguments)
 
-    monkeypatch.setattr(choice, "_look", counted)
+        return look_and_count
+
+    for protection in (LabelReadoutProtection, RandomizedResponseProtection):
+        monkeypatch.setattr(protection, "look", counted(protection.look))
     config = {**config, "mode": mode}
     with pytest.raises(KeyboardInterrupt):
         training.train(config, data=data(), folder=tmp_path / "broken", watcher=stop_at(6))
@@ -389,7 +401,7 @@ def test_a_look_that_was_paid_for_and_lost(
 ) -> None:
     """Killed between payment and file: the same look is taken again for nothing, a fresh one is not affordable."""
     with monkeypatch.context() as patch:
-        patch.setattr(choice, "write_array", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(noisy_labels, "write_array", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             training.train({**ONCE, "mode": mode}, data=data(), folder=tmp_path)
     if mode == "release":

@@ -16,12 +16,12 @@ from accounting.errors import NoGuarantee
 from opusim.randomness.streams import noise_stream
 from training.config.reading import merged
 from training.config.sections import OptimizerConfig
-from training.engine.assembly import load_data
-from training.engine.optimizers import make_optimizer
+from training.engine.plan import load_data
 from training.feedback.config import BpConfig, TdfaConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected, outer_squared_norms
-from training.protections.record import RecordProtection, layer_norms
+from training.networks.optimizers import make_optimizer
+from training.protections.record import RecordGradients, layer_norms
 
 CLIP, DIVISOR = 0.27, 17.0
 
@@ -40,8 +40,8 @@ def parts(batch: int = 13) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return deltas, inputs
 
 
-def protection(noise_multiplier: float = 0.0, seed: int = 5) -> RecordProtection:
-    return RecordProtection(
+def protection(noise_multiplier: float = 0.0, seed: int = 5) -> RecordGradients:
+    return RecordGradients(
         clip_norm=CLIP,
         noise_multiplier=noise_multiplier,
         divisor=DIVISOR,

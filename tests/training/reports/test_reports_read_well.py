@@ -17,9 +17,8 @@ from training.reports.run_report import RELEASE_DASHES, run_name, summary_row, w
 from training.reports.sweep_report import setting_rows, write_sweep
 from training.runs.run import Run
 from training.sweeps.curves import SweepResult
-from training.sweeps.points import points_of
 from training.sweeps.rows import SweepFolder, row_of
-from training.sweeps.spec import SpecText, parse_spec
+from training.sweeps.spec import SpecText, parse_spec, points_of
 
 SMALL: dict[str, Any] = {"threads": 1, "data": {"name": "digits"}, "model": {"hidden": [8]}, "epochs": 1}
 RELEASED = {
@@ -97,7 +96,9 @@ def test_a_release_run_says_why_it_has_dashes(
 
     page = write_report(released).read_text()
     assert RELEASE_DASHES.replace("'", "&#39;") in page
-    assert "in this report are not covered" not in page
+    uncovered = "They do not cover the losses, accuracies, norms, frames and times in this report."
+    assert uncovered not in page
+    assert uncovered in write_report(one_epoch).read_text()
     assert RELEASE_DASHES not in write_report(one_epoch).read_text()
     print_run(released, released.folder.report_file)
     assert RELEASE_DASHES in " ".join(capsys.readouterr().out.split())

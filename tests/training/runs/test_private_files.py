@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +15,14 @@ import pytest
 
 import training
 from opusim import files
+from tests.support.command import opusim
 from training.reports.run_report import write_report
 from training.reports.sweep_report import write_sweep
 from training.runs.run import load_run
 from training.sweeps.curves import SweepResult
 from training.sweeps.execution import run_sweep
-from training.sweeps.points import points_of
 from training.sweeps.rows import SweepFolder
-from training.sweeps.spec import read_spec
+from training.sweeps.spec import points_of, read_spec
 
 SMALL: dict[str, Any] = {
     "epochs": 1,
@@ -148,14 +147,6 @@ def test_writing_neither_blocks_nor_follows_links(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=name):
             files.open_to_write(tmp_path / name, os.O_WRONLY | os.O_TRUNC)
     assert (tmp_path / "victim").read_text() == "notes"
-
-
-COMMAND = [sys.executable, "-W", "error", "-c", "from training.cli import main; main()"]
-
-
-def opusim(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    settings = {**os.environ, "COLUMNS": "150", "PYTHONPATH": str(Path(__file__).parents[3])}
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, cwd=cwd, env=settings)
 
 
 def test_an_audit_of_a_release_run_is_kept_elsewhere(open_folder: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import save
 
 import training
 from accounting.errors import BudgetExceeded, LedgerCorrupt
@@ -620,28 +621,7 @@ def test_the_first_line_of_metrics_has_its_name_synced(
 # Folders of an earlier version
 
 
-def as_before(folder: Path) -> None:
-    """The folder as the version before seals wrote it."""
-    from safetensors.torch import save
-
-    for path in list_checkpoints(folder / "checkpoints"):
-        checkpoint = read_checkpoint(path)
-        header = checkpoint.header
-        facts = {
-            "schema_version": 1,
-            "step": header.step,
-            "progress": dict(header.progress),
-            "digest": header.tensors,
-        }
-        path.write_bytes(save(checkpoint.tensors, metadata={"opusim": json.dumps(facts)}))
-    summary = folder / "summary.json"
-    if summary.exists():
-        content = json.loads(summary.read_text())
-        del content["seal"]
-        summary.write_text(json.dumps({**content, "schema_version": 1}))
-
-
-def test_a_run_of_an_earlier_version_is_read_with_a_warning_and_not_resumed(
+def test_a_run_of_an_earlier_version_is_refused_by_its_version(
     whole: dict[bool, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -649,16 +629,28 @@ def test_a_run_of_an_earlier_version_is_read_with_a_warning_and_not_resumed(
 ) -> None:
     for finished, source in whole.items():
         folder = Path(shutil.copytree(source, tmp_path / str(finished)))
-        expected = training.load_run(source)
-        assert opusim(monkeypatch, capsys, "account", "run", str(folder)) == (0, "")
-        as_before(folder)
-        code, errors = opusim(monkeypatch, capsys, "account", "run", str(folder))
-        assert code == 0
-        assert errors.startswith("not checked: no checkpoint and no summary")
-        with pytest.warns(UserWarning, match="kept no digests of its files"):
-            run = training.load_run(folder)
-        assert (run.predict(data()[0]) == expected.predict(data()[0])).all()
-        assert run.guarantees == expected.guarantees
-        assert run.metrics == expected.metrics
-    with pytest.raises(RunFolderError, match="kept no digests.*resume it with the opusim that began it"):
-        train(tmp_path / "False")
+        set_key(folder / "config.json", "schema_version", value=1)
+        message = r"config\.json: schema_version 1 is not 2; read it with the opusim that wrote it"
+        for read in (lambda folder=folder: training.load_run(folder), lambda folder=folder: train(folder)):
+            with pytest.raises(RunFolderError, match=message):
+                read()
+        code, errors = opusim(monkeypatch, capsys, "evaluate", str(folder))
+        assert (code, "schema_version 1 is not 2" in errors) == (2, True)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_by_its_version(
+    whole: dict[bool, Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(whole[False], tmp_path / "run"))
+    newest = list_checkpoints(folder / "checkpoints")[-1]
+    checkpoint = read_checkpoint(newest)
+    facts = {
+        "schema_version": 1,
+        "step": checkpoint.step,
+        "progress": {},
+        "digest": checkpoint.header.tensors,
+    }
+    newest.write_bytes(save(checkpoint.tensors, metadata={"opusim": json.dumps(facts)}))
+    for read in (lambda: read_checkpoint(newest), lambda: training.load_run(folder), lambda: train(folder)):
+        with pytest.raises(RunFolderError, match="schema_version 1 is not 2; read it with the opusim"):
+            read()

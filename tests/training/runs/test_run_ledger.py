@@ -28,7 +28,7 @@ from training.errors import RunInterrupted
 from training.feedback.trainer import FeedbackTrainer
 from training.reports.run_report import write_report
 
-HARNESS = Path(__file__).parents[2] / "support" / "ledger_kill_harness.py"
+ROOT = Path(__file__).parents[3]
 EPOCHS, STEPS = 2, 8
 BASE: dict[str, Any] = {
     "epochs": EPOCHS,
@@ -504,10 +504,8 @@ def test_ctrl_c_and_resume_pay_once_in_experiment_mode(tmp_path: Path, stop_at: 
 
 
 def harness(tmp_path: Path, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    result = subprocess.run(
-        [sys.executable, str(HARNESS), str(tmp_path), *arguments], capture_output=True, text=True, env=environment
-    )  # fmt: skip
+    command = [sys.executable, "-m", "tests.support.ledger_kill_harness", str(tmp_path), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

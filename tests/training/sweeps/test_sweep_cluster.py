@@ -14,9 +14,8 @@ import pytest
 
 from training.errors import SweepStopped
 from training.sweeps.execution import run_sweep
-from training.sweeps.points import Point, points_of
 from training.sweeps.rows import SweepFolder
-from training.sweeps.spec import read_spec
+from training.sweeps.spec import Point, points_of, read_spec
 
 pytest.importorskip("distributed")
 
@@ -112,7 +111,7 @@ def test_a_scheduler_killed_mid_sweep_stops_it_and_the_next_goes_on(tmp_path: Pa
     with (
         scheduler(port) as served,
         worker(address),
-        pytest.raises(SweepStopped, match="the same command goes on"),
+        pytest.raises(SweepStopped, match="the same command resumes the sweep"),
     ):
         run_sweep(points, folder, jobs=1, cluster=address, on_row=lambda *_: served.kill())
     before = folder.rows(points)

@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-from training.data.catalogue import configured_dataset
+from training.data.catalogue import build_dataset
 from training.engine.session import train_on
 from training.errors import RunInterrupted, SweepStopped
 from training.reports.sweep_report import write_sweep
@@ -24,11 +24,9 @@ from training.runs.folder import RunFolder
 from training.runs.run import evaluate_run, load_run
 from training.sweeps import curves, execution
 from training.sweeps.curves import SweepResult
-from training.sweeps.execution import run_sweep
-from training.sweeps.points import Point, points_of
+from training.sweeps.execution import run_point, run_sweep
 from training.sweeps.rows import Row, SweepFolder
-from training.sweeps.spec import SweepSpec, read_spec
-from training.sweeps.worker import run_point
+from training.sweeps.spec import Point, SweepSpec, points_of, read_spec
 
 SPEC = """\
 title = "Digits at three noises"
@@ -166,7 +164,7 @@ def test_a_release_run_with_a_seed_in_its_spec_goes_on(tmp_path: Path, ctrl_c_at
     folder = SweepFolder(tmp_path / "sweep")
     run_folder = RunFolder(folder.run_path(point))
     with pytest.raises(RunInterrupted):
-        train_on(point.config, configured_dataset(point.config.data), run_folder, watcher=ctrl_c_at(1))
+        train_on(point.config, build_dataset(point.config.data), run_folder, watcher=ctrl_c_at(1))
     row = run_point(point.config, run_folder.path, folder.row_path(point))
     assert (row.status, row.reason) == ("done", None)
 
@@ -193,14 +191,15 @@ def test_processes_that_die_before_they_begin_a_run_stop_the_sweep(
     """Nothing says which run they died over, so no run can be given up: trying again would never end."""
     tries = []
 
-    def dying(*_: object, **__: object) -> list[Row]:
+    def dying(*_: object, **__: object) -> Iterator[Row]:
         tries.append(1)
-        assert len(tries) < 10, "the sweep goes on for ever"
+        assert len(tries) < 10, "the sweep never stops"
         raise TerminatedWorkerError
+        yield
 
-    monkeypatch.setattr(execution, "_finished_rows", dying)
+    monkeypatch.setattr(execution, "_here", dying)
     text = SPEC.split("[[series]]")[0]
-    with pytest.raises(SweepStopped, match="3 processes died before they began a run.*fewer --jobs"):
+    with pytest.raises(SweepStopped, match="3 processes died before they started a run.*fewer --jobs"):
         swept(written(tmp_path, text=text, seeds="[0]"), SweepFolder(tmp_path / "sweep"))
 
 
@@ -209,7 +208,7 @@ def test_the_command_refuses_a_bad_spec_before_anything_runs(tmp_path: Path) -> 
     out = tmp_path / "sweep"
     done = subprocess.run(_command(file, out), capture_output=True, text=True)
     assert done.returncode == 2
-    assert f"{file}, line 6: axes.seed: is empty" in done.stderr
+    assert f"{file}, series 'photonic': axes.seed: is empty" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not out.exists()
 

@@ -141,7 +141,7 @@ def test_no_trial_is_an_outcome(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"protection": {"kind": "record"}, "sampler": {"scheme": "poisson"}}, "must be 'last-iterate'"),
-        ({"protection": {"noise_multiplier": 2.0}}, "is computed by a search"),
+        ({"protection": {"noise_multiplier": 2.0}}, "is computed by the search"),
         ({"data": {"validation_fraction": 0.0}}, "trials are scored on held-out records"),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_trial_is_not_trained_twice(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(KeyboardInterrupt):
             search(tmp_path).run()
     shutil.rmtree(tmp_path / "trial-1")
-    with pytest.raises(RunFolderError, match="trial-1 is missing, though its training was begun"):
+    with pytest.raises(RunFolderError, match="trial-1 is missing, although its training was started"):
         search(tmp_path).run()
 
 

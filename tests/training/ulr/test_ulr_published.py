@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,16 @@ from accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
 from opusim.randomness.streams import noise_stream
 from tests.support.ulr_models import new_network, records
-from training.networks.losses import cross_entropy_values
+from training.networks.functions import cross_entropy_values
+from training.ulr.config import UlrConfig
+from training.ulr.estimator import parameter_estimates
 from training.ulr.network import ModuleSequence
-from training.ulr.published import PublishedOptions, PublishedUpdate, completing_noise
-from training.ulr.updates import parameter_estimates
+from training.ulr.published import PublishedUpdate, completing_noise
 
-OPTIONS = PublishedOptions(
-    copies=3, largest_sigma=0.7, target_std=2.0, clip_norm=0.5, divisor=11.0, remedy="extra-noise"
+OPTIONS = UlrConfig(
+    form="published", copies=3, sigma=0.7, target_std=2.0, clip_norm=0.5, remedy="extra-noise"
 )
+DIVISOR = 11.0
 
 
 def losses_of(y: Tensor) -> Any:
@@ -39,7 +40,8 @@ def step(network: ModuleSequence, seed: int = 3, **changes: Any) -> list[Tensor]
     """Gradients of one published step."""
     update = PublishedUpdate(
         network,
-        replace(OPTIONS, **changes),
+        OPTIONS.model_copy(update=changes),
+        DIVISOR,
         noise=noise_stream("experiment", seed, "output-noise"),
         extra=noise_stream("experiment", seed, "extra-noise"),
     )
@@ -88,7 +90,7 @@ def test_each_module_is_clipped_apart_and_the_sum_divided(name: str) -> None:
     step(network, clip_norm=1e-3, target_std=1e-9)
     for layer in range(network.depth):
         total = torch.cat([p.grad.flatten() for p in network.layer_parameters(layer)])
-        assert 0 < float(total.norm()) <= 9 * 1e-3 / OPTIONS.divisor * (1 + 1e-4)
+        assert 0 < float(total.norm()) <= 9 * 1e-3 / DIVISOR * (1 + 1e-4)
 
 
 def test_the_extra_noise_reaches_every_parameter_and_repeats_by_seed() -> None:
@@ -106,7 +108,7 @@ def test_the_controller_follows_equation_8() -> None:
     outputs, losses = network.forward(x), losses_of(y)
     clean = losses(outputs.output, slice(None))[0]
     update = PublishedUpdate(
-        network, replace(OPTIONS, largest_sigma=1e9, remedy="none"),
+        network, OPTIONS.model_copy(update={"sigma": 1e9, "remedy": "none"}), DIVISOR,
         noise=noise_stream("experiment", 1, "a"), extra=noise_stream("experiment", 1, "b"),
     )  # fmt: skip
     inputs = torch.cat([x, torch.ones(40, 1)], dim=1).double()
@@ -121,7 +123,7 @@ def test_a_batch_without_full_rank_is_named() -> None:
     x[0, 3:] = x[0, :3].repeat(3)
     outputs, losses = network.forward(x), losses_of(y)
     update = PublishedUpdate(
-        network, replace(OPTIONS, remedy="none"),
+        network, OPTIONS.model_copy(update={"remedy": "none"}), DIVISOR,
         noise=noise_stream("experiment", 1, "a"), extra=noise_stream("experiment", 1, "b"),
     )  # fmt: skip
     with pytest.raises(NoGuarantee, match="layer 1: Assumption 1 .* rank 1 of 4 .*trainer.remedy"):

@@ -17,16 +17,15 @@ from opusim.randomness.streams import SeededStream, noise_stream
 from tests.support.ulr_models import new_network, records
 from training.config import load_config
 from training.config.sections import OptimizerConfig
-from training.engine.optimizers import make_optimizer
 from training.errors import RunFolderError, TrainingDiverged
-from training.networks.losses import cross_entropy
+from training.networks.functions import cross_entropy
 from training.networks.network import FullyConnected
+from training.networks.optimizers import make_optimizer
 from training.protections.base import DeviceNormals
-from training.protections.record import RecordProtection
+from training.protections.record import RecordGradients
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence
-from training.ulr.trainer import UlrTrainer
-from training.ulr.updates import PlainUpdate
+from training.ulr.trainer import PlainUpdate, UlrTrainer
 
 CLIP, DIVISOR = 0.31, 19.0
 CONFIG: dict[str, Any] = {
@@ -46,7 +45,7 @@ def blobs(n: int = 600) -> tuple[np.ndarray, np.ndarray]:
     return 4.0 * np.eye(3, 8)[labels] + generator.normal(size=(n, 8)), labels
 
 
-def new_trainer(network: ModuleSequence, protection: RecordProtection | None = None) -> UlrTrainer:
+def new_trainer(network: ModuleSequence, protection: RecordGradients | None = None) -> UlrTrainer:
     update = PlainUpdate(
         network,
         Estimator(copies=2, reduction="antithetic"),
@@ -58,8 +57,8 @@ def new_trainer(network: ModuleSequence, protection: RecordProtection | None = N
     return UlrTrainer(network, optimizer, update)
 
 
-def clipped(network: ModuleSequence, *, by_layer: bool = False) -> RecordProtection:
-    return RecordProtection(
+def clipped(network: ModuleSequence, *, by_layer: bool = False) -> RecordGradients:
+    return RecordGradients(
         clip_norm=CLIP,
         noise_multiplier=0.0,
         divisor=DIVISOR,
@@ -154,7 +153,9 @@ def test_a_loss_that_is_not_finite_is_reported_and_leaves_the_others_alone(
         x[5] = value
         if rows.stop == 6:
             numbers = torch.tensor([40, 41, 42, 43, 44, 99])
-            with pytest.warns(UserWarning, match=r"step 3: 1 of 6 records .*NaN or infinite.*records 99\)"):
+            with pytest.warns(
+                UserWarning, match=r"step 3: ignored 1 of 6 records, .*NaN or infinite.*records 99\)"
+            ):
                 record = trainer.step(x[rows], y[rows], step=3, records=numbers)
         else:
             record = trainer.step(x[rows], y[rows], step=3)
@@ -194,7 +195,7 @@ def test_a_module_of_ones_own_is_trained_and_given_back(tmp_path: Path) -> None:
     run = training.train(CONFIG, data=blobs(), model=model, folder=tmp_path / "run")
     assert run.model is model
     assert run.evaluate(*blobs())["accuracy"] > 0.9
-    with pytest.raises(RunFolderError, match="given a module of its own.*load_run"):
+    with pytest.raises(RunFolderError, match="user-supplied module.*load_run"):
         training.load_run(tmp_path / "run")
     again = nn.Sequential(nn.Linear(8, 32), Sign(), nn.Linear(32, 3))
     x = blobs()[0]

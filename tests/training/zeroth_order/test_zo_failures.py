@@ -12,16 +12,15 @@ import torch
 from torch import nn
 
 import training
-from benchmarks.device_faults import AT_STEP, description_file
-from opusim.devices.registry import register_device
+from benchmarks.devices.faults import AT_STEP, description_file
+from opusim.devices.kinds import register_device
 from opusim.errors import DeviceError, DeviceFault
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training.errors import RunInterrupted
-from training.networks.records_apart import require_records_apart
+from training.networks.record_independence import require_independent_records
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
-from training.zeroth_order.replay import replay
-from training.zeroth_order.step_log import LOG_FILE, LogContent
+from training.zeroth_order.step_log import LOG_FILE, LogContent, replay
 
 FAULTS = (Fault.UNPLUGGED, Fault.BUSY, Fault.WRONG_SHAPE, Fault.NOT_A_NUMBER)
 
@@ -187,7 +186,7 @@ def test_a_step_that_breaks_off_amid_the_parameters(
     whole = config(directions=2)
     training.train(whole, data=data(), model=Typed(torch.float32), folder=tmp_path / "whole")
     probed = Breaking(torch.float32, error, 0)
-    require_records_apart(probed, torch.from_numpy(data()[0][:33]).float())
+    require_independent_records(probed, torch.from_numpy(data()[0][:33]).float())
     looks = -probed._left  # before the first step
     broken, model = tmp_path / "broken", Breaking(torch.float32, error, looks + at_look)
     watcher = Snapshots(model)

@@ -16,14 +16,20 @@ from training.data.dataset import DataError
 from training.engine.loop import Engine
 from training.errors import RunFolderError, RunInterrupted
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.zeroth_order.language import Lora, load_classifier
-from training.zeroth_order.prompts import PAD, Prompt, class_tokens, encode, read_texts
-from training.zeroth_order.replay import replay
+from training.zeroth_order.language import (
+    PAD,
+    Lora,
+    Prompt,
+    class_tokens,
+    encode,
+    load_classifier,
+    read_texts,
+)
+from training.zeroth_order.step_log import replay
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-from tiny_language import LABELS, TEXTS, make
+from tests.support.tiny_language import LABELS, TEXTS, make
 
 CAUSAL, MASKED = Prompt(), Prompt(template="{text} It was {mask}")
 KINDS = {"gpt2": CAUSAL, "opt": CAUSAL, "bert": MASKED}
@@ -105,7 +111,7 @@ def test_what_a_run_stores_tells_no_texts_length(tmp_path: Path, kind: str) -> N
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     _, tokenizer = load_classifier(make(tmp_path / "m"), CAUSAL)
-    with pytest.raises(ValueError, match="classes: 'wonderful' is 1 tokens, or unknown"):
+    with pytest.raises(ValueError, match="classes: 'wonderful' is 1 tokens or unknown"):
         class_tokens(tokenizer, Prompt(classes=("great", "wonderful")))
     with pytest.raises(ValueError, match="classes: 'very good' is 2 tokens"):
         class_tokens(tokenizer, Prompt(classes=("great", "very good")))
@@ -222,7 +228,7 @@ def test_a_language_model_without_texts_is_named(tmp_path: Path) -> None:
         training.train({"trainer": {"kind": "zo", "language": options}}, folder=tmp_path / "run")
     options["text"] = str(tmp_path / "texts.tsv")
     with pytest.raises(
-        ConfigError, match="data.n_classes: 3 is not the number of trainer.language.classes, 2"
+        ConfigError, match="data.n_classes: 3 differs from the number of trainer.language.classes, 2"
     ):
         training.train(
             {"data": {"n_classes": 3}, "trainer": {"kind": "zo", "language": options}},
@@ -232,6 +238,6 @@ def test_a_language_model_without_texts_is_named(tmp_path: Path) -> None:
 
 def test_a_masked_model_needs_a_mask_in_the_prompt(tmp_path: Path) -> None:
     folder = make(tmp_path, "bert")
-    with pytest.raises(ValueError, match=r"type 'bert' fills in a masked word; put \{mask\}"):
+    with pytest.raises(ValueError, match=r"type 'bert' predicts a masked word; put \{mask\}"):
         load_classifier(folder, Prompt(template="{text} it was"), local_only=True)
     load_classifier(folder, Prompt(template="{text} it was {mask}"), local_only=True)

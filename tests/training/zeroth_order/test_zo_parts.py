@@ -14,8 +14,7 @@ from scipy.stats import kstest
 from opusim.medium.directions import Direction
 from opusim.randomness.kernels import PAIRS
 from opusim.randomness.streams import SeededStream, SystemStream, noise_stream
-from training.zeroth_order.perturbation import PagedTensors, Walk
-from training.zeroth_order.step_log import StepEntry
+from training.zeroth_order.perturbation import InPlacePerturbation, MemoryMappedTensors, StepEntry
 from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, loss_differences
 
 NAN, INF = math.nan, math.inf
@@ -113,9 +112,9 @@ def test_a_step_goes_along_its_directions(directions: int) -> None:
     """Against the update in exact arithmetic; a move of the other sign, the planted fault, is far off."""
     start = [torch.linspace(-1, 1, 5000), torch.ones(7)]
     moved = [tensor.clone() for tensor in start]
-    walk = Walk(moved, perturbation=1e-3, weight_decay=0.1)
+    perturbation = InPlacePerturbation(moved, perturbation=1e-3, weight_decay=0.1)
     (entry,) = _entries(1, directions)
-    walk.repeat(entry)
+    perturbation.replay(entry)
     for number, (before, after) in enumerate(zip(start, moved, strict=True)):
         expected = before.double() * (1 - 0.01 * 0.1)
         for seed, scalar in zip(entry.seeds, entry.scalars, strict=True):
@@ -129,11 +128,11 @@ def test_float32_returns_to_within_its_last_digits() -> None:
     """A thousand perturbations at phi 1e-3: the drift is a random walk of roundings, far below phi."""
     tensor = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 0.05
     start = tensor.clone()
-    walk = Walk([tensor], perturbation=1e-3)
+    perturbation = InPlacePerturbation([tensor], perturbation=1e-3)
     for seed in range(1000):
-        walk.to_plus(seed)
-        walk.to_minus(seed)
-        walk.back(seed)
+        perturbation.move_to_plus(seed)
+        perturbation.move_to_minus(seed)
+        perturbation.move_back(seed)
     drift = float((tensor - start).double().square().mean().sqrt())
     assert drift < 2e-7
     assert drift > 0  # it is there, and a log repeats it
@@ -146,13 +145,13 @@ def test_half_precision_is_what_the_entries_say(dtype: torch.dtype) -> None:
     entries = _entries(150)
     settled, drifting = start.clone(), start.clone()
     for tensor, settle_every in ((settled, 50), (drifting, 10**6)):
-        walk = Walk([tensor], perturbation=1e-3, weight_decay=0.01)
+        perturbation = InPlacePerturbation([tensor], perturbation=1e-3, weight_decay=0.01)
         for step, entry in enumerate(entries, start=1):
-            walk.to_plus(entry.seeds[0])
-            walk.to_minus(entry.seeds[0])
-            walk.finish(entry)
+            perturbation.move_to_plus(entry.seeds[0])
+            perturbation.move_to_minus(entry.seeds[0])
+            perturbation.update(entry)
             if step % settle_every == 0:
-                walk.settle()
+                perturbation.settle()
     exact = start.float()
     for entry in entries:
         keep = entry.keep(0.01)
@@ -160,9 +159,9 @@ def test_half_precision_is_what_the_entries_say(dtype: torch.dtype) -> None:
     assert torch.equal(settled, exact.to(dtype))
     assert not torch.equal(drifting, exact.to(dtype))
     replayed = start.clone()
-    again = Walk([replayed], perturbation=1e-3, weight_decay=0.01)
+    again = InPlacePerturbation([replayed], perturbation=1e-3, weight_decay=0.01)
     for entry in entries:
-        again.repeat(entry)
+        again.replay(entry)
     again.settle()
     assert torch.equal(replayed, settled)
 
@@ -174,15 +173,15 @@ def test_copies_on_disk_keep_what_is_written_and_give_their_memory_back() -> Non
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
     like = {0: torch.ones(2**20, dtype=torch.bfloat16), 3: torch.ones(2**23 - 5, 2, dtype=torch.bfloat16)}
-    paged = PagedTensors(like, dtype=torch.float32)
+    paged = MemoryMappedTensors(like, dtype=torch.float32)
     assert paged.tensors[3].shape == (2**23 - 5, 2)
     assert paged.tensors[3].dtype == torch.float32
     empty = resident()
     paged.tensors[3].mul_(3)
     full = resident()
-    paged.page_out()
+    paged.release_memory()
     assert full - empty > 32
     assert resident() - empty < 8
     assert bool((paged.tensors[3] == 3).all())
     assert bool((paged.tensors[0] == 1).all())
-    assert PagedTensors({}).tensors == {}
+    assert MemoryMappedTensors({}).tensors == {}

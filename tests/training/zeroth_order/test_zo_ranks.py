@@ -1,4 +1,4 @@
-"""Data parallel zeroth-order training with real processes: one log, one model, scalars alone between them."""
+"""Data parallel zeroth-order training with real processes: one log, one model, only scalars between them."""
 
 from __future__ import annotations
 
@@ -12,27 +12,20 @@ import torch
 
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.zeroth_order.distributed import Ranks
-from training.zeroth_order.replay import replay
-from training.zeroth_order.step_log import LOG_FILE, LogContent
+from training.zeroth_order.step_log import LOG_FILE, LogContent, replay
 
-PROGRAM = Path(__file__).parents[2] / "support" / "zo_ranks.py"
+ROOT = Path(__file__).parents[3]
 
 
-def launch(folder: Path, mode: str, processes: int) -> list[Path]:
-    """Run it; returns the folder of each process."""
-    runner = [sys.executable]
-    if processes > 1:
-        runner += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
-    done = subprocess.run(
-        [*runner, str(PROGRAM), str(folder), mode],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
+def run(*command: str) -> None:
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, "-m", *command]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env=settings, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [folder, *(folder.with_name(f"{folder.name}.rank{rank}") for rank in range(1, processes))]
+
+
+def folders(first: Path, processes: int) -> list[Path]:
+    return [first, *(first.with_name(f"{first.name}.rank{rank}") for rank in range(1, processes))]
 
 
 def parameters(folder: Path) -> torch.Tensor:
@@ -41,8 +34,10 @@ def parameters(folder: Path) -> torch.Tensor:
 
 
 def test_one_process_and_four_agree_to_rounding(tmp_path: Path) -> None:
-    (alone,) = launch(tmp_path / "one", "experiment", 1)
-    four = launch(tmp_path / "four", "experiment", 4)
+    runs = {str(tmp_path / "one"): "1", str(tmp_path / "four"): "4"}
+    triples = [(folder, "experiment", processes) for folder, processes in runs.items()]
+    run("tests.support.zo_ranks", *(word for triple in triples for word in triple))
+    alone, four = tmp_path / "one", folders(tmp_path / "four", 4)
     logs = [(folder / LOG_FILE).read_bytes() for folder in four]
     assert all(log == logs[0] for log in logs)
     metrics = [(folder / "metrics.jsonl").read_bytes() for folder in four]
@@ -59,7 +54,10 @@ def test_one_process_and_four_agree_to_rounding(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_release_mode_draws_shares_apart_and_logs_alike(tmp_path: Path) -> None:
     """No process knows another's generator, nor the first one's noise; the models agree to the bit all the same."""
-    both = launch(tmp_path / "two", "release", 2)
+    program = str(ROOT / "tests" / "support" / "zo_ranks.py")
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    run(*launcher, program, str(tmp_path / "two"), "release")
+    both = folders(tmp_path / "two", 2)
     assert (both[0] / LOG_FILE).read_bytes() == (both[1] / LOG_FILE).read_bytes()
     assert torch.equal(parameters(both[0]), parameters(both[1]))
     assert replay(both[1]).arrived

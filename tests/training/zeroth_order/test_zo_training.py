@@ -21,9 +21,8 @@ from training.config import load_config
 from training.errors import RunFolderError
 from training.networks.network import FullyConnected
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.zeroth_order.algorithm import ZoFamily
-from training.zeroth_order.replay import replay
-from training.zeroth_order.step_log import LOG_FILE, LogContent, StepLogCorrupt, mark_file
+from training.zeroth_order.config import ZoConfig
+from training.zeroth_order.step_log import LOG_FILE, LogContent, StepLogCorrupt, mark_file, replay
 from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
 
 BASE = {
@@ -278,9 +277,9 @@ def test_tampering_is_found(tmp_path: Path) -> None:
         "step 18: its digest": _flip(content, len(content) - 1),
         "step 3: its digest": moved,
         "step 2: its digest": content[: start + 24] + content[start + 48 :],
-        "ends behind step 17": content[:-24],
+        "ends after step 17": content[:-24],
         "header was changed": _flip(content, 40),
-        "is no step log": b"something else",
+        "is not a step log": b"something else",
     }  # fmt: skip
     for message, changed in changes.items():
         log.write_bytes(changed)
@@ -302,7 +301,7 @@ def test_tampering_is_found(tmp_path: Path) -> None:
 
 def test_another_base_is_refused(tmp_path: Path) -> None:
     one, two = run(tmp_path, PROTECTED, "one"), run(tmp_path, {**PROTECTED, "seed": 4}, "two")
-    with pytest.raises(StepLogCorrupt, match="is not what the log began with"):
+    with pytest.raises(StepLogCorrupt, match="is not what the log starts from"):
         replay(one.folder.path, base=two.folder.path / "base.safetensors")
 
 
@@ -358,6 +357,6 @@ def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
         run(tmp_path, BASE, model=Own().requires_grad_(False))
 
 
-def test_the_family_takes_part_like_the_others() -> None:
-    assert ZoFamily.protections == ("none", "record")
+def test_it_takes_part_like_the_others() -> None:
+    assert ZoConfig.protections == ("none", "record")
     assert load_config({"trainer": {"kind": "zo"}}).uses_device is False

@@ -1,1 +1,1 @@
-"""Does a run release what was accounted for it? A self-test of sampler, clip and noise on records of its own choice."""
+"""The self-test of a mechanism: real runs on chosen records show whether sampler, clip and noise are as accounted."""

@@ -1,4 +1,4 @@
-"""The self-test of a mechanism: real runs on records of its own choice, and statistics of all that they released."""
+"""The self-test of a mechanism: make real runs on chosen records, and check everything that they released."""
 
 from __future__ import annotations
 
@@ -15,40 +15,36 @@ from opusim import checks
 from opusim.description.loading import load_description
 from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
-from training.attacks.mechanism.checks import checked
-from training.attacks.mechanism.labels import noisy_readings, response_checks, responses
-from training.attacks.mechanism.observations import Released
-from training.attacks.mechanism.readings import released_steps
+from training.attacks.mechanism.checks import Released, checked, response_checks
+from training.attacks.mechanism.readings import noisy_readings, released_steps, responses
 from training.attacks.mechanism.report import Check, MechanismAudit
 from training.attacks.mechanism.subjects import SUBJECTS, Subject
 from training.config.reading import flat, load_config, merged, parse_setting
 from training.config.run import RunConfig
-from training.convex.planning import largest_gradient
 from training.data import Dataset
 from training.engine.session import train
 from training.runs.folder import RunFolder
 from training.zeroth_order.config import ZoConfig
-from training.zeroth_order.planning import clip_of
 
 RUNS = 2
-FEWEST_STEPS = 40
-FEWEST_FREE = 40
-"""Components of a step that no record touches, at least."""
+MIN_STEPS = 40
+MIN_FREE = 40
+"""Smallest number of components of a step that no record touches."""
 _RECORDS = 400
 _BATCH = 40
 _LABELS = {"label-readout": 1000, "label-randomized-response": 4000}
-"""Records of a run whose labels are looked at once."""
+"""Records of a run that reads or randomizes each label once."""
 _LABEL_CLASSES = 10
 _QUIET_SIGMA, _LARGEST_SIGMA = 1e-3, 0.01
-"""Noise in a simulated device's readings: what the self-test takes, and up to which a contribution's direction is known
-(at 0.01 a contribution loses 5e-5 of its length along it)."""
+"""Noise in a simulated device's readings: the default, and the largest at which a contribution's direction is known (at
+0.01 a contribution loses 5e-5 of its length along it)."""
 _OWN = (
     *("schema_version", "mode", "seed", "epochs", "loss", "torch_device", "data.", "model.", "optimizer."),
     *("sampler.scheme", "sampler.min_batch_size", "sampler.drop_last", "checkpoint.", "trainer.kind"),
     *("trainer.sigma:feedback", "trainer.tau_h_max", "trainer.tau_h_min", "trainer.centre"),
     *("trainer.gates", "trainer.final_noise", "trainer.regularisation", "trainer.language."),
 )
-"""Keys that the self-test sets itself, or whose value would make its statistics wrong."""
+"""Keys that the self-test sets, or whose value would invalidate its statistics."""
 
 
 def audit_mechanism(
@@ -62,28 +58,28 @@ def audit_mechanism(
     on_start: Callable[[int], None] = lambda total: None,
     on_step: Callable[[], None] = lambda: None,
 ) -> MechanismAudit:
-    """Test whether a trainer releases what is accounted for it.
+    """Test whether a trainer releases what its ledger accounts for.
 
-    Two runs of `training.train` on identical records, whose gradient is longer than the clip in every layer and leaves
-    most weights alone, are taken apart: the components that no record touches against N(0, (z C)^2), independent
-    between steps, runs and coordinates; the components along a record's contribution against batches of binomial size
-    and contributions of norm C. z, C, q and the divisor are those of the runs' ledgers.
+    The self-test makes two runs of `training.train` on identical records. Their gradient is longer than the clip in
+    every layer and touches few weights. The components that no record touches must be N(0, (z C)^2), independent across
+    steps, runs and coordinates. The components along a record's contribution must show batches of binomial size and
+    contributions of norm C. z, C, q and the divisor are read from the runs' ledgers.
 
     Args:
         kind: pdfa, dfa, tdfa, bp, ulr, zo or convex.
-        mode: "experiment" (from seeds), or "release" (from the operating system's entropy).
-        steps: Of each run, at least 40.
+        mode: "experiment" (seeded noise) or "release" (noise from the operating system's entropy).
+        steps: Steps of each run, at least 40.
         settings: Lines "key=value" over the configuration, such as "protection.kind=label-budget" (record by default),
             "protection.noise_multiplier=2" (1 by default), "sampler.batch_size=20", "trainer.clip=module".
-        seed: Of the runs in experiment mode, in [0, 2^63); None draws one, which the result keeps.
-        level: Probability of any alarm where the mechanism is as accounted, in (0, 1).
-        on_start: Told how many steps there will be.
-        on_step: Called after each.
+        seed: Seed of the runs in experiment mode, in [0, 2^63); None draws one, which the result states.
+        level: Probability of any alarm if the mechanism is as accounted, in (0, 1).
+        on_start: Called with the total number of steps.
+        on_step: Called after each step.
 
     Raises:
-        ConfigError: A setting belongs to the self-test, or is wrong.
-        NoGuarantee: Nothing is accounted for the steps: no protection, or a last iterate.
-        ValueError: A number out of range, or a clip that the records do not exceed.
+        ConfigError: A setting is reserved for the self-test, or is wrong.
+        NoGuarantee: No guarantee covers single steps: there is no protection, or only the last iterate is released.
+        ValueError: A number is out of range, or the records do not exceed the clip.
 
     Example:
         >>> found = audit_mechanism("dfa", steps=40, seed=1, level=1e-6)
@@ -92,11 +88,13 @@ def audit_mechanism(
     """
     checks.choice(tuple(SUBJECTS), kind=kind)
     checks.choice(MODES, mode=mode)
-    checks.integer(steps=steps, minimum=FEWEST_STEPS)
+    checks.integer(steps=steps, minimum=MIN_STEPS)
     checks.in_range(0, 1, level=level)
     checks.positive(level=level)
     if mode == "release" and seed is not None:
-        raise ValueError(f"seed = {seed}: is for mode = 'experiment'; nothing is seeded in release mode")
+        raise ValueError(
+            f"seed = {seed}: requires mode = 'experiment'; release mode has no seeds, leave it out"
+        )
     if mode == "experiment":
         seed = secrets.randbits(63) if seed is None else seed
         checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
@@ -123,6 +121,7 @@ def audit_mechanism(
         level=level,
         cpu_s=time.process_time() - started,
         checks=found,
+        one_look=config.protection.kind in _LABELS,
     )
 
 
@@ -134,10 +133,10 @@ def _trained(
     seed: int | None,
     on_step: Callable[[], None],
 ) -> RunFolder:
-    """The folder of a finished run; the folder's name keys its seed."""
+    """Make one run in its folder; the folder's name keys its seed."""
     own = 0 if seed is None else derive_seed(seed, "mechanism", int(folder.path.name)) >> 33
     train(
-        config.model_copy(update={"seed": own}),
+        config.replaced(seed=own),
         data=dataset,
         model=None if config.protection.kind in _LABELS else subject.model(_clip(config, subject)),
         folder=folder.path,
@@ -149,7 +148,7 @@ def _trained(
 def _compared(
     folders: Sequence[RunFolder], subject: Subject, dataset: Dataset, level: float
 ) -> tuple[tuple[Check, ...], tuple[int, int], str]:
-    """The checks of finished runs; steps (or records) and noise-only components of each; what was accounted."""
+    """Return the checks of finished runs, their steps (or records) and noise-only components, and the mechanism."""
     config = folders[0].read_config()
     if config.protection.kind == "label-randomized-response":
         shifts = [responses(folder, dataset)[0] for folder in folders]
@@ -169,7 +168,7 @@ def _released(folder: RunFolder, subject: Subject, dataset: Dataset) -> Released
 
 
 def _configured(kind: str, mode: str, steps: int, settings: Sequence[str]) -> tuple[Subject, RunConfig]:
-    """The subject and its runs' configuration."""
+    """Return the subject and the configuration of its runs."""
     subject = SUBJECTS[kind]
     asked: dict[str, Any] = {}
     for setting in settings:
@@ -191,7 +190,7 @@ def _configured(kind: str, mode: str, steps: int, settings: Sequence[str]) -> tu
 
 
 def _common(kind: str, mode: str, protection: str, subject: Subject) -> dict[str, Any]:
-    """The keys that all runs of a self-test have."""
+    """Return the keys that all runs of a self-test set."""
     once = protection in _LABELS
     values: dict[str, Any] = {
         "mode": mode,
@@ -211,7 +210,7 @@ def _common(kind: str, mode: str, protection: str, subject: Subject) -> dict[str
 
 
 def _descent(config: RunConfig, subject: Subject, steps: int) -> dict[str, Any]:
-    """Epochs, learning rate and a checkpoint of every step.
+    """Set epochs, learning rate and a checkpoint after every step.
 
     Raises:
         ConfigError: The batch size does not fit the records.
@@ -221,7 +220,7 @@ def _descent(config: RunConfig, subject: Subject, steps: int) -> dict[str, Any]:
         raise ConfigError(
             "--set",
             "sampler.batch_size",
-            f"{size} must divide the self-test's {_RECORDS} records, a quarter of them at most",
+            f"{size} must divide the {_RECORDS} records of the self-test and be at most a quarter of them",
         )
     per_epoch = _RECORDS // size
     epochs = -(-steps // per_epoch)
@@ -233,10 +232,10 @@ def _descent(config: RunConfig, subject: Subject, steps: int) -> dict[str, Any]:
 
 
 def _strength(protection: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The protection's keys that nobody asked for."""
+    """Return defaults for the strength of the protection."""
     once = {"epsilon": 2.0}
     found: dict[str, dict[str, Any]] = {
-        "label-budget": {"noise_multiplier": 1.0, "epsilon": 50.0},  # a budget that no record exhausts
+        "label-budget": {"noise_multiplier": 1.0, "epsilon": 50.0},  # no record exhausts this budget
         "label-amplified": {"noise_multiplier": 1.0, "clip_norm": 0.005},
         "label-readout": once | {"clip_norm": None},
         "label-randomized-response": once | {"clip_norm": None},
@@ -253,10 +252,8 @@ def _dataset(subject: Subject, config: RunConfig) -> Dataset:
 
 
 def _clip(config: RunConfig, subject: Subject) -> float:
-    """C."""
-    if config.trainer.kind == "convex":
-        return largest_gradient(config, subject.n_classes)
-    return clip_of(config) if config.trainer.kind == "zo" else config.protection.clip
+    """Return C, the largest norm of a record's contribution."""
+    return float(config.trainer.implementation().clip_norm(config, subject.n_classes))
 
 
 def _total_steps(config: RunConfig) -> int:
@@ -265,7 +262,7 @@ def _total_steps(config: RunConfig) -> int:
 
 
 def _require_free(kind: str, asked: Mapping[str, Any]) -> None:
-    """Refuse settings of what the self-test chooses itself."""
+    """Refuse settings that the self-test chooses."""
     for key in flat(asked):
         own = [name for name in _OWN if key == name or (name.endswith(".") and key.startswith(name))]
         if key == "trainer.sigma" and kind != "ulr":
@@ -274,33 +271,33 @@ def _require_free(kind: str, asked: Mapping[str, Any]) -> None:
             raise ConfigError(
                 "--set",
                 key,
-                "belongs to the self-test, which chooses data, model and descent itself; leave it out",
+                "is reserved: the self-test chooses data, model and optimizer; leave it out",
             )
 
 
 def _require_steps(kind: str, protection: str) -> None:
-    """Refuse a protection that releases no protected steps.
+    """Refuse a protection without protected steps.
 
     Raises:
-        NoGuarantee: Nothing is protected, or the last model only is released.
+        NoGuarantee: Nothing is protected, or only the last iterate is released.
     """
     if protection == "last-iterate":
         raise NoGuarantee(
-            "protection.kind = 'last-iterate' releases the last model only, so there is no step to look at; test the "
-            "same noise and clip with protection.kind=record"
+            "protection.kind = 'last-iterate' releases only the last model, so there is no step to test; test the same "
+            "noise and clip with protection.kind=record"
         )
     if protection == "none":
         raise NoGuarantee(
-            f"protection.kind = 'none': nothing is accounted for the steps of {kind}, so there is nothing to hold them "
-            "against; use protection.kind=record"
+            f"protection.kind = 'none': no guarantee covers the steps of {kind}, so there is nothing to test; use "
+            "protection.kind=record"
         )
 
 
 def _require_quiet(config: RunConfig) -> None:
-    """Refuse a device through which the direction of a contribution is not known.
+    """Refuse a device that makes the direction of a contribution unknown.
 
     Raises:
-        ConfigError: It is not simulated, or too noisy.
+        ConfigError: It is not simulated, or it is too noisy.
     """
     if not config.uses_device:
         return
@@ -309,7 +306,7 @@ def _require_quiet(config: RunConfig) -> None:
         raise ConfigError(
             "--set",
             "device.name",
-            f"{config.device.name!r} is of kind {description.kind!r}, whose readings the self-test cannot foretell; "
+            f"{config.device.name!r} is of kind {description.kind!r}, whose readings the self-test cannot predict; "
             "use 'ideal' or 'gaussian'",
         )
     sigma = 0.0 if description.noise is None else description.noise.value()
@@ -317,34 +314,36 @@ def _require_quiet(config: RunConfig) -> None:
         raise ConfigError(
             "--set",
             "device.noise.sigma",
-            f"{sigma:g} turns the contribution of each record; use at most {_LARGEST_SIGMA:g}",
+            f"{sigma:g} changes the direction of each contribution; use at most {_LARGEST_SIGMA:g}",
         )
 
 
 def _require_contrasts(config: RunConfig) -> None:
-    """Refuse zeroth order without enough directions, or with scalars whose sums have no Gaussian noise.
+    """Refuse zeroth-order training with too few directions or without Gaussian noise.
 
     Raises:
-        ConfigError: One of these.
+        ConfigError: It has one of the two.
     """
     options = config.trainer
     if not isinstance(options, ZoConfig):
         return
-    if options.directions <= FEWEST_FREE:
+    if options.directions <= MIN_FREE:
         raise ConfigError(
             "--set",
             "trainer.directions",
-            f"{options.directions} leaves {options.directions - 1} components of a step to noise only, and the "
-            f"self-test needs {FEWEST_FREE}; take at least {FEWEST_FREE + 1}",
+            f"{options.directions} leaves {options.directions - 1} noise-only components per step, and the self-test "
+            f"needs {MIN_FREE}; use at least {MIN_FREE + 1}",
         )
     if options.law != "gaussian":
         raise ConfigError(
-            "--set", "trainer.law", f"{options.law!r} has no exact tests of its sums here; use 'gaussian'"
+            "--set",
+            "trainer.law",
+            f"the self-test has no exact checks for {options.law!r} noise; use 'gaussian'",
         )
 
 
 class _Steps:
-    """A watcher that passes every step on."""
+    """A watcher that reports every step."""
 
     def __init__(self, on_step: Callable[[], None]) -> None:
         self._on_step = on_step

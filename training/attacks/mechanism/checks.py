@@ -1,30 +1,96 @@
-"""From what runs released to checks: each statistic with its law under the accounted mechanism."""
+"""The checks of the self-test: each compares what runs released with its law under the accounted mechanism.
+
+`Released` is what one run released, split into noise that no record touches and the sums along the records. `checked`
+turns several of these into checks that share a family level. Labels that are randomized once have `response_checks`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
 
 import numpy as np
+import scipy.stats
+from scipy.special import kolmogorov, ndtr
 
 from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, doubt, normal_p_value
-from training.attacks.mechanism import statistics
-from training.attacks.mechanism.observations import BatchLaw, Released, Sums
 from training.attacks.mechanism.report import Check
 
-LAGS = (1, 2, 3, 4)
-_FEWEST_PAIRS = 20
-"""Pairs of batch sizes behind a correlation, at least: of 20, one of 0.9 is found in several hundred at 1e-5."""
-_PENDING = math.nan
-"""Level of a check before the family is known."""
+_LAGS = (1, 2, 3, 4)
+_MIN_PAIRS = 20
+"""Smallest number of pairs of batch sizes in a correlation: with 20, a correlation of 0.9 is found at a p-value of 1e-5
+even among several hundred."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLaw:
+    """The accounted law of a batch's size.
+
+    Attributes:
+        mean: Mean number of records.
+        variance: Its variance; 0 for batches of fixed size.
+    """
+
+    mean: float
+    variance: float
+
+    @classmethod
+    def binomial(cls, n_records: int, probability: float) -> BatchLaw:
+        """Return the law Binomial(n, q): each record enters with probability q, independently of the others."""
+        return cls(mean=n_records * probability, variance=n_records * probability * (1 - probability))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """The noisy sums of one run along its records' directions, in units of the largest contribution.
+
+    Attributes:
+        along: Component of each step's sum along a contribution, shape (steps,): the batch's size plus noise.
+        along_std: Standard deviation of that noise.
+        by_layer: Components along each layer's part of a contribution, shape (steps, layers).
+        shares: The stated norm of each layer's part, shape (layers,).
+    """
+
+    along: np.ndarray
+    along_std: float
+    by_layer: np.ndarray
+    shares: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released:
+    """What one run released, split for the checks.
+
+    Attributes:
+        noise: Components that no record touches, divided by their accounted standard deviation, shape (steps,
+            coordinates). They are independent N(0, 1) under the accounted mechanism.
+        sums: The other components, or None if each record is read once.
+        batch: Law of the batch sizes, or None if each record is read once.
+        accounted: The mechanism, as text.
+        signal_noise: For noise whose covariance depends on the features, its whitened components along the layers'
+            inputs and across the records' signals, shape (steps, others); None for other noise.
+        parameters: The columns of `noise` that belong to each parameter, if several parameters have separate noise.
+        prefixes: The first numbers of two parameters, without the records' contributions, as pairs of shape (steps,
+            numbers). The first of a pair is N(0, I) for any value of the second.
+    """
+
+    noise: np.ndarray
+    sums: Sums | None
+    batch: BatchLaw | None
+    accounted: str
+    signal_noise: np.ndarray | None = None
+    parameters: Mapping[str, slice] = field(default_factory=dict)
+    prefixes: Sequence[tuple[np.ndarray, np.ndarray]] = ()
 
 
 def checked(released: Sequence[Released], level: float) -> tuple[Check, ...]:
-    """All checks that apply, sharing a family level (Bonferroni).
+    """Return all checks that apply, with a shared family level (Bonferroni).
 
     Args:
-        released: One entry a run, at least two runs of equal length.
+        released: One entry per run; at least two runs of equal length.
         level: Probability of any alarm under the accounted mechanism, in (0, 1).
     """
     noise = np.stack([run.noise for run in released])  # (runs, steps, coordinates)
@@ -41,33 +107,33 @@ def checked(released: Sequence[Released], level: float) -> tuple[Check, ...]:
 
 
 def shared(checks: Sequence[Check], level: float) -> tuple[Check, ...]:
-    """The checks at an equal share of the family level."""
+    """Give each check an equal share of the family level."""
     return tuple(replace(check, level=level / len(checks)) for check in checks)
 
 
 def noise_checks(noise: np.ndarray) -> list[Check]:
-    """Checks of what should be independent N(0, 1), shape (runs, steps, coordinates)."""
+    """Check numbers that should be independent N(0, 1), shape (runs, steps, coordinates)."""
     return [
         _noise_variance(noise),
         _noise_mean(noise),
         _noise_law(noise),
-        *(_lag(noise, lag) for lag in LAGS),
+        *(_lag(noise, lag) for lag in _LAGS),
         _any_two(noise),
         _between_coordinates(noise),
     ]
 
 
 def signal_noise_checks(noise: np.ndarray) -> list[Check]:
-    """Checks of noise along the layers' inputs, shape (runs, steps, coordinates)."""
+    """Check the noise along the layers' inputs, shape (runs, steps, coordinates)."""
     return [
         _noise_variance(noise, "noise on signals: variance"),
         _any_two(noise, "noise on signals: any two steps"),
-        *(_lag(noise, lag, "noise on signals") for lag in LAGS[:1]),
+        *(_lag(noise, lag, "noise on signals") for lag in _LAGS[:1]),
     ]
 
 
 def sum_checks(sums: Sequence[Sums], batch: BatchLaw) -> list[Check]:
-    """Checks of contributions and batches."""
+    """Check contributions and batch sizes."""
     if not batch.variance:
         return [_mean_sum(sums, batch), _layer_sums(sums, batch)]
     return [
@@ -86,13 +152,12 @@ def _noise_variance(noise: np.ndarray, name: str = "noise: variance") -> Check:
         expected=1.0,
         standard_error=math.sqrt(2 / noise.size),
         p_value=chi_squared_p_value(total, noise.size),
-        level=_PENDING,
         finds="noise weaker or stronger than accounted",
     )
 
 
 def _parameter_variance(noise: np.ndarray, parameters: Mapping[str, slice]) -> Check:
-    """The parameter whose noise has the least likely variance."""
+    """Check the parameter whose noise has the least likely variance."""
     parts = [noise[..., columns] for columns in parameters.values()]
     found = [(chi_squared_p_value(float(np.sum(np.square(part))), part.size), part) for part in parts]
     p, part = min(found, key=lambda pair: pair[0])
@@ -102,7 +167,6 @@ def _parameter_variance(noise: np.ndarray, parameters: Mapping[str, slice]) -> C
         expected=1.0,
         standard_error=math.sqrt(2 / part.size),
         p_value=bonferroni(p, len(parts)),
-        level=_PENDING,
         finds="a weight or a bias without noise, or with weaker noise",
     )
 
@@ -123,41 +187,39 @@ def _noise_mean(noise: np.ndarray) -> Check:
         expected=0.0,
         standard_error=error,
         p_value=normal_p_value(float(noise.mean()) / error),
-        level=_PENDING,
         finds="noise that is not centred, records in coordinates that none should touch",
     )
 
 
 def _noise_law(noise: np.ndarray) -> Check:
-    distance = statistics.kolmogorov_distance(noise)
+    distance = kolmogorov_distance(noise)
     root = math.sqrt(noise.size)
     return Check(
         name="noise: distance from normal",
         observed=distance,
         expected=0.8687 / root,  # mean and standard deviation of the limit law
         standard_error=0.2603 / root,
-        p_value=statistics.kolmogorov_p(distance, noise.size),
-        level=_PENDING,
+        p_value=kolmogorov_p(distance, noise.size),
         finds="another law with the same variance",
     )
 
 
 def _lag(noise: np.ndarray, lag: int, name: str = "noise") -> Check:
-    """Correlation of steps t and t + lag, each phase t mod (lag + 1) by itself: its pairs share no step."""
+    """Check the correlation of steps t and t + lag, for each phase t mod (lag + 1), whose pairs share no step."""
     firsts = [np.arange(phase, noise.shape[1] - lag, lag + 1) for phase in range(lag + 1)]
     pairs = [(noise[:, first], noise[:, first + lag]) for first in firsts]
     return _least_likely(f"{name}: steps {lag} apart", pairs, "noise used again")
 
 
 def _any_two(noise: np.ndarray, name: str = "noise: any two steps") -> Check:
-    r, pairs = statistics.largest_pair(noise.reshape(-1, noise.shape[2]))
+    r, pairs = largest_pair(noise.reshape(-1, noise.shape[2]))
     p = bonferroni(cosine_p_value(r, noise.shape[2]), pairs)
     text = "noise used again at any distance, or in another run"
     return _correlation(name, r, noise.shape[2], p, text)
 
 
 def _between_coordinates(noise: np.ndarray) -> Check:
-    """Correlation of neighbouring coordinates, from the first and from the second on, and of the two halves."""
+    """Check the correlation of neighbouring coordinates (odd and even pairs), and of the two halves."""
     size = noise.shape[2]
     pairs = [(noise[..., start : size - 1 : 2], noise[..., start + 1 : size : 2]) for start in (0, 1)]
     pairs.append((noise[..., : size // 2], noise[..., size // 2 : size // 2 * 2]))
@@ -165,10 +227,10 @@ def _between_coordinates(noise: np.ndarray) -> Check:
 
 
 def _least_likely(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]], finds: str) -> Check:
-    """The least likely of several correlations whose means are known to be 0."""
+    """Check the least likely of several correlations whose means are known to be 0."""
     found = []
     for a, b in pairs:
-        r = statistics.cosine(a, b)
+        r = cosine(a, b)
         found.append((float(cosine_p_value(r, a.size)), r, a.size))
     p, r, dimension = min(found, key=lambda pair: doubt(pair[0]))
     return _correlation(name, r, dimension, bonferroni(p, len(found)), finds)
@@ -181,7 +243,6 @@ def _correlation(name: str, r: float, dimension: int, p_value: float, finds: str
         expected=0.0,
         standard_error=1 / math.sqrt(dimension),
         p_value=p_value,
-        level=_PENDING,
         finds=finds,
     )
 
@@ -195,13 +256,12 @@ def _mean_sum(sums: Sequence[Sums], batch: BatchLaw) -> Check:
         expected=batch.mean,
         standard_error=error,
         p_value=normal_p_value((float(along.mean()) - batch.mean) / error),
-        level=_PENDING,
         finds="a wider clip, a larger sampling probability, another divisor",
     )
 
 
 def _largest_norm(sums: Sequence[Sums], batch: BatchLaw) -> Check:
-    """Norm of a contribution over all layers, sqrt(sum_l mean_l^2) / mean batch, against 1."""
+    """Check the norm of a contribution over all layers, sqrt(sum_l mean_l^2) / mean batch, against 1."""
     means = np.concatenate([run.by_layer for run in sums]).mean(axis=0)
     shares = sums[0].shares
     wanted = float(np.linalg.norm(shares))
@@ -215,13 +275,12 @@ def _largest_norm(sums: Sequence[Sums], batch: BatchLaw) -> Check:
         expected=wanted,
         standard_error=error,
         p_value=normal_p_value((observed - wanted) / error),
-        level=_PENDING,
         finds="each layer clipped to the whole bound",
     )
 
 
 def _layer_sums(sums: Sequence[Sums], batch: BatchLaw) -> Check:
-    """The layer whose mean is farthest from its share, where batches have a fixed size."""
+    """Check the layer whose mean is farthest from its share, for batches of fixed size."""
     values = np.concatenate([run.by_layer for run in sums])
     error = sums[0].along_std * math.sqrt(values.shape[1] / len(values))  # all layers have the same noise
     gaps = values.mean(axis=0) / batch.mean - sums[0].shares
@@ -233,13 +292,12 @@ def _layer_sums(sums: Sequence[Sums], batch: BatchLaw) -> Check:
         expected=float(sums[0].shares[worst]),
         standard_error=error,
         p_value=bonferroni(normal_p_value(float(gaps[worst]) / error), len(gaps)),
-        level=_PENDING,
         finds="a layer that is not clipped",
     )
 
 
 def _batch_variance(sums: Sequence[Sums], batch: BatchLaw) -> Check:
-    """Variance of the sums about their means; a binomial's excess kurtosis is below 0.01 here and left out."""
+    """Check the variance of the sums; the excess kurtosis of the binomial is below 0.01 here and neglected."""
     expected = batch.variance + sums[0].along_std ** 2
     squares = sum(float(np.sum(np.square(run.along - run.along.mean()))) for run in sums)
     degrees = sum(len(run.along) - 1 for run in sums)
@@ -249,25 +307,131 @@ def _batch_variance(sums: Sequence[Sums], batch: BatchLaw) -> Check:
         expected=expected,
         standard_error=expected * math.sqrt(2 / degrees),
         p_value=chi_squared_p_value(squares / expected, degrees),
-        level=_PENDING,
         finds="batches of fixed size, division by the realised size",
     )
 
 
 def _batches_apart(sums: Sequence[Sums]) -> Check:
-    """Correlation of batch sizes: of steps any number apart, and of the same step of two runs."""
+    """Check the correlation of batch sizes: of any two steps, and of the same step in two runs."""
     sizes = np.stack([run.along for run in sums])  # (runs, steps)
     pairs = [(sizes[i], sizes[j]) for j in range(len(sizes)) for i in range(j)]
     for lag in range(1, sizes.shape[1]):
         steps = np.arange(sizes.shape[1] - lag)
         for phase in (0, 1):  # alternate blocks of `lag` steps, so that no two pairs share a step
             first = steps[steps // lag % 2 == phase]
-            if first.size * len(sizes) >= _FEWEST_PAIRS:
+            if first.size * len(sizes) >= _MIN_PAIRS:
                 pairs.append((sizes[:, first].ravel(), sizes[:, first + lag].ravel()))
     found = []
     for a, b in pairs:
-        r = statistics.pearson(a, b)
+        r = pearson(a, b)
         found.append((float(cosine_p_value(r, len(a) - 1)), r, len(a) - 1))
     p, r, dimension = min(found, key=lambda pair: doubt(pair[0]))
     text = "a batch used again, or in another run"
     return _correlation("batch size: any two steps", r, dimension, bonferroni(p, len(found)), text)
+
+
+def response_checks(shifts: Sequence[np.ndarray], mechanism: Any, level: float) -> tuple[Check, ...]:
+    """Check randomized response: each label is kept with probability p, else replaced uniformly by another class.
+
+    Args:
+        shifts: Shift of each record's class, shape (records,), for each run.
+        mechanism: The accounted mechanism.
+        level: Probability of any alarm under the accounted mechanism, in (0, 1).
+    """
+    k = int(mechanism.n_classes)
+    stays = 1 / (1 + (k - 1) * math.exp(-float(mechanism.step_epsilon)))
+    runs = np.stack(shifts)
+    kept = runs == 0
+    return shared([_kept(kept, stays), _others(runs, k), *_repeats(kept, runs, stays, k)], level)
+
+
+def _kept(kept: np.ndarray, stays: float) -> Check:
+    found = scipy.stats.binomtest(int(kept.sum()), kept.size, stays)
+    return Check(
+        name="response: share of labels kept",
+        observed=float(kept.mean()),
+        expected=stays,
+        standard_error=math.sqrt(stays * (1 - stays) / kept.size),
+        p_value=float(found.pvalue),
+        finds="labels that stay more often than accounted",
+    )
+
+
+def _others(runs: np.ndarray, k: int) -> Check:
+    """Check the classes of replaced labels by Pearson's chi-squared."""
+    counts = np.bincount(runs[runs > 0], minlength=k)[1:]
+    expected = max(float(counts.sum()) / (k - 1), 1e-300)
+    total, degrees = float(np.sum(np.square(counts - expected)) / expected), k - 2
+    return Check(
+        name="response: classes moved to",
+        observed=total,
+        expected=float(degrees),
+        standard_error=math.sqrt(2 * degrees),
+        p_value=1.0 if not degrees else float(scipy.stats.chi2.sf(total, degrees)),
+        finds="moves that depend on the label",
+    )
+
+
+def _repeats(kept: np.ndarray, runs: np.ndarray, stays: float, k: int) -> list[Check]:
+    """Check labels kept in records up to four apart, and equal answers in two runs (normal approximations)."""
+    n = kept.shape[1]
+    values = (kept - kept.mean()) / math.sqrt(stays * (1 - stays))
+    lagged = [(float(np.sum(values[:, :-lag] * values[:, lag:])), len(kept) * (n - lag)) for lag in _LAGS]
+    total, pairs = max(lagged, key=lambda found: abs(found[0]) / math.sqrt(found[1]))
+    same = stays**2 + (1 - stays) ** 2 / (k - 1)
+    error = math.sqrt(same * (1 - same) / n)
+    equal = max(
+        (float(np.mean(a == b)) for a, b in combinations(runs, 2)), key=lambda found: abs(found - same)
+    )
+    n_pairs = len(runs) * (len(runs) - 1) // 2
+    return [
+        Check(
+            name="response: records apart",
+            observed=total / pairs,
+            expected=0.0,
+            standard_error=1 / math.sqrt(pairs),
+            p_value=bonferroni(normal_p_value(total / math.sqrt(pairs)), len(_LAGS)),
+            finds="one draw for several records",
+        ),
+        Check(
+            name="response: equal in two runs",
+            observed=equal,
+            expected=same,
+            standard_error=error,
+            p_value=bonferroni(normal_p_value((equal - same) / error), n_pairs),
+            finds="answers that do not change from run to run",
+        ),
+    ]
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Return <a, b> / (||a|| ||b||) of two arrays of one shape; 0 if one of them is 0."""
+    scale = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(np.vdot(a, b)) / scale if scale else 0.0
+
+
+def kolmogorov_distance(values: np.ndarray) -> float:
+    """Return the largest distance of the empirical distribution function from that of N(0, 1)."""
+    expected = ndtr(np.sort(values, axis=None))
+    n = len(expected)
+    ranks = np.arange(n + 1) / n
+    return float(max(np.max(ranks[1:] - expected), np.max(expected - ranks[:-1])))
+
+
+def kolmogorov_p(distance: float, n: int) -> float:
+    """Return the p-value of a Kolmogorov distance of n independent values, by the limit law of large n."""
+    return float(kolmogorov(distance * math.sqrt(n)))
+
+
+def largest_pair(rows: np.ndarray) -> tuple[float, int]:
+    """Return the cosine of largest magnitude between two rows (n, d), and the number of pairs."""
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    unit = rows / np.where(norms > 0, norms, 1.0)
+    upper = np.triu_indices(len(rows), 1)
+    found = (unit @ unit.T)[upper]
+    return float(found[np.argmax(np.abs(found))]), len(found)
+
+
+def pearson(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the sample correlation; for normal samples, `cosine_p_value` in n - 1 dimensions gives its p-value."""
+    return cosine(a - a.mean(), b - b.mean())

@@ -1,8 +1,8 @@
-"""What a finished run of the self-test released, taken apart: noise that no record touches, and the records' sums.
+"""Read what a finished run of the self-test released, and split it into pure noise and the sums along the records.
 
-Everything is read from the run's folder, as whoever receives it could: the parameters before and after each step, or
-the step log, or the labels that were read once; and from the ledger, what was accounted for them. A step of plain
-descent is W' = W - (lr / divisor) G with G the noisy sum, so G = (W - W') divisor / lr.
+Everything is read from the run's folder, as any recipient could: the parameters before and after each step, or the step
+log, or the labels that were read once; and the accounted mechanism from the ledger. A step of plain gradient descent is
+W' = W - (lr / divisor) G with the noisy sum G, so G = (W - W') divisor / lr.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from torch import Tensor, nn
 
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
-from opusim.description.loading import parse_description
-from opusim.description.schema import NoiseSettings
 from opusim.medium.directions import Direction
 from training.attacks.base import Records
-from training.attacks.mechanism.observations import BatchLaw, Released, Sums
+from training.attacks.controls import plain_descent
+from training.attacks.mechanism.checks import BatchLaw, Released, Sums
 from training.attacks.mechanism.subjects import Subject
-from training.attacks.replay import Shadow
+from training.attacks.replay import NoiselessStep
 from training.config.run import RunConfig
-from training.convex.planning import convex_options
+from training.convex.config import ConvexConfig
 from training.data import Dataset
-from training.engine.algorithm import family_of
-from training.engine.assembly import opened_device
-from training.networks.losses import LOSSES
-from training.protections.config import NoProtectionConfig
+from training.engine.plan import RunPlan
+from training.networks.functions import LOSSES
+from training.protections.config import LabelNoiseConfig, NoProtectionConfig
 from training.protections.planning import divisor_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
+from training.runs.storage import read_array
 from training.zeroth_order.step_log import LOG_FILE, LogContent
 
-_BEYOND = 1.5
-"""By how much a record's gradient must exceed the clip in every layer."""
+_MIN_EXCESS = 1.5
+"""Smallest ratio of a record's gradient norm to the clip in every layer."""
 
 Weights = Mapping[str, Tensor]
 Gradient = dict[str, np.ndarray]
@@ -46,16 +45,16 @@ Gradient = dict[str, np.ndarray]
 
 
 def released_steps(folder: RunFolder, config: RunConfig, subject: Subject, dataset: Dataset) -> Released:
-    """What a run released whose steps are clipped sums plus noise.
+    """Read a run whose steps are clipped sums plus noise.
 
     Args:
-        folder: Of the finished run.
+        folder: The folder of the finished run.
         config: Its resolved configuration.
-        subject: What it was trained on.
+        subject: The records and model that it was trained with.
         dataset: Its records.
 
     Raises:
-        ValueError: A record's gradient is not beyond the clip in every layer.
+        ValueError: A record's gradient does not exceed the clip in every layer.
     """
     mechanism = read_ledger(folder.ledger_file).mechanisms[0]
     kind, protection = config.trainer.kind, config.protection.kind
@@ -78,16 +77,16 @@ def released_steps(folder: RunFolder, config: RunConfig, subject: Subject, datas
 
 
 def _states(folder: RunFolder) -> list[dict[str, Tensor]]:
-    """The parameters before the first step and after each."""
+    """Return the parameters before the first step and after each step."""
     return [read_checkpoint(path).named("model.") for path in list_checkpoints(folder.checkpoints)]
 
 
 def _noisy_sums(
     states: Sequence[Weights], config: RunConfig, mechanism: Mechanism
 ) -> list[Gradient]:  # by step
-    """G of each step."""
+    """Return the noisy sum G of each step."""
     divisor = getattr(mechanism, "divisor", None) or divisor_of(config)
-    if config.protection.kind == "label-budget":  # its batches' sizes are public, and divide
+    if config.protection.kind == "label-budget":  # batch sizes are public and divide the sums
         divisor = config.sampler.batch_size
     factor = divisor / config.optimizer.lr
     return [
@@ -99,34 +98,24 @@ def _noisy_sums(
 def _gradients(
     folder: RunFolder, config: RunConfig, subject: Subject, dataset: Dataset, states: Sequence[Weights]
 ) -> list[Gradient]:
-    """One record's gradient at each of the states, without clip or noise."""
+    """Return one record's gradient at each state, without clip or noise."""
     model, x, y = subject.model(config.protection.clip), dataset.train.x[:1], dataset.train.y[:1]
     if config.trainer.kind == "ulr":
         return [_autograd(model, dict(state), x, y, config) for state in states]
-    plain = {"name": "sgd", "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant"}
-    silent = config.model_copy(
-        update={
-            "protection": NoProtectionConfig(),
-            "optimizer": config.optimizer.model_copy(update=plain),
-            "mode": "experiment",
-        }
+    unprotected = config.replaced(
+        protection=NoProtectionConfig(), mode="experiment", optimizer={"name": "sgd"}
     )
-    family = family_of(config.trainer.kind)
-    network = family.network(silent, dataset, model)
-    facts = folder.read_facts()["device"]
-    description = None if facts is None else parse_description(str(folder.config_file), facts)
-    if description is not None and description.noise is not None:
-        description = description.model_copy(update={"noise": NoiseSettings(sigma=0.0)})
-    with opened_device(silent, family.device_shape(silent, network), description) as device:
-        shadow = Shadow(network, family.trainer(silent, network, dataset, device))
-        found = [shadow.gradients(state, Records(x=x, y=y), step=0) for state in states]
+    plan = plain_descent(RunPlan.checked(unprotected, dataset, model=model)).with_silent_device()
+    with plan.opened_device() as device:
+        noiseless = NoiselessStep(plan.network, plan.algorithm.trainer(device))
+        found = [noiseless.gradients(state, Records(x=x, y=y), step=0) for state in states]
     return [{name: tensor.numpy() for name, tensor in gradient.items()} for gradient in found]
 
 
 def _autograd(
     model: nn.Module, state: dict[str, Tensor], x: Tensor, y: Tensor, config: RunConfig
 ) -> Gradient:
-    """The loss's gradient by torch; names follow the layers' order."""
+    """Return the gradient of the loss by torch; names follow the order of the layers."""
     named = dict(zip(state, model.parameters(), strict=True))
     with torch.no_grad():
         for name, parameter in named.items():
@@ -137,7 +126,7 @@ def _autograd(
 
 
 def _layers(names: Sequence[str]) -> list[list[str]]:
-    """The parameters of each layer."""
+    """Return the names of each layer's parameters."""
     layers = dict.fromkeys(name.partition(".")[0] for name in names)
     return [[name for name in names if name.partition(".")[0] == layer] for layer in layers]
 
@@ -147,17 +136,17 @@ def _flat(gradient: Gradient, names: Sequence[str]) -> np.ndarray:
 
 
 def _require_beyond(norms: Sequence[float], clip: float) -> None:
-    """Refuse a clip that the records do not exceed, given what it bounds, layer by layer."""
+    """Refuse a clip that the records' norms do not exceed in every layer."""
     least = min(norms)
-    if least < _BEYOND * clip:
+    if least < _MIN_EXCESS * clip:
         raise ValueError(
-            f"protection.clip_norm = {clip:g}: must be at most {least / _BEYOND:.2g}, so that the self-test's records "
-            "exceed it in every layer; lower it"
+            f"protection.clip_norm = {clip:g}: must be at most {least / _MIN_EXCESS:.2g}, so that the records of the "
+            "self-test exceed it in every layer; lower it"
         )
 
 
 def _clipped(gradient: Gradient, clip: float, *, by_layer: bool) -> Gradient:
-    """A contribution by the law that docs/privacy.md states: one factor for all layers, or C / sqrt(L) for each."""
+    """Clip a gradient as docs/privacy.md states: one factor for all layers, or C / sqrt(L) for each."""
     layers = _layers(list(gradient))
     if not by_layer:
         factor = clip / float(np.linalg.norm(_flat(gradient, list(gradient))))
@@ -172,7 +161,7 @@ def _clipped(gradient: Gradient, clip: float, *, by_layer: bool) -> Gradient:
 
 def _convex_contribution(config: RunConfig, dataset: Dataset, mechanism: Mechanism) -> Gradient:
     """x~ residual^T at weights of 0, for a record with open gates only: x~ = x / (|x| sqrt(P)) on every gate."""
-    options, k = convex_options(config), dataset.n_classes
+    options, k = config.trainer_as(ConvexConfig), dataset.n_classes
     x, label = dataset.train.x[0].double().numpy(), int(dataset.train.y[0])
     target = np.eye(k)[label]
     residual = {
@@ -182,9 +171,9 @@ def _convex_contribution(config: RunConfig, dataset: Dataset, mechanism: Mechani
         "softmax": 1 / k - target,
     }[options.objective]
     clip, norm = float(getattr(mechanism, "clip_norm")), float(np.linalg.norm(residual))  # noqa: B009 - not typed
-    if options.residual_clip is None or norm < _BEYOND * clip:
+    if options.residual_clip is None or norm < _MIN_EXCESS * clip:
         raise ValueError(
-            f"trainer.clip = {options.clip}: must be given and below {norm / _BEYOND:.2g}, so that the self-test's "
+            f"trainer.clip = {options.clip}: must be given and below {norm / _MIN_EXCESS:.2g}, so that the self-test's "
             f"records exceed it (objective {options.objective!r}); lower it"
         )
     if options.objective == "one-against-rest":
@@ -198,7 +187,7 @@ def _convex_contribution(config: RunConfig, dataset: Dataset, mechanism: Mechani
 def _record_sums(
     sums: Sequence[Gradient], expected: Sequence[Gradient], dataset: Dataset, mechanism: Any
 ) -> Released:
-    """Of clipped contributions with one noise in every coordinate: z C in every entry of the sum."""
+    """Split sums of clipped contributions with noise z C in every coordinate."""
     clip, z = float(mechanism.clip_norm), float(mechanism.noise_multiplier)
     names = list(expected[0])
     free = {name: _noise_only(sums, expected, name) / (z * clip) for name in names}
@@ -225,9 +214,10 @@ def _record_sums(
 
 
 def _noise_only(sums: Sequence[Gradient], expected: Sequence[Gradient], name: str) -> np.ndarray:
-    """A parameter's numbers that no record moves, shape (steps, numbers).
+    """Return the numbers of a parameter that no record moves, shape (steps, numbers).
 
-    Where contributions are 0 in all steps, each number itself; the others across the contribution, one number less.
+    Numbers with contribution 0 in all steps are returned as they are. The others are projected orthogonally to the
+    contribution, which leaves one number less.
     """
     part = np.stack([gradient[name].ravel() for gradient in expected])
     total = np.stack([gradient[name].ravel() for gradient in sums])
@@ -236,7 +226,7 @@ def _noise_only(sums: Sequence[Gradient], expected: Sequence[Gradient], name: st
 
 
 def _across(values: np.ndarray, along: np.ndarray) -> np.ndarray:
-    """Components of each row across a direction, from (steps, n) to (steps, n - 1): N(0, I) stays N(0, I)."""
+    """Return each row's components orthogonal to a direction, (steps, n) to (steps, n - 1); N(0, I) stays N(0, I)."""
     pairs = zip(values, along, strict=True)
     return np.stack([_reflected(row, part / np.linalg.norm(part))[1:] for row, part in pairs])
 
@@ -244,7 +234,7 @@ def _across(values: np.ndarray, along: np.ndarray) -> np.ndarray:
 def _prefixes(
     sums: Sequence[Gradient], expected: Sequence[Gradient], names: Sequence[str]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each two parameters the smaller one, and as many of the first numbers of the other, without records."""
+    """Return for each two parameters the smaller, and as many first numbers of the other, without contributions."""
     total, part = (
         {name: np.stack([gradient[name].ravel() for gradient in side]) for name in names}
         for side in (sums, expected)
@@ -259,7 +249,7 @@ def _prefixes(
 
 
 def _component(total: np.ndarray, along: np.ndarray) -> float:
-    """<total, along> / ||along||; 0 along nothing."""
+    """Return <total, along> / ||along||, or 0 if `along` is 0."""
     norm = float(np.linalg.norm(along))
     return float(total @ along) / norm if norm else 0.0
 
@@ -269,9 +259,10 @@ def _one_step(mechanism: Mechanism) -> str:
 
 
 def _scalars(folder: RunFolder, config: RunConfig, mechanism: Any, dataset: Dataset) -> Released:
-    """Of zeroth order: along each direction +-C a record, its sign known from the direction, plus z C N(0, 1).
+    """Split the scalars of zeroth-order training: +-C per record along each direction, plus z C N(0, 1).
 
-    A reflection takes the signs of a step's n directions to the first axis; its other n - 1 axes hold noise only.
+    The direction determines the sign. A reflection maps the signs of a step's n directions to the first axis; the other
+    n - 1 axes hold only noise.
     """
     clip, z = float(mechanism.clip_norm), float(mechanism.noise_multiplier)
     factor = 2 * float(getattr(config.trainer, "perturbation")) * float(mechanism.divisor) / clip  # noqa: B009
@@ -297,14 +288,14 @@ def _scalars(folder: RunFolder, config: RunConfig, mechanism: Any, dataset: Data
 
 
 def _first_sign(seed: int, count: int) -> float:
-    """Sign of the first entry of a direction that is not 0, which is that of the records' loss difference."""
+    """Return the sign of a direction's first nonzero entry, which is that of the records' loss difference."""
     entries = torch.zeros(count)
     Direction(seed).add_to(entries, 0, 1.0)
     return float(torch.sign(entries[torch.nonzero(entries)[0, 0]]))
 
 
 def _reflected(values: np.ndarray, unit: np.ndarray) -> np.ndarray:
-    """Values under the reflection that exchanges a unit vector and the first axis."""
+    """Reflect values so that a unit vector and the first axis change places."""
     axis = unit.copy()
     axis[0] -= 1.0
     square = float(axis @ axis)
@@ -319,11 +310,11 @@ def _label_sums(
     config: RunConfig,
     mechanism: Any,
 ) -> Released:
-    """Of label protections: noise whose covariance the features determine, whitened row by row.
+    """Split the sums of label protections, whose noise has a covariance that depends on the features.
 
-    A layer's sum has rows of covariance v_h h h^T / |h|^2 + v_0 (I - h h^T / |h|^2) with h the layer's input and the
-    bias's constant. What the records add lies along delta h^T. Noise only: the entries at features of 0 in the first
-    layer, and in each layer the component along h in the directions of outputs other than delta.
+    The rows of a layer's sum have covariance v_h h h^T / |h|^2 + v_0 (I - h h^T / |h|^2), with h the layer's input
+    and the bias's constant 1. The records contribute along delta h^T. Two parts are pure noise: the entries at zero
+    features in the first layer, and in each layer the component along h for outputs orthogonal to delta.
     """
     protection, amplified = config.protection, config.protection.kind == "label-amplified"
     batch = (
@@ -361,14 +352,15 @@ def _label_sums(
 def _whitened(
     total: Gradient, gradient: Gradient, state: Weights, dataset: Dataset, config: RunConfig, batch: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """A step's components over the standard deviation that its noise has at z C = 1.
+    """Return a step's components divided by the standard deviation of its noise at z C = 1.
 
     Returns:
-        At features of 0, shape (coordinates,); along the layers' inputs, across delta, shape (outputs - layers,); along
-        contributions, shape (layers,); and the norm of a record's contribution before the clip, shape (layers,).
+        Components at zero features, shape (coordinates,); along the layers' inputs and orthogonal to delta, shape
+        (outputs - layers,); along contributions, shape (layers,); norms of a contribution before the clip, shape
+        (layers,).
     """
-    protection: Any = config.protection
-    amplified, floor = protection.poisson, protection.floor
+    options = config.protection_as(LabelNoiseConfig)
+    amplified, floor = options.poisson, options.floor
     inputs = _layer_inputs(state, dataset)
     fan_ins = sum(len(h) for h in inputs)
     free, across, sums, norms = [], [], [], []
@@ -390,16 +382,42 @@ def _whitened(
 
 
 def _matrix(gradient: Gradient, names: Sequence[str]) -> np.ndarray:
-    """A layer's weight with its bias as the last column, shape (n_l, n_(l-1) + 1)."""
+    """Return a layer's weight with its bias as the last column, shape (n_l, n_(l-1) + 1)."""
     parts = [gradient[name] for name in sorted(names, key=lambda name: name.endswith("bias"))]
     return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
 
 
 def _layer_inputs(state: Weights, dataset: Dataset) -> list[np.ndarray]:
-    """What the layers of the tanh network are given, each with the bias's constant 1."""
+    """Return the inputs of the tanh network's layers, each with the bias's constant 1."""
     first = np.append(dataset.train.x[0].double().numpy(), 1.0)
     z = (
         np.column_stack([state["layer1.weight"].double().numpy(), state["layer1.bias"].double().numpy()])
         @ first
     )
     return [first, np.append(np.tanh(z), 1.0)]
+
+
+def noisy_readings(folder: RunFolder, dataset: Dataset) -> Released:
+    """Return the whitened contrasts over classes of one-hot labels read with noise N(0, 2 / mu^2), a row per record.
+
+    The folder holds r_a / sigma^2 - 1 / (2 sigma^2) for each class a and reading r, up to a constant per record. A
+    reflection maps (1, .., 1) to the first axis; the other axes hold contrasts, which do not depend on the constant.
+    """
+    mechanism: Any = read_ledger(folder.ledger_file).mechanisms[0]
+    sigma = math.sqrt(2) / float(mechanism.mu)
+    kept = read_array(folder.labels_file).astype(np.float64)
+    k = dataset.n_classes
+    readings = kept * sigma**2 - np.eye(k)[dataset.train.y.numpy()]
+    unit = np.full(k, k**-0.5)
+    unit[0] -= 1.0
+    turned = readings - 2 * np.outer(readings @ unit, unit) / float(unit @ unit)
+    return Released(
+        noise=turned[:, 1:] / sigma, sums=None, batch=None, accounted=mechanism.repeated(1).describe()
+    )
+
+
+def responses(folder: RunFolder, dataset: Dataset) -> tuple[np.ndarray, Any]:
+    """Return each record's randomized class as a shift from its own, shape (n,), and the accounted mechanism."""
+    observed = np.argmax(read_array(folder.labels_file), axis=1)
+    mechanism = read_ledger(folder.ledger_file).mechanisms[0]
+    return (observed - dataset.train.y.numpy()) % dataset.n_classes, mechanism

@@ -1,31 +1,34 @@
-"""A self-test of the mechanism in words, at most 80 columns wide.
-
-What a self-test of the mechanism found, as data.
-"""
+"""The result of a self-test, as data and as text of at most 80 columns."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from pydantic import computed_field
+
 from opusim.tables import wrapped
+from training.runs.storage import record_from_json, record_json
 
 SCHEMA_VERSION = 1
+_WIDTH = 80
+_ROW = "{:<31}{:>10}{:>9}{:>11}{:>9}  {}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One statistic of what runs released, held against its law under the accounted mechanism.
+    """One statistic of what runs released, compared with its law under the accounted mechanism.
 
     Attributes:
-        name: What is compared, such as "noise: variance".
-        observed: Its value; of several comparisons in one check, the least likely.
+        name: The statistic, such as "noise: variance".
+        observed: Its value; for several comparisons in one check, the least likely value.
         expected: Its mean under the accounted mechanism.
         standard_error: Its standard deviation under the accounted mechanism.
-        p_value: Probability, in [0, 1], of a value at least as far away, the number of comparisons allowed for.
-        level: p-value below which the check raises an alarm.
-        finds: The faults that this check is for.
+        p_value: Probability of a value at least as far away, in [0, 1], corrected for the number of comparisons.
+        finds: The faults that raise this alarm.
+        level: The check raises an alarm if its p-value is below this; NaN until the number of checks is known.
     """
 
     name: str
@@ -33,8 +36,8 @@ class Check:
     expected: float
     standard_error: float
     p_value: float
-    level: float
     finds: str
+    level: float = math.nan
 
     @property
     def alarm(self) -> bool:
@@ -48,17 +51,18 @@ class MechanismAudit:
 
     Attributes:
         kind: The trainer.
-        protection: What is protected (protection.kind).
+        protection: The protection (protection.kind).
         mode: "experiment" or "release".
-        accounted: What the runs' ledgers say was released, in words.
-        runs: Runs that were compared.
-        steps: Steps of each run; for labels that are read once, the records of each run.
+        accounted: The mechanism in the runs' ledgers, as text.
+        runs: Number of runs that were compared.
+        steps: Steps of each run; the number of records if each label is read once.
         records: Records of each run.
-        coordinates: Released numbers of a step (or record) that hold noise only.
-        seed: From which the runs are repeated; None in release mode.
+        coordinates: Released numbers of a step (or record) that hold only noise.
+        seed: Seed that repeats the runs; None in release mode.
         level: Probability of any alarm under the accounted mechanism.
-        cpu_s: Processor time.
+        cpu_s: Processor time, seconds.
         checks: All checks.
+        one_look: Whether the labels are read or randomized once, so that there are no steps.
     """
 
     kind: str
@@ -73,61 +77,48 @@ class MechanismAudit:
     level: float
     cpu_s: float
     checks: tuple[Check, ...]
+    one_look: bool = False
 
     @property
     def alarms(self) -> tuple[Check, ...]:
         """The checks that raised an alarm."""
         return tuple(check for check in self.checks if check.alarm)
 
+    @computed_field  # type: ignore[prop-decorator]  # mypy does not know decorated properties
     @property
     def holds(self) -> bool:
         """Whether no check raised an alarm."""
         return not self.alarms
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values, with the schema version."""
-        return {"schema_version": SCHEMA_VERSION, "holds": self.holds, **asdict(self)}
+        """Return a JSON object with the schema version."""
+        return record_json(self, SCHEMA_VERSION)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> MechanismAudit:
-        """The self-test that `to_json` wrote.
+        """Return the self-test that `to_json` converted.
 
         Raises:
-            ValueError: Another schema version.
+            ValueError: The content is of another schema version, or is not a self-test.
         """
-        values = dict(content)
-        version = values.pop("schema_version", None)
-        if version != SCHEMA_VERSION:
-            raise ValueError(
-                f"schema_version {version!r} of the self-test is not {SCHEMA_VERSION}; repeat the self-test"
-            )
-        values.pop("holds", None)
-        values["checks"] = tuple(Check(**check) for check in values["checks"])
-        return cls(**values)
-
-
-_WIDTH = 80
-_ROW = "{:<31}{:>10}{:>9}{:>11}{:>9}  {}"
+        return record_from_json(cls, content, SCHEMA_VERSION)
 
 
 def report_text(found: MechanismAudit) -> str:
-    """What ran, a table of the checks, the result, and what no check can see."""
+    """Return the settings, a table of the checks, the result, and what the checks cannot detect."""
     header = _ROW.format("check", "observed", "expected", "std. error", "p-value", "verdict")
-    rows = [_row(check) for check in found.checks]
+    texts = (_how_to_read(found), _result(found), _limits(found))
     return "\n".join(
         [
-            wrapped(_what_ran(found), widest=_WIDTH),
+            wrapped(_settings(found), widest=_WIDTH),
             "",
             header,
             "-" * len(header),
-            *rows,
+            *(_row(check) for check in found.checks),
             "",
-            *(
-                wrapped(text, widest=_WIDTH) + "\n"
-                for text in (_how_to_read(found), _result(found), _blind_spots(found))
-            ),
+            "\n\n".join(wrapped(text, widest=_WIDTH) for text in texts),
         ]
-    ).rstrip("\n")
+    )
 
 
 def _row(check: Check) -> str:
@@ -136,47 +127,47 @@ def _row(check: Check) -> str:
     return _ROW.format(check.name, observed, expected, error, p, "ALARM" if check.alarm else "agrees")
 
 
-def _what_ran(found: MechanismAudit) -> str:
+def _settings(found: MechanismAudit) -> str:
     seeds = "nothing seeded" if found.seed is None else f"seed {found.seed}"
-    once = found.protection in ("label-readout", "label-randomized-response")
-    length = "the labels read once" if once else f"{found.steps} steps"
+    length = "labels read once" if found.one_look else f"{found.steps} steps"
     return (
-        f"Self-test of {found.kind}, protection.kind = {found.protection}, {found.mode} mode: {found.runs} runs, "
-        f"{length}, {found.records:,} identical records, {seeds}, {found.cpu_s:.1f} CPU s. Accounted a step: "
+        f"Self-test of {found.kind} with protection.kind = {found.protection} in {found.mode} mode: {found.runs} runs, "
+        f"{length}, {found.records:,} identical records, {seeds}, {found.cpu_s:.1f} CPU s. Accounted per step: "
         f"{found.accounted}. Noise is in units of its accounted standard deviation, contributions in units of the clip."
     )
 
 
 def _how_to_read(found: MechanismAudit) -> str:
-    """Why a value several standard errors away may agree."""
+    """Explain why a value several standard errors away may agree."""
     return (
-        "A check of several comparisons, such as any two steps, shows the least likely one. Its p-value allows for "
-        f"their number. A check raises an alarm at a p-value below {found.checks[0].level:.2g}."
+        "A check of several comparisons, such as any two steps, shows the least likely one; its p-value is corrected "
+        f"for their number. A check raises an alarm if its p-value is below {found.checks[0].level:.2g}."
     )
 
 
 def _result(found: MechanismAudit) -> str:
     if found.holds:
         return (
-            "No alarm: the released numbers agree with what was accounted. If the mechanism is right, one self-test "
-            f"in {1 / found.level:,.0f} raises an alarm by chance."
+            "No alarm: the released numbers agree with the accounted mechanism. If the mechanism is correct, one "
+            f"self-test in {1 / found.level:,.0f} raises an alarm by chance."
         )
     worst = min(found.alarms, key=lambda check: check.p_value)
-    named = "; ".join(f"{check.name} (may be: {check.finds})" for check in found.alarms)
+    named = "; ".join(f"{check.name} (possible cause: {check.finds})" for check in found.alarms)
     return (
-        f"ALARM: the runs did not release what was accounted, so their guarantee does not hold. {named}. A correct "
-        f"mechanism shows a value as unlikely as that of {worst.name!r} with probability {worst.p_value:.1g} at most."
+        "ALARM: the runs did not release what was accounted, so their guarantee does not hold. Checks that failed: "
+        f"{named}. A correct mechanism shows a value as unlikely as that of {worst.name!r} with probability at most "
+        f"{worst.p_value:.1g}."
     )
 
 
-def _blind_spots(found: MechanismAudit) -> str:
-    """What an agreeing self-test leaves open."""
+def _limits(found: MechanismAudit) -> str:
+    """Say what an agreeing self-test does not prove."""
     text = (
-        "Not seen: faults that only other data, settings or lengths of run bring out (batches are drawn from identical "
-        "records: which records enter is seen by number only); noise whose seed an attacker could guess; attacks on "
-        "the rounding of floating-point numbers; a last iterate, which shows no steps; noise along a record's "
-        "contribution in a single parameter, and so all noise of a parameter of one number"
+        "Not tested: faults that appear only with other data, settings or run lengths (the records are identical, so "
+        "only the number of records in a batch is visible); noise whose seed an attacker could guess; attacks on the "
+        "rounding of floating-point numbers; a last iterate, which releases no steps; noise along a record's "
+        "contribution in a single parameter, and so all noise of a parameter with one number"
     )
     if found.protection == "record" and found.kind == "pdfa":
-        text += "; a device's noise inside readings, which is kept small here"
-    return f"{text}. Agreement is no proof of privacy."
+        text += "; a device's noise in its readings, which is kept small here"
+    return f"{text}. Agreement does not prove privacy."

@@ -1,8 +1,8 @@
-"""The records and models that the self-test chooses for each trainer.
+"""The records and models that the self-test uses for each trainer.
 
 All records of a run are identical, their gradient is longer than the clip in every layer, and most of their features
-are 0: the weights of those features receive noise only. Learning rates are so small that this stays true to the end,
-and large enough for float32: a step's noise is above 100 units in the last place of the weights that it moves.
+are 0, so that the weights of these features receive only noise. Learning rates are small enough that this stays true to
+the end, and large enough for float32: a step's noise exceeds 100 units in the last place of the weights that it moves.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from training.data.dataset import Standardisation
 
 _TOUCHED = 8
 _UNIT = 2.0**-12
-"""Entries of a zeroth-order direction are whole multiples of this, below 2^16 of them."""
+"""Entries of a zeroth-order direction are integer multiples of this, smaller than 2^16 of it."""
 _DIGITS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a trainer is tested on.
+    """The records and model for a trainer.
 
     Attributes:
-        defaults: Keys of the configuration that the caller may change.
-        rate: lr times the clip: how far a step moves the parameters along a record's contribution.
-        n_classes: Of the data.
-        record: Features of every record, shape (d,), by the clip and the configuration's perturbation.
-        label: Their class number.
-        model: A new model, by the clip.
+        defaults: Configuration keys that the caller may change.
+        rate: Learning rate times the clip: the distance that a record's contribution moves the parameters in a step.
+        n_classes: Number of classes.
+        record: Returns the features of every record, shape (d,), for a clip and a perturbation.
+        label: Class number of every record.
+        model: Returns a new model for a clip.
     """
 
     defaults: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Subject:
     model: Callable[[float], nn.Module]
 
     def dataset(self, n_records: int, *, clip: float, perturbation: float) -> Dataset:
-        """So many identical records."""
+        """Return a data set of identical records."""
         x = self.record(clip, perturbation).repeat(n_records, 1)
         y = torch.full((n_records,), self.label)
         empty = Split(x[:0], y[:0])
@@ -61,7 +61,7 @@ class Subject:
 
 
 class AffineTail(nn.Module):
-    """scale x + offset, without parameters.
+    """Compute scale x + offset, without parameters.
 
     Args:
         scale: Factor of every entry.
@@ -78,7 +78,7 @@ class AffineTail(nn.Module):
 
 
 class AgainstZero(nn.Module):
-    """The logits (0, v) of one number v, shape (batch, 1): at label 0 and large v the cross-entropy is v."""
+    """Return the logits (0, v) for a number v, shape (batch, 1): for label 0 and large v the cross-entropy is v."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape (batch, 2)."""
@@ -86,10 +86,10 @@ class AgainstZero(nn.Module):
 
 
 class OneLogit(nn.Module):
-    """Logits (0, w . x), w = 0 at first.
+    """Return the logits (0, w . x), with w = 0 initially.
 
     Args:
-        n_inputs: Features.
+        n_inputs: Number of features.
     """
 
     def __init__(self, n_inputs: int) -> None:
@@ -112,7 +112,7 @@ def _feedback_record(clip: float, perturbation: float) -> Tensor:
 
 
 def _feedback_model(clip: float) -> nn.Module:
-    """40-16-4 with tanh; its largest logits are not those of the label."""
+    """Return a 40-16-4 tanh network whose largest logit is not the label's."""
     first, last = nn.Linear(_TOUCHED + 32, 16), nn.Linear(16, 4)
     model = nn.Sequential(first, nn.Tanh(), last)
     generator = np.random.default_rng(20260101)
@@ -132,9 +132,9 @@ def _ulr_record(clip: float, perturbation: float) -> Tensor:
 
 
 def _ulr_model(clip: float) -> nn.Module:
-    """v_1 = w_1 . x, v_2 = w_2 (1 + v_1), loss b (20 + v_2): linear, so that estimates never change their sign.
+    """Return v_1 = w_1 . x, v_2 = w_2 (1 + v_1), loss b (20 + v_2): linear, so that estimates keep their sign.
 
-    With w_1 = 0, w_2 = 0.001 and b = 2e6 C a record's gradient has norm 2e6 C in layer 2 and 2e3 C in layer 1.
+    With w_1 = 0, w_2 = 0.001 and b = 2e6 C, a record's gradient has norm 2e6 C in layer 2 and 2e3 C in layer 1.
     """
     steepness = 2e6 * clip
     first, second = nn.Linear(_TOUCHED + 64, 1, bias=False), nn.Linear(1, 1, bias=False)
@@ -147,9 +147,9 @@ def _ulr_model(clip: float) -> nn.Module:
 
 
 def _zo_record(clip: float, perturbation: float) -> Tensor:
-    """Features X 2^(-16 j): the sum of z_j x_j has the sign of the first z_j that is not 0, and is never small.
+    """Return features X 2^(-16 j): the sum of z_j x_j has the sign of the first nonzero z_j, and is never small.
 
-    Its least magnitude, X 2^-60, times phi is 1,000 C; all four entries of a direction are 0 with probability 1e-16.
+    Its smallest magnitude X 2^-60 times phi is 1,000 C. All four entries of a direction are 0 with probability 1e-16.
     """
     places = 2.0 ** (-16 * torch.arange(_DIGITS, dtype=torch.float64))
     size = 1e3 * clip / (perturbation * _UNIT * float(places[-1]))
@@ -161,7 +161,7 @@ def _convex_record(clip: float, perturbation: float) -> Tensor:
 
 
 def _convex_model(clip: float) -> nn.Module:
-    """All four gates are open for records of no negative feature."""
+    """Return a model whose four gates are open for records without negative features."""
     return GatedRelu(_TOUCHED + 16, 3, torch.ones(4, _TOUCHED + 16), centre=False)
 
 

@@ -1,0 +1,166 @@
+"""How often does the self-test of the mechanism find a planted fault, and how often does it raise a false alarm?
+
+    python -m benchmarks.attacks.self_test measure     (resumes; some 6 minutes of one core)
+    python -m benchmarks.attacks.self_test show
+
+Every fault of `tests.support.faults` is planted in every trainer and mode that it reaches: 20 times for `pdfa`, `ulr`
+and the faults of `NAMED`, once otherwise. The product without a fault is tested many times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.markdown import command, markdown, section
+from benchmarks.results_file import load_results, save_results
+from opusim.tables import print_table
+from tests.support.faults import FAULTS
+from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
+from training import audit_mechanism
+
+MODULE, NAME = "benchmarks.attacks.self_test", "mechanism_selftest"
+COLUMN_NAMES = ("fault", "planted in", "found in experiment mode", "found in release mode", "CPU s")
+LEVEL = 1e-4
+_NO_FAULT = "none"
+NAMED = (
+    *("noise_too_small", "noise_reused", "clipped_by_layer", "clip_too_wide"),
+    *("fixed_size_batches", "fixed_size_batches_on_release"),
+)
+OFTEN, ATTEMPTS, NULLS = ("pdfa", "ulr"), 20, 5
+PROTECTIONS = ("record", "label-budget", "label-amplified", "label-readout", "label-randomized-response")
+
+
+class Cell(NamedTuple):
+    """What is attempted, and how often."""
+
+    fault: str
+    trainer: str
+    protection: str
+    mode: str
+    attempts: int
+
+    @property
+    def key(self) -> str:
+        """Its name in the results."""
+        return f"{self.fault}, {self.trainer}, {self.protection}, {self.mode}"
+
+
+def cells() -> Iterator[Cell]:
+    """All cells: faults that are planted often, the other faults, then runs without a fault."""
+    found = []
+    for fault in FAULTS:
+        for trainer in STEPWISE:
+            for protection in PROTECTIONS:
+                for mode in MODES:
+                    if fault.applies(trainer=trainer, protection=protection, mode=mode):
+                        often = trainer in OFTEN and protection == "record" and fault.name in NAMED
+                        found.append(Cell(fault.name, trainer, protection, mode, ATTEMPTS if often else 1))
+    for trainer in STEPWISE:
+        for protection in PROTECTIONS if trainer in FEEDBACKS else PROTECTIONS[:1]:
+            attempts = ATTEMPTS if trainer in OFTEN and protection == "record" else NULLS
+            found += [Cell("none", trainer, protection, mode, attempts) for mode in MODES]
+    return iter(sorted(found, key=lambda cell: (cell.fault == "none", -cell.attempts)))
+
+
+def attempt(cell: Cell, number: int) -> dict[str, Any]:
+    """One self-test with the fault planted."""
+    faults = {fault.name: fault for fault in FAULTS}
+    with contextlib.ExitStack() as stack:
+        if cell.fault != "none":
+            stack.enter_context(faults[cell.fault].planted())
+        found = audit_mechanism(
+            cell.trainer,
+            mode=cell.mode,
+            settings=[f"protection.kind={cell.protection}"],
+            seed=number if cell.mode == "experiment" else None,
+            level=LEVEL,
+        )
+    wanted = faults[cell.fault].checks if cell.fault != "none" else ()
+    named = [check for check in found.alarms if check.name in wanted]
+    return {
+        "alarm": not found.holds,
+        "right": bool(named),
+        "cpu_s": round(found.cpu_s, 3),
+        "checks": len(found.checks),
+        "below_1_percent": sum(check.p_value < 0.01 for check in found.checks),
+    }
+
+
+def measure() -> None:
+    torch.set_num_threads(1)
+    results = load_results(NAME).get("cells", {})
+    for cell in cells():
+        kept = results.setdefault(cell.key, {**cell._asdict(), "runs": []})
+        while len(kept["runs"]) < cell.attempts:
+            kept["runs"].append(attempt(cell, len(kept["runs"])))
+        save_results(NAME, {"level": LEVEL, "cells": results})
+
+
+def table_rows(cells: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return two lines for each fault: the trainers that were attempted often, then all others."""
+    rows: list[tuple[str, ...]] = []
+    for fault in dict.fromkeys(cell["fault"] for cell in cells.values()):
+        if fault == _NO_FAULT:
+            continue
+        mine = [cell for cell in cells.values() if cell["fault"] == fault]
+        often = [cell for cell in mine if len(cell["runs"]) > 1]
+        for trainer in dict.fromkeys(cell["trainer"] for cell in often):
+            rows.append(_row(fault, trainer, [cell for cell in often if cell["trainer"] == trainer]))
+        once = [cell for cell in mine if len(cell["runs"]) == 1]
+        if once:
+            rows.append(_row(fault, _names(once), once))
+    return rows
+
+
+def _names(cells: list[dict[str, Any]]) -> str:
+    """The trainers of records, then the label protections."""
+    records = dict.fromkeys(cell["trainer"] for cell in cells if cell["protection"] == "record")
+    labels = dict.fromkeys(cell["protection"] for cell in cells if cell["protection"] != "record")
+    return ", ".join([*records, *(f"{name} (all feedbacks)" for name in labels)])
+
+
+def _row(fault: str, what: str, cells: list[dict[str, Any]]) -> tuple[str, ...]:
+    seconds = [run["cpu_s"] for cell in cells for run in cell["runs"]]
+    return (fault, what, _found(cells, "experiment"), _found(cells, "release"), f"{max(seconds):.1f}")
+
+
+def _found(cells: list[dict[str, Any]], mode: str) -> str:
+    runs = [run for cell in cells if cell["mode"] == mode for run in cell["runs"]]
+    return f"{sum(run['right'] for run in runs)} of {len(runs)}" if runs else "–"
+
+
+def page_section() -> str:
+    """Return what the results page shows: planted faults and false alarms; empty without results."""
+    results = load_results(NAME)
+    if not results:
+        return ""
+    cells = results["cells"]
+    runs = [run for cell in cells.values() if cell["fault"] == _NO_FAULT for run in cell["runs"]]
+    checks, low = (sum(run[key] for run in runs) for key in ("checks", "below_1_percent"))
+    text = (
+        f"`opusim audit --mechanism KIND` at an alarm level of {results['level']:g}, two runs of 60 steps "
+        f"({results['date']}, {command(MODULE, 'measure')}). A fault counts as found if a check that is meant for it "
+        "raises the alarm. Trainers stand for protection.kind = record. CPU s is the longest self-test. Without a "
+        f"fault: {sum(run['alarm'] for run in runs)} alarms in {len(runs)} self-tests, and {low} of {checks:,} "
+        "p-values below 0.01 (experiment mode has the same seeds for every trainer). Required: 19 of 20 within 60 CPU "
+        "seconds."
+    )
+    title = "Planted faults that the self-test of the mechanism finds"
+    return section(title, text, markdown(COLUMN_NAMES, table_rows(cells)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=["measure", "show"], nargs="?", default="show")
+    if parser.parse_args().what == "measure":
+        measure()
+    print_table("Planted faults found", COLUMN_NAMES, table_rows(load_results(NAME).get("cells", {})))
+
+
+if __name__ == "__main__":
+    main()

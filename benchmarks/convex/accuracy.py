@@ -1,0 +1,296 @@
+"""What accuracy does a convex ReLU approximation keep at the last iterate, against DP-SGD (MNIST and FashionMNIST)?
+
+All rows are for replacing a record at the epsilons of the paper's two noise levels, 1.33 and 4.76, delta 1e-5. The
+paper's own constants do not cover its runs (docs/convex.md), so ours differ: records scaled to norm 1, smaller batches,
+fewer epochs, and one larger noise at the end.
+
+`search` tries a grid for each row, data set and epsilon with one seed on 54,000 records and keeps the point of the best
+accuracy on the 6,000 others, which no guarantee here covers. `measure` trains that point on all 60,000 records with
+three other seeds and looks at the test set.
+
+Runs are ordinary run folders under runs/convex; a second call resumes where the first one stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from pathlib import Path
+from typing import Any
+
+import typer
+from joblib import Parallel, delayed
+
+from accounting.calibration import calibrate
+from accounting.composition import guarantees
+from accounting.guarantee import Adjacency
+from accounting.mechanisms import PoissonGaussian
+from benchmarks.convex.rows import BASE, LAST_ITERATE, ROWS, Point
+from benchmarks.markdown import Row, command, markdown, section, verdict
+from benchmarks.results_file import load_results, save_results
+from benchmarks.runs import train_or_read
+from opusim.tables import print_table
+from training.config.reading import merged, parse_setting
+
+MODULE = "benchmarks.convex.accuracy"
+COLUMN_NAMES = ("data", "epsilon", "trained by", "test [%]", "required", "paper [%]", "s", "chosen point")
+NAME, FOLDER = "convex", Path("runs/convex")
+SEARCH_SEED = 100
+DELTA = 1e-5
+PAPER = {("mnist", 1.33): 92.7, ("mnist", 4.76): 94.4}
+BARS = {("mnist", 1.33): 92.5, ("mnist", 4.76): 94.3}
+
+
+def configuration(row: str, data: str, epsilon: float, point: Point, seed: int) -> dict[str, Any]:
+    """The run of one row and point; the search holds records out, the measurement does not."""
+    held_out = 0.1 if seed == SEARCH_SEED else 0.0
+    config = merged(merged(BASE, ROWS[row].config), {"seed": seed})
+    config = merged(config, {"data": {"name": data, "validation_fraction": held_out}})
+    for key, value in point.items():
+        config = merged(config, parse_setting(f"{key}={value}"))
+    return merged(config, {"protection": _strength(config, epsilon, round(60_000 * (1 - held_out)))})
+
+
+def _strength(config: dict[str, Any], epsilon: float, n: int) -> dict[str, Any]:
+    """Epsilon for replacing a record; bp takes the multiplier, since its own epsilon is for zero_out."""
+    if config["trainer"]["kind"] == "convex":
+        return {"epsilon": epsilon}
+    return {"noise_multiplier": sampled_noise(config["sampler"]["batch_size"] / n, config["epochs"], epsilon)}
+
+
+def sampled_noise(q: float, epochs: int, epsilon: float) -> float:
+    """The least noise multiplier of Poisson batches for replacing a record."""
+    steps = epochs * max(1, round(1 / q))
+    whole = PoissonGaussian(
+        noise_multiplier=1.0, sampling_probability=q, steps=steps, adjacency=Adjacency.REPLACE_ONE
+    )
+    return calibrate(whole, target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
+
+
+def run_once(row: str, data: str, epsilon: float, point: Point, seed: int) -> dict[str, Any]:
+    """Train one point with one seed, resume it, or read it back."""
+    config = configuration(row, data, epsilon, point, seed)
+    tag = "-".join(
+        [row.replace(", ", "-").replace(" ", "-"), data, f"{epsilon:g}", *map(str, point.values())]
+    )
+    run = train_or_read(config, FOLDER / f"{tag}-{seed}")
+    summary = run.summary or {}
+    return {
+        "row": row,
+        "data": data,
+        "epsilon": epsilon,
+        "point": point,
+        "seed": seed,
+        "validation": 100 * summary.get("validation_accuracy", float("nan")) if seed == SEARCH_SEED else None,
+        "test": None if seed == SEARCH_SEED else 100 * summary["test_accuracy"],
+        "proven_epsilon": stated_epsilon(run.guarantees, config, len_train=run.facts["data"]["n_train"]),
+        "seconds": sum(record["wall_s"] for record in run.folder.read_timing()),
+    }
+
+
+def stated_epsilon(found: list[Any], config: dict[str, Any], *, len_train: int) -> float:
+    """The proven epsilon for replacing a record: the run's own, or that of its sampled noise."""
+    if found[0].adjacency is Adjacency.REPLACE_ONE:
+        return float(found[0].epsilon)
+    q = config["sampler"]["batch_size"] / len_train
+    whole = PoissonGaussian(
+        noise_multiplier=config["protection"]["noise_multiplier"],
+        sampling_probability=q,
+        steps=config["epochs"] * max(1, round(1 / q)),
+        adjacency=Adjacency.REPLACE_ONE,
+    )
+    return guarantees([whole], delta=DELTA)[0].epsilon
+
+
+def points(row: str, data: str, epsilon: float) -> list[Point]:
+    """Every point of a row's grid, on top of what it starts from, with its first measured change."""
+    start = starting_point(row, data, epsilon) | next(iter(ROWS[row].measured.values()))
+    return [start | point for point in ROWS[row].grid]
+
+
+def starting_point(row: str, data: str, epsilon: float) -> Point:
+    """The best point of the row that this one is like."""
+    return best_point(ROWS[row].like, data, epsilon) if ROWS[row].like else {}
+
+
+def best_point(row: str, data: str, epsilon: float) -> Point:
+    """The point of the best accuracy on held-out records; without a grid, what the row starts from."""
+    if not ROWS[row].grid:
+        return starting_point(row, data, epsilon)
+    trials = load_results(NAME).get("trials", [])
+    mine = [t for t in trials if (t["row"], t["data"], t["epsilon"]) == (row, data, epsilon)]
+    if not mine:
+        raise ValueError(f"row {row!r} on {data} at epsilon {epsilon:g} has no trials; run: search")
+    return dict(max(mine, key=lambda trial: trial["validation"])["point"])
+
+
+def search(jobs: int = 2, rows: str = "", only: str = "") -> None:
+    """Try every point of every grid with one seed, on held-out records."""
+    for row in ROWS:
+        if rows in ("", row):
+            tasks = [
+                (row, name, epsilon, point, SEARCH_SEED)
+                for name, epsilon in ROWS[row].cells
+                if only in ("", name)
+                for point in points(row, name, epsilon)
+            ]
+            _all(tasks, "trials", jobs)
+
+
+def measure(
+    jobs: int = 2, rows: str = "", only: str = "", cases: str = "", seeds: int = 3, highest: float = 100.0
+) -> None:
+    """Train each row's best point with its seeds on all records, and print the table.
+
+    Args:
+        jobs: Runs side by side.
+        rows: The one row; empty for all.
+        only: One data set; empty for all.
+        cases: What a case's name begins with; empty for all.
+        seeds: Seeds at most.
+        highest: Largest epsilon.
+    """
+    tasks = [
+        (row, name, epsilon, best_point(row, name, epsilon) | change, seed)
+        for row in ROWS
+        if rows in ("", row)
+        for case, change in ROWS[row].measured.items()
+        if case.startswith(cases)
+        for name, epsilon in ROWS[row].cells
+        if only in ("", name) and epsilon <= highest
+        for seed in ROWS[row].seeds[:seeds]
+    ]
+    _all(tasks, "runs", jobs)
+    print_table("Test accuracy [%]", COLUMN_NAMES, table_rows(load_results(NAME).get("cells", [])))
+
+
+def _all(tasks: list[tuple[Any, ...]], part: str, jobs: int) -> None:
+    """Run tasks in parallel, writing each result as it comes; one that stands there is replaced."""
+    for found in Parallel(n_jobs=jobs, return_as="generator_unordered")(
+        delayed(run_once)(*task) for task in tasks
+    ):
+        kept = load_results(NAME)
+        others = [each for each in kept.get(part, []) if _key(each) != _key(found)]
+        changed = {**kept, part: sorted([*others, found], key=_key)}
+        changed["cells"] = cells_of([run for run in changed.get("runs", []) if is_chosen(run)])
+        save_results(NAME, {k: v for k, v in changed.items() if k not in ("benchmark", "date", "machine")})
+        print({k: v for k, v in found.items() if v is not None}, flush=True)
+
+
+def _key(run: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        list(ROWS).index(run["row"]),
+        run["data"],
+        -run["epsilon"],
+        str(sorted(run["point"].items())),
+        run["seed"],
+    )
+
+
+def is_chosen(run: dict[str, Any]) -> bool:
+    """Whether a run's point is still the one that the search prefers: a longer search may have found another."""
+    best = best_point(run["row"], run["data"], run["epsilon"])
+    return any(run["point"] == best | change for change in ROWS[run["row"]].measured.values())
+
+
+def cells_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and standard error over seeds, by row, data set, epsilon and point."""
+    cells = []
+    for _, group in itertools.groupby(sorted(runs, key=_key), key=lambda run: _key(run)[:-1]):
+        mine = list(group)
+        test = [run["test"] for run in mine]
+        first = mine[0]
+        published = (first["data"], first["epsilon"]) if first["row"] == LAST_ITERATE else None
+        bar = BARS.get(published) if published else None
+        cells.append(
+            {key: first[key] for key in ("row", "data", "epsilon", "point")}
+            | {
+                "seeds": len(mine),
+                "test": statistics.mean(test),
+                "test_standard_error": statistics.stdev(test) / len(test) ** 0.5 if len(test) > 1 else None,
+                "proven_epsilon": max(run["proven_epsilon"] for run in mine),
+                "paper": PAPER.get(published) if published else None,
+                "within_bar": None if bar is None else statistics.mean(test) >= bar,
+                "seconds": statistics.mean(run["seconds"] for run in mine),
+            }
+        )
+    return cells
+
+
+def table_rows(cells: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a line for each cell, as text."""
+    return [
+        (
+            cell["data"],
+            f"{cell['epsilon']:g}",
+            _name(cell),
+            _accuracy(cell),
+            verdict(cell["within_bar"]),
+            "none" if cell["paper"] is None else f"{cell['paper']:.1f}",
+            f"{cell['seconds']:.0f}",
+            ", ".join(
+                f"{key.split('.')[-1]} {value}" for key, value in cell["point"].items() if "hyper" not in key
+            ),
+        )
+        for cell in cells
+    ]
+
+
+def _name(cell: dict[str, Any]) -> str:
+    hyperplanes = cell["point"].get("trainer.hyperplanes")
+    return cell["row"] if hyperplanes is None else f"{cell['row']}, P = {hyperplanes}"
+
+
+def _accuracy(cell: dict[str, Any]) -> str:
+    """Mean and standard error; the number of seeds if it is not three."""
+    error, seeds = cell["test_standard_error"], cell["seeds"]
+    if error is None:
+        return f"{cell['test']:.2f} (1 seed)"
+    return f"{cell['test']:.2f} ± {error:.2f}" + ("" if seeds == 3 else f" ({seeds} seeds)")
+
+
+def page_section(*rest: str) -> str:
+    """Return what the results page shows; empty without results.
+
+    Args:
+        rest: Paragraphs of the other benchmarks of the convex trainer, which follow the table.
+    """
+    results = load_results(NAME)
+    if not results.get("cells"):
+        return ""
+    text = (
+        "Replacing a record, delta 1e-5, proven epsilon at most the one shown; 60,000 private records; test accuracy, "
+        f"mean and standard error over seeds ({results['date']}, {command(MODULE, 'search')}, then `measure`; seconds "
+        "of one thread on a machine with other work). Settings were chosen with one other seed on 6,000 held-out "
+        f"records ({len(results.get('trials', []))} trials), which no guarantee here covers. Required of the last "
+        "iterate on MNIST: 92.5 % and 94.3 %. The paper's figures are after tuning, with constants that do not cover "
+        "its runs."
+    )
+    title = "Convex ReLU approximation, private at the last iterate"
+    return section(title, text, markdown(COLUMN_NAMES, table_rows(results["cells"])), *rest)
+
+
+def headline_rows() -> list[Row]:
+    """Return the accuracies at each data set and epsilon: one size of the last iterate, and its rivals."""
+    cells = [cell for cell in load_results(NAME).get("cells", []) if _is_headline(cell)]
+    rows: list[Row] = []
+    for data, epsilon in dict.fromkeys((cell["data"], cell["epsilon"]) for cell in cells):
+        mine = [cell for cell in cells if (cell["data"], cell["epsilon"]) == (data, epsilon)]
+        figures = "; ".join(f"{_name(cell)} {cell['test']:.1f}" for cell in mine)
+        claim = f"{data}, test accuracy [%], epsilon {epsilon:g} for replacing a record, delta 1e-5"
+        rows.append((claim, figures, command(MODULE)))
+    return rows
+
+
+def _is_headline(cell: dict[str, Any]) -> bool:
+    if cell["row"] == LAST_ITERATE:
+        return bool(cell["point"]["trainer.hyperplanes"] == 128)
+    return not cell["row"].startswith(LAST_ITERATE)
+
+
+app = typer.Typer(add_completion=False, help=__doc__)
+app.command()(search)
+app.command()(measure)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,130 @@
+"""What benchmarks.convex.accuracy trains: the rows of its table, and what is searched for each."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from training.config.reading import merged
+
+Point = dict[str, Any]
+EPSILONS, DATA, SEEDS = (4.76, 1.33), ("mnist", "fashion-mnist"), (0, 1, 2)
+Cells = tuple[tuple[str, float], ...]
+ALL_CELLS: Cells = tuple(itertools.product(DATA, EPSILONS))
+MNIST: Cells = tuple(("mnist", epsilon) for epsilon in EPSILONS)
+LAST_ITERATE = "convex, last iterate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A way to train, and what is searched for it.
+
+    Attributes:
+        config: What all its runs share.
+        grid: Points that are tried, as keys of the configuration and their values; empty for a row that has none of
+            its own.
+        measured: Changes of the point that are measured against each other, by name; the search uses the first.
+        like: The row whose best point this one starts from; empty for none.
+        seeds: With which it is measured.
+        cells: Data sets and epsilons.
+    """
+
+    config: dict[str, Any]
+    grid: tuple[Point, ...]
+    measured: dict[str, Point]
+    like: str = ""
+    seeds: tuple[int, ...] = SEEDS
+    cells: Cells = field(default=ALL_CELLS)
+
+
+def points_of(**values: tuple[Any, ...]) -> tuple[Point, ...]:
+    """Every combination; `a__b` stands for the key a.b."""
+    keys = [key.replace("__", ".") for key in values]
+    return tuple(
+        dict(zip(keys, combination, strict=True)) for combination in itertools.product(*values.values())
+    )
+
+
+def widths(*counts: int) -> dict[str, Point]:
+    """Cases by their number of hyperplanes."""
+    return {f"P = {p}": {"trainer.hyperplanes": p} for p in counts}
+
+
+BASE: dict[str, Any] = {"threads": 1, "optimizer": {"name": "sgd"}}
+CONVEX: dict[str, Any] = {
+    "optimizer": {"lr": 1.9, "momentum": 0.0},
+    "trainer": {"kind": "convex"},
+}
+CYCLIC = merged(
+    CONVEX,
+    {
+        "epochs": 10,
+        "sampler": {"scheme": "disjoint-cyclic", "batch_size": 125},
+        "protection": {"kind": "last-iterate"},
+    },
+)
+SAMPLED: dict[str, Any] = {
+    "epochs": 20,
+    "sampler": {"scheme": "poisson", "batch_size": 1000},
+    "protection": {"kind": "record"},
+}
+NETWORK = merged(
+    SAMPLED,
+    {"trainer": {"kind": "bp"}, "optimizer": {"momentum": 0.9}, "model": {"activation": "relu"}},
+)
+ROWS = {
+    LAST_ITERATE: Row(
+        config=CYCLIC,
+        grid=(
+            *points_of(trainer__clip=(0.25, 0.35, 0.5, 0.7, 1.0), optimizer__schedule=("constant",)),
+            {"trainer.clip": 0.5, "optimizer.schedule": "linear"},
+        ),
+        measured=widths(64, 128, 256),
+    ),
+    "convex, last iterate, 40 epochs": Row(
+        config=merged(CYCLIC, {"epochs": 40, "sampler": {"batch_size": 1000}}),
+        grid=(),
+        measured=widths(128),
+        like=LAST_ITERATE,
+        cells=MNIST,
+    ),
+    "convex, last iterate, 400 epochs": Row(  # the sum of all rates is that of 10 epochs of batches of 125
+        config=merged(
+            CYCLIC,
+            {"threads": 2, "epochs": 400, "sampler": {"batch_size": 1000}, "optimizer": {"lr": 0.38}},
+        ),
+        grid=(),
+        measured=widths(128),
+        like=LAST_ITERATE,
+        seeds=SEEDS[:1],
+        cells=MNIST[:1],
+    ),
+    "convex, last iterate, CIFAR-10": Row(
+        config=merged(CYCLIC, {"trainer": {"clip": 0.7}}),
+        grid=(),
+        measured=widths(128),
+        cells=(("cifar-10", 4.76),),
+    ),
+    "convex, Poisson DP-SGD": Row(
+        config=merged(CONVEX, SAMPLED),
+        grid=(
+            {"sampler.batch_size": 500, "trainer.clip": 0.35},
+            {"sampler.batch_size": 500, "trainer.clip": 0.7},
+            {"sampler.batch_size": 1000, "trainer.clip": 0.7, "epochs": 40},
+            {"sampler.batch_size": 500, "trainer.clip": 0.7, "optimizer.schedule": "linear"},
+        ),
+        measured=widths(64),
+        cells=MNIST,
+    ),
+    "ReLU network, DP-SGD": Row(
+        config=merged(NETWORK, {"model": {"hidden": [200]}}),
+        grid=points_of(optimizer__lr=(0.03, 0.1, 0.3, 1.0)),
+        measured={"width 200": {}},
+    ),
+    "logistic regression, DP-SGD": Row(
+        config=merged(NETWORK, {"model": {"hidden": []}}),
+        grid=points_of(optimizer__lr=(0.1, 0.3, 1.0, 3.0)),
+        measured={"": {}},
+    ),
+}

@@ -1,0 +1,204 @@
+"""Write what the benchmarks measured: a README in each folder, the index, and the tables of README and docs.
+
+`make bench-report` runs this; a test compares the committed pages with what it would write. Each benchmark makes
+its own section, next to its measurement.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from benchmarks.attacks import self_test
+from benchmarks.convex import accuracy, curves, device, noise, opacus_baseline, step, tuned
+from benchmarks.devices import faults, learning, monitor
+from benchmarks.markdown import Row, markdown, section
+from benchmarks.pages.headlines import headline_rows, protection_rows
+from benchmarks.pages.sweeps import SWEEPS, sweep_section
+from benchmarks.pdfa import demo, private, readings
+from benchmarks.pdfa import table1 as pdfa_table1
+from benchmarks.results_file import FOLDER as RESULTS
+from benchmarks.results_file import load_results
+from benchmarks.speed import accounting, camera, matrix_free, pdfa_step, projection, record_step, sweep
+from benchmarks.ulr import epoch, resnet
+from benchmarks.ulr import table1 as ulr_table1
+from benchmarks.zeroth_order import drift, membership, memory, mnist, sigma_tables, sst2_head, sst2_lora
+
+BENCHMARKS = Path(__file__).parents[1]
+ROOT = BENCHMARKS.parent
+WRITTEN = "Written by `make bench-report` from `results/`; nothing here is typed by hand."
+
+
+def convex_section() -> str:
+    """Return all that was measured of the convex trainer, under one heading."""
+    return accuracy.page_section(
+        curves.page_table(),
+        tuned.page_table(),
+        device.page_text(),
+        opacus_baseline.page_text(),
+        noise.page_table(),
+    )
+
+
+def speed_rows() -> list[Row]:
+    """Return the ratios of the benchmarks that `make bench` runs."""
+    parts = (projection, pdfa_step, record_step, camera, matrix_free, sweep, accounting)
+    return [row for part in parts for row in part.speed_rows()]
+
+
+def speed_section() -> str:
+    """Return the table of all ratios."""
+    rows: list[tuple[str, ...]] = [
+        *speed_rows(),
+        *epoch.speed_rows(),
+        *step.speed_rows(),
+        *memory.speed_rows(),
+    ]
+    text = (
+        "Medians of interleaved repeats in one process. Required, in this order: 0.9 of the product, 5 times "
+        "lightonml; at most 1; 1.8 times; at most 1.5; 0.7 at batch 1024, 0.4 at batch 64, under 1,024 MiB; 100 times, "
+        "the same digits; at most 1; at most 1.2, 1.5 and 10 times; at most 1.1 of the memory and 2.2 passes."
+    )
+    return section("Ratios", text, markdown(("work", "ratio", "command"), rows)) if rows else ""
+
+
+SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
+    "pdfa": (
+        "Photonic direct feedback alignment",
+        (demo.page_section, pdfa_table1.page_section, readings.page_section, private.page_section),
+    ),
+    "ulr": (
+        "Likelihood ratio training",
+        (ulr_table1.page_section, ulr_table1.proven_section, resnet.page_section),
+    ),
+    "convex": ("Convex training", (convex_section,)),
+    "zeroth_order": (
+        "Zeroth-order training",
+        tuple(
+            part.page_section
+            for part in (sigma_tables, memory, drift, sst2_head, sst2_lora, membership, mnist)
+        ),
+    ),
+    "devices": ("Devices", (learning.page_section,)),
+    "attacks": ("Audits", (self_test.page_section,)),
+    "curves": ("Sweeps", tuple(partial(sweep_section, name) for name in SWEEPS)),
+    "speed": ("Speed", (speed_section,)),
+}
+"""The title and the sections of each folder's page."""
+
+
+def folder_page(folder: str) -> str:
+    """Return the whole of a folder's README."""
+    title, sections = SECTIONS[folder]
+    parts = [
+        f"# {title}: results",
+        WRITTEN.replace("results/", "../results/"),
+        *(each() for each in sections),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def index_page() -> str:
+    """Return the whole of benchmarks/README.md: every benchmark with its question, by folder."""
+    head = (
+        f"# Benchmarks\n\n{WRITTEN} Each benchmark is a program that opens with its question; its result is one JSON "
+        "file in [results](results), with date, machine, versions and commit. Timings are ratios within one run. "
+        "[results/nightly.md](results/nightly.md) sums up the nightly tests."
+    )
+    parts = [
+        section(title, f"Results: [{folder}/README.md]({folder}/README.md).", _questions(folder))
+        for folder, (title, _) in SECTIONS.items()
+    ]
+    return "\n\n".join((head, section("Overview", overview_table()), *parts, commits_section())) + "\n"
+
+
+def _questions(folder: str) -> str:
+    """Return a folder's programs, a line each."""
+    if folder == "curves":
+        specs = sorted((BENCHMARKS / folder).glob("*.toml"))
+        rows = [(f"`opusim curve benchmarks/curves/{spec.name}`", _first_comment(spec)) for spec in specs]
+        return markdown(("command", "question"), list(rows))
+    return markdown(("command", "question"), list(_programs(folder)))
+
+
+def _first_comment(spec: Path) -> str:
+    return spec.read_text().splitlines()[0].lstrip("# ").strip()
+
+
+def _programs(folder: str) -> Iterator[tuple[str, ...]]:
+    for path in sorted((BENCHMARKS / folder).glob("*.py")):
+        source = path.read_text()
+        if 'if __name__ == "__main__"' in source:
+            question = (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
+            yield (f"`python -m benchmarks.{folder}.{path.stem}`", question)
+
+
+def commits_section() -> str:
+    """Return which commit measured what."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(RESULTS.glob("*.json")):
+        found.setdefault(load_results(file.stem).get("commit") or "unknown", []).append(file.stem)
+    text = (
+        "A benchmark that was measured in several parts names the commit of the last one. At 02c3c03 or before, norms "
+        "were computed in float32; later commits clip linear layers up to 1e-4 lower and convolutions up to 0.2 %. The "
+        "default hold-out has not changed. What was called add_or_remove_one there is now stated as zero_out."
+    )
+    rows = [(commit, ", ".join(names)) for commit, names in sorted(found.items())]
+    return section("Commits", text, markdown(("commit", "results"), rows))
+
+
+def overview_table() -> str:
+    """Return the table of all results, one line each: claim, figure, command."""
+    rows = [
+        *(row for part in (demo, pdfa_table1, learning, private) for row in part.headline_rows()),
+        *(row for row in speed_rows() if _is_headline(row)),
+        *ulr_table1.headline_rows(),
+        *(row for row in epoch.speed_rows() if row[0].endswith("ulr, K = 1, 1 thread(s)")),
+        *accuracy.headline_rows(),
+        *(row for row in step.speed_rows() if " 1 thread" in row[0]),
+        *sigma_tables.headline_rows(),
+        *sst2_head.headline_rows(),
+        *memory.speed_rows(),
+    ]
+    return markdown(("what", "figure", "measure it again"), list(rows))
+
+
+def _is_headline(row: Row) -> bool:
+    """Whether the overview shows a speed: one thread, the larger batch, no variant."""
+    left_out = ("release", "low_light", "batch 64", "published", "2 thread(s)", "K = ")
+    return not any(word in row[0] for word in left_out)
+
+
+def with_block(text: str, name: str, table: str) -> str:
+    """Return a page whose block of this name, between its two markers, holds the table."""
+    begin, end = f"<!-- {name}: written by `make bench-report` -->", f"<!-- end of {name} -->"
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
+def pages() -> dict[Path, str]:
+    """Return the text of every page that is written from results."""
+    readme, devices = ROOT / "README.md", ROOT / "docs" / "devices.md"
+    choosing = ROOT / "docs" / "choosing-a-trainer.md"
+    measured = markdown(("what", "figure", "measure it again"), headline_rows())
+    protections = markdown(
+        ("protection and trainer", "accuracy at epsilon 3 [%]", "at epsilon 1"), protection_rows()
+    )
+    with_faults = with_block(devices.read_text(), "faults", faults.docs_table())
+    return {
+        readme: with_block(readme.read_text(), "measured", measured),
+        choosing: with_block(choosing.read_text(), "protections", protections),
+        devices: with_block(with_faults, "monitor", monitor.docs_table()),
+        BENCHMARKS / "README.md": index_page(),
+        **{BENCHMARKS / folder / "README.md": folder_page(folder) for folder in SECTIONS},
+    }
+
+
+def main() -> None:
+    """Write the pages."""
+    for path, text in pages().items():
+        path.write_text(text)
+        print(path.relative_to(ROOT))

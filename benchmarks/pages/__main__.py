@@ -1,0 +1,5 @@
+"""Renew the pages."""
+
+from benchmarks.pages import main
+
+main()

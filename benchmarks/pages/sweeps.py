@@ -1,0 +1,51 @@
+"""Sections of the ready-made sweeps, whose `table.csv` is kept as benchmarks/results/curve_NAME.csv."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+
+from benchmarks.markdown import markdown, section
+from benchmarks.results_file import FOLDER
+
+SWEEPS = {
+    "pdfa_fashion": "FashionMNIST",
+    "pdfa_digits": "Digits",
+    "all_trainers_mnist": "MNIST, all trainers",
+}
+_TAIL = ("accuracy", "epsilon_proven", "epsilon_claimed")
+
+
+def sweep_section(name: str) -> str:
+    """Return a sweep's table: means over seeds, and their standard deviation; empty without results."""
+    file = FOLDER / f"curve_{name}.csv"
+    if not file.exists():
+        return ""
+    with file.open(newline="") as lines:
+        records = list(csv.DictReader(lines))
+    axes = [
+        key for key in list(records[0])[: list(records[0]).index("accuracy")] if key not in ("series", "seed")
+    ]
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for record in records:
+        groups.setdefault((record["series"], *(record[key] for key in axes)), []).append(record)
+    rows: list[tuple[str, ...]] = [
+        (
+            *setting,
+            _mean([100 * float(record["accuracy"]) for record in found]),
+            *(found[0][key] for key in _TAIL[1:]),
+        )
+        for setting, found in groups.items()
+    ]
+    header = ("series", *axes, "test accuracy [%]", "epsilon, proven", "epsilon, claimed")
+    text = (
+        f"`opusim curve benchmarks/curves/{name}.toml`: mean over seeds and their standard deviation. Epsilon is for "
+        "whole records, delta 1e-5; inf where no finite guarantee is proven; claimed by the paper's formula with its "
+        "hypotheses taken as given."
+    )
+    return section(f"{SWEEPS[name]}: noise against privacy against accuracy", text, markdown(header, rows))
+
+
+def _mean(values: list[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{spread}"

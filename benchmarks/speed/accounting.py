@@ -1,0 +1,161 @@
+"""What does the epsilon of 75,000 composed steps cost, and does it agree with Microsoft's prv_accountant?
+
+Rows of the DP-ZO paper: the Poisson-sampled Gaussian, q = 16/1000, 75,000 steps, delta 1e-5, add_or_remove_one.
+prv_accountant runs at eps_error 0.001 and its own delta_error of delta / 1000. Both times contain everything from the
+parameters to the answer (distributions built, composed, inverted); imports are excluded. Cold: the first call of a
+fresh process. Warm: later calls in one process, in turn, medians, also against prv_accountant's answer from an
+accountant that is built already. Required: 100 times faster, and intervals that overlap. `make bench` installs
+prv_accountant; without it there is nothing to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.markdown import Row, command
+from benchmarks.results_file import load_results, save_results
+from benchmarks.timing import interleaved
+from opusim.tables import print_table
+
+MODULE, NAME = "benchmarks.speed.accounting", "accounting_speed"
+Q, STEPS, DELTA, EPS_ERROR, BAR = 16 / 1000, 75_000, 1e-5, 0.001, 100
+SIGMAS = (30.9, 16.4, 4.8)
+OURS, THEIRS, BUILT = "opusim", "prv_accountant", "prv_accountant, built before"
+
+
+def ours(sigma: float) -> tuple[float, float]:
+    """Lower and upper bound on epsilon."""
+    from accounting import PoissonGaussian, guarantees
+
+    mechanism = PoissonGaussian(noise_multiplier=sigma, sampling_probability=Q, steps=STEPS)
+    (guarantee,) = guarantees([mechanism], delta=DELTA)
+    if guarantee.epsilon_lower is None:
+        raise ValueError(f"sigma = {sigma}: no lower bound came with the answer; the benchmark needs one")
+    return guarantee.epsilon_lower, guarantee.epsilon
+
+
+def built(sigma: float) -> Any:
+    from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
+
+    return PRVAccountant(
+        prvs=PoissonSubsampledGaussianMechanism(sampling_probability=Q, noise_multiplier=sigma),
+        max_self_compositions=STEPS,
+        eps_error=EPS_ERROR,
+        delta_error=DELTA / 1000,
+    )
+
+
+def theirs(sigma: float) -> tuple[float, float]:
+    """Lower and upper bound on epsilon."""
+    return asked(built(sigma))
+
+
+def asked(accountant: Any) -> tuple[float, float]:
+    low, _, high = accountant.compute_epsilon(delta=DELTA, num_self_compositions=STEPS)
+    return float(low), float(high)
+
+
+CALLS: dict[str, Callable[[float], tuple[float, float]]] = {OURS: ours, THEIRS: theirs}
+
+
+def first_call(name: str, sigma: float) -> dict[str, Any]:
+    """Answer and seconds of the first call in a fresh process."""
+    call = [sys.executable, "-m", MODULE, "--cold", name, str(sigma)]
+    printed = subprocess.run(call, capture_output=True, text=True, check=True).stdout
+    return dict(json.loads(printed.splitlines()[-1]))
+
+
+def print_first_call(name: str, sigma: float) -> None:
+    """What `first_call` reads: imports first, then the clock."""
+    if name == OURS:
+        import accounting.standard  # noqa: F401  # dp_accounting and scipy are loaded by it
+    else:
+        import prv_accountant  # noqa: F401
+    started = time.perf_counter()
+    low, high = CALLS[name](sigma)
+    print(json.dumps({"low": low, "high": high, "seconds": time.perf_counter() - started}))
+
+
+def cold_row(sigma: float) -> dict[str, Any]:
+    found = {name: first_call(name, sigma) for name in CALLS}
+    overlap = found[OURS]["low"] <= found[THEIRS]["high"] and found[THEIRS]["low"] <= found[OURS]["high"]
+    ratio = found[THEIRS]["seconds"] / found[OURS]["seconds"]
+    return {"sigma": sigma, "calls": found, "speed_ratio": ratio, "intervals_overlap": overlap}
+
+
+def warm_row(sigma: float, repeats: int) -> dict[str, Any]:
+    accountant = built(sigma)
+    work: dict[str, Callable[[], object]] = {
+        OURS: lambda: ours(sigma),
+        THEIRS: lambda: theirs(sigma),
+        BUILT: lambda: asked(accountant),
+    }
+    seconds = interleaved(work, repeats=repeats, warm_up=0)
+    ratios = {name: seconds[name] / seconds[OURS] for name in (THEIRS, BUILT)}
+    return {"sigma": sigma, "seconds": seconds, "speed_ratio": ratios}
+
+
+def print_rows(cold: list[dict[str, Any]], warm: dict[str, Any]) -> None:
+    """Print a line for each first call, then for the later ones."""
+    rows = []
+    for row in cold:
+        calls = row["calls"]
+        times = (f"{calls[name]['seconds']:.3g} s" for name in (OURS, THEIRS))
+        intervals = (f"{calls[name]['low']:.4f} to {calls[name]['high']:.4f}" for name in (THEIRS, OURS))
+        rows.append((f"{row['sigma']:g}", "cold", *times, f"{row['speed_ratio']:.0f}", *intervals))
+    for name, ratio in warm["speed_ratio"].items():
+        times = (f"{warm['seconds'][key]:.3g} s" for key in (OURS, name))
+        rows.append((f"{warm['sigma']:g}", f"warm, {name}", *times, f"{ratio:.0f}", "", ""))
+    title = f"Epsilon of {STEPS:,} Poisson-sampled Gaussian steps, q {Q:g}, delta {DELTA:g}"
+    header = ("sigma", "caches", "opusim", "prv_accountant", "times faster", "its interval", "ours")
+    print_table(title, header, rows)
+
+
+def speed_rows() -> list[Row]:
+    """Return the ratio of the times, and both intervals."""
+    results = load_results(NAME)
+    if not results:
+        return []
+    ratios = [row["speed_ratio"] for row in results["cold"]]
+    warm = results["warm"]["speed_ratio"]
+    fresh, before = (f"{warm[key]:.0f}" for key in (THEIRS, BUILT))
+    rest = f"warm {fresh}, against its accountant built before {before}"
+    intervals = "; ".join(
+        f"sigma {row['sigma']:g}: {calls[OURS]['low']:.4f} to {calls[OURS]['high']:.4f}, its "
+        f"{calls[THEIRS]['low']:.4f} to {calls[THEIRS]['high']:.4f}"
+        for row in results["cold"]
+        for calls in [row["calls"]]
+    )
+    name = "epsilon of 75,000 sampled Gaussian steps, against prv_accountant at eps_error 0.001"
+    faster = f"{min(ratios):.0f} to {max(ratios):.0f} times faster (cold; {rest})"
+    return [(f"speed: {name}", faster, command(MODULE)), (name, intervals, command(MODULE))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cold", nargs=2, metavar=("NAME", "SIGMA"))
+    options = parser.parse_args()
+    if options.cold:
+        print_first_call(options.cold[0], float(options.cold[1]))
+        return
+    try:
+        import prv_accountant  # noqa: F401
+    except ImportError:
+        print("prv_accountant is not installed: nothing to compare with; `make bench` installs it")
+        return
+    cold = [cold_row(sigma) for sigma in SIGMAS]
+    warm = warm_row(SIGMAS[1], options.repeats)
+    print_rows(cold, warm)
+    setting = {"q": Q, "steps": STEPS, "delta": DELTA, "eps_error": EPS_ERROR, "repeats": options.repeats}
+    save_results(NAME, {"setting": setting, "bar": BAR, "cold": cold, "warm": warm})
+
+
+if __name__ == "__main__":
+    main()

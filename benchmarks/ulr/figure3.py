@@ -1,0 +1,107 @@
+"""How do accuracy and the formulas' epsilon grow with the epochs (Figure 3 of the DP-ULR paper)?
+
+MNIST, sigma_0 = 1, 4, 8 and batches of 64, 200, 500, seed 0, from the runs of `benchmarks.ulr.table1`. Above: accuracy
+on the training records, over the epoch for DP-ULR and after it for DP-SGD. Below: what the paper's eq. 11 and the
+Renyi accountant of Poisson-sampled DP-SGD give for the epochs so far at delta 1e-5, whether their conditions hold or
+not, with N_B = q N in eq. 11 (less lowers its first term). Neither is a guarantee of these runs, whose batches are
+shuffled (docs/ulr.md, section 4). Draws docs/ulr_figure3.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import dp_accounting as dp
+import numpy as np
+from dp_accounting import rdp
+
+from accounting.ulr.mechanisms import PublishedUlr
+from accounting.ulr.published import published_value
+from benchmarks.results_file import load_results
+from benchmarks.ulr.table1 import EPOCHS
+from training.reports.run_figures import save_figure, style
+
+TARGETS, BATCHES, SEED, DELTA = (1.0, 4.0, 8.0), (64, 200, 500), 0, 1e-5
+N_RECORDS, MODULES, LARGEST_MODULE = 60_000, 4, 785 * 128
+PICTURE = Path(__file__).parents[2] / "docs" / "ulr_figure3.png"
+
+
+def ulr_epsilon(batch: int, target: float, epochs: int) -> float:
+    """Eq. 11 after some epochs, its conditions left aside."""
+    run = PublishedUlr(
+        target_std=target,
+        sampling_probability=batch / N_RECORDS,
+        n_records=N_RECORDS,
+        min_batch_size=batch,
+        modules=MODULES,
+        largest_module=LARGEST_MODULE,
+        steps=epochs * (N_RECORDS // batch),
+    )
+    return published_value([run], DELTA, checked=False)
+
+
+def dp_sgd_epsilon(batch: int, target: float, epochs: int) -> float:
+    """The Renyi accountant's epsilon of DP-SGD on Poisson batches of that mean size."""
+    step = dp.PoissonSampledDpEvent(batch / N_RECORDS, dp.GaussianDpEvent(target))
+    accountant = rdp.RdpAccountant().compose(step, epochs * (N_RECORDS // batch))
+    return float(accountant.get_epsilon(DELTA))
+
+
+def curve(part: str, batch: int, target: float, key: str) -> list[float]:
+    """A run's figure, epoch by epoch; empty where it was not trained."""
+    for row in load_results(f"ulr_{part}").get("rows", []):
+        if (row["batch"], row["target_std"], row["seed"]) == (batch, target, SEED):
+            return list(row[key])
+    return []
+
+
+def draw() -> None:
+    """Two rows of panels, one column for each sigma_0."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    axes = figure.subplots(2, len(TARGETS), sharex=True, sharey="row")
+    for column, target in enumerate(TARGETS):
+        _accuracies(axes[0][column], target)
+        _epsilons(axes[1][column], target)
+        axes[0][column].set_title(f"sigma_0 = {target:g}")
+        axes[1][column].set_xlabel("epoch")
+    axes[0][0].set_ylabel("training accuracy [%]")
+    axes[1][0].set_ylabel("formula's epsilon at delta 1e-5")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    save_figure(figure, PICTURE)
+
+
+def _accuracies(axes: Any, target: float) -> None:
+    for number, batch in enumerate(BATCHES):
+        look = style(number)
+        for part, name, line in (("published", "DP-ULR", "-"), ("opacus", "DP-SGD", "--")):
+            values = curve(part, batch, target, "train_curve")
+            axes.plot(
+                np.arange(1, len(values) + 1),
+                values,
+                color=look["color"],
+                linestyle=line,
+                label=f"{name}, batch {batch}",
+            )
+
+
+def _epsilons(axes: Any, target: float) -> None:
+    epochs = np.arange(1, EPOCHS + 1)
+    for number, batch in enumerate(BATCHES):
+        look = style(number)
+        axes.plot(epochs, [ulr_epsilon(batch, target, int(e)) for e in epochs], color=look["color"])
+        axes.plot(
+            epochs,
+            [dp_sgd_epsilon(batch, target, int(e)) for e in epochs],
+            color=look["color"],
+            linestyle="--",
+        )
+    axes.set_yscale("log")
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    draw()

@@ -1,0 +1,343 @@
+"""What memory and time does a zeroth-order step take, against inference and DP-SGD (Table 5 of the DP-ZO paper)?
+
+A decoder of GPT-2's shape (12 layers of width 768, output words of their own: 163 million parameters, random weights,
+float32), the language model's whole loss on random tokens: the mean over a sequence's tokens is the record's loss. Each
+method runs in a process of its own; its peak is the kernel's own maximum of resident memory (ru_maxrss), next
+to the peak above what the process held once the model was loaded. Two sequences a step, as in Table 5, and 16 of
+128 tokens, the batch that the paper trains with. Steps are timed in turn with forward passes in the same process, in
+seconds of processor time on one thread.
+
+- inference: the losses of the batch, twice, without a graph, in a process that has loaded the same libraries and
+  kernels as zo; inference, bare: in one that has loaded only torch.
+- zo: `ZoTrainer`, whole model; zo, lora: rank 8 on the attention's projections; bfloat16: of the
+  model's parameters, whose float32 copies stand on disk.
+- dp-sgd, hooks; ghost; lora; bitfit: Opacus, per-sample gradients of the whole model, ghost clipping of the whole
+  model, and per-sample gradients of the same LoRA factors, and of only the biases (Zaken et al. 2022). Opacus has no
+  rule for GPT-2's own linear class: the model is built of torch.nn.Linear, and position embeddings are looked up for
+  each sequence, as its hooks need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.markdown import Row, command, markdown, section
+from benchmarks.results_file import load_results, save_results
+from benchmarks.timing import interleaved
+from opusim.tables import print_table
+
+MODULE, NAME = "benchmarks.zeroth_order.memory", "zo_memory"
+LAYERS, WIDTH, HEADS, VOCABULARY, LONGEST = 12, 768, 12, 50_257, 1024
+RANK = 8
+Shape = tuple[int, int]
+SHAPES: tuple[Shape, ...] = ((2, 128), (2, 512), (16, 128), (2, 1024))  # sequences, tokens in each
+METHODS = (
+    *("inference, bare", "inference", "zo", "zo, lora", "inference, bfloat16", "zo, bfloat16"),
+    *("dp-sgd, ghost", "dp-sgd, hooks", "dp-sgd, lora", "dp-sgd, bitfit"),
+)
+MEMORY_BAR, TIME_BAR = 1.1, 2.2
+
+
+class LowRank(nn.Module):
+    """A linear layer with a trained low-rank update; the layer itself stays."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down = nn.Linear(inner.in_features, RANK, bias=False)
+        self.up = nn.Linear(RANK, inner.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return self.inner(x) + self.up(self.down(x))
+
+
+class Block(nn.Module):
+    """Attention and two linear layers, each behind a layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attend: nn.Module = nn.Linear(WIDTH, 3 * WIDTH)
+        self.join = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        batch, length, _ = x.shape
+        parts = self.attend(self.first(x)).chunk(3, dim=2)
+        q, k, v = (part.reshape(batch, length, HEADS, WIDTH // HEADS).transpose(1, 2) for part in parts)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.join(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+
+class Decoder(nn.Module):
+    """Negative mean log-probability of each sequence's next tokens; the logits are made in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LONGEST, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.last = nn.LayerNorm(WIDTH)
+        self.words = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:  # noqa: D102
+        places = torch.arange(ids.shape[1]).repeat(len(ids), 1)
+        x = self.tokens(ids) + self.places(places)
+        for block in self.blocks:
+            x = block(x)
+        return self.words(self.last(x))
+
+
+def build(*, lora: bool = False, biases: bool = False, half: bool = False) -> Decoder:
+    """Build the model, of which all, only the low-rank updates or only the biases are trained."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16 if half else torch.float32)
+    model = Decoder()
+    torch.set_default_dtype(torch.float32)
+    if biases:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("bias"))
+    if lora:
+        model.requires_grad_(False)
+        for block in model.blocks:
+            block.attend = LowRank(block.attend)
+    return model
+
+
+def batch(shape: Shape) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, shape, generator=generator)
+    return ids, torch.zeros(shape[0], dtype=torch.int64)
+
+
+def sequence_losses(model: nn.Module, ids: Tensor) -> Tensor:  # (batch,)
+    logits = model(ids)[:, :-1]
+    return torch.stack([nn.functional.cross_entropy(z, i[1:]) for z, i in zip(logits, ids, strict=True)])
+
+
+class AsScores(nn.Module):
+    """The sequence's loss as what cross-entropy makes of two scores: log(e^loss - 1) against 0."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        losses = sequence_losses(self.model, x.long()).float()
+        return torch.stack([torch.zeros_like(losses), torch.log(torch.expm1(losses))], dim=1)
+
+
+class SequenceLoss(nn.Module):
+    """Mean loss of each sequence's tokens, in the form that Opacus asks of a criterion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduction = "mean"
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
+        losses = nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(dim=1)
+        return losses if self.reduction == "none" else losses.mean()
+
+
+def inference(
+    shape: Shape, *, bare: bool = False, half: bool = False, passes: int = 1
+) -> Callable[[], object]:
+    if not bare:
+        from opusim.medium.directions import Direction
+
+        Direction(0).add_to(torch.zeros(1), 0, 1.0)  # loads the compiled kernels
+        Direction(0).return_and_move(torch.zeros(1), 0, back=1.0, keep=1.0, move=1.0)
+    model, (ids, _) = build(half=half).eval(), batch(shape)
+
+    def work() -> None:
+        with torch.no_grad():
+            for _ in range(passes):
+                sequence_losses(model, ids)
+
+    return work
+
+
+def zeroth_order(shape: Shape, *, lora: bool, half: bool) -> Callable[[], object]:
+    from training.config import load_config
+    from training.networks.base import ModuleNetwork
+    from training.zeroth_order.trainer import ScalarRelease, ZoTrainer
+
+    config = load_config({"trainer": {"kind": "zo"}, "optimizer": {"lr": 1e-6}})
+    ids, y = batch(shape)
+    network = ModuleNetwork(AsScores(build(lora=lora, half=half)), shape[1])
+    release = ScalarRelease(clip=0.05, divisor=shape[0])
+    trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=1)
+    steps = iter(range(10**9))
+    return lambda: trainer.step(ids.float(), y, step=next(steps))
+
+
+def opacus(shape: Shape, *, ghost: bool, lora: bool, biases: bool) -> Callable[[], object]:
+    from opacus import PrivacyEngine
+    from torch.utils.data import DataLoader, TensorDataset
+
+    warnings.simplefilter("ignore")
+    model, (ids, _) = build(lora=lora, biases=biases).train(), batch(shape)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    options: dict[str, Any] = {
+        "module": model,
+        "optimizer": torch.optim.SGD(trained, lr=1e-6),
+        "data_loader": DataLoader(TensorDataset(ids, ids), batch_size=shape[0]),
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 1.0,
+        "poisson_sampling": False,
+    }
+    if ghost:
+        options |= {"grad_sample_mode": "ghost", "criterion": SequenceLoss()}
+        module, optimizer, criterion, _ = PrivacyEngine().make_private(**options)
+    else:
+        module, optimizer, _ = PrivacyEngine().make_private(**options)
+        criterion = SequenceLoss()
+
+    def work() -> None:
+        optimizer.zero_grad()
+        logits = module(ids)[:, :-1]
+        criterion(logits, ids[:, 1:]).backward()
+        optimizer.step()
+
+    return work
+
+
+def worker(method: str, shape: Shape) -> Callable[[], object]:
+    """What one step of a method is."""
+    if method.startswith("inference"):
+        return inference(shape, bare="bare" in method, half="bfloat16" in method, passes=2)
+    if method.startswith("zo"):
+        return zeroth_order(shape, lora="lora" in method, half="bfloat16" in method)
+    return opacus(shape, ghost="ghost" in method, lora="lora" in method, biases="bitfit" in method)
+
+
+def measured(method: str, shape: Shape, repeats: int) -> dict[str, float]:
+    """Peak resident memory and seconds of a step, in this process."""
+    torch.set_num_threads(1)
+    work = worker(method, shape)
+    held = resident_mib()
+    work()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    found = {"peak_mib": peak, "above_model_mib": peak - held}
+    if method.startswith("inference"):
+        return found
+    forward = inference(shape, half="bfloat16" in method)
+    forward()  # the first pass of a model finds its memory
+    seconds = interleaved(
+        {"step": work, "forward": forward}, repeats=repeats, warm_up=0, clock=time.process_time
+    )
+    return found | {"seconds": seconds["step"], "forward_passes": seconds["step"] / seconds["forward"]}
+
+
+def resident_mib() -> float:
+    """Resident memory now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+
+
+def key_of(method: str, shape: Shape) -> str:
+    """Name of a row in the results."""
+    return f"{method}, {shape[0]} x {shape[1]}"
+
+
+def in_process(method: str, shape: Shape, repeats: int) -> dict[str, Any]:
+    """The same in a process of its own; a failure is kept as its last line."""
+    call = [sys.executable, "-m", MODULE, "--one", method, *map(str, (*shape, repeats))]
+    done = subprocess.run(call, capture_output=True, text=True)
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:200]}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+COLUMN_NAMES = ("sequences x tokens", "method", "peak [MiB]", "of inference's", "seconds", "forward passes")
+
+
+def table_rows(rows: dict[str, Any]) -> list[tuple[str, ...]]:
+    """What was measured, as text, shapes and methods in their order."""
+    found: list[tuple[str, ...]] = []
+    for shape in SHAPES:
+        for method in METHODS:
+            row, size = rows.get(key_of(method, shape)), f"{shape[0]} x {shape[1]:,}"
+            if row is None:
+                continue
+            if "failed" in row:
+                found.append((size, method, row["failed"], "", "", ""))
+                continue
+            times = [f"{row[key]:.2f}" for key in ("seconds", "forward_passes") if key in row] or ["", ""]
+            like = "inference, bfloat16" if "bfloat16" in method else "inference"
+            reference = rows.get(key_of(like, shape), {}).get("peak_mib", math.nan)
+            memory = (f"{row['peak_mib']:,.0f}", f"{row['peak_mib'] / reference:.2f}")
+            found.append((size, method, *memory, *times))
+    return found
+
+
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    results = load_results(NAME)
+    rows = table_rows(results.get("rows", {}))
+    text = (
+        "A decoder of 163 million parameters, random weights, float32, one thread, each method in a process of its own "
+        f"({results.get('date')}, {command(MODULE)}); forward passes are timed in turn with the steps. "
+        '"inference, bare" has loaded only torch, "inference" the same libraries as zo. Required: at most 1.1 of '
+        "inference's memory and 2.2 forward passes."
+    )
+    title = "Memory and time of a step (Table 5 of the DP-ZO paper)"
+    return section(title, text, markdown(COLUMN_NAMES, rows)) if rows else ""
+
+
+def speed_rows() -> list[Row]:
+    """Return memory and time of a step against inference, at the most tokens that were measured."""
+    rows = load_results(NAME).get("rows", {})
+    measured = [shape for shape in SHAPES if key_of("zo", shape) in rows]
+    if not measured:
+        return []
+    shape = measured[-1]
+    zo, peak = rows[key_of("zo", shape)], rows[key_of("inference", shape)]["peak_mib"]
+    others = [
+        f"Opacus {method.removeprefix('dp-sgd, ')} {rows[key_of(method, shape)]['peak_mib'] / peak:.2f}"
+        for method in METHODS
+        if "dp-sgd" in method and "peak_mib" in rows.get(key_of(method, shape), {})
+    ]
+    what = f"a zeroth-order step, 163 million parameters, {shape[0] * shape[1]:,} tokens"
+    listed = f" ({', '.join(others)})" if others else ""
+    return [
+        (f"peak memory of {what}", f"{zo['peak_mib'] / peak:.2f} of inference{listed}", command(MODULE)),
+        (f"time of {what}, one thread", f"{zo['forward_passes']:.2f} forward passes", command(MODULE)),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="Measure methods that begin so, with all shapes.")
+    parser.add_argument("--one", nargs=4, metavar=("METHOD", "SEQUENCES", "TOKENS", "REPEATS"))
+    options = parser.parse_args()
+    if options.one:
+        method, (sequences, tokens, repeats) = options.one[0], map(int, options.one[1:])
+        print(json.dumps(measured(method, (sequences, tokens), repeats)))
+        return
+    rows = load_results(NAME).get("rows", {})
+    for shape in SHAPES:
+        for method in METHODS:
+            if key_of(method, shape) not in rows and method.startswith(options.only):
+                rows[key_of(method, shape)] = in_process(method, shape, options.repeats)
+                save_results(NAME, {"bars": {"memory": MEMORY_BAR, "time": TIME_BAR}, "rows": rows})
+    title = "163 million parameters, one thread"
+    print_table(title, COLUMN_NAMES, table_rows(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Does the accountant give the privacy parameters of the DP-ZO paper (Tables 12, 13, 16, 17), to their printed digits?
+
+Every row states a noise level, a batch size, a number of records and steps, and an epsilon. Next to the paper's figure
+stand our epsilon at that noise, and the least noise that reaches the printed epsilon. A row agrees if our epsilon
+rounds to the printed one, or if our least noise, rounded up at the last printed digit, is the printed noise; else the
+row says by how much it differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+from accounting import ZoGaussian, ZoLaplace, calibrate, guarantees
+from accounting.zeroth_order.scalar_noise import composed_pure_epsilon, sampled_pure_epsilon
+from benchmarks.markdown import Row, command, markdown, section
+from benchmarks.results_file import load_results, save_results
+from opusim.tables import print_table
+
+MODULE, NAME = "benchmarks.zeroth_order.sigma_tables", "zo_sigma_tables"
+DELTA, CLIP = 1e-5, 0.05
+PURE = "pure"
+PRV_ERROR = 0.01
+"""The paper names no error for its Table 13, right column; prv_accountant's own examples use 0.001 to 0.1."""
+# table, law, printed noise, records, batch, steps, delta, printed epsilon
+ROWS = (
+    ("12", "laplace", "10.5", 1000, 20, 2000, 0.0, "4"),
+    ("12", "laplace", "4.5", 1000, 20, 2000, 0.0, "10"),
+    ("12", "laplace", "3.2", 1000, 20, 2000, 0.0, "15"),
+    ("12", "laplace", "2.5", 5000, 20, 2000, 0.0, "4"),
+    ("13", "laplace", "30.8", 1000, 16, 75000, DELTA, "0.5"),
+    ("13", "laplace", "16.3", 1000, 16, 75000, DELTA, "1"),
+    ("13", "laplace", "4.6", 1000, 16, 75000, DELTA, "4"),
+    ("13", PURE, "30.8", 1000, 16, 75000, DELTA, "0.51"),
+    ("13", PURE, "16.3", 1000, 16, 75000, DELTA, "1.04"),
+    ("13", PURE, "4.6", 1000, 16, 75000, DELTA, "4.70"),
+    ("16", "gaussian", "30.9", 1000, 16, 75000, DELTA, "0.5"),
+    ("16", "gaussian", "16.4", 1000, 16, 75000, DELTA, "1"),
+    ("16", "gaussian", "4.8", 1000, 16, 75000, DELTA, "4"),
+    ("17", "gaussian", "11.47", 1000, 16, 10000, DELTA, "0.5"),
+    ("17", "gaussian", "6.08", 1000, 16, 10000, DELTA, "1"),
+    ("17", "gaussian", "1.88", 1000, 16, 10000, DELTA, "4"),
+)
+
+
+def mechanism(law: str, noise: float, records: int, batch: int, steps: int) -> ZoGaussian | ZoLaplace:
+    common: dict[str, Any] = {
+        "sampling_probability": batch / records,
+        "clip_norm": CLIP,
+        "divisor": batch,
+        "steps": steps,
+    }
+    if law == "gaussian":
+        return ZoGaussian(noise_multiplier=noise, **common)
+    return ZoLaplace(scale=noise, **common)
+
+
+def row(
+    table: str, law: str, printed: str, records: int, batch: int, steps: int, delta: float, epsilon: str
+) -> dict[str, Any]:
+    """Return a row of the paper with our figures."""
+    noise, target = float(printed), float(epsilon)
+    found: dict[str, Any] = {"table": table, "law": law, "noise": printed, "records": records, "batch": batch}
+    found |= {"steps": steps, "delta": delta, "paper_epsilon": epsilon}
+    if law == PURE:
+        ours = composed_pure_epsilon(sampled_pure_epsilon(1 / noise, batch / records), steps, delta)
+        found |= {"our_epsilon": ours, "our_lower": None, "our_least_noise": None}
+    else:
+        ran = mechanism(law, noise, records, batch, steps)
+        (guarantee,) = guarantees([ran], delta=delta)
+        least, _ = calibrate(ran, target_epsilon=target, delta=delta)
+        found |= {
+            "our_epsilon": guarantee.epsilon,
+            "our_lower": guarantee.epsilon_lower,
+            "our_least_noise": least.noise,
+        }
+    return found | {"verdict": verdict(found)}
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """Say whether the row agrees, and if not, why not."""
+    digits = _decimals(found["paper_epsilon"])
+    if round(found["our_epsilon"], digits) == float(found["paper_epsilon"]):
+        return "epsilon agrees to the printed digits"
+    unit = 10.0 ** -_decimals(found["noise"])
+    least = found["our_least_noise"]
+    if least is not None and math.isclose(math.ceil(least / unit) * unit, float(found["noise"])):
+        return "least noise, rounded up, is the printed one"
+    difference = found["our_epsilon"] - float(found["paper_epsilon"])
+    if found["law"] == PURE and abs(difference) < PRV_ERROR:
+        return (
+            f"differs by {difference:+.4f}: ours is exact up to 1e-9, the paper prints the upper end of a numerical "
+            "accountant's interval, rounded up"
+        )
+    remark = "" if least is None else f"; least noise for the printed epsilon is {least:.4f}"
+    return f"differs by {difference:+.4f} in epsilon{remark}"
+
+
+def _decimals(text: str) -> int:
+    return len(text.partition(".")[2])
+
+
+COLUMN_NAMES = (
+    "table",
+    "law",
+    "noise",
+    "records",
+    "steps",
+    "delta",
+    "paper",
+    "ours",
+    "least noise",
+    "verdict",
+)
+
+
+def table_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The rows as text."""
+    return [
+        (
+            *(str(found[key]) for key in ("table", "law", "noise", "records", "steps")),
+            f"{found['delta']:g}",
+            found["paper_epsilon"],
+            f"{found['our_epsilon']:.4f}",
+            "" if found["our_least_noise"] is None else f"{found['our_least_noise']:.4f}",
+            found["verdict"],
+        )
+        for found in rows
+    ]
+
+
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    rows = table_rows(load_results(NAME).get("rows", []))
+    text = (
+        'Noise in units of the clip; q = batch / records (batch 20 in Table 12, 16 elsewhere). "pure" is Table 13\'s '
+        "right column: each step taken as any mechanism of its pure epsilon. Where the law is Laplace and delta is 0, "
+        f"the closed form ({command(MODULE)})."
+    )
+    title = "Noise against epsilon: Tables 12, 13, 16 and 17 of the DP-ZO paper"
+    return section(title, text, markdown(COLUMN_NAMES, rows)) if rows else ""
+
+
+def headline_rows() -> list[Row]:
+    """Return how many of the paper's epsilons agree."""
+    rows = load_results(NAME).get("rows", [])
+    agree = sum("differs" not in row["verdict"] for row in rows)
+    claim = "Tables 12, 13, 16 and 17 of the DP-ZO paper, noise against epsilon"
+    figure = f"{agree} of {len(rows)} epsilons to the printed digits"
+    return [(claim, figure, command(MODULE))] if rows else []
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    rows = [row(*values) for values in ROWS]
+    print_table("Noise against epsilon in the DP-ZO paper, and here", COLUMN_NAMES, table_rows(rows))
+    save_results(NAME, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

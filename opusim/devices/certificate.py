@@ -1,0 +1,253 @@
+"""The dated certificate of a device: which law its noise has, with which limits, and how sure they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Discriminator, Field, Tag, ValidationError
+
+from opusim.description.schema import DeviceDescription
+from opusim.description.section import StrictSection, first_problem
+from opusim.errors import ConfigError
+from opusim.files import parse_toml, read_text
+from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
+
+
+class Limits(StrictSection):
+    """An estimate with two-sided limits, each interval by itself at the certificate's confidence."""
+
+    value: float
+    low: float
+    high: float
+
+
+class TestedProperty(StrictSection):
+    """A property that a law may need.
+
+    Attributes:
+        text: the property.
+        standard_errors: the two-sided Gaussian deviate of its p-value, at least 0, at most 999.
+        holds: whether no test speaks against it.
+        needed: whether the certified law needs it.
+    """
+
+    text: str
+    standard_errors: float
+    holds: bool
+    needed: bool = True
+
+
+class GaussianLaw(StrictSection):
+    """Independent Gaussian readings.
+
+    Attributes:
+        std: lower limit of the smallest standard deviation, projection units.
+    """
+
+    law: Literal["gaussian"] = "gaussian"
+    std: float = Field(gt=0)
+
+
+class PhotonCountLaw(StrictSection):
+    """Poisson counts at the pixels.
+
+    Attributes:
+        dark_e_low: lower limit of the dark charge of a frame, electrons, bias light
+            included.
+        dark_e_high: upper limit of it.
+        light_ratio_low: lower limit of the light over the description's.
+        light_ratio_high: upper limit of any frame's light over the description's; more light is less private.
+    """
+
+    law: Literal["photon_count"] = "photon_count"
+    dark_e_low: float = Field(ge=0)
+    dark_e_high: float = Field(ge=0)
+    light_ratio_low: float = Field(ge=0)
+    light_ratio_high: float = Field(gt=0)
+
+
+class OtherLaw(StrictSection, extra="allow"):
+    """A law of another package, as `NoiseModel.to_json` writes it.
+
+    Attributes:
+        law: the law's name; the other keys are its numbers.
+    """
+
+    law: str
+
+    def model(self) -> NoiseModel:
+        """The law itself.
+
+        Raises:
+            ValueError, TypeError: it is unknown, or its numbers are not those that it needs.
+        """
+        return NoiseModel.from_json({"law": self.law, **(self.model_extra or {})})
+
+
+def _kind_of_law(value: Any) -> str:
+    """Which section describes a law: its own, or the one for laws of other packages."""
+    law = value.get("law") if isinstance(value, dict) else getattr(value, "law", None)
+    return str(law) if law in ("gaussian", "photon_count") else "other"
+
+
+CertifiedLaw = Annotated[
+    Annotated[GaussianLaw, Tag("gaussian")]
+    | Annotated[PhotonCountLaw, Tag("photon_count")]
+    | Annotated[OtherLaw, Tag("other")],
+    Discriminator(_kind_of_law),
+]
+
+
+class Certificate(StrictSection):
+    """What a calibration found.
+
+    Attributes:
+        schema_version: version of the keys' meaning; ``schema`` in files.
+        device: name of the device.
+        description_digest: of the description it holds for (`digest_of`).
+        date: day of the frames, ISO 8601.
+        n_inputs: width of the window.
+        n_outputs: outputs of the window.
+        frames: frames it rests on.
+        confidence: of each interval in `estimates` by itself.
+        beta: probability that any number of `noise` is wrong; a guarantee adds it to its delta.
+        noise: the certified law, or None if the frames speak against every law that this device could have.
+        estimates: constants of the device.
+        tests: what speaks for or against the law.
+        remarks: what the certificate does not cover, for people.
+    """
+
+    schema_version: Literal[2] = Field(default=2, alias="schema")
+    device: str
+    description_digest: str
+    date: str
+    n_inputs: int
+    n_outputs: int
+    frames: int
+    confidence: float = Field(gt=0, lt=1)
+    beta: float = Field(gt=0, lt=1)
+    noise: CertifiedLaw | None = None
+    estimates: dict[str, Limits] = Field(default_factory=dict)
+    tests: list[TestedProperty] = Field(default_factory=list)
+    remarks: list[str] = Field(default_factory=list)
+
+    def check_device(self, description: DeviceDescription, *, n_outputs: int) -> None:
+        """Refuses a certificate of another device, of another state of its description or of fewer outputs.
+
+        Args:
+            description: the device's.
+            n_outputs: outputs of the open window; the smallest noise of some outputs does not bound that of more.
+
+        Raises:
+            ConfigError: it is not this device's.
+        """
+        if self.device != description.name:
+            raise ConfigError(
+                description.name, "certificate", f"is that of {self.device!r}; calibrate this device"
+            )
+        if self.description_digest != digest_of(description):
+            raise ConfigError(
+                description.name,
+                "certificate",
+                "was made for another description; calibrate the device again",
+            )
+        if isinstance(self.noise, GaussianLaw) and n_outputs > self.n_outputs:
+            raise ConfigError(
+                description.name,
+                "certificate",
+                f"covers {self.n_outputs} outputs, the window has {n_outputs}; calibrate with --outputs {n_outputs}",
+            )
+
+    def certified(self, noise: NoiseModel) -> NoiseModel:
+        """The law with the certificate's limits in place of the description's numbers.
+
+        Raises:
+            ConfigError: the certificate has no law, or another one.
+        """
+        if isinstance(self.noise, GaussianLaw) and isinstance(noise, GaussianNoise):
+            return GaussianNoise(std=self.noise.std, n_outputs=noise.n_outputs, beta=self.beta)
+        if isinstance(self.noise, PhotonCountLaw) and isinstance(noise, PhotonCountNoise):
+            light = np.asarray(noise.rate_high) - np.asarray(noise.rate_low)
+            return PhotonCountNoise(
+                rate_low=np.full_like(np.asarray(noise.rate_low), self.noise.dark_e_low),
+                rate_high=np.maximum(self.noise.dark_e_high, noise.rate_low)
+                + self.noise.light_ratio_high * light,
+                weight=noise.weight,
+                added_variance=noise.added_variance,
+                added_variance_high=noise.added_variance_high,
+                beta=self.beta,
+            )
+        if isinstance(self.noise, OtherLaw):
+            return self._other(self.noise, noise)
+        law = "no law" if self.noise is None else f"the law {self.noise.law!r}"
+        raise ConfigError(self.device, "certificate", f"certifies {law}, the device has {noise.law!r}")
+
+    def _other(self, law: OtherLaw, noise: NoiseModel) -> NoiseModel:
+        """The certified law of another package, if it is the device's."""
+        try:
+            found = law.model()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(self.device, "certificate.noise", " ".join(str(error).split())) from error
+        if type(found) is not type(noise) or found.beta != self.beta:
+            raise ConfigError(
+                self.device,
+                "certificate.noise",
+                f"certifies the law {found.law!r} at beta = {found.beta:g}, the device has {noise.law!r} and the "
+                f"certificate beta = {self.beta:g}; calibrate the device again",
+            )
+        return found
+
+    def write(self, path: Path) -> None:
+        """Writes a TOML file."""
+        path.write_text(
+            _toml(self.model_dump(mode="json", by_alias=True, exclude_none=True)), encoding="utf-8"
+        )
+
+
+def load_certificate(path: str | Path) -> Certificate:
+    """Reads what `Certificate.write` wrote.
+
+    Raises:
+        ConfigError: the file cannot be read, is no certificate, or one of an earlier version's weaker tests.
+    """
+    try:
+        content = parse_toml(read_text(path))
+        if content.get("schema") == 1:
+            raise ConfigError(
+                str(path),
+                "schema",
+                "1 rests on tests that miss light that varies and noise that repeats; calibrate the device again",
+            )
+        return Certificate.model_validate(content)
+    except OSError as error:
+        raise ConfigError(str(path), "path", f"cannot be read: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), "syntax", f"not a TOML file: {error}") from None
+    except ValidationError as error:
+        raise first_problem(error, Certificate, str(path), whole="certificate") from None
+
+
+def digest_of(description: DeviceDescription) -> str:
+    """BLAKE2b of everything a description says but its provenance, 16 bytes in hexadecimal."""
+    content = {key: value for key, value in description.dump().items() if key not in ("provenance", "title")}
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _toml(content: dict[str, Any], prefix: str = "") -> str:
+    """Plain values as TOML: keys first, then tables; JSON strings and numbers are TOML's."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in content.items() if not _is_table(value)]
+    for key, value in content.items():
+        if isinstance(value, dict):
+            lines.append(f"\n[{prefix}{key}]\n{_toml(value, f'{prefix}{key}.')}".rstrip())
+        elif _is_table(value):
+            lines += [f"\n[[{prefix}{key}]]\n{_toml(item)}".rstrip() for item in value]
+    return "\n".join(lines) + "\n"
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))

@@ -1,0 +1,172 @@
+"""Kinds of devices: which classes run them, and what each of them can do.
+
+A kind is the word that a description gives as ``kind``. Its class comes from the entry-point group ``opusim.devices``
+(opusim's own kinds too) or from `register_device`. A class is imported when a device of its kind is needed, not before.
+
+What a device can do is a set of capabilities. Every device can `project`; the rest is declared by its class
+(`NoisyDevice.can`), printed by ``opusim device list`` and tested by `opusim.testing.contract`:
+
+| capability | the law that it promises |
+| --- | --- |
+| project | B x + fresh noise for ternary x; B has entries of variance 1 and stays fixed |
+| draw | fresh noise only, of the law that `project` adds |
+| intensities | digital numbers of a camera for binary frames x: abs(R x)^2 through the camera's stages |
+| matrix | the B that readings are noisy readings of, as numbers |
+| program | a matrix W, entries in [-1, 1], is written; the returned matrix is what the device realised |
+| multiply | W x + fresh noise for real x in [-1, 1], W as it was programmed last |
+
+A caller that needs more than `project` asks for it by name: ``device.require("matrix").matrix()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from opusim.description.loading import load_description, packaged_names
+from opusim.description.schema import DeviceDescription
+from opusim.description.section import did_you_mean
+from opusim.errors import ConfigError, DeviceUnavailable
+
+ENTRY_POINT_GROUP = "opusim.devices"
+Capability = Literal["project", "draw", "intensities", "matrix", "program", "multiply"]
+CAPABILITIES: tuple[Capability, ...] = ("project", "draw", "intensities", "matrix", "program", "multiply")
+
+DeviceFactory = Callable[..., Any]
+"""Called as factory(description, n_inputs=, n_outputs=, mode=, seed=, torch_device=) and returns a `NoisyDevice`; a
+device class serves."""
+
+
+class Draws(Protocol):
+    """A device with the capability `draw`."""
+
+    def draw(self, shape: Sequence[int]) -> torch.Tensor:
+        """Fresh noise of the law that `project` adds, float32, in projection units."""
+
+
+class ShowsIntensities(Protocol):
+    """A device with the capability `intensities`."""
+
+    def intensities(self, frames: torch.Tensor | np.ndarray) -> torch.Tensor:
+        """Digital numbers of binary frames, float32, shape (frames, n_outputs), DN."""
+
+
+class TellsMatrix(Protocol):
+    """A device with the capability `matrix`."""
+
+    def matrix(self) -> torch.Tensor:
+        """B, float32, shape (n_outputs, n_inputs)."""
+
+
+class Programmable(TellsMatrix, Protocol):
+    """A device with the capability `program`; afterwards `matrix` tells the programmed one."""
+
+    def program(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Write a matrix and return the one that the device realised.
+
+        Args:
+            matrix: real, shape (n_outputs, n_inputs), entries in [-1, 1].
+
+        Returns:
+            float32, same shape: the matrix that `multiply` uses from now on, rounded and limited as the device does.
+        """
+
+
+class Multiplies(Protocol):
+    """A device with the capability `multiply`."""
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """W x + fresh noise of the device's law, a row for each row of x.
+
+        Args:
+            x: real, shape (batch, n_inputs), entries in [-1, 1].
+
+        Returns:
+            float32, shape (batch, n_outputs).
+        """
+
+
+_registered: dict[str, DeviceFactory] = {}
+
+
+def register_device(kind: str, factory: DeviceFactory) -> None:
+    """Make a kind of device known to this process.
+
+    An installed package uses the entry-point group ``opusim.devices`` instead.
+
+    Args:
+        kind: the word that descriptions use; no kind of opusim's own.
+        factory: a subclass of `NoisyDevice`, or a function with its signature.
+
+    Raises:
+        ValueError: the kind is taken by another factory.
+        TypeError: the factory cannot be called.
+    """
+    if not callable(factory):
+        raise TypeError(f"factory = {factory!r}: must be callable; give a subclass of NoisyDevice")
+    if any(map(_is_ours, _points(kind))) or _registered.get(kind, factory) is not factory:
+        raise ValueError(f"kind = {kind!r}: is taken; choose another word")
+    _registered[kind] = factory
+
+
+def device_kinds() -> dict[str, str]:
+    """Every kind that can be opened, in order, and the package that brings it."""
+    found = dict.fromkeys(_registered, "registered by this process")
+    found |= {point.name: "" if point.dist is None else point.dist.name for point in _points()}
+    return {kind: found[kind] for kind in sorted(found)}
+
+
+def device_factory(file: str, kind: str) -> DeviceFactory:
+    """The factory of a kind: opusim's own, then registered, then of other packages.
+
+    Args:
+        file: what to call the description in errors.
+        kind: the word that it gives.
+
+    Raises:
+        ConfigError: no such kind, or two packages bring it.
+        DeviceUnavailable: its package does not import.
+    """
+    points = _points(kind)
+    ours = [point for point in points if _is_ours(point)]
+    if not ours and kind in _registered:
+        return _registered[kind]
+    if not points:
+        known = tuple(device_kinds())
+        hint = did_you_mean(kind, known, otherwise="; install the package that brings it")
+        raise ConfigError(file, "kind", f"unknown kind {kind!r}; known are {', '.join(known)}{hint}")
+    if not ours and len({point.value for point in points}) > 1:
+        values = ", ".join(sorted(point.value for point in points))
+        raise ConfigError(file, "kind", f"{kind!r} is brought by several packages ({values}); remove one")
+    try:
+        factory: DeviceFactory = (ours or points)[0].load()
+    except ImportError as error:
+        raise DeviceUnavailable(f"the package of device kind {kind!r} does not import: {error}") from error
+    return factory
+
+
+def capabilities_of(description: DeviceDescription) -> tuple[Capability, ...]:
+    """What a device of this description can do, in the order of `CAPABILITIES`; imports its class."""
+    factory = device_factory(description.name, description.kind)
+    declared = getattr(factory, "capabilities_of", None)
+    found = {"project", "draw"} if declared is None else declared(description)
+    return tuple(capability for capability in CAPABILITIES if capability in found)
+
+
+def devices_that(capability: Capability) -> tuple[str, ...]:
+    """The names of the packaged devices that have a capability."""
+    return tuple(name for name in packaged_names() if capability in capabilities_of(load_description(name)))
+
+
+def _points(kind: str | None = None) -> list[EntryPoint]:
+    """The installed entry points of a kind, or of all."""
+    found = entry_points(group=ENTRY_POINT_GROUP)
+    return [point for point in found if kind is None or point.name == kind]
+
+
+def _is_ours(point: EntryPoint) -> bool:
+    return point.value.startswith("opusim.")

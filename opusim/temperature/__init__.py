@@ -1,1 +1,0 @@
-"""What temperature does to a device: dark current and noise."""

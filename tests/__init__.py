@@ -1,0 +1,1 @@
+"""Tests, in folders that mirror the product; shared helpers in `support`, independent references in `oracles`."""

@@ -1,0 +1,75 @@
+"""A device of another package, on the Python path with its metadata: listed, opened, tested and trained with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opusim.devices.base import NoisyDevice
+from opusim.devices.registry import open_device
+from opusim.testing.contract import DeviceContract
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "tests" / "support" / "third_party_device"
+
+
+def run(folder: Path, code: str, *arguments: str) -> str:
+    paths = [str(PACKAGE), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+class TestBench(DeviceContract):
+    @pytest.fixture(autouse=True)
+    def _package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(PACKAGE)
+
+    def open_window(self, **options: Any) -> NoisyDevice:
+        return open_device(PACKAGE / "bench.toml", n_inputs=12, n_outputs=40, **options)
+
+
+def test_it_takes_less_than_60_lines() -> None:
+    assert len((PACKAGE / "lab_bench.py").read_text().splitlines()) < 60
+
+
+def test_help_and_list_name_its_kind_without_importing_it(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom opusim.cli import app\n"
+        "for words in (['--help'], ['list']):\n    print(CliRunner().invoke(app, words).output)\n"
+        "assert 'lab_bench' not in sys.modules"
+    )
+    said = run(tmp_path, code)
+    assert any("lab_bench" in line and "lab-bench" in line for line in said.splitlines())
+
+
+def test_show_says_what_it_can_do(tmp_path: Path) -> None:
+    said = run(
+        tmp_path, "from training.cli import main; main()", "device", "show", str(PACKAGE / "bench.toml")
+    )
+    assert "can: project, draw, matrix" in said
+
+
+def test_it_trains(tmp_path: Path) -> None:
+    options = [
+        "--data",
+        "digits",
+        "--device",
+        str(PACKAGE / "bench.toml"),
+        "--epochs",
+        "1",
+        "--out",
+        "run",
+        "--quiet",
+    ]
+    main = "from training.cli import main; main()"
+    assert run(tmp_path, main, "train", "pdfa", *options).strip().endswith("run")
+    assert "accuracy" in run(tmp_path, main, "evaluate", "run")

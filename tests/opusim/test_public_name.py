@@ -1,0 +1,51 @@
+"""What a user needs is reachable as opusim.X, lazily, and another project's module that hides a layer is named."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import opusim
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_all_public_names_resolve_and_are_listed() -> None:
+    for name in opusim.__all__:
+        assert getattr(opusim, name).__name__ == name
+    assert set(opusim.__all__) <= set(dir(opusim))
+    assert {"train", "load_run", "audit_run", "open_device", "guarantees", "ConfigError"} <= set(
+        opusim.__all__
+    )
+    with pytest.raises(AttributeError, match="module 'opusim' has no attribute 'camra'"):
+        opusim.__getattr__("camra")
+
+
+def test_the_stub_names_what_each_module_defines() -> None:
+    """Type checkers read the stub; a name that its module does not have would be an error for every user."""
+    stub = (ROOT / "opusim" / "__init__.pyi").read_text()
+    assert all(f"import {name} as {name}\n" in stub for name in opusim.__all__)
+
+
+def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    paths = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.path.insert(0, {str(folder)!r})\n"
+    return subprocess.run([sys.executable, "-c", paths + code], capture_output=True, text=True, cwd=folder)
+
+
+@pytest.mark.parametrize("layer", ["training", "accounting"])
+@pytest.mark.parametrize("is_package", [True, False])
+def test_a_foreign_module_that_hides_a_layer_is_named(tmp_path: Path, layer: str, is_package: bool) -> None:
+    path = tmp_path / layer / "__init__.py" if is_package else tmp_path / f"{layer}.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("raise SystemExit('imported')")
+    name = {"training": "train", "accounting": "calibrate"}[layer]
+    found = run(tmp_path, f"import opusim; opusim.ConfigError; opusim.{name}")
+    message = f"ImportError: the module {layer!r} at {path} hides the one that comes with opusim; rename it"
+    assert message in found.stderr.splitlines()[-1]
+
+
+def test_a_folder_of_that_name_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "training").mkdir()
+    found = run(tmp_path, "import opusim; print(opusim.RunConfig.__name__)")
+    assert found.stdout.strip() == "RunConfig", found.stderr

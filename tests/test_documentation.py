@@ -1,0 +1,201 @@
+"""The pages point at what exists: links, files, folders, names and figures; their examples run."""
+
+import ast
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+import opusim
+from benchmarks.results_file import load_results
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+DESIGN = ROOT / "docs" / "design.md"
+PAGES = [README, CONTRIBUTING, ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WRITTEN = [page for page in PAGES if page.parent.name != "benchmarks"]
+PACKAGES = ("opusim", "accounting", "training")
+
+BANNED = (
+    *(
+        "the bar",
+        "somebody",
+        "whoever",
+        "nobody",
+        "hardly",
+        "a person's own",
+        "goes on",
+        "go on with",
+        "beside",
+    ),
+    *("None where", "alone", "issue 1", "/work/"),
+)
+"""Words that these pages do without, most of them with a plainer one: only, next to, resume, or None if."""
+
+
+def without_code(text: str) -> str:
+    """A page without fenced blocks, of which links and words are not the page's own."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    titles = re.findall(r"^#+ (.+)$", without_code(page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Relative links of a page to no file or to no heading."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    return broken
+
+
+def missing_files(text: str) -> list[str]:
+    """Python files of this repository that a page names and that do not exist."""
+    named = re.findall(
+        r"(?<![\w./-])((?:opusim|accounting|training|tests|benchmarks|examples)/[\w/]+\.py)", text
+    )
+    return [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_files_exist(page: Path) -> None:
+    text = page.read_text()
+    assert broken_links(page, text) == []
+    assert missing_files(text) == []
+
+
+def test_broken_links_are_caught() -> None:
+    assert broken_links(README, "[a](docs/nothing.md) [b](docs/privacy.md#99-nothing)") == [
+        "docs/nothing.md",
+        "docs/privacy.md#99-nothing",
+    ]
+    assert broken_links(README, "[a](docs/privacy.md#8-randomized-response)") == []
+    assert missing_files("see opusim/nothing.py and opusim/errors.py") == ["opusim/nothing.py"]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in WRITTEN if ">>> " in page.read_text()], ids=lambda page: page.stem
+)
+def test_examples_run(page: Path) -> None:
+    failures, tried = doctest.testfile(
+        str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
+    )
+    assert (failures, tried > 0) == (0, True)
+
+
+def test_the_readme_is_short_and_has_five_headline_figures() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 120
+    block = text.split("<!-- measured")[1].split("<!-- end of measured")[0]
+    assert len([line for line in block.splitlines() if line.startswith("|")]) == 2 + 5
+
+
+def claimed_figures() -> set[str]:
+    """What the README's three claims must say, from the measured results."""
+    (matrix_free,) = (
+        row
+        for row in load_results("matrix_free")["rows"]
+        if (row["n_inputs"], row["n_outputs"], row["batch"], row["threads"]) == (100_000, 1_000_000, 1024, 1)
+    )
+    cells = load_results("mechanism_selftest")["cells"].values()
+    faulty = [run["right"] for cell in cells if cell["fault"] != "none" for run in cell["runs"]]
+    sound = [run["alarm"] for cell in cells if cell["fault"] == "none" for run in cell["runs"]]
+    return {
+        (
+            f"{matrix_free['rate_ratio']:.2f} of the speed of a stored matrix product, "
+            f"in {matrix_free['peak_mib']:.0f} MiB"
+        ),
+        f"found {sum(faulty)} of {len(faulty)} planted faults",
+        f"with {sum(sound)} alarms in {len(sound)} sound self-tests",
+    }
+
+
+def test_claims_of_the_readme_are_measured() -> None:
+    text = " ".join(README.read_text().split())
+    assert {claim for claim in claimed_figures() if claim not in text} == set()
+    differences = [abs(row["difference"]) for row in load_results("device_learning")["rows"]]
+    assert len(differences) == 3
+    assert max(differences) <= 0.1, "the README says: within 0.1 points, three other devices"
+
+
+def misplaced(text: str) -> list[str]:
+    """Rows of the design's table whose file does not define the name."""
+    rows = re.findall(r"^\| .+ \| `([\w/]+\.py)` \| `(\w+)` \|$", text, re.MULTILINE)
+    assert len(rows) >= 5
+    return [f"{file}: {name}" for file, name in rows if name not in definitions(ROOT / file)]
+
+
+def definitions(file: Path) -> set[str]:
+    """Functions, methods and classes of a file."""
+    if not file.exists():
+        return set()
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)}
+
+
+def test_the_design_says_where_things_are() -> None:
+    text = DESIGN.read_text()
+    assert misplaced(text) == []
+    assert misplaced(text.replace("`fill_numbers`", "`fill_nothing`")) == [
+        "opusim/camera/kernels.py: fill_nothing"
+    ]
+
+
+def listed_folders(text: str) -> set[str]:
+    """The folders of the packages in CONTRIBUTING's tree."""
+    found, package = set(), ""
+    for line in text.split("```text")[1].split("```")[0].splitlines():
+        name = line.split("/")[0]
+        if line.startswith("  "):
+            found.add(f"{package}/{name.strip()}")
+        else:
+            package = name
+    return {folder for folder in found if folder.split("/")[0] in PACKAGES}
+
+
+def test_contributing_names_every_folder() -> None:
+    folders = {
+        f"{package}/{path.parent.name}"
+        for package in PACKAGES
+        for path in (ROOT / package).glob("*/__init__.py")
+    }
+    assert listed_folders(CONTRIBUTING.read_text()) == folders
+
+
+def test_every_public_name_is_documented_once() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    documented = re.findall(r"^\.\. auto\w+:: opusim\.(\w+)$", text, re.MULTILINE)
+    assert sorted(documented) == sorted(opusim.__all__)
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    listed = {
+        name for block in re.findall(r"```\{toctree\}(.*?)```", index, re.DOTALL) for name in block.split()
+    }
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} - listed == {"index"}
+
+
+def unwelcome(text: str) -> list[str]:
+    """Banned words of a text, outside of code."""
+    prose = " ".join(re.sub(r"`[^`]*`", "", without_code(text)).split())
+    return [word for word in BANNED if re.search(rf"\b{re.escape(word)}\b", prose)]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_are_in_plain_words(page: Path) -> None:
+    assert unwelcome(page.read_text()) == []
+
+
+def test_unwelcome_words_are_caught() -> None:
+    assert unwelcome("It goes on with `alone`, as nobody knows.") == ["nobody", "goes on"]

@@ -1,0 +1,237 @@
+"""The probe for modules that mix records: what it must find, what it must let pass, and what it must leave alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import training
+from tests.support.ulr_models import MODELS, Residual
+from training.networks.record_independence import require_independent_records
+
+N_INPUTS = 6
+
+
+def rows(n: int = 40) -> Tensor:
+    return torch.randn(n, N_INPUTS, generator=torch.Generator().manual_seed(1))
+
+
+class Function(nn.Module):
+    """A module without parameters."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class ZeroBranch(nn.Module):
+    """x + weight (mean of the batch), the weight 0 at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(N_INPUTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight * x.nan_to_num().clamp(-1, 1).mean(dim=0)
+
+
+class BatchAttention(nn.Module):
+    """Attention whose first axis, positions to torch, is the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(N_INPUTS, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0]
+
+
+def shown(x: Tensor) -> Tensor:
+    """Divided by the batch size: of no other record's values, but of their number."""
+    return x / len(x)
+
+
+def largest(x: Tensor) -> Tensor:
+    """A scale for the whole batch, as dynamic quantisation has it."""
+    scale = x.nan_to_num().abs().max().clamp_min(1e-9)
+    return (x / scale * 127).round() * scale / 127
+
+
+def blocks(x: Tensor) -> Tensor:
+    """Records mixed only in batches of 32 and more."""
+    return x if len(x) < 32 else x - x.mean(dim=0)
+
+
+def small(x: Tensor) -> Tensor:
+    """Far below the rounding of an output, but arithmetic."""
+    return x + 1e-30 * x.sum(dim=0)
+
+
+MIXING: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm1d(N_INPUTS),
+    "batch norm without its own mode": lambda: Function(
+        lambda x: nn.functional.batch_norm(x, None, None, training=True)
+    ),
+    "zero-initialised branch": ZeroBranch,
+    "attention over the batch": BatchAttention,
+    "number of records": lambda: Function(shown),
+    "scale of the batch": lambda: Function(largest),
+    "blocks of the batch": lambda: Function(blocks),
+    "running sum": lambda: Function(lambda x: x.cumsum(dim=0)),
+    "neighbour": lambda: Function(lambda x: x + x.roll(1, dims=0)),
+    "tiny share": lambda: Function(small),
+    "reversed running maximum": lambda: Function(lambda x: x.flip(0).cummax(dim=0).values.flip(0)),
+}
+
+
+def around(module: nn.Module) -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(N_INPUTS, N_INPUTS), module, nn.Linear(N_INPUTS, 3)).eval()
+
+
+@pytest.mark.parametrize("name", list(MIXING))
+def test_a_module_that_mixes_records_is_refused_by_name(name: str) -> None:
+    module = MIXING[name]()
+    with pytest.raises(
+        ValueError, match=f"model: {type(module).__name__} '1' mixes the records of a batch.*use"
+    ):
+        require_independent_records(around(module), rows())
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_batch_statistics_in_training_mode_are_found_behind_weights_of_zero(weight: float) -> None:
+    """Not by the type of the module: a subclass of nothing that torch knows."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((N_INPUTS,), weight))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * (x - x.mean(dim=0)) / x.std(dim=0) if self.training else x
+
+    require_independent_records(around(Own()), rows())
+    with pytest.raises(ValueError, match="Own '1' mixes"):
+        require_independent_records(around(Own()).train(), rows())
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_modules_that_treat_records_apart_pass(name: str) -> None:
+    make, n_inputs = MODELS[name]
+    require_independent_records(make().eval(), torch.randn(40, n_inputs))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.GroupNorm(2, N_INPUTS),
+        nn.LayerNorm(N_INPUTS),
+        nn.Dropout(0.5),
+        Residual(N_INPUTS),
+        Function(torch.round),
+        Function(lambda x: (x > 0).float()),
+        Function(torch.log),
+        Function(lambda x: x.argmax(dim=1, keepdim=True).expand(-1, N_INPUTS).float()),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+@pytest.mark.parametrize("n", [1, 3, 40])
+def test_other_modules_pass(module: nn.Module, n: int) -> None:
+    require_independent_records(around(module), rows(n))
+
+
+def test_a_module_of_token_numbers_passes() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        Function(lambda x: x.long()), nn.Embedding(9, 4), nn.Flatten(), nn.Linear(24, 3)
+    ).eval()
+    tokens = torch.randint(9, (40, N_INPUTS)).float()
+    require_independent_records(model, tokens)
+    with pytest.raises(ValueError, match="mixes"):
+        require_independent_records(nn.Sequential(*model, Function(largest)), tokens)
+
+
+def test_a_noisy_module_is_tried_with_nan() -> None:
+    source = torch.Generator().manual_seed(4)
+    noisy = Function(lambda x: x + torch.randn(x.shape, generator=source))
+    with pytest.warns(UserWarning, match="different outputs for the same records"):
+        require_independent_records(around(noisy), rows())
+    mixing = Function(lambda x: x + 0.01 * x.mean() + torch.randn(x.shape, generator=source))
+    with pytest.warns(UserWarning, match="different outputs"), pytest.raises(ValueError, match="mixes"):
+        require_independent_records(around(mixing), rows())
+
+
+def test_the_probe_leaves_no_trace() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(N_INPUTS))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += x.sum(dim=0)
+            np.random.normal()
+            random.random()
+            return x + torch.zeros_like(x).bernoulli_(0.5)
+
+    model = around(Counting())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    data = rows()
+    require_independent_records(model, data)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert np.array_equal(states[1], np.random.get_state()[1])
+    assert states[2] == random.getstate()
+    assert torch.equal(data, rows())
+    assert not model.training
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def config(kind: str, protection: dict[str, object]) -> dict[str, object]:
+    return {
+        "epochs": 1,
+        "threads": 1,
+        "trainer": {"kind": kind},
+        "data": {"n_classes": 3},
+        "sampler": {"scheme": "poisson", "batch_size": 16},
+        "optimizer": {"momentum": 0.0},
+        "protection": protection,
+    }
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(1).normal(size=(60, N_INPUTS)), np.arange(60) % 3
+
+
+@pytest.mark.parametrize("name", ["batch norm", "zero-initialised branch"])
+@pytest.mark.parametrize("kind", ["zo", "ulr"])
+def test_protected_runs_refuse_models_that_mix_records(tmp_path: Path, kind: str, name: str) -> None:
+    protection = {"kind": "record", "noise_multiplier": 1.0}
+    with pytest.raises((TypeError, ValueError), match="mixes the records"):
+        training.train(
+            config(kind, protection), data=data(), model=around(MIXING[name]()), folder=tmp_path / "run"
+        )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["zo", "ulr"])
+def test_runs_without_protection_take_them_as_before(tmp_path: Path, kind: str) -> None:
+    training.train(
+        config(kind, {"kind": "none"}), data=data(), model=around(ZeroBranch()), folder=tmp_path / "run"
+    )
+
+
+@pytest.mark.parametrize("kind", ["zo", "ulr"])
+def test_protected_runs_take_models_that_treat_records_apart(tmp_path: Path, kind: str) -> None:
+    protection = {"kind": "record", "noise_multiplier": 1.0}
+    model = around(nn.Sequential(nn.LayerNorm(N_INPUTS), nn.Tanh()))
+    training.train(config(kind, protection), data=data(), model=model, folder=tmp_path / "run")

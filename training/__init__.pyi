@@ -1,0 +1,13 @@
+from .attacks.mechanism.audit import audit_mechanism as audit_mechanism
+from .attacks.run_audit import audit_run as audit_run
+from .config import RunConfig as RunConfig
+from .config import load_config as load_config
+from .engine.session import train as train
+from .engine.session import train_on as train_on
+from .errors import RunFolderError as RunFolderError
+from .errors import RunInterrupted as RunInterrupted
+from .errors import TrainingDiverged as TrainingDiverged
+from .reports.run_report import write_comparison as write_comparison
+from .reports.run_report import write_report as write_report
+from .runs.run import Run as Run
+from .runs.run import load_run as load_run

@@ -1,0 +1,361 @@
+"""Attacks on an update: from the weights before and after a step, tell whether a record was in its batch.
+
+The row-space attack needs the least knowledge and the least computation; the covariance and the difference attack also
+know all other records of the batch and can compute the step without noise (`replay`). Their laws stand in the classes.
+Source: docs/privacy.md, section 2 (whole records have no guarantee at any sigma).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from training.attacks.base import Attack, Candidates, Observation, Records, Trial, layer_gradient
+from training.attacks.replay import NoiselessStep
+from training.networks.clipping import ActivationClipping
+from training.networks.network import FullyConnected
+from training.protections.base import with_constant
+
+_MIN_RESIDUAL = 1e-17
+"""Smaller residuals score like this one."""
+_SPARE_DIRECTIONS = 8
+"""Random combinations of rows beyond the expected rank."""
+_REFINEMENTS = 2
+"""Subspace iterations."""
+_MAX_MULTIPLICATIONS = 1e10
+"""Limits the rows that a covariance trial looks at."""
+_MAX_NUMBERS = 1e7
+"""Numbers held at once while the covariances are factored."""
+_RIDGE = 1e-7
+"""Ridge of a covariance relative to its mean diagonal, invisible in a float32 update."""
+_MIN_NORM = 1e-30
+"""Keeps quotients of norms finite."""
+_MAX_LOG_RATIO = 30.0
+"""No number of trials distinguishes larger log ratios. Without noise a larger ratio is one of rounding errors."""
+
+
+class RowSpaceAttack(Attack):
+    """Look for a record's input in the row space of the first layer's update.
+
+    The gradient of layer 1 is (1/m) sum_i delta_i (h_i, 1)^T for any noise in delta_i: its rows are combinations of the
+    batch's inputs. If m is below the fan-in and at most the width, they span all of them, so that a member's input lies
+    in the row space and another record's does not. The score is -log10 of the relative norm of the part of the record's
+    input outside the row space.
+
+    Args:
+        clipping: Clipping of the inputs in the update, which is public.
+        width: Width of the first layer.
+        depth: Layers of the network.
+        bias: Whether the first layer has a bias.
+    """
+
+    name = "row space"
+    knows = (
+        "the candidate's features and the batch's size, but no other record, neither the device nor its noise"
+    )
+
+    def __init__(self, clipping: ActivationClipping, *, width: int, depth: int, bias: bool) -> None:
+        self._clipping, self._width, self._depth, self._bias = clipping, width, depth, bias
+        self._seen: tuple[Observation, Tensor] | None = None
+
+    def score(self, observation: Observation, candidates: Candidates) -> float:
+        """See Attack.score."""
+        h = self._clipping(candidates.member.x, layer=0, depth=self._depth, n_layer=self._width)
+        outside = residual(with_constant(h, bias=self._bias)[0], self._basis(observation))
+        return -math.log10(max(outside, _MIN_RESIDUAL))
+
+    def figure(self, score: float) -> str:
+        """Return the relative residual."""
+        return f"residual {10**-score:.2g}"
+
+    def _basis(self, observation: Observation) -> Tensor:
+        """Return the row space, computed once per trial for candidates and strangers."""
+        if self._seen is None or self._seen[0] is not observation:
+            self._seen = observation, row_space(observation.gradient(0), observation.batch_size)
+        return self._seen[1]
+
+
+def row_space(gradient: Tensor, rank: int) -> Tensor:
+    """Return an orthonormal basis that contains the span of the rows up to rounding.
+
+    Slightly more random combinations of the rows than the rank span the same space (Halko, Martinsson, Tropp 2011); the
+    spare directions are rounding errors. Subspace iterations average the rounding errors over all rows.
+
+    Args:
+        gradient: Shape (n, fan_in), float64.
+        rank: Expected rank: the batch size.
+
+    Returns:
+        Shape (fan_in, at most rank + 8).
+    """
+    n, fan_in = gradient.shape
+    wanted = min(n, rank + _SPARE_DIRECTIONS, fan_in)
+    if wanted == n:
+        return torch.linalg.qr(gradient.t()).Q
+    generator = torch.Generator().manual_seed(0)  # the attacker's own randomness, not secret
+    mixing = torch.randn(n, wanted, generator=generator, dtype=gradient.dtype).to(gradient.device)
+    basis = torch.linalg.qr(gradient.t() @ mixing).Q
+    for _ in range(_REFINEMENTS):
+        basis = torch.linalg.qr(gradient.t() @ torch.linalg.qr(gradient @ basis).Q).Q
+    return basis
+
+
+def residual(h: Tensor, basis: Tensor) -> float:
+    """Return the norm of the part of h outside the span of an orthonormal basis, relative to |h|; 0 for h = 0.
+
+    Args:
+        h: Shape (fan_in,).
+        basis: Shape (fan_in, rank), float64.
+    """
+    exact = h.double()
+    norm = float(exact.norm())
+    return float((exact - basis @ (basis.t() @ exact)).norm()) / norm if norm else 0.0
+
+
+class CovarianceAttack(Attack):
+    """Compute the likelihood ratio of the first layer's rows, whose noise a record widens along its own input.
+
+    Without the signals, row j of the first layer's summed update is y_j ~ N(0, sigma^2 A_j) without the candidate, with
+    A_j = sum_i phi'_ij^2 h_i h_i^T over the others, and N(w_j h, sigma^2 (A_j + phi'_j^2 h h^T)) with it, where w_j is
+    the candidate's signal. With a_j = phi'_j^2 h^T A_j^-1 h, p_j = phi'_j h^T A_j^-1 y_j / sigma and
+    u_j = w_j / (phi'_j sigma),
+
+        log-likelihood ratio = sum_j [p_j u_j - u_j^2 a_j / 2 + (p_j - u_j a_j)^2 / (2 (1 + a_j)) - log(1 + a_j) / 2].
+
+    sigma is estimated from the rows, and a_j does not depend on it: more noise hides nothing. This attack serves
+    batches above the fan-in, for which the row space says nothing.
+
+    Args:
+        noiseless: Computes the signals.
+        clipping: Clipping of the inputs in the update.
+        through_clip: Whether clipped neurons have slope 0.
+        depth: Layers of the network.
+        bias: Whether the first layer has a bias.
+    """
+
+    name = "covariance"
+    knows = "all other records of the batch, the candidate, the weights and the device's matrix, not sigma"
+
+    def __init__(
+        self,
+        noiseless: NoiselessStep[FullyConnected],
+        clipping: ActivationClipping,
+        *,
+        through_clip: bool,
+        depth: int,
+        bias: bool,
+    ) -> None:
+        self._shadow, self._clipping, self._through_clip = noiseless, clipping, through_clip
+        self._depth, self._bias = depth, bias
+        self._seen: tuple[Observation, Rows] | None = None
+
+    def score(self, observation: Observation, candidates: Candidates) -> float:
+        """See Attack.score; if a record is replaced, the ratio of the two records."""
+        score = self._ratio(observation, candidates.member)
+        return (
+            score
+            if candidates.replacement is None
+            else score - self._ratio(observation, candidates.replacement)
+        )
+
+    def _ratio(self, observation: Observation, record: Records) -> float:
+        if self._seen is None or self._seen[0] is not observation:
+            left = observation.gradient(0) * observation.batch_size - self._sum(
+                observation, observation.others
+            )
+            self._seen = observation, Rows(left, *self._layer(observation, observation.others))
+        h, slope = self._layer(observation, record)
+        own = self._sum(observation, record)
+        signal = own @ h[0] / h[0].square().sum()  # w_j, shape (n,)
+        return self._seen[1].log_likelihood_ratio(h[0], slope[0], signal)
+
+    def _sum(self, observation: Observation, records: Records) -> Tensor:
+        """Return the first layer's summed update without noise; the run averages over its batch."""
+        gradients = self._shadow.gradients(observation.weights[-2], records, step=observation.step)
+        return layer_gradient(gradients, 0) * len(records.x)
+
+    def _slopes(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the slopes phi'_1 of records, float64, shape (n, n_1)."""
+        network = self._shadow.network_at(weights)
+        forward = network.forward(x)
+        slope = network.derivative(forward, 0, through_clip=self._through_clip)
+        return torch.ones_like(forward.pre_activations[0]).double() if slope is None else slope.double()
+
+    def _layer(self, observation: Observation, records: Records) -> tuple[Tensor, Tensor]:
+        """Return the inputs as the first layer's update takes them, and its slopes, float64."""
+        weights = observation.weights[-2]
+        slopes = self._slopes(weights, records.x)
+        h = self._clipping(records.x, layer=0, depth=self._depth, n_layer=slopes.shape[1])
+        return with_constant(h, bias=self._bias).double(), slopes
+
+
+class Rows:
+    """Rows of an update without the others' signals, and their covariance from the others.
+
+    Args:
+        left: y_j, shape (n, d), float64.
+        inputs: h_i of the others, shape (m, d), float64.
+        slopes: phi'_ij of the others, shape (m, n), float64.
+    """
+
+    def __init__(self, left: Tensor, inputs: Tensor, slopes: Tensor) -> None:
+        m, d = inputs.shape
+        self._n = min(len(left), max(int(_MAX_MULTIPLICATIONS // (m * d * d + d**3 // 3)), 1))
+        self._left = left[: self._n]
+        self._factors = torch.cat(
+            [
+                _cholesky(part, inputs)
+                for part in slopes[:, : self._n].t().split(max(int(_MAX_NUMBERS // (m * d)), 1))
+            ]
+        )  # (n, d, d)
+        self._whitened = self._solve(self._left[:, :, None])[:, :, 0]  # A_j^-1 y_j, (n, d)
+        self._sigma = ((self._left * self._whitened).sum() / (d * self._n)).sqrt().clamp_min(1e-300)
+
+    def log_likelihood_ratio(self, h: Tensor, slope: Tensor, signal: Tensor) -> float:
+        """Return the log-likelihood ratio of the batch with and without the candidate; see CovarianceAttack.
+
+        Args:
+            h: The candidate's input, shape (d,).
+            slope: phi'_j, shape (n,).
+            signal: w_j, shape (n,).
+        """
+        leverage = (self._solve(h.expand(self._n, -1)[:, :, None])[:, :, 0] * h).sum(dim=1)  # (n,)
+        slope, signal = slope[: self._n], signal[: self._n]
+        a, p = slope.square() * leverage, slope * (self._whitened @ h) / self._sigma
+        u = torch.where(slope == 0, 0.0, signal / slope / self._sigma)
+        terms = p * u - u * u * a / 2 + (p - u * a).square() / (2 * (1 + a)) - torch.log1p(a) / 2
+        return float(terms.sum())
+
+    def _solve(self, right: Tensor) -> Tensor:
+        return torch.cholesky_solve(right, self._factors)
+
+
+def _cholesky(slopes: Tensor, inputs: Tensor) -> Tensor:
+    """Return Cholesky factors of A_j, shape (rows, d, d), from slopes (rows, m), with a ridge."""
+    scaled = slopes[:, :, None] * inputs  # (rows, m, d)
+    gram = scaled.transpose(1, 2) @ scaled
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    diagonal.add_(_RIDGE * diagonal.mean(dim=1, keepdim=True) + 1e-300)
+    return torch.linalg.cholesky(gram)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """Inner products of a step's vectors, one number per group of parameters.
+
+    Attributes:
+        released_step: <g, d>.
+        others_step: <g_0, d>.
+        step: ||d||^2.
+        released_others: <g, g_0>.
+        others: ||g_0||^2.
+    """
+
+    released_step: np.ndarray
+    others_step: np.ndarray
+    step: np.ndarray
+    released_others: np.ndarray
+    others: np.ndarray
+
+
+class DifferenceAttack(Attack):
+    """Compute the update of both worlds, and the likelihood ratio of the released update between them.
+
+    For a group of parameters let g be the released gradient, g_0 and g_1 those of the second and the first world
+    without the credited noise, and d = g_1 - g_0. For Gaussian noise of variance v in every direction,
+
+        log likelihood ratio = sum over groups of (<g - k g_0, k d> - ||k d||^2 / 2) / v.
+
+    Layers differ in their noise (a device adds noise only to hidden layers), so the attacker estimates each group's v
+    and k from simulated steps of the second world: k = sum <g, g_0> / sum ||g_0||^2, below 1 if a device's noise
+    lengthens what is clipped, and v is the mean of <g - k g_0, d>^2 / ||d||^2. All other randomness of a step
+    (directions, probes of a likelihood ratio) counts as public, since no guarantee rests on it.
+
+    Args:
+        noiseless: Computes updates without the credited noise.
+        groups: Names of the attacked parameters, in groups with the same noise; a group must not have so much noise
+            that it hides the others.
+    """
+
+    name = "difference"
+    knows = "all other records of the batch, the candidate, the weights, the device's matrix and every public seed"
+
+    def __init__(self, noiseless: NoiselessStep[Any], *, groups: Sequence[Sequence[str]]) -> None:
+        self._shadow, self._groups = noiseless, groups
+        self._learnt: list[Products] = []
+        self._seen: tuple[Observation, list[Tensor], list[Tensor]] | None = None
+
+    def learn(self, trial: Trial) -> None:
+        """See Attack.learn: estimate k and v of the groups."""
+        self._learnt.append(self._products(trial.observation, trial.candidates))
+
+    def score(self, observation: Observation, candidates: Candidates) -> float:
+        """See Attack.score."""
+        seen, k = self._products(observation, candidates), self._share()
+        along = k * (seen.released_step - k * seen.others_step)
+        ratio = float(np.sum((along - k**2 * seen.step / 2) / self._variance(k)))
+        return min(max(ratio, -_MAX_LOG_RATIO), _MAX_LOG_RATIO)
+
+    def figure(self, score: float) -> str:
+        """Return the log ratio."""
+        return f"log ratio {score:.2g}"
+
+    def _share(self) -> np.ndarray:
+        """Return each group's k, 1 before anything was learnt."""
+        if not self._learnt:
+            return np.ones(len(self._groups))
+        along = np.sum([seen.released_others for seen in self._learnt], axis=0)
+        whole = np.sum([seen.others for seen in self._learnt], axis=0)
+        return np.clip(along / np.maximum(whole, _MIN_NORM), 0.0, 1.0)
+
+    def _variance(self, k: np.ndarray) -> np.ndarray:
+        """Return each group's v, 1 before anything was learnt."""
+        if not self._learnt:
+            return np.ones(len(self._groups))
+        squares = [
+            (seen.released_step - k * seen.others_step) ** 2 / np.maximum(seen.step, _MIN_NORM)
+            for seen in self._learnt
+        ]
+        return np.maximum(np.mean(squares, axis=0), _MIN_NORM)
+
+    def _products(self, observation: Observation, candidates: Candidates) -> Products:
+        first, second = candidates.batches(observation.others)
+        released, alone = self._known(observation)
+        present = self._update(observation, first)
+        absent = alone if candidates.replacement is None else self._update(observation, second)
+        steps = [one - other for one, other in zip(present, absent, strict=True)]
+        return Products(
+            released_step=_dots(released, steps),
+            others_step=_dots(absent, steps),
+            step=_dots(steps, steps),
+            released_others=_dots(released, absent),
+            others=_dots(absent, absent),
+        )
+
+    def _known(self, observation: Observation) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the released update and that of the others, computed once per trial."""
+        if self._seen is None or self._seen[0] is not observation:
+            self._seen = (
+                observation,
+                self._grouped(observation.gradients()),
+                self._update(observation, observation.others),
+            )
+        return self._seen[1:]
+
+    def _update(self, observation: Observation, records: Records) -> list[Tensor]:
+        return self._grouped(self._shadow.gradients(observation.weights[-2], records, step=observation.step))
+
+    def _grouped(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """Concatenate the parameters of each group."""
+        return [torch.cat([gradients[name].flatten() for name in names]) for names in self._groups]
+
+
+def _dots(first: Sequence[Tensor], second: Sequence[Tensor]) -> np.ndarray:
+    """Return the inner products of the groups."""
+    return np.array([float(one @ other) for one, other in zip(first, second, strict=True)])

@@ -1,0 +1,375 @@
+"""The plan of a run: everything that is known before it starts, resolved once from its configuration."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from accounting.mechanisms import Mechanism
+from opusim.description.loading import load_description, parse_description
+from opusim.description.schema import DeviceDescription, NoiseSettings
+from opusim.devices.base import NoisyDevice
+from opusim.devices.registry import open_described
+from opusim.errors import ConfigError
+from opusim.noise import NoiseModel
+from training.config.run import RunConfig
+from training.config.seeds import seed_for
+from training.data import Dataset, Split, from_arrays
+from training.data.catalogue import OWN_ARRAYS, build_dataset, standardisation_of
+from training.data.dataset import PrincipalComponents, reduced
+from training.data.samplers import PoissonSampler, Sampler, make_sampler
+from training.engine.algorithm import Algorithm, Arrays
+from training.errors import RunFolderError
+from training.networks.base import Network
+from training.protections.base import Protection
+from training.runs.folder import RunFolder
+from training.runs.storage import read_array
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """A run before it starts: what it trains on, with what, and what it releases.
+
+    Train, resume, audit, tune, sweep and report all take one. It never changes; `replaced` returns another.
+
+    Attributes:
+        config: The configuration, with every default and the noise multiplier that its epsilon asks for.
+        dataset: The records, in principal components if the run trains on those.
+        network: The network to train.
+        sampler: How records are drawn into batches.
+        description: The device's description, or None for a run without a device.
+        noise: The law of the device's noise, or None if it is unknown before the device is open.
+    """
+
+    config: RunConfig
+    dataset: Dataset
+    network: Network
+    sampler: Sampler
+    description: DeviceDescription | None
+    noise: NoiseModel | None = None
+
+    @classmethod
+    def resolve(
+        cls,
+        config: RunConfig,
+        dataset: Dataset,
+        *,
+        model: nn.Module | None = None,
+        folder: RunFolder | None = None,
+    ) -> Self:
+        """Return the plan of a run: built, checked, its noise calibrated.
+
+        Args:
+            config: The configuration, or that of the folder if the run resumes.
+            dataset: The records that it names, as they were loaded.
+            model: A user-supplied module, or None for the network of the configuration.
+            folder: The folder of a run to resume, which holds its components and its device's description.
+
+        Raises:
+            ConfigError: The configuration or the device description is wrong.
+            TypeError, ValueError: The module cannot be used.
+            NoGuarantee: No theorem covers the run, or no noise reaches its epsilon.
+        """
+        plan = cls.checked(config, dataset, model=model, folder=folder)
+        multiplier = plan.protection.calibrated()
+        if multiplier == plan.config.protection.noise_multiplier:
+            return plan
+        return plan.replaced(protection={"noise_multiplier": multiplier})
+
+    @classmethod
+    def checked(
+        cls,
+        config: RunConfig,
+        dataset: Dataset,
+        *,
+        model: nn.Module | None = None,
+        folder: RunFolder | None = None,
+    ) -> Self:
+        """Return the plan of a run whose noise is not calibrated yet; see `resolve`."""
+        config = ready(config)
+        dataset = in_components(config, dataset, folder)
+        plan = cls(
+            config=config,
+            dataset=dataset,
+            network=config.trainer.implementation().build_network(config, dataset, model),
+            description=_description(config, folder),
+            sampler=build_sampler(config, dataset),
+        )
+        plan.algorithm.require_covered()
+        return plan
+
+    @classmethod
+    def stored(
+        cls, folder: RunFolder, data: Arrays | Dataset | None = None, model: nn.Module | None = None
+    ) -> Self:
+        """Return the plan of the run in a folder, without another check or calibration.
+
+        Args:
+            folder: The run folder.
+            data: The records, if the run was trained on user-supplied ones.
+            model: A module like the run's, if its folder cannot describe it.
+
+        Raises:
+            RunFolderError: The data differ from the run's, or the network cannot be rebuilt.
+            ConfigError: The data are missing, or the torch device is not available.
+        """
+        facts, config = folder.read_facts(), ready(folder.read_config())
+        config, data, model = default_inputs(config, data, model)
+        dataset = in_components(config, load_data(config, data), folder)
+        _require_same_data(folder, facts["data"], dataset)
+        return cls(
+            config=config,
+            dataset=to_device(dataset, config.torch_device),
+            network=config.trainer.implementation().rebuild_network(facts["network"], model),
+            description=_description(config, folder),
+            sampler=build_sampler(config, dataset),
+        )
+
+    @cached_property
+    def algorithm(self) -> Algorithm[Any, Any, Any]:
+        """The algorithm of the run."""
+        algorithm: Algorithm[Any, Any, Any] = self.config.trainer.build(self)
+        return algorithm
+
+    @property
+    def protection(self) -> Protection:
+        """The protection of the run."""
+        return self.algorithm.protection
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """What one step releases; nothing if the run pays for everything upfront."""
+        return self.algorithm.released(self.noise)
+
+    def replaced(self, **changes: Any) -> Self:
+        """Return the plan with some keys of its configuration changed; see `RunConfig.replaced`."""
+        return self.configured(self.config.replaced(**changes))
+
+    def configured(self, config: RunConfig) -> Self:
+        """Return the plan under another configuration, on the same data set and network."""
+        return replace(self, config=config, sampler=build_sampler(config, self.dataset))
+
+    def with_device_noise(self, noise: NoiseModel | None) -> Self:
+        """Return the plan with the law that the open device states."""
+        return replace(self, noise=noise)
+
+    def on_network(self, network: Network) -> Self:
+        """Return the plan with another network of the same shape."""
+        return replace(self, network=network)
+
+    def with_silent_device(self) -> Self:
+        """Return the plan with a simulated device that adds no noise."""
+        if self.description is None or self.description.noise is None:
+            return self
+        silent = self.description.model_copy(update={"noise": NoiseSettings(sigma=0.0)})
+        return replace(self, description=silent)
+
+    @contextmanager
+    def opened_device(self) -> Iterator[NoisyDevice | None]:
+        """Open the device of the run; yields None if it has none.
+
+        Raises:
+            DeviceError: The device cannot be opened.
+        """
+        if self.description is None:
+            yield None
+            return
+        shape = self.algorithm.device_shape
+        with open_described(
+            self.description,
+            mode=self.config.mode,
+            seed=seed_for(self.config, "device") or 0,
+            torch_device=self.config.torch_device,
+            n_inputs=shape.n_inputs,
+            n_outputs=shape.n_outputs,
+        ) as device:
+            yield device
+
+
+def ready(config: RunConfig) -> RunConfig:
+    """Return a configuration for this machine, without the seed that a release run neither uses nor keeps.
+
+    Raises:
+        ConfigError: Its torch device is not available.
+    """
+    check_torch_device(config.torch_device)
+    return config.replaced(seed=0) if config.mode == "release" else config
+
+
+def check_torch_device(name: str) -> None:
+    """Refuse a torch device that is not available.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    try:
+        place = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            "configuration", "torch_device", f"{name!r} is no torch device; use 'cpu' or 'cuda'"
+        ) from error
+    cuda, mps = torch.cuda.device_count(), int(torch.backends.mps.is_available())
+    available = {"cpu": 1, "cuda": cuda if torch.cuda.is_available() else 0, "mps": mps}
+    if (place.index or 0) >= available.get(place.type, 0):
+        usable = ", ".join(repr(kind) for kind, count in available.items() if count)
+        raise ConfigError(
+            "configuration", "torch_device", f"{name!r} is not available here; use one of {usable}"
+        )
+
+
+def default_inputs(
+    config: RunConfig, data: Arrays | Dataset | None, model: nn.Module | None
+) -> tuple[RunConfig, Arrays | Dataset | None, nn.Module | None]:
+    """Return what a run trains on: what the user gave, or what the configuration itself names."""
+    if data is not None or model is not None:
+        return config, data, model
+    inputs: tuple[RunConfig, Arrays | None, nn.Module | None]
+    inputs = config.trainer.implementation().default_inputs(config)
+    return inputs
+
+
+def with_own_data(config: RunConfig, data: Arrays | Dataset | None) -> RunConfig:
+    """Return the configuration for user-supplied data: their name, and no constants of a known data set."""
+    if data is None:
+        return config
+    changes: dict[str, Any] = {"name": OWN_ARRAYS, "standardise": config.data.mean is not None}
+    if isinstance(data, tuple) and len(data) == 3 and config.data.split is None:
+        changes["split"] = "id"
+    return config.replaced(data=changes)
+
+
+def load_data(config: RunConfig, data: Arrays | Dataset | None) -> Dataset:
+    """Return the records to train on: those given, or the data set that the configuration names.
+
+    Raises:
+        TypeError: `data` is something else.
+        ConfigError: data.split does not fit what was given: IDs, or a Dataset that was split before.
+    """
+    if isinstance(data, Dataset):
+        if config.data.split not in (None, data.split):
+            reason = (
+                f"{config.data.split!r} is not how the given Dataset was split ({data.split}); leave it out"
+            )
+            raise ConfigError("configuration", "data.split", reason)
+        return data
+    if data is None:
+        return build_dataset(config.data, config.split)
+    if not isinstance(data, tuple) or len(data) not in (2, 3):
+        raise TypeError(
+            f"data must be (x, y), (x, y, ids) or a Dataset, got {type(data).__name__}; give data=(x, y)"
+        )
+    options, ids = config.data, data[2] if len(data) == 3 else None
+    split = "id" if ids is not None and options.split is None else config.split
+    if (ids is not None) != (split == "id"):
+        reason = f"{split!r} does not look at IDs, and some were given; use 'id'"
+        if ids is None:
+            reason = "'id' needs IDs, and none were given; give data=(x, y, ids)"
+        raise ConfigError("configuration", "data.split", reason)
+    return from_arrays(
+        data[0],
+        data[1],
+        n_classes=options.n_classes,
+        validation_fraction=options.validation_fraction,
+        split_seed=options.split_seed,
+        split=split,
+        ids=ids,
+        standardise=standardisation_of(options),
+    )
+
+
+def in_components(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:
+    """Return the data set in the principal components that the configuration asks for, if any.
+
+    Args:
+        config: The configuration.
+        dataset: The records as they were loaded.
+        folder: The folder of a run that has started, whose components are taken.
+    """
+    wanted = config.data.components
+    if wanted is None:
+        return dataset
+    if folder is not None:
+        return reduced(dataset, PrincipalComponents.from_array(read_array(folder.components_file)))
+    return reduced(dataset, PrincipalComponents.fit(dataset.train.x, wanted, whitening=config.data.whitening))
+
+
+def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
+    """Return the sampler of the configuration over the training records.
+
+    Raises:
+        ConfigError: sampler.batch_size exceeds the number of records.
+    """
+    options = config.sampler
+    n_records = len(dataset.train)
+    if options.sampling_probability is not None:
+        return PoissonSampler(
+            n_records, sampling_probability=options.sampling_probability, seed=seed_for(config, "sampler")
+        )
+    if options.batch_size > n_records and options.scheme != "full-batch":
+        raise ConfigError(
+            "configuration",
+            "sampler.batch_size",
+            f"{options.batch_size} exceeds the {n_records} training records; "
+            f"set sampler.batch_size to at most {n_records}",
+        )
+    return make_sampler(
+        options.scheme,
+        n_records,
+        None if options.scheme == "full-batch" else options.batch_size,
+        seed_for(config, "sampler"),
+        min_batch_size=options.min_batch_size,
+        drop_last=options.drop_last or None,
+    )
+
+
+def fingerprint(split: Split) -> str:
+    """Return BLAKE2b of the records, by which a run is not resumed or audited on other data."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in (split.x, split.y):
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def to_device(dataset: Dataset, place: str) -> Dataset:
+    """Return the data set on the torch device that trains."""
+    if place == "cpu":
+        return dataset
+
+    def move(split: Split) -> Split:
+        return Split(split.x.to(place), split.y.to(place))
+
+    return replace(
+        dataset,
+        train=move(dataset.train),
+        validation=move(dataset.validation),
+        test=None if dataset.test is None else move(dataset.test),
+    )
+
+
+def _description(config: RunConfig, folder: RunFolder | None) -> DeviceDescription | None:
+    """Return the device's description: the stored one of a run that has started, so that its file may be gone."""
+    if not config.uses_device:
+        return None
+    if folder is not None:
+        return parse_description(str(folder.config_file), folder.read_facts()["device"])
+    return load_description(config.device.name, config.device.overrides)
+
+
+def _require_same_data(folder: RunFolder, stored: dict[str, Any], dataset: Dataset) -> None:
+    """Refuse other data than a run was trained on, as far as its folder can tell."""
+    split = stored.get("split", dataset.split)
+    if split != dataset.split:
+        raise RunFolderError(
+            f"run folder {folder.path} held records out by {split}, and these are held out by {dataset.split}; give "
+            "the same data in the same form"
+        )
+    kept = stored.get("fingerprint")
+    if kept is not None and kept != fingerprint(dataset.train):
+        raise RunFolderError(f"run folder {folder.path} was trained on other data; give the same again")

@@ -63,7 +63,7 @@ def test_configurations_are_valid(line: str, monkeypatch: pytest.MonkeyPatch) ->
         raise ReachedError
 
     monkeypatch.setattr(session, "train", begin)
-    monkeypatch.setattr("opusim.devices.lightonml_driver.require_present", lambda description: None)
+    monkeypatch.setattr("opusim.devices.access.require_present", lambda description: None)
     result = CliRunner().invoke(app, shlex.split(line)[1:])
     assert isinstance(result.exception, ReachedError), result.exception or result.output
 

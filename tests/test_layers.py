@@ -262,6 +262,14 @@ def test_imports_stand_at_the_top() -> None:
     require("function-level imports outside command modules", hidden_imports(product_imports()))
 
 
+def test_only_sections_of_the_configuration_lead_to_an_implementation() -> None:
+    leading = {
+        module for module, found in product_imports().items() if "implementation" in {i.where for i in found}
+    }
+    assert leading
+    assert {room_of(module) for module in leading} == {("training", "config")}
+
+
 def test_an_import_inside_a_function_is_caught() -> None:
     source = "import torch\nclass A:\n    def f(self):\n        import scipy\n"
     imports = {"training.ulr.trainer": imports_of(source), "training.cli.app": imports_of(source)}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,7 +37,7 @@ Quiet = Annotated[
 PRIVACY = "Privacy"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class KeyOption:
     """An option that sets one key of the configuration.
 
@@ -46,7 +47,8 @@ class KeyOption:
         annotation: Type of the value.
         help: What it means.
         panel: Heading under which help lists it, or None for the first.
-        values: Words and the values that they stand for, or None to take the value as it is.
+        words: The values that it takes, with the keys that each sets; or None if it takes any value.
+        also: Keys that it sets besides.
         many: Whether the value is a list, separated by commas.
         constant: What a switch without a value sets, or None for an option with a value.
     """
@@ -56,7 +58,8 @@ class KeyOption:
     annotation: Any
     help: str
     panel: str | None = None
-    values: Mapping[str, str] | None = None
+    words: Mapping[str, Mapping[str, str]] | None = None
+    also: Mapping[str, str] = dataclasses.field(default_factory=dict)
     many: bool = False
     constant: str | None = None
 
@@ -74,20 +77,24 @@ class KeyOption:
         return Annotated[self.annotation | None, described]
 
     def change(self, value: Any) -> dict[str, Any]:
-        """The nested mapping that sets the key.
+        """The nested mapping that sets the key."""
+        if self.words is not None:
+            return {}
+        if self.many:
+            value = str(value).split(",")
+        return nested(self.key, value if self.constant is None else self.constant)
+
+    def implied(self, value: Any) -> Mapping[str, str]:
+        """The other keys that a value sets.
 
         Raises:
             ValueError: A word that the option does not know.
         """
-        if self.values is not None and value not in self.values:
-            raise ValueError(f"--{self.name} {value}: must be one of {', '.join(self.values)}")
-        if self.many:
-            value = str(value).split(",")
-        elif self.values is not None:
-            value = self.values[value]
-        elif self.constant is not None:
-            value = self.constant
-        return nested(self.key, value)
+        if self.words is None:
+            return self.also
+        if value not in self.words:
+            raise ValueError(f"--{self.name} {value}: must be one of {', '.join(self.words)}")
+        return self.words[value]
 
 
 DATA = KeyOption(
@@ -140,17 +147,19 @@ _RESERVED = {"config", "set", "out", "quiet", "help", "debug", "device", "protec
 
 def trainer_options(kind: str, section: type[TrainerSection]) -> list[KeyOption]:
     """The options of `opusim train KIND`: the shared ones, then one for each field of its section."""
-    shared = [DATA, EPOCHS, SEED, *([] if section.device_keys is None else [DEVICE])]
+    shared = [DATA, EPOCHS, SEED]
+    if section.device_keys is not None:
+        shared.append(replace(DEVICE, also=section.device_keys))
     shared += [_protect(kind, section), EPSILON, DELTA, NOISE_MULTIPLIER, RELEASE]
     panel = f"Options of {kind}"
     own = [
         KeyOption(
             name=flag.name,
             key=flag.key,
-            annotation=str if flag.values is not None else _type(_field(section, flag.key)),
+            annotation=str if flag.words is not None else _type(_field(section, flag.key)),
             help=flag.help or _short(_field(section, flag.key)),
             panel=panel,
-            values=flag.values,
+            words=flag.words,
         )
         for flag in section.flags
     ]
@@ -183,12 +192,20 @@ def _protect(kind: str, section: type[TrainerSection]) -> KeyOption:
 
 
 def changes_of(options: Sequence[KeyOption], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given, as a nested mapping over the configuration."""
+    """The options that were given, as a nested mapping over the configuration.
+
+    An implied key of the section protection is set only if a budget or a noise multiplier was given.
+    """
+    given = {option: value for option in options if (value := values.get(option.parameter)) is not None}
+    given = {option: value for option, value in given.items() if value or option.constant is None}
     changes: dict[str, Any] = {}
-    for option in options:
-        value = values.get(option.parameter)
-        if value is not None and not (value is False and option.constant is not None):
-            changes = merged(changes, option.change(value))
+    for option, value in given.items():
+        changes = merged(changes, option.change(value))
+    protects = {"epsilon", "noise_multiplier"} & set(changes.get("protection", {}))
+    for option, value in given.items():
+        for key, implied in option.implied(value).items():
+            if protects or not key.startswith("protection."):
+                changes = merged(nested(key, implied), changes)
     return changes
 
 
@@ -322,7 +339,7 @@ def _all_rows() -> list[KeyRow]:
             rows += _topic_rows(name) if _section(field) is not None else []
             continue
         kinds: dict[KeyRow, list[str]] = {}
-        for kind in KINDS[name].names():
+        for kind in KINDS[name].every():
             for row in _topic_rows(kind):
                 kinds.setdefault(row, []).append(kind)
         rows += [(key, default, f"[{', '.join(of)}] {text}") for (key, default, text), of in kinds.items()]

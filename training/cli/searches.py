@@ -144,7 +144,6 @@ def curve(
 
     _check_flags(jobs, cluster, retry_failed=retry_failed, draw_only=draw_only)
     read, text = read_spec(spec)
-
     points = points_of(read, text)
     from accounting.tables import print_rows
     from training.reports.sweep_report import setting_rows, write_sweep

@@ -17,7 +17,6 @@ import typer
 from opusim.progress import Progress
 from training.cli.groups import LazyGroup, built
 from training.cli.options import (
-    KeyOption,
     Quiet,
     changes_of,
     key_rows,
@@ -27,7 +26,6 @@ from training.cli.options import (
     with_signature,
 )
 from training.config.kinds import TRAINERS
-from training.config.reading import merged, nested
 from training.config.run import RunConfig
 from training.config.sections import TrainerSection
 
@@ -71,27 +69,13 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
     options = trainer_options(kind, section)
 
     def command(**values: Any) -> None:
-        changes = _changes(section, options, values)
+        changes = changes_of(options, values)
         config = resolved(kind, values["config"], values["settings"] or (), changes)
         _train(config, values["out"], values["quiet"])
 
     lines = [f"opusim train {kind} {arguments}".replace("[", r"\[") for arguments in section.examples]
     epilog = "\n\n".join(["[bold]Examples[/bold]", *lines, _EPILOG.format(kind=kind)])
     return built(kind, with_signature(command, options), help=section.summary, epilog=epilog)
-
-
-def _changes(
-    section: type[TrainerSection], options: list[KeyOption], values: dict[str, Any]
-) -> dict[str, Any]:
-    """The options that were given; --device also sets the keys by which the trainer uses its device."""
-    changes = changes_of(options, values)
-    if values.get("device") is not None:
-        protection = changes.get("protection", {})
-        protects = "epsilon" in protection or "noise_multiplier" in protection
-        for key, value in (section.device_keys or {}).items():
-            if protects or not key.startswith("protection."):
-                changes = merged(nested(key, value), changes)
-    return changes
 
 
 def _train(config: RunConfig, out: Path | None, quiet: bool) -> None:

@@ -29,6 +29,7 @@ from training.config.sections import (
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 SectionT = TypeVar("SectionT", bound=TrainerSection)
+ProtectionT = TypeVar("ProtectionT", bound=ProtectionSection)
 SCHEMA_VERSION: Literal[2] = 2
 """Version of the configuration's format, and so of run folders."""
 _FITTING_SPLITS: dict[Adjacency, tuple[SplitRule, ...]] = {
@@ -146,6 +147,16 @@ class RunConfig(Section):
             raise TypeError(f"trainer.kind = {self.trainer.kind!r} has no {section.__name__}")
         return self.trainer
 
+    def protection_as(self, section: type[ProtectionT]) -> ProtectionT:
+        """Return the section `protection`, which must be one of this class.
+
+        Raises:
+            TypeError: It is another protection's.
+        """
+        if not isinstance(self.protection, section):
+            raise TypeError(f"protection.kind = {self.protection.kind!r} has no {section.__name__}")
+        return self.protection
+
     def digest(self) -> str:
         """BLAKE2b of the whole configuration, by which a checkpoint knows the run it belongs to."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
@@ -180,6 +191,14 @@ class RunConfig(Section):
             )
         require_used(self)
         return self
+
+
+def _updated(section: ModelT, changes: Mapping[str, Any]) -> ModelT:
+    """Return a section with other values, which are not checked again."""
+    for name in changes:
+        if name not in type(section).model_fields:
+            raise TypeError(f"{type(section).__name__} has no key {name!r}")
+    return section.model_copy(update=dict(changes))
 
 
 def split_refusal(config: RunConfig, split: str) -> str:

@@ -326,6 +326,13 @@ class KindSection(Section):
         """
         return {}
 
+    def implementation(self) -> Any:
+        """Return the class that carries this kind out: an `Algorithm` of a trainer, a `Protection` of a protection.
+
+        It is imported here, so that reading a configuration and `--help` import neither torch nor a third party's code.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override implementation")
+
     def check(self, run: Any) -> None:
         """Refuse a RunConfig whose other sections do not fit this one.
 
@@ -337,19 +344,20 @@ class KindSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A command-line option that sets a key outside of the trainer's own fields, or under another name.
+    """A command-line option besides those of the trainer's own fields.
 
     Attributes:
         name: The option without its dashes.
-        key: The dotted key of the run.
+        key: The dotted key of the run that it sets; empty for an option with words.
         help: Its help; empty takes the key's own description.
-        values: Words of the option and the values that they stand for, or None to take the value as it is.
+        words: The values that the option takes, with the keys that each sets. A key of the section protection is set
+            only if the command protects something.
     """
 
     name: str
-    key: str
+    key: str = ""
     help: str = ""
-    values: Mapping[str, str] | None = None
+    words: Mapping[str, Mapping[str, str]] | None = None
 
 
 class ProtectionSection(KindSection):
@@ -429,6 +437,10 @@ class ProtectionSection(KindSection):
         """Which data sets the guarantee calls neighbours, or None without protection."""
         return Adjacency.REPLACE_ONE
 
+    def build(self, plan: Any, algorithm: Any) -> Any:
+        """Return the protection of a `training.engine.plan.RunPlan` and its algorithm, bound to both."""
+        return self.implementation()(plan, algorithm)
+
 
 _COMMON: Mapping[str, Any] = {
     "epsilon": None,
@@ -477,6 +489,10 @@ class TrainerSection(KindSection):
     def default_protection(cls, given: Given) -> str:
         """The protection.kind of a run that gives none."""
         return "none"
+
+    def build(self, plan: Any) -> Any:
+        """Return the algorithm of a `training.engine.plan.RunPlan`, bound to it."""
+        return self.implementation()(plan, self)
 
     def uses_device(self, protection: ProtectionSection) -> bool:
         """Whether the run opens its device."""

@@ -29,10 +29,13 @@ class ConvexConfig(TrainerSection):
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag(
             name="method",
-            key="sampler.scheme",
             help="cyclic (fixed batches; default) or full (one batch): private at the last iterate; poisson: every "
             "update released.",
-            values={"cyclic": "disjoint-cyclic", "full": "full-batch", "poisson": "poisson"},
+            words={
+                "cyclic": {"sampler.scheme": "disjoint-cyclic", "protection.kind": "last-iterate"},
+                "full": {"sampler.scheme": "full-batch", "protection.kind": "last-iterate"},
+                "poisson": {"sampler.scheme": "poisson", "protection.kind": "record"},
+            },
         ),
     )
     effects: ClassVar[tuple[Effect, ...]] = (
@@ -107,3 +110,9 @@ class ConvexConfig(TrainerSection):
     def divides_by_batch_size(self, protection: ProtectionSection) -> bool:
         """Never: a full batch is divided by the number of records."""
         return False
+
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.convex.algorithm import ConvexAlgorithm
+
+        return ConvexAlgorithm

@@ -68,17 +68,6 @@ class FeedbackConfig(TrainerSection):
     through_clip: bool = False
     """Slope of a clipped neuron (model.tau_h_max): 0, as autograd finds, or phi' all the same (eq. 8)."""
 
-    @property
-    def digital_sigma(self) -> float:
-        """Standard deviation of the digital noise; 0 for a feedback without any."""
-        return 0.0
-
-    def implementation(self) -> Any:
-        """See TrainerSection.implementation."""
-        from training.feedback.algorithm import FeedbackAlgorithm
-
-        return FeedbackAlgorithm
-
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
         if self.order == "hardware" and self.tau_b is not None:
@@ -90,6 +79,17 @@ class FeedbackConfig(TrainerSection):
             raise ValueError("scale = 'sphere' brings signals to tau_b, which is missing; set tau_b")
         check_clip(self.tau_h_max, self.tau_h_min)
         return self
+
+    @property
+    def digital_sigma(self) -> float:
+        """Standard deviation of the digital noise; 0 for a feedback whose noise is the device's."""
+        return 0.0
+
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.feedback.algorithm import FeedbackAlgorithm
+
+        return FeedbackAlgorithm
 
 
 class _DigitalConfig(FeedbackConfig):

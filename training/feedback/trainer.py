@@ -224,13 +224,13 @@ class FeedbackTrainer(Trainer):
         return _alignment(projection, config, draw, gain=config.gain)
 
     def _digital_draw(self, config: FeedbackConfig) -> Draw | None:
-        if not isinstance(config, BpConfig | DfaConfig | TdfaConfig) or not config.sigma:
+        sigma = config.digital_sigma
+        if not sigma:
             return None
         stream = self._noise
         if stream is None:
-            raise ValueError(f"noise is missing; trainer.sigma = {config.sigma} draws from a NoiseStream")
+            raise ValueError(f"noise is missing; trainer.sigma = {sigma} draws from a NoiseStream")
         place = self._network.linears[0].weight.device
-        sigma = config.sigma
         return lambda shape: stream.normal(shape, device=place).mul_(sigma)
 
 

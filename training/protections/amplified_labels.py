@@ -54,7 +54,7 @@ class AmplifiedLabelProtection(PoissonProtection[LabelAmplifiedConfig]):
 
     def gradients(self, device: NoisyDevice | None) -> AmplifiedLabels:
         """See Protection.gradients."""
-        options = self.section
+        options = self._plan.config.protection_as(LabelAmplifiedConfig)
         return AmplifiedLabels(
             clip_norm=options.clip,
             noise_multiplier=self.noise_multiplier,
@@ -68,8 +68,9 @@ class AmplifiedLabelProtection(PoissonProtection[LabelAmplifiedConfig]):
     def _reference(self) -> Tensor:
         """Return features of training records that stand for all: public, since only the labels are protected."""
         config, x = self._plan.config, self._plan.dataset.train.x
+        size = config.protection_as(LabelAmplifiedConfig).reference_size
         generator = torch.Generator().manual_seed(config.data.split_seed)
-        chosen = torch.randperm(len(x), generator=generator)[: self.section.reference_size]
+        chosen = torch.randperm(len(x), generator=generator)[:size]
         return x[chosen].to(config.torch_device)
 
 

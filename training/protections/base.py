@@ -22,7 +22,6 @@ from opusim.randomness.streams import NoiseStream, noise_stream
 from training.config.sections import ProtectionSection
 from training.config.seeds import seed_for
 from training.networks.network import FullyConnected
-from training.protections.config import NoProtectionConfig
 from training.protections.planning import Plan, Steps, require_covered, total_steps
 from training.runs.folder import RunFolder
 
@@ -63,7 +62,7 @@ class Protection(Generic[SectionT]):
         self._plan, self._algorithm = plan, algorithm
 
     @property
-    def section(self) -> SectionT:
+    def section(self) -> ProtectionSection:
         """The section `protection` of the configuration."""
         return cast(SectionT, self._plan.config.protection)
 

@@ -78,7 +78,7 @@ class LabelBudgetProtection(Protection[LabelBudgetConfig]):
 
     def gradients(self, device: NoisyDevice | None) -> BudgetedLabels:
         """See Protection.gradients."""
-        options = self.section
+        options = self._plan.config.protection_as(LabelBudgetConfig)
         return BudgetedLabels(
             budget_mu=self._budget().budget_mu,
             n_records=len(self._plan.dataset.train),

@@ -53,6 +53,12 @@ class NoProtectionConfig(ProtectionSection):
         """See ProtectionSection.relation_of."""
         return None
 
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.protections.base import NoProtection
+
+        return NoProtection
+
 
 class _Strength(ProtectionSection):
     """A protection with a budget."""
@@ -130,6 +136,12 @@ class RecordConfig(_NoisyStrength):
                 f"take one of {', '.join(trainer.relations)}",
             )
 
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.protections.record import RecordProtection
+
+        return RecordProtection
+
 
 class LastIterateConfig(_NoisyStrength):
     """Whole records; only the final model is published."""
@@ -165,25 +177,43 @@ class LastIterateConfig(_NoisyStrength):
                 "does not cover; leave it out",
             )
 
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.protections.record import LastIterateProtection
 
-class LabelBudgetConfig(_NoisyStrength):
-    """Labels: noise on every layer's signal, and a privacy budget for each record."""
+        return LastIterateProtection
+
+
+class LabelNoiseConfig(_NoisyStrength):
+    """Labels protected by noise on the gradients, with public features."""
 
     protects = "labels"
+    instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
+
+    floor: float = Field(1e-3, gt=0.0)
+    """Additional noise on every weight, as a share of the mean second moment of a layer's inputs."""
+
+
+class LabelBudgetConfig(LabelNoiseConfig):
+    """Labels: noise on every layer's signal, and a privacy budget for each record."""
+
     needs_epsilon = True
     cost_of_a_kill: ClassVar[str | None] = (
         "a kill or a power cut ends it, because its label budget would be spent a second time"
     )
     summary: ClassVar[str] = "Labels: noise on every layer's signal and a budget for each record."
     formerly: ClassVar[tuple[str, ...]] = ("label",)
-    instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
 
     kind: Literal["label-budget"] = "label-budget"
-    """label: labels, with public features, by noise on every layer's signal and a budget for each record."""
+    """label-budget: labels, with public features, by noise on every layer's signal and a budget for each record."""
     clip_norm: float | None = Field(None, ge=1e-12, le=1e12)
     """Largest norm of a record's signal in each layer; 1 by default."""
-    floor: float = Field(1e-3, gt=0.0)
-    """Additional noise on every weight, as a share of the mean second moment of a layer's inputs."""
+
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.protections.budgeted_labels import LabelBudgetProtection
+
+        return LabelBudgetProtection
 
     def implementation(self) -> Any:
         """See ProtectionSection.implementation."""
@@ -192,15 +222,13 @@ class LabelBudgetConfig(_NoisyStrength):
         return LabelBudgetProtection
 
 
-class LabelAmplifiedConfig(_NoisyStrength):
+class LabelAmplifiedConfig(LabelNoiseConfig):
     """Labels: clipping and noise in the geometry of public features, on secret Poisson batches."""
 
-    protects = "labels"
     poisson = True
     cost_of_a_kill: ClassVar[str | None] = _STEPS_LOST
     default_clip: ClassVar[float] = 0.2
     summary: ClassVar[str] = "Labels: clipping and noise in the geometry of public features; Poisson batches."
-    instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
 
     kind: Literal["label-amplified"] = "label-amplified"
     """label-amplified: labels, with public features, by clipping and noise in the geometry of these features and secret
@@ -209,8 +237,6 @@ class LabelAmplifiedConfig(_NoisyStrength):
     """Largest norm of a record's contribution over all layers, in the geometry of public features; 0.2 by default."""
     divisor: float | None = Field(None, ge=1e-12, le=1e12)
     """Constant that the noisy sum is divided by; None takes sampler.batch_size, never the realised size."""
-    floor: float = Field(1e-3, gt=0.0)
-    """Additional noise on every weight, as a share of the mean second moment of a layer's inputs."""
     reference_size: int = Field(4096, ge=1)
     """Number of public records, drawn from the training features, that define the noise's geometry."""
     equalise: bool = False
@@ -227,23 +253,41 @@ class LabelAmplifiedConfig(_NoisyStrength):
         """Poisson batches, which the theorem asks for."""
         return {"sampler": {"scheme": "poisson"}}
 
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.protections.amplified_labels import AmplifiedLabelProtection
 
-class LabelReadoutConfig(_Strength):
-    """Labels: one noisy reading of each label, kept and reused."""
+        return AmplifiedLabelProtection
+
+
+class OneLookConfig(_Strength):
+    """Labels that are read or randomized once, before training."""
 
     protects = "labels"
     one_look = True
+    instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
+
+    flat_prior: float = Field(0.3, ge=0.0, le=1.0)
+    """Share of the training before the model's own prediction becomes the prior of a noisy label; 1 for never."""
+
+
+class LabelReadoutConfig(OneLookConfig):
+    """Labels: one noisy reading of each label, kept and reused."""
+
     summary: ClassVar[str] = "Labels: one noisy reading of each label, kept; posterior targets."
     formerly: ClassVar[tuple[str, ...]] = ("label-once",)
-    instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
 
     kind: Literal["label-readout"] = "label-readout"
     """label-readout: labels, with public features, by one noisy reading of each label."""
     noise: Source = "digital"
     """Source of the noise that the guarantee rests on: a digital generator, or the device, whose noise must be
     Gaussian."""
-    flat_prior: float = Field(0.3, ge=0.0, le=1.0)
-    """Share of the training before the model's own prediction becomes the prior of a noisy label; 1 for never."""
+
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.protections.noisy_labels import LabelReadoutProtection
+
+        return LabelReadoutProtection
 
     def implementation(self) -> Any:
         """See ProtectionSection.implementation."""
@@ -252,22 +296,17 @@ class LabelReadoutConfig(_Strength):
         return LabelReadoutProtection
 
 
-class LabelRandomizedResponseConfig(_Strength):
+class LabelRandomizedResponseConfig(OneLookConfig):
     """Labels: each replaced once by randomized response."""
 
-    protects = "labels"
-    one_look = True
     summary: ClassVar[str] = "Labels: randomized response; posterior targets."
     formerly: ClassVar[tuple[str, ...]] = ("label-response",)
-    instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
 
     kind: Literal["label-randomized-response"] = "label-randomized-response"
     """label-randomized-response: labels, with public features, by randomized response."""
-    flat_prior: float = Field(0.3, ge=0.0, le=1.0)
-    """Share of the training before the model's own prediction becomes the prior of a noisy label; 1 for never."""
 
     def implementation(self) -> Any:
-        """See ProtectionSection.implementation."""
+        """See KindSection.implementation."""
         from training.protections.noisy_labels import RandomizedResponseProtection
 
         return RandomizedResponseProtection

@@ -62,12 +62,6 @@ class UlrConfig(TrainerSection):
     """What the published form does if a batch's noise is not of full rank, which is always (appendix A.4): refuse
     (none), put the noise on the parameters, or add noise that completes its covariance."""
 
-    def implementation(self) -> Any:
-        """See TrainerSection.implementation."""
-        from training.ulr.algorithm import UlrAlgorithm
-
-        return UlrAlgorithm
-
     @property
     def variance_reduction(self) -> Reduction:
         """`reduction`, or the default of the form."""
@@ -101,3 +95,9 @@ class UlrConfig(TrainerSection):
                 f"{run.protection.kind!r} is not for trainer.form = 'published', which brings its own noise; "
                 "use 'none', or trainer.form = 'proven'",
             )
+
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.ulr.algorithm import UlrAlgorithm
+
+        return UlrAlgorithm

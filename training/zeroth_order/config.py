@@ -124,12 +124,6 @@ class ZoConfig(TrainerSection):
 
     language: LanguageConfig = LanguageConfig()
 
-    def implementation(self) -> Any:
-        """See TrainerSection.implementation."""
-        from training.zeroth_order.algorithm import ZoAlgorithm
-
-        return ZoAlgorithm
-
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
         """No momentum, and a lower rate: a random direction's slope exceeds the gradient's share along it."""
@@ -142,3 +136,9 @@ class ZoConfig(TrainerSection):
     def divides_by_batch_size(self, protection: ProtectionSection) -> bool:
         """Always."""
         return True
+
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.zeroth_order.algorithm import ZoAlgorithm
+
+        return ZoAlgorithm

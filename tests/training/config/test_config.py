@@ -47,7 +47,10 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
         ("trainer.kind=pdf", "trainer.kind: 'pdf' is no trainer; did you mean 'pdfa'"),
         ("protection.kind=3", "protection.kind: 3 is no protection; known are"),
         ("protection.kind=label", "protection.kind: 'label' is now 'label-budget'; use that"),
-        ("protection.kind=label-once", "protection.kind: 'label-once' is now 'label-readout'; use that"),
+        (
+            "protection.kind=label-once",
+            "protection.kind: 'label-once' is now 'label-readout'; use that",
+        ),
         (
             "protection.kind=label-response",
             "protection.kind: 'label-response' is now 'label-randomized-response'",

@@ -122,7 +122,11 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"protection": {"kind": "label-budget"}}, ConfigError, "it takes none, record, last-iterate"),
     ({"data": {"components": 2}}, NoGuarantee, "principal components are computed from the private records"),
     ({"data": {"n_classes": None}}, NoGuarantee, "data.n_classes is missing"),
-    ({"trainer": {"gate_readings": 3}}, ConfigError, "gate_readings = 3 is for gates = 'device'"),
+    (
+        {"trainer": {"gate_readings": 3}},
+        ConfigError,
+        "gate_readings: 3 does nothing here: it needs trainer.gates = 'device'",
+    ),
     (
         {"protection": {"noise": "device"}, "device": {"name": "ideal"}},
         ConfigError,

@@ -68,7 +68,7 @@ def written_out(
     x, y = batch()
     forward = network.forward(x)
     error = cross_entropy(forward.output, y).output_gradient
-    matrix = Medium(4, 27, PdfaConfig().feedback_seed).dense().t()  # B, (27, 4)
+    matrix = Medium(4, 27, DfaConfig().feedback_seed).dense().t()  # B, (27, 4)
     expected = []
     for layer, (start, stop) in enumerate(((0, 12), (12, 27))):
         weight, bias = torch.zeros(WIDTHS[layer + 1], WIDTHS[layer]), torch.zeros(WIDTHS[layer + 1])

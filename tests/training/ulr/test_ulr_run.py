@@ -275,7 +275,7 @@ def test_equal_numbers_of_a_device_and_a_generator_give_equal_steps(monkeypatch:
         ({"trainer": {"kind": "ulr", "reduction": "leave-one-out"}}, "needs other copies, but copies = 1"),
         ({"trainer": {"kind": "ulr", "form": "published", "reduction": "antithetic"}}, "changes the noise"),
         ({"trainer": {"kind": "ulr", "form": "published", "clip": "module"}}, "belongs to form = 'proven'"),
-        ({"trainer": {"kind": "ulr", "threshold": 0.1}}, "is not a key"),
+        ({"trainer": {"kind": "ulr", "threshold": 0.1}}, "it needs trainer.kind = 'pdfa' or 'tdfa'"),
         ({"trainer": {"kind": "ulr", "sigma": 0.0}}, "trainer.sigma"),
     ],
 )

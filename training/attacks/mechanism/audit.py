@@ -34,7 +34,7 @@ MIN_FREE = 40
 _RECORDS = 400
 _BATCH = 40
 _LABELS = {"label-readout": 1000, "label-randomized-response": 4000}
-"""Records of a run whose labels are looked at once."""
+"""Records of a run that reads or randomizes each label once."""
 _LABEL_CLASSES = 10
 _QUIET_SIGMA, _LARGEST_SIGMA = 1e-3, 0.01
 """Noise in a simulated device's readings: the default, and the largest at which a contribution's direction is known (at
@@ -70,7 +70,7 @@ def audit_mechanism(
         kind: pdfa, dfa, tdfa, bp, ulr, zo or convex.
         mode: "experiment" (seeded noise) or "release" (noise from the operating system's entropy).
         steps: Steps of each run, at least 40.
-        settings: Lines "key=value" over the configuration, such as "protection.kind=label" (record by default),
+        settings: Lines "key=value" over the configuration, such as "protection.kind=label-budget" (record by default),
             "protection.noise_multiplier=2" (1 by default), "sampler.batch_size=20", "trainer.clip=module".
         seed: Seed of the runs in experiment mode, in [0, 2^63); None draws one, which the result states.
         level: Probability of any alarm if the mechanism is as accounted, in (0, 1).
@@ -236,7 +236,7 @@ def _strength(protection: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return defaults for the strength of the protection."""
     once = {"epsilon": 2.0}
     found: dict[str, dict[str, Any]] = {
-        "label": {"noise_multiplier": 1.0, "epsilon": 50.0},  # no record exhausts this budget
+        "label-budget": {"noise_multiplier": 1.0, "epsilon": 50.0},  # no record exhausts this budget
         "label-amplified": {"noise_multiplier": 1.0, "clip_norm": 0.005},
         "label-readout": once | {"clip_norm": None},
         "label-randomized-response": once | {"clip_norm": None},

@@ -1,0 +1,1 @@
+"""A protection from another package: whole records, more strongly clipped."""

@@ -1,0 +1,1 @@
+"""A trainer from another package: softmax regression at a temperature."""

@@ -1,0 +1,24 @@
+"""The options of the trainer; light, because `opusim train --help` imports it."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from training.config.sections import TrainerSection
+
+
+class SoftmaxConfig(TrainerSection):
+    """Softmax regression."""
+
+    summary: ClassVar[str] = "Softmax regression at a temperature (from lab-softmax)."
+
+    kind: Literal["softmax"] = "softmax"
+    """softmax: one linear layer."""
+    temperature: float = Field(1.0, gt=0.0)
+    """Temperature that divides the logits."""
+
+    def implementation(self) -> Any:
+        """The algorithm, imported when a run needs it."""
+        from lab_softmax.algorithm import SoftmaxAlgorithm
+
+        return SoftmaxAlgorithm

@@ -1,0 +1,94 @@
+"""A trainer and a protection of other packages are found by their entry points, configured and explained."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opusim.errors import ConfigError
+from training.cli.options import key_rows
+from training.config.reading import load_config
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = [ROOT / "tests" / "support" / f"third_party_{what}" for what in ("trainer", "protection")]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in PACKAGES:
+        monkeypatch.syspath_prepend(str(folder))
+
+
+def opusim(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, which says at its end whether it imported torch."""
+    code = (
+        "import sys\nfrom training.cli import main\ntry:\n    main()\nfinally:\n"
+        "    heavy = [name for name in ('torch', 'numba', 'lab_softmax.algorithm') if name in sys.modules]\n"
+        "    print('heavy:', *heavy)"
+    )
+    path = os.pathsep.join(map(str, [*PACKAGES, ROOT]))
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "80"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+def test_help_shows_them_without_their_implementation(tmp_path: Path) -> None:
+    listed = opusim("train", "--help", cwd=tmp_path).stdout
+    assert "Softmax regression at a temperature (from lab-softmax)." in " ".join(
+        listed.replace("│", " ").split()
+    )
+    assert listed.splitlines()[-1] == "heavy:"
+    own = " ".join(opusim("train", "softmax", "--help", cwd=tmp_path).stdout.replace("│", " ").split())
+    assert "--temperature <float> Temperature that divides the logits; 1.0 by default." in own
+    assert "What is protected: record, shield" in own
+
+
+def test_their_keys_are_checked_and_completed() -> None:
+    config = load_config(
+        {"trainer": {"kind": "softmax", "temperature": 2.0}, "protection": {"kind": "shield"}}
+    )
+    assert (config.sampler.scheme, config.protection.poisson) == ("poisson", True)
+    assert (config.protection.noise_multiplier, config.protection.epsilon) == (2.0, None)
+    assert load_config(config) == config
+    assert config.model_dump()["trainer"]["temperature"] == 2.0
+    with pytest.raises(ConfigError, match="trainer.temperature: Input should be greater than 0"):
+        load_config({"trainer": {"kind": "softmax", "temperature": 0.0}})
+    with pytest.raises(
+        ConfigError, match=r"trainer.temperature: 2 does nothing here: it needs trainer.kind = 'softmax'"
+    ):
+        load_config(settings=["trainer.temperature=2"])
+    with pytest.raises(ConfigError, match="protection.kind: 'shield' is not for trainer.kind = 'zo'"):
+        load_config({"trainer": {"kind": "zo"}, "protection": {"kind": "shield"}})
+
+
+def test_options_explains_them() -> None:
+    assert key_rows("softmax")[-1] == ("trainer.temperature", "1.0", "Temperature that divides the logits.")
+    assert any("[softmax]" in meaning for _, _, meaning in key_rows(search="temperature"))
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("no_such_package:Section", "does not import"),
+        ("json:JSONDecoder", "is no TrainerSection"),
+        ("json:nothing", "does not import"),
+    ],
+)
+def test_a_broken_package_is_one_line_and_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, reason: str
+) -> None:
+    facts = tmp_path / "broken-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text(f"[opusim.trainers]\nbroken = {target}\npdfa = {target}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=f"trainer.kind: 'broken' cannot be used.*{reason}.*repair its package"
+    ):
+        load_config({"trainer": {"kind": "broken"}})
+    assert load_config().trainer.kind == "pdfa"  # a package cannot replace a kind of opusim
+    assert not any(key == "trainer.broken" for key, _, _ in key_rows())

@@ -44,14 +44,6 @@ _MISFITS: dict[str, str] = {
 }
 
 
-def _updated(section: ModelT, changes: Mapping[str, Any]) -> ModelT:
-    """Return a section with other values, which are not checked again."""
-    for name in changes:
-        if name not in type(section).model_fields:
-            raise TypeError(f"{type(section).__name__} has no key {name!r}")
-    return section.model_copy(update=dict(changes))
-
-
 class RunConfig(Section):
     """A whole run. `opusim.train` takes it; `config.json` of a run folder holds it resolved."""
 

@@ -422,17 +422,6 @@ class ProtectionSection(KindSection):
         """clip_norm, or its default for this kind."""
         return self.default_clip if self.clip_norm is None else self.clip_norm
 
-    def implementation(self) -> Any:
-        """Return the subclass of `training.protections.base.Protection` of this kind.
-
-        It is imported here, so that reading a configuration imports neither torch nor a third party's code.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must override implementation")
-
-    def build(self, plan: Any, algorithm: Any) -> Any:
-        """Return the protection of a `training.engine.plan.RunPlan` and its algorithm, bound to both."""
-        return self.implementation()(plan, algorithm)
-
     def relation_of(self, trainer: TrainerSection) -> Adjacency | None:
         """Which data sets the guarantee calls neighbours, or None without protection."""
         return Adjacency.REPLACE_ONE
@@ -473,17 +462,6 @@ class TrainerSection(KindSection):
         "--config run.toml --seed 3 --out runs/third",
     )
     """Arguments of the command that its help shows."""
-
-    def implementation(self) -> Any:
-        """Return the subclass of `training.engine.algorithm.Algorithm` of this kind.
-
-        It is imported here, so that reading a configuration imports neither torch nor a third party's code.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must override implementation")
-
-    def build(self, plan: Any) -> Any:
-        """Return the algorithm of a `training.engine.plan.RunPlan`, bound to it."""
-        return self.implementation()(plan, self)
 
     @classmethod
     def default_protection(cls, given: Given) -> str:

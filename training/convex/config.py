@@ -74,12 +74,6 @@ class ConvexConfig(TrainerSection):
     """Noise of the last step over that of a step at the first learning rate; None takes sqrt(steps an epoch - 1) for
     the last iterate and 0 otherwise. It hides the last batch's records, so that all other steps need less."""
 
-    def implementation(self) -> Any:
-        """See TrainerSection.implementation."""
-        from training.convex.algorithm import ConvexAlgorithm
-
-        return ConvexAlgorithm
-
     @property
     def residual_clip(self) -> float | None:
         """clip, or its default for this objective."""

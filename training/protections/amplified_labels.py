@@ -41,7 +41,7 @@ from training.protections.planning import divisor_of, sampling_probability
 _EQUALISING_ROUNDS = 30
 
 
-class AmplifiedLabelProtection(PoissonProtection[LabelAmplifiedConfig]):
+class AmplifiedLabelProtection(PoissonProtection):
     """Labels: clipping and noise in the geometry of public features, secret Poisson batches."""
 
     def mechanism(self, noise_multiplier: float) -> LabelAmplified:

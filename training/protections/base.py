@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +25,6 @@ from training.networks.network import FullyConnected
 from training.protections.planning import Plan, Steps, require_covered, total_steps
 from training.runs.folder import RunFolder
 
-SectionT = TypeVar("SectionT", bound=ProtectionSection)
-
 
 class SoftLabels(ABC):
     """What training may know of labels that are read or randomized once."""
@@ -42,7 +40,7 @@ class SoftLabels(ABC):
         """
 
 
-class Protection(Generic[SectionT]):
+class Protection:
     """How a run protects its records or labels.
 
     A new protection is a subclass of this and of `ProtectionSection`, whose `implementation` returns it. It overrides
@@ -64,7 +62,7 @@ class Protection(Generic[SectionT]):
     @property
     def section(self) -> ProtectionSection:
         """The section `protection` of the configuration."""
-        return cast(SectionT, self._plan.config.protection)
+        return self._plan.config.protection
 
     @property
     def noise_multiplier(self) -> float:
@@ -138,14 +136,14 @@ class Protection(Generic[SectionT]):
         return None
 
 
-class NoProtection(Protection[NoProtectionConfig]):
+class NoProtection(Protection):
     """Noise only where the trainer puts it: nothing is refused, nothing is promised."""
 
     def require_covered(self) -> None:
         """Accept every run."""
 
 
-class PoissonProtection(Protection[SectionT], ABC):
+class PoissonProtection(Protection, ABC):
     """Clipped sums on secret Poisson batches with central noise; every step is paid for."""
 
     @abstractmethod

@@ -51,7 +51,7 @@ _SPENDING = 0.8
 """Share of a label budget that an average record is meant to spend; the rest is for records of high leverage."""
 
 
-class LabelBudgetProtection(Protection[LabelBudgetConfig]):
+class LabelBudgetProtection(Protection):
     """Labels: noise on every layer's signal, and a budget for each record, which is paid for once."""
 
     def calibrated(self) -> float | None:

@@ -43,12 +43,6 @@ class NoProtectionConfig(ProtectionSection):
     divisor: float | None = Field(None, ge=1e-12, le=1e12)
     """Constant that a batch's sum is divided by (zo, convex); None takes sampler.batch_size."""
 
-    def implementation(self) -> Any:
-        """See ProtectionSection.implementation."""
-        from training.protections.base import NoProtection
-
-        return NoProtection
-
     def relation_of(self, trainer: TrainerSection) -> Adjacency | None:
         """See ProtectionSection.relation_of."""
         return None
@@ -111,12 +105,6 @@ class RecordConfig(_NoisyStrength):
     divisor: float | None = Field(None, ge=1e-12, le=1e12)
     """Constant that the noisy sum is divided by; None takes sampler.batch_size, never the realised size."""
 
-    def implementation(self) -> Any:
-        """See ProtectionSection.implementation."""
-        from training.protections.record import RecordProtection
-
-        return RecordProtection
-
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
         """Poisson batches, which the theorem asks for."""
@@ -156,12 +144,6 @@ class LastIterateConfig(_NoisyStrength):
 
     kind: Literal["last-iterate"] = "last-iterate"
     """last-iterate: whole records, if only the final model is published."""
-
-    def implementation(self) -> Any:
-        """See ProtectionSection.implementation."""
-        from training.protections.record import LastIterateProtection
-
-        return LastIterateProtection
 
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
@@ -215,12 +197,6 @@ class LabelBudgetConfig(LabelNoiseConfig):
 
         return LabelBudgetProtection
 
-    def implementation(self) -> Any:
-        """See ProtectionSection.implementation."""
-        from training.protections.budgeted_labels import LabelBudgetProtection
-
-        return LabelBudgetProtection
-
 
 class LabelAmplifiedConfig(LabelNoiseConfig):
     """Labels: clipping and noise in the geometry of public features, on secret Poisson batches."""
@@ -241,12 +217,6 @@ class LabelAmplifiedConfig(LabelNoiseConfig):
     """Number of public records, drawn from the training features, that define the noise's geometry."""
     equalise: bool = False
     """Weight these records by the D-optimal design in the first layer."""
-
-    def implementation(self) -> Any:
-        """See ProtectionSection.implementation."""
-        from training.protections.amplified_labels import AmplifiedLabelProtection
-
-        return AmplifiedLabelProtection
 
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
@@ -285,12 +255,6 @@ class LabelReadoutConfig(OneLookConfig):
 
     def implementation(self) -> Any:
         """See KindSection.implementation."""
-        from training.protections.noisy_labels import LabelReadoutProtection
-
-        return LabelReadoutProtection
-
-    def implementation(self) -> Any:
-        """See ProtectionSection.implementation."""
         from training.protections.noisy_labels import LabelReadoutProtection
 
         return LabelReadoutProtection

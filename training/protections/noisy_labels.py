@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -48,10 +47,8 @@ _PAYMENT = "labels"
 Pay = Callable[[Mechanism], None]
 """Puts what is about to be released on record; called before anything is drawn."""
 
-OneLookT = TypeVar("OneLookT", LabelReadoutConfig, LabelRandomizedResponseConfig)
 
-
-class OneLookProtection(Protection[OneLookT], ABC):
+class OneLookProtection(Protection, ABC):
     """Labels that are looked at once; the run folder keeps what was observed."""
 
     @abstractmethod
@@ -82,7 +79,7 @@ class OneLookProtection(Protection[OneLookT], ABC):
         return StoredLabels(folder, place=self._plan.config.torch_device, flat_steps=flat_steps)
 
 
-class LabelReadoutProtection(OneLookProtection[LabelReadoutConfig]):
+class LabelReadoutProtection(OneLookProtection):
     """Labels: one noisy reading of each, at the run's epsilon."""
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
@@ -104,7 +101,7 @@ class LabelReadoutProtection(OneLookProtection[LabelReadoutConfig]):
         return super().soft_labels(device, folder)
 
 
-class RandomizedResponseProtection(OneLookProtection[LabelRandomizedResponseConfig]):
+class RandomizedResponseProtection(OneLookProtection):
     """Labels: k-ary randomized response at the run's epsilon."""
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:

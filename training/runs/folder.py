@@ -31,6 +31,8 @@ from training.runs.storage import (
     write_json,
 )
 
+CONFIG_VERSION = 2
+"""Schema of `config.json`."""
 METRICS_VERSION = 1
 """Schema of the lines of `metrics.jsonl` and `timing.jsonl`."""
 SUMMARY_VERSION = 2

@@ -23,7 +23,6 @@ from training.config.reading import flat, load_config, merged, parse_setting
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.session import train
-from training.protections.config import LabelRandomizedResponseConfig
 from training.runs.folder import RunFolder
 from training.zeroth_order.config import ZoConfig
 
@@ -151,7 +150,7 @@ def _compared(
 ) -> tuple[tuple[Check, ...], tuple[int, int], str]:
     """Return the checks of finished runs, their steps (or records) and noise-only components, and the mechanism."""
     config = folders[0].read_config()
-    if isinstance(config.protection, LabelRandomizedResponseConfig):
+    if config.protection.kind == "label-randomized-response":
         shifts = [responses(folder, dataset)[0] for folder in folders]
         mechanism = responses(folders[0], dataset)[1]
         accounted = mechanism.repeated(1).describe()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from accounting.errors import LedgerCorrupt
-from accounting.labels.randomized_response import UniformSource
+from accounting.labels.observations import UniformSource
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice

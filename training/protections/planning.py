@@ -10,13 +10,11 @@ from typing import Any
 
 from accounting.calibration import calibrate
 from accounting.composition import Budget
-from accounting.convex.mechanisms import RecordReplaced
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
-from accounting.labels.mechanisms import LabelAmplified, LabelBudget, LabelOnce
-from accounting.mechanisms import RandomizedResponse
-from accounting.records.mechanisms import RecordCentral
-from accounting.schemes import require_scheme
+from accounting.labels.mechanisms import LabelAmplified, LabelBudget, LabelReadout, RandomizedResponse
+from accounting.records.mechanisms import RecordCentral, RecordReplaced
+from accounting.theorems import require_scheme
 from training.config.run import RunConfig, split_refusal
 from training.data import Dataset
 from training.data.catalogue import OWN_ARRAYS
@@ -147,7 +145,9 @@ def label_budget(config: RunConfig) -> LabelBudget:
 def label_mu(config: RunConfig) -> float:
     """Mu of one reading of every label."""
     found, _ = calibrate(
-        LabelOnce(mu=1.0), target_epsilon=config.protection.epsilon or math.nan, delta=config.protection.delta
+        LabelReadout(mu=1.0),
+        target_epsilon=config.protection.epsilon or math.nan,
+        delta=config.protection.delta,
     )
     return found.mu
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import norm
+from tests.oracles.label_leverage import posterior_targets
 
 import training
 from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.labels.mechanisms import LabelOnce
-from accounting.labels.once import posterior_targets
+from accounting.labels.mechanisms import LabelReadout, RandomizedResponse
 from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms import Mechanism, RandomizedResponse
+from accounting.mechanisms import Mechanism
 from opusim import open_device
 from opusim.errors import ConfigError
 from opusim.noise import DiscreteNoise
@@ -72,7 +72,7 @@ def test_one_digital_reading_has_the_law_that_is_paid_for(seed: int) -> None:
     paid: list[Mechanism] = []
     labels = torch.arange(N) % K
     scores = read_once(labels, K, mu=MU, noise=stream(seed), pay=paid.append)
-    assert paid == [LabelOnce(mu=MU)]
+    assert paid == [LabelReadout(mu=MU)]
     sigma = math.sqrt(2) / MU
     readings = scores.double().numpy() * sigma**2 + 0.5  # ||e_a||^2 / 2 = 1 / 2
     noise = readings - np.eye(K)[labels.numpy()]
@@ -111,7 +111,7 @@ def test_a_reading_through_the_device_has_the_law_that_is_paid_for(
     labels = torch.full((N,), int(first))
     scores = read_once_through(device, labels, K, mu=MU, noise=stream(seed), pay=paid.append)
     (mechanism,) = paid
-    assert isinstance(mechanism, LabelOnce)
+    assert isinstance(mechanism, LabelReadout)
     assert mechanism.device_law
     assert mechanism.mu == pytest.approx(expected, rel=1e-9)
     assert mechanism.mu <= MU
@@ -289,7 +289,7 @@ def test_planted_fault_true_labels_in_training_are_caught(
 
 
 def _paid(ledger: Any, scores: torch.Tensor) -> torch.Tensor:
-    ledger.pay_once("labels", LabelOnce(mu=0.1))
+    ledger.pay_once("labels", LabelReadout(mu=0.1))
     return scores
 
 

@@ -88,7 +88,7 @@ class Mechanism(ABC):
         absent_means: Parameters that ledgers of earlier versions lack, each with the value that its absence means.
     """
 
-    steps: Annotated[int, Doc("How often it ran, at least 1."), partial(checks.integer, minimum=1)] = 1
+    steps: Annotated[Count, Doc("How often it ran, at least 1.")] = 1
 
     kind: ClassVar[str]
     unit: ClassVar[Unit] = Unit.RECORD
@@ -231,7 +231,10 @@ def mechanism_class(kind: str) -> type[Mechanism]:
         for point in entry_points(group=ENTRY_POINT_GROUP, name=kind):
             _load(point)
     if kind not in _KINDS:
-        raise ValueError("kind = ")
+        raise ValueError(
+            f"kind = {kind!r}: must be one of {', '.join(mechanism_kinds())}; read it with the opusim that wrote "
+            "it, or install the package that has this mechanism"
+        )
     return _KINDS[kind]
 
 

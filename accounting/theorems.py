@@ -1,7 +1,7 @@
 """Theorems by name: what they state, on which hypotheses, why they hold, and which code applies them.
 
-Each subject defines its theorems next to its mechanisms. A guarantee cites the theorem's name, and `opusim explain NAME`
-prints the rest, so that an installed package can show what a printed epsilon rests on.
+Each subject defines its theorems next to its mechanisms. A guarantee cites the theorem by name, and `opusim explain NAME`
+prints the rest, so that an installed package can show what an epsilon rests on.
 """
 
 from __future__ import annotations

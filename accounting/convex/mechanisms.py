@@ -22,7 +22,15 @@ from accounting import numerics
 from accounting.convex.constants import check_objective, clips_a_softmax, log_expansion
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status
-from accounting.mechanisms import Mechanism, NonNegative, Positive, counted, described, proven_guarantee
+from accounting.mechanisms import (
+    Count,
+    Mechanism,
+    NonNegative,
+    Positive,
+    counted,
+    described,
+    proven_guarantee,
+)
 from accounting.theorems import DEVICE_NOISE_IS_GAUSSIAN, NOISE_IS_SECRET, Theorem
 from opusim import checks
 
@@ -66,10 +74,8 @@ class ConvexLastIterate(Mechanism):
 
     objective: Annotated[str, Doc("squared, margin, one-against-rest or softmax.")]
     learning_rate: Annotated[Positive, Doc("eta > 0, below 2 / (beta + lambda).")]
-    batches: Annotated[
-        int, Doc("k, steps of an epoch; 1 for full batches."), partial(checks.integer, minimum=1)
-    ]
-    epochs: Annotated[int, Doc("E."), partial(checks.integer, minimum=1)]
+    batches: Annotated[Count, Doc("k, steps of an epoch; 1 for full batches.")]
+    epochs: Annotated[Count, Doc("E.")]
     noise_multiplier: Annotated[
         Positive, Doc("z > 0, standard deviation of the noise on a batch's sum over C; the paper's sigma.")
     ]
@@ -80,11 +86,7 @@ class ConvexLastIterate(Mechanism):
     schedule: Annotated[str, Doc("constant, linear (to 0) or cosine.")] = "constant"
     final_noise: Annotated[NonNegative, Doc("f >= 0, in units of one step's noise at the first rate.")] = 0.0
     n_classes: Annotated[int, Doc("Logits of a record."), partial(checks.integer, minimum=2)] = 10
-    hyperplanes: Annotated[
-        int,
-        Doc("P, gates of a record; only the paper's claim depends on it."),
-        partial(checks.integer, minimum=1),
-    ] = 128
+    hyperplanes: Annotated[Count, Doc("P, gates of a record; only the paper's claim depends on it.")] = 128
     device_noise: Annotated[bool, Doc("Whether the noise is a device's, of Gaussian law.")] = False
 
     kind: ClassVar[str] = "convex"

@@ -13,8 +13,8 @@ log((1 - q + q e^(1/b)) / (1 - q + q e^(-1/b))).
 
 dp_accounting's RDP and PLD accountants read a replace_one event differently, so an event never goes to both: the Renyi
 bound for replace_one is built here from add_or_remove_one through the data set without the record, by the weak triangle
-inequality (Mironov 2017, Proposition 11, p = q = 2): D_a(P || R) <= (a - 1/2) / (a - 1) D_2a(P || Q) + D_(2a-1)(Q ||
-R).
+inequality (Mironov 2017, Proposition 11, p = q = 2):
+D_a(P || R) <= (a - 1/2) / (a - 1) D_2a(P || Q) + D_(2a-1)(Q || R).
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
@@ -19,6 +18,7 @@ from typing_extensions import Doc
 from accounting import numerics
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
 from accounting.mechanisms import (
+    Count,
     Mechanism,
     NonNegative,
     Positive,
@@ -141,7 +141,7 @@ class PublishedPdfa(PdfaRun):
             "silent: no noise on its signal. Such as 785,512,0,1"
         ),
     ]
-    batch_size: Annotated[int, Doc("m >= 1."), partial(checks.integer, minimum=1)]
+    batch_size: Annotated[Count, Doc("m >= 1.")]
     sigma: Annotated[
         Positive, Doc("Standard deviation of the noise on each output of the projection, above 0.")
     ]

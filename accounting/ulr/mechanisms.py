@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, ClassVar, Self
 
 import numpy as np
@@ -28,6 +27,7 @@ from typing_extensions import Doc
 from accounting import numerics
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
 from accounting.mechanisms import (
+    Count,
     Mechanism,
     Positive,
     SamplingProbability,
@@ -98,16 +98,10 @@ class PublishedUlr(Mechanism):
 
     target_std: Annotated[Positive, Doc("sigma_0 > 0.")]
     sampling_probability: Annotated[SamplingProbability, Doc("q in (0, 1], before rejection.")]
-    n_records: Annotated[int, Doc("N >= 1, the data set's lower limit."), partial(checks.integer, minimum=1)]
-    min_batch_size: Annotated[int, Doc("N_B >= 1."), partial(checks.integer, minimum=1)]
-    modules: Annotated[
-        int,
-        Doc("Modules that are clipped and released separately, at least 1."),
-        partial(checks.integer, minimum=1),
-    ]
-    largest_module: Annotated[
-        int, Doc("Parameters of the largest of them, at least 1."), partial(checks.integer, minimum=1)
-    ]
+    n_records: Annotated[Count, Doc("N >= 1, the data set's lower limit.")]
+    min_batch_size: Annotated[Count, Doc("N_B >= 1.")]
+    modules: Annotated[Count, Doc("Modules that are clipped and released separately, at least 1.")]
+    largest_module: Annotated[Count, Doc("Parameters of the largest of them, at least 1.")]
     sampled: Annotated[
         bool,
         Doc(
@@ -145,10 +139,8 @@ class RejectionGaussian(Mechanism):
 
     noise_multiplier: Annotated[Positive, Doc("z > 0.")]
     sampling_probability: Annotated[SamplingProbability, Doc("q in (0, 1], before rejection.")]
-    n_records: Annotated[
-        int, Doc("N >= 1, a public lower limit of the data set's size."), partial(checks.integer, minimum=1)
-    ]
-    min_batch_size: Annotated[int, Doc("N_B >= 1, at most N."), partial(checks.integer, minimum=1)]
+    n_records: Annotated[Count, Doc("N >= 1, a public lower limit of the data set's size.")]
+    min_batch_size: Annotated[Count, Doc("N_B >= 1, at most N.")]
 
     kind: ClassVar[str] = "rejection_gaussian"
     noise_field: ClassVar[str | None] = "noise_multiplier"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
 from typing_extensions import Doc
@@ -20,6 +19,7 @@ from accounting import numerics
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee
 from accounting.mechanisms import (
+    Count,
     DeviceNoise,
     Mechanism,
     Positive,
@@ -28,7 +28,6 @@ from accounting.mechanisms import (
     proven_guarantee,
 )
 from accounting.theorems import NOISE_IS_SECRET, Theorem, about_relation, leaving_out, weaker
-from opusim import checks
 
 _CHECKED = (
     "every record enters every batch independently with probability q, drawn afresh at each step",
@@ -98,9 +97,7 @@ class ZoScalars(Mechanism):
     divisor: Annotated[
         Positive, Doc("The stated batch size that divides the noisy sum, above 0; post-processing.")
     ]
-    directions: Annotated[
-        int, Doc("Scalars released from each batch, at least 1."), partial(checks.integer, minimum=1)
-    ] = 1
+    directions: Annotated[Count, Doc("Scalars released from each batch, at least 1.")] = 1
     relation: Annotated[
         Adjacency,
         Doc(

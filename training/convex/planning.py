@@ -7,9 +7,9 @@ import math
 import numpy as np
 
 from accounting.convex.constants import log_expansion, residual_bound
-from accounting.convex.mechanisms import ConvexLastIterate, RecordReplaced
+from accounting.convex.mechanisms import ConvexLastIterate
 from accounting.errors import NoGuarantee
-from accounting.records.mechanisms import RecordCentral
+from accounting.records.mechanisms import RecordCentral, RecordReplaced
 from opusim.errors import ConfigError
 from training.config.run import RunConfig
 from training.config.sections import ModelConfig

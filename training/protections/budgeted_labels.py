@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from accounting.calibration import calibrate
-from accounting.labels.budget import LabelFilter
-from accounting.labels.leverage import step_mu_bound
+from accounting.labels.budget import PerRecordBudget, step_mu_bound
 from accounting.labels.mechanisms import LabelBudget
 from accounting.ledger.ledger import Ledger
 from opusim.devices.base import NoisyDevice
@@ -124,7 +123,7 @@ class BudgetedLabels(PrivateGradients):
     ) -> None:
         super().__init__(noise)
         self._output_distance = _ERROR_DISTANCE * output_gain
-        self._filter = LabelFilter(budget_mu=budget_mu, n_records=n_records)
+        self._filter = PerRecordBudget(budget_mu=budget_mu, n_records=n_records)
         self._spent = torch.zeros(n_records, dtype=torch.float64)
         self._clip_norm = clip_norm
         self._noise_std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier)
@@ -176,6 +175,6 @@ class BudgetedLabels(PrivateGradients):
         distances[-1] = min(distances[-1], self._output_distance * output_slope)
         mu = step_mu_bound(distances, scores, [self._noise_std] * len(scores))
         self._filter.restore(self._spent.numpy())
-        keeps = self._filter.admit(records.cpu().numpy(), mu)
+        keeps = self._filter.charge(records.cpu().numpy(), mu)
         self._spent.copy_(torch.from_numpy(self._filter.spent))
         return torch.from_numpy(keeps).to(records.device)

@@ -21,12 +21,16 @@ from torch import Tensor
 
 from accounting.calibration import calibrate
 from accounting.errors import LedgerCorrupt
-from accounting.labels.leverage import label_distance
-from accounting.labels.mechanisms import LabelOnce
-from accounting.labels.once import reading_log_likelihood
-from accounting.labels.randomized_response import UniformSource, respond, response_log_likelihood
+from accounting.labels.budget import label_distance
+from accounting.labels.mechanisms import LabelReadout, RandomizedResponse
+from accounting.labels.observations import (
+    UniformSource,
+    reading_log_likelihood,
+    respond,
+    response_log_likelihood,
+)
 from accounting.ledger.ledger import Ledger
-from accounting.mechanisms import Mechanism, RandomizedResponse
+from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
@@ -87,7 +91,7 @@ class LabelReadoutProtection(OneLookProtection):
         config, dataset = self._plan.config, self._plan.dataset
         noise = noise_stream(config.mode, seed_for(config, "label-noise"), "label-noise")
         found, _ = calibrate(
-            LabelOnce(mu=1.0), target_epsilon=epsilon_of(self.section), delta=self.section.delta
+            LabelReadout(mu=1.0), target_epsilon=epsilon_of(self.section), delta=self.section.delta
         )
         labels, k = dataset.train.y.cpu(), dataset.n_classes
         if self.section.noise == "device" and device is not None:
@@ -171,7 +175,7 @@ def read_once(labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream, 
     Returns:
         The log-likelihood of every class, shape (n, k).
     """
-    pay(LabelOnce(mu=mu))
+    pay(LabelReadout(mu=mu))
     noise.seek(LABEL_STEP)
     sigma = math.sqrt(2) / mu
     readings = noise.add_to(_one_hot(labels, n_classes), sigma)
@@ -204,7 +208,7 @@ def read_once_through(
     own = law.min_std
     top_up = math.sqrt(max((distance / mu) ** 2 - own**2, 0.0))
     sigmas = np.sqrt(np.broadcast_to(law.variance(), len(codes)) + top_up**2)
-    pay(LabelOnce(mu=min(distance / math.hypot(top_up, own), mu), device_law=True))
+    pay(LabelReadout(mu=min(distance / math.hypot(top_up, own), mu), device_law=True))
     device.seek(LABEL_STEP)
     noise.seek(LABEL_STEP)
     scores = []

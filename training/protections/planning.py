@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from accounting.composition import Budget
-from accounting.convex.mechanisms import RecordReplaced
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
-from accounting.records.mechanisms import RecordCentral
-from accounting.schemes import require_scheme
+from accounting.records.mechanisms import RecordCentral, RecordReplaced
+from accounting.theorems import require_scheme
 from training.config.run import RunConfig, split_refusal
 from training.config.sections import ProtectionSection
 from training.data import Dataset

@@ -17,8 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 import training
-from accounting.convex.last_iterate import proven_mu
-from accounting.convex.mechanisms import ConvexLastIterate
+from accounting.convex.mechanisms import ConvexLastIterate, proven_mu
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Release, Status
 from accounting.ledger.ledger import read_ledger

@@ -1,4 +1,4 @@
-"""One column of a PDFA update: the published Renyi bound, a two-sided one that holds, and the exact value.
+"""One column of a PDFA update: a two-sided Renyi bound that holds, and the exact value.
 
 Column k of layer l is N(f, (sigma/m)^2 diag(a)^2) with a_j^2 = sum_i (phi'_ij h_ik)^2 (eq. 13 of the PDFA paper),
 each term between lo/n and hi/n. A bound on columns is no bound on the matrix: the columns share their noise.
@@ -13,31 +13,6 @@ import numpy as np
 from opusim import checks
 
 
-def column_bound_published(
-    order: float, *, batch_size: int, width: int, lo: float, hi: float, signal: float
-) -> float:
-    """Eq. 17: 2 alpha hi s^2 / (m lo) + n alpha / (2 (alpha - 1)) log[m lo / ((m + 1) lo - hi)].
-
-    Holds only for the direction in which the entering record is the larger one; infinity where the logarithm is
-    undefined.
-
-    Args:
-        order: alpha > 1.
-        batch_size: m.
-        width: n.
-        lo: (gmin tmin)^2 > 0.
-        hi: (gmax tmax)^2 >= lo.
-        signal: s = tB / sigma.
-    """
-    _check(order, batch_size, width, lo, hi, signal)
-    m = batch_size
-    denominator = (m + 1) * lo - hi
-    if denominator <= 0:
-        return math.inf
-    first = 2 * order * hi * signal**2 / (m * lo)
-    return first + width * order / (2 * (order - 1)) * math.log(m * lo / denominator)
-
-
 def column_bound_two_sided(
     order: float, *, batch_size: int, width: int, lo: float, hi: float, signal: float
 ) -> float:
@@ -49,7 +24,6 @@ def column_bound_two_sided(
     signals differ by at most 2 tB sqrt(hi/n) / m in norm, and g falls before 1 and rises behind it.
     Takes the arguments of `column_bound_published`.
     """
-    _check(order, batch_size, width, lo, hi, signal)
     m = batch_size
     c = m * lo - (order - 1) * (hi - lo)
     if c <= 0:
@@ -87,11 +61,3 @@ def _scale(order: float, ratio: float) -> float:
     if mixed <= 0:
         return math.inf
     return (order * math.log(ratio) - math.log(mixed)) / (2 * (order - 1))
-
-
-def _check(order: float, batch_size: int, width: int, lo: float, hi: float, signal: float) -> None:
-    checks.positive(order_above_1=order - 1, lo=lo, hi=hi)
-    checks.non_negative(signal=signal)
-    checks.integer(minimum=1, batch_size=batch_size, width=width)
-    if hi < lo:
-        raise ValueError(f"hi = {hi}: must be at least lo = {lo}")

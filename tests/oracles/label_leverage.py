@@ -1,22 +1,7 @@
-"""Labels under photonic DFA: how far one step can tell two labels of a record apart, by leverage scores.
+"""The label theorems in numpy, slow and exact: leverages by QR, mu by enumeration of labels, posterior targets.
 
-The credited noise comes after anything that was done to the signal s, and before or after the slope phi'. Row j of
-layer l releases, with g_ij ~ N(0, sigma^2) and xi_j ~ N(0, I),
-
-    before: U_j = sum_i (s_ij + g_ij) phi'_ij h_i + sqrt(lambda) sigma xi_j,  S_j = sum_i phi'_ij^2 h_i h_i^T,
-    after:  U_j = sum_i (s_ij phi'_ij + g_ij) h_i + sqrt(lambda) sigma xi_j,  S = sum_i h_i h_i^T for every row.
-
-Features are public and labels enter through s alone, so a changed label moves the mean and leaves the covariance
-sigma^2 (S_j + lambda I) as it is: the step is exactly mu-GDP with
-
-    before: mu_I^2 = sum_l sum_j (s_lIj(a) - s_lIj(b))^2 lev_lIj / sigma_l^2,
-            lev_Ij = phi'_Ij^2 h_I^T (S_j + lambda I)^-1 h_I in [0, 1),
-    after:  mu_I^2 = sum_l ||(s_lI(a) - s_lI(b)) * phi'_lI||^2 lev_lI / sigma_l^2,
-            lev_I = h_I^T (S + lambda I)^-1 h_I in [0, 1): one Gram matrix a layer,
-
-over layers whose readings are disjoint, hence independent. The output layer is a layer with phi' = 1 and s = e.
-`LayerReadings` with slopes gives the first leverage, with slopes of None the second; the signals of the second form
-have the slopes multiplied in. Source: docs/privacy.md, section 4.
+These twins know both orders of noise (before and after the slope) and every pair of labels; training code computes only
+what it runs, in torch, and tests compare the two.
 """
 
 from __future__ import annotations
@@ -27,24 +12,9 @@ from itertools import combinations, product
 
 import numpy as np
 import scipy.linalg
+from scipy.special import log_softmax, softmax
 
 from opusim import checks
-
-LABEL_CHECKED = (
-    "each credited noise is drawn afresh, for one reading of one layer at one step, after the last nonlinearity of the "
-    "signal",
-    "every released layer is noised, the output layer too",
-    "a record stands at most once in a batch",
-    "no class weights, balanced batches or mixup, and no schedule or early stopping on training labels",
-)
-"""What a training code can check of any label protection."""
-
-LABEL_TRUSTED = (
-    "features, initial weights and the projection are public or do not depend on labels",
-    "no loss or accuracy on training labels leaves",
-    "neither the noise nor its seed is revealed, and nobody attacks the rounding of floating-point numbers",
-)
-"""What it cannot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,38 +122,6 @@ def step_mu(
     return np.sqrt(worst)
 
 
-def step_mu_bound(
-    distances: Sequence[float | np.ndarray], scores: Sequence[np.ndarray], sigmas: Sequence[float]
-) -> np.ndarray:
-    """mu_I <= sqrt(sum_l Delta_l^2 max_j lev_lIj / sigma_l^2), shape (m,): where signals are not enumerated.
-
-    Args:
-        distances: Per layer, Delta_l, a number or one for each record, shape (m,): 2 tB for a signal scaled to a
-            ball, `label_distance` or `ternary_distance` without one, sqrt(2) for e = p - y at the output. Times
-            max_j |phi'_Ij| where the noise is added after the slope.
-        scores: Per layer, the leverages, shape (m, n) or (m, 1).
-        sigmas: Per layer, above 0.
-    """
-    checks.positive(sigmas=sigmas)
-    for distance in distances:
-        checks.non_negative(distances=distance)
-    terms = [
-        np.square(distance) * score.max(axis=1) / sigma**2
-        for distance, score, sigma in zip(distances, scores, sigmas, strict=True)
-    ]
-    return np.sqrt(np.sum(terms, axis=0))
-
-
-def label_distance(projection: np.ndarray) -> float:
-    """Delta = max_ab ||B_a - B_b||: the error is p - y, so two labels differ by B_b - B_a.
-
-    Args:
-        projection: B, one column a label, shape (n, labels).
-    """
-    gaps = [np.linalg.norm(projection[:, a] - projection[:, b]) for a, b in _pairs(projection)]
-    return float(max(gaps))
-
-
 def ternary_distance(projection: np.ndarray) -> float:
     """Delta = max_ab ||c_a B_a - c_b B_b|| over c in {1, 2}: the error is ternarized at a threshold below 1/2.
 
@@ -238,3 +176,42 @@ def _check_layers(
         checks.non_negative(scores=score)
         if score.shape not in ((m, signal.shape[2]), (m, 1)):
             raise ValueError(f"scores has shape {score.shape}: must be ({m}, {signal.shape[2]}) or ({m}, 1)")
+
+
+def label_once_mu(codes: Sequence[np.ndarray], sigmas: Sequence[float]) -> float:
+    """max_ab sqrt(sum_l ||B^l_a - B^l_b||^2 / sigma_l^2) over all distinct readings.
+
+    Args:
+        codes: Per reading, B^l with one column a label, shape (n_l, labels); a one-hot target that is noised by
+            itself is the identity.
+        sigmas: Per reading, the standard deviation of its noise, above 0.
+
+    Raises:
+        ValueError: Lengths differ, or the readings disagree about the number of labels.
+    """
+    if not len(codes) == len(sigmas) >= 1:
+        raise ValueError(f"codes, sigmas have lengths {len(codes)}, {len(sigmas)}: must be equal, at least 1")
+    checks.positive(sigmas=sigmas)
+    n_labels = codes[0].shape[1]
+    squares = np.zeros((n_labels, n_labels))
+    for code, sigma in zip(codes, sigmas, strict=True):
+        checks.shape((None, n_labels), codes=code)
+        checks.finite(codes=code)
+        gaps = np.asarray(code, float)[:, :, None] - np.asarray(code, float)[:, None, :]
+        squares += np.sum(np.square(gaps), axis=0) / sigma**2
+    return float(np.sqrt(squares.max()))
+
+
+def posterior_targets(logits: np.ndarray, log_likelihood: np.ndarray) -> np.ndarray:
+    """softmax(log p_model + log-likelihood of the reading), row by row: soft labels, shape (m, labels).
+
+    The model's own belief serves as prior, so it sharpens what the noisy reading says; post-processing of a
+    guarantee that covers every update. Gains need some epochs of warm-up.
+
+    Args:
+        logits: The model's outputs, log-probabilities up to a constant of each row, shape (m, labels).
+        log_likelihood: From `reading_log_likelihood` or `response_log_likelihood`.
+    """
+    checks.finite(logits=logits, log_likelihood=log_likelihood)
+    checks.shape(np.shape(logits), log_likelihood=log_likelihood)
+    return softmax(log_softmax(np.asarray(logits, float), axis=1) + log_likelihood, axis=1)

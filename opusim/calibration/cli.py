@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NAME = Annotated[str, typer.Argument(help="A device's name, or a path ending in .toml.")]
 _SEED = Annotated[int, typer.Option(help="Seed of a simulated device's noise.")]
 _PILOT_FRAMES = 500
-"""Frames of a calibration beside its series: pilots, the anchor and blanks."""
+"""Frames of a calibration besides its series: pilots, the anchor and blanks."""
 _INPUTS = Annotated[int, typer.Option("--inputs", help="Inputs of the window.")]
 
 
@@ -83,7 +83,7 @@ def calibrate_command(
     ] = 1e-6,
     seed: _SEED = 0,
 ) -> None:
-    """Calibrate a device from frames alone: a dated certificate (TOML) and a report with the curves."""
+    """Calibrate a device from its frames; write a dated certificate (TOML) and a report with the curves."""
     from opusim.calibration.calibrate import Plan, calibrate
     from opusim.calibration.report import write_report
     from opusim.errors import ConfigError
@@ -110,7 +110,7 @@ def check_command(
     readings: Annotated[int, typer.Option("--readings", help="Readings of each of four inputs.")] = 500,
     seed: _SEED = 1,
 ) -> None:
-    """Compare a device with its certificate; exits with 3 where its noise is below the certified."""
+    """Compare a device with its certificate; exit with 3 if its noise is below the certified one."""
     from opusim.calibration.calibrate import Plan, calibrate, compare, require_noise
     from opusim.devices.certificate import load_certificate
     from opusim.errors import ConfigError

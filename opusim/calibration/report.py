@@ -1,7 +1,4 @@
-"""A calibration as one self-contained HTML page.
-
-The curves of a calibration.
-"""
+"""Write a calibration as one self-contained HTML page with its curves."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def transfer_figure(calibration: Calibration) -> Figure | None:
 
 
 def readings_figure(calibration: Calibration) -> Figure:
-    """Quantiles of standardised readings against the Gaussian's, and the standard deviations of the outputs."""
+    """Plot quantiles of standardised readings against the Gaussian's, and the standard deviations of the outputs."""
     samples = calibration.readings
     centred = samples - samples.mean(axis=0)
     std = centred.std(axis=0, ddof=1)
@@ -64,7 +61,7 @@ def readings_figure(calibration: Calibration) -> Figure:
 
 
 def temperature_figure(law: TemperatureLaw, name: str) -> Figure:
-    """The noise of a reading and the dark current's share of its variance against the temperature."""
+    """Return the noise of a reading and the dark current's share of its variance against the temperature."""
     temperatures = np.linspace(law.dark.temperature_min_c, law.dark.temperature_max_c, 200)
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -153,7 +150,7 @@ _WORDS = {
 
 
 def write_report(calibration: Calibration, path: Path) -> None:
-    """Writes the page; everything it shows is inside it."""
+    """Write the page; everything it shows is inside it."""
     certificate = calibration.certificate
     parts = [
         f"<h1>Calibration of {escape(certificate.device)}</h1>",
@@ -175,7 +172,7 @@ def write_report(calibration: Calibration, path: Path) -> None:
 
 
 def _law(certificate: Certificate) -> str:
-    """What is certified."""
+    """Return what is certified."""
     if certificate.noise is None:
         return "<h2>Certified noise</h2><p class='against'>None: a test speaks against the described law.</p>"
     numbers = certificate.noise.model_dump()
@@ -191,7 +188,7 @@ def _law(certificate: Certificate) -> str:
 
 
 def _estimates(calibration: Calibration) -> str:
-    """Constants with their limits."""
+    """Return the constants with their limits."""
     certificate = calibration.certificate
     if not certificate.estimates:
         return ""
@@ -212,7 +209,7 @@ def _estimates(calibration: Calibration) -> str:
 
 
 def _readings(calibration: Calibration) -> str:
-    """The noise of readings and the tests."""
+    """Return the noise of readings and the tests."""
     noise, tests = calibration.reading_noise, calibration.certificate.tests
     rows = "".join(
         f"<tr class='{'against' if t.needed and not t.holds else ''}'><td>{escape(t.text)}</td>"

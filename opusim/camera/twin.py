@@ -1,7 +1,4 @@
-"""A camera in three lines for people.
-
-From a description to the objects of the twin.
-"""
+"""Build the parts of a camera from its description, and summarise them in three lines of text."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from opusim.randomness.philox import derive_seed
 
 
 def speckle_law_of(description: DeviceDescription, n_inputs: int) -> SpeckleLaw:
-    """The law of the fields for a window of n_inputs mirrors.
+    """Return the law of the fields for a window of n_inputs mirrors.
 
     The reference mirrors are as many as give them their share of the window: share / (1 - share) n_inputs, rounded.
 
@@ -52,7 +49,7 @@ def exposure_of(
     exposure_us: float | None = None,
     temperature_c: float | None = None,
 ) -> Exposure:
-    """The camera's stages at some pixels.
+    """Return the camera's stages at some pixels.
 
     Args:
         description: one with a camera.
@@ -78,12 +75,12 @@ def exposure_of(
 
 
 def sensor_of(camera: CameraSettings) -> Sensor:
-    """The stages behind the light, without the fixed pattern."""
+    """Return the stages behind the light, without the fixed pattern."""
     return Sensor(**camera.sensor.model_dump(exclude={"prnu", "dsnu_e"}))
 
 
 def dark_charge_e(camera: CameraSettings, exposure_us: float, temperature_c: float | None = None) -> float:
-    """Dark charge of a frame, electrons: current times exposure; 0 where dark current is off.
+    """Return the dark charge of a frame, electrons: current times exposure; 0 if dark current is off.
 
     Raises:
         ValueError: the sensor does not work at this temperature.
@@ -96,7 +93,7 @@ def dark_charge_e(camera: CameraSettings, exposure_us: float, temperature_c: flo
 
 
 def camera_sections(description: DeviceDescription) -> tuple[CameraSettings, MediumSettings]:
-    """The two sections that a twin needs.
+    """Return the two sections that a twin needs.
 
     Raises:
         ConfigError: one is missing.
@@ -108,7 +105,7 @@ def camera_sections(description: DeviceDescription) -> tuple[CameraSettings, Med
 
 
 def camera_lines(camera: CameraSettings) -> str:
-    """Where the light of a mean pixel goes, and what share of its variance each stage makes."""
+    """Return where the light of a mean pixel goes, and what share of its variance each stage makes."""
     light, sensor = Light(**camera.light.model_dump()), sensor_of(camera)
     dark = dark_charge_e(camera, light.exposure_us)
     shot = sensor.variance_dn2(1.0) - sensor.variance_dn2(0.0)  # DN² per electron

@@ -3,7 +3,7 @@
 A counter of four 32-bit words is encrypted under a 64-bit key into four 32-bit words; any counter can be
 asked for at any time, hence results never depend on tiling, thread count or order. Source: Salmon, Moraes,
 Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, and its known-answer vectors
-(Random123). Philox is a statistical generator, not a cryptographic one: noise that must protect somebody
+(Random123). Philox is a statistical generator, not a cryptographic one: noise that protects data
 comes from `opusim.randomness.streams.SystemStream`.
 """
 
@@ -27,7 +27,7 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def derive_seed(seed: int, *labels: str | int) -> int:
-    """A 64-bit seed for one named use: blake2b(seed, labels), so that uses never share a stream.
+    """Return a 64-bit seed for one named use: blake2b(seed, labels), so that uses never share a stream.
 
     Args:
         seed: the seed of the run, in [0, 2^64).
@@ -46,12 +46,12 @@ def derive_seed(seed: int, *labels: str | int) -> int:
 
 
 def split_key(key: int) -> tuple[int, int]:
-    """The low and the high 32 bits of a 64-bit key."""
+    """Return the low and the high 32 bits of a 64-bit key."""
     return key & _LOW, key >> 32
 
 
 def philox_numpy(counters: np.ndarray, key: int) -> np.ndarray:
-    """Encrypts counters with the numba kernel.
+    """Encrypt counters with the numba kernel.
 
     Args:
         counters: uint32, shape (n, 4).
@@ -77,7 +77,7 @@ def philox_numpy(counters: np.ndarray, key: int) -> np.ndarray:
 def philox_torch(
     c0: torch.Tensor, c1: torch.Tensor | int, c2: torch.Tensor | int, c3: torch.Tensor | int, key: int
 ) -> Words:
-    """Encrypts counters with torch operations, on any torch device, bit for bit as the kernel does.
+    """Encrypt counters with torch operations, on any torch device, bit for bit as the kernel does.
 
     Words are int64 tensors in [0, 2^32). A product of two words wraps to a negative int64, whose arithmetic
     shift is masked back: the bits are those of the unsigned product.

@@ -97,32 +97,6 @@ def philox_block(
     return c0, c1, c2, c3
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
-def encrypt_counters(counters: np.ndarray, words: np.ndarray, k0: int, k1: int) -> None:
-    """Encrypt given counters one by one.
-
-    Args:
-        counters: uint32, shape (n, 4).
-        words: uint32, shape (n, 4), is overwritten.
-        k0: low 32 bits of the key.
-        k1: high 32 bits.
-    """
-    key_0, key_1 = np.uint64(k0), np.uint64(k1)
-    for i in range(counters.shape[0]):
-        a, b, c, d = philox_block(
-            np.uint64(counters[i, 0]),
-            np.uint64(counters[i, 1]),
-            np.uint64(counters[i, 2]),
-            np.uint64(counters[i, 3]),
-            key_0,
-            key_1,
-        )
-        words[i, 0] = np.uint32(a)
-        words[i, 1] = np.uint32(b)
-        words[i, 2] = np.uint32(c)
-        words[i, 3] = np.uint32(d)
-
-
 PAIRS = 512
 BLOCKS = PAIRS // 2
 CHUNK = 2 * PAIRS

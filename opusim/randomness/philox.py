@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import hashlib
 
-import numpy as np
 import torch
 
 from opusim import checks
-from opusim.randomness.kernels import encrypt_counters
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -48,30 +46,6 @@ def derive_seed(seed: int, *labels: str | int) -> int:
 def split_key(key: int) -> tuple[int, int]:
     """Return the low and the high 32 bits of a 64-bit key."""
     return key & _LOW, key >> 32
-
-
-def philox_numpy(counters: np.ndarray, key: int) -> np.ndarray:
-    """Encrypt counters with the numba kernel.
-
-    Args:
-        counters: uint32, shape (n, 4).
-        key: integer in [0, 2^64).
-
-    Returns:
-        uint32, shape (n, 4).
-
-    Raises:
-        TypeError, ValueError: wrong dtype or shape, or a key out of range.
-    """
-    checks.integer(key=key, minimum=0, maximum=MAX_SEED)
-    checks.shape((None, 4), counters=counters)
-    if counters.dtype != np.uint32:
-        raise TypeError(
-            f"counters has dtype {counters.dtype}: must be uint32; cast it with astype(numpy.uint32)"
-        )
-    words = np.empty_like(counters, order="C")
-    encrypt_counters(np.ascontiguousarray(counters), words, *split_key(key))
-    return words
 
 
 def philox_torch(

@@ -1,22 +1,9 @@
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device
-
-
-@pytest.fixture(scope="session")
-def naive() -> ModuleType:
-    """The slow twins; loaded by path, because tests are no package."""
-    path = Path(__file__).parents[1] / "oracles" / "naive_philox.py"
-    spec = importlib.util.spec_from_file_location("naive_philox", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(

@@ -155,6 +155,7 @@ def _dark_exposure_us(
 
 
 _BLANK_FRAMES = 100
+_OTHER_FRAMES = 500  # of a camera besides its series: pilots, the anchor and blanks, about
 _GROUPS = 40  # of outputs, for a jackknife
 
 
@@ -240,6 +241,15 @@ def calibrate(
         remarks=remarks,
     )
     return Calibration(certificate=certificate, readings=samples[0], reading_noise=noise, transfer=transfer)
+
+
+def frames_of(plan: Plan, device: NoisyDevice, readings: int) -> int:
+    """Return about how many frames a calibration takes: readings, and for a camera its flat series and pilots."""
+    taken = readings * device.description.frames.frames_per_projection
+    if device.description.camera is None:
+        return taken
+    dark_series = 1 if plan.temperatures_c is None else 2
+    return taken + plan.frames * (plan.light_levels + 1 + dark_series * plan.dark_levels) + _OTHER_FRAMES
 
 
 _MOST_DEVIATE = 999.0

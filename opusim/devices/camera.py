@@ -17,8 +17,8 @@ from opusim.camera.exposure import (
     Recovery,
     saturated_shares,
 )
+from opusim.camera.from_description import camera_sections, exposure_of, speckle_law_of
 from opusim.camera.speckle import IMAGINARY_PLANE, REAL_PLANE, Speckle
-from opusim.camera.twin import camera_sections, exposure_of, speckle_law_of
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import binary_batch

@@ -87,3 +87,14 @@ def open_described(
     if certificate is not None:
         device.attach_certificate(load_certificate(certificate))
     return device.open()
+
+
+def open_window(name: str, inputs: int, outputs: int, seed: int) -> NoisyDevice:
+    """Open a window of a device, no larger than the device is."""
+    description = load_description(name)
+    return open_described(
+        description,
+        n_inputs=min(inputs, description.n_inputs),
+        n_outputs=min(outputs, description.n_outputs),
+        seed=seed,
+    )

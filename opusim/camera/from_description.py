@@ -1,4 +1,4 @@
-"""Build the parts of a camera from its description, and summarise them in three lines of text."""
+"""Build the parts of a camera from its description, and say in text what a description holds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from opusim.description.camera import CameraSettings
 from opusim.description.schema import DeviceDescription, MediumSettings
 from opusim.errors import ConfigError
 from opusim.randomness.philox import derive_seed
+from opusim.tables import unit_of
 
 
 def speckle_law_of(description: DeviceDescription, n_inputs: int) -> SpeckleLaw:
@@ -127,3 +128,33 @@ def camera_lines(camera: CameraSettings) -> str:
         f"{sensor.saturation_e:.5g} e⁻\nvariance of a frame there: {total:.4g} DN²: {shares}\n"
         "noise: Poisson counts, whose rates depend on what is shown; a reading takes four frames"
     )
+
+
+def number_rows(description: DeviceDescription) -> list[tuple[str, ...]]:
+    """Return key, value, unit, status and source of every number."""
+    rows: list[tuple[str, ...]] = []
+    for key, value in description.numbers().items():
+        origin = description.provenance.get(key)
+        status, source = (origin.status, origin.source) if origin else ("", "")
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        rows.append((key, shown, unit_of(key), status or ("off" if value == 0 else ""), source))
+    return rows
+
+
+def noise_line(description: DeviceDescription) -> str:
+    """Return what the noise of a reading is, as text."""
+    noise = description.noise
+    if description.camera is not None:
+        return camera_lines(description.camera)
+    if noise is None:
+        return (
+            "noise: none"
+            if description.kind == "ideal"
+            else f"noise: as the kind {description.kind!r} defines it"
+        )
+    line = f"noise: Gaussian, standard deviation {noise.value():.6g} projection units at each output"
+    if noise.temperature_law is not None:
+        temperature_c = noise.temperature_law.temperature_c
+        share = noise.temperature_law.law().dark_share(temperature_c)
+        line += f"; at {temperature_c:g} °C the dark current makes {share:.3%} of its variance"
+    return line

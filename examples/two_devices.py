@@ -5,7 +5,7 @@ python examples/two_devices.py
 
 import tempfile
 
-import training
+import opusim
 
 CONFIG = {"epochs": 10, "model": {"hidden": [128]}, "sampler": {"batch_size": 32}}
 
@@ -16,6 +16,6 @@ for device in (
         "noise": {"sigma": 1.0},
     },  # or {"name": "lighton_appliance"}, on the appliance
 ):
-    run = training.train({**CONFIG, "device": device}, folder=tempfile.mkdtemp() + "/run")
+    run = opusim.train({**CONFIG, "device": device}, folder=tempfile.mkdtemp() + "/run")
     summary = run.summary or {}
     print(f"{device['name']}: test accuracy {100 * summary['test_accuracy']:.1f} %")

@@ -1,4 +1,4 @@
-"""How far a long command is, on standard error: a bar on a terminal, a plain line now and then anywhere else."""
+"""Progress of a long command on standard error: a progress bar on a terminal, a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLL_S = 0.5
 
 
 class Progress:
-    """Tells what is done, of how much, and the time left; standard output stays clean.
+    """Report what is done, of how much, and the time left; standard output stays clean.
 
     Off a terminal, the first line comes with the first unit of work, or before it if an estimate is given, and only if
     the work takes more than 5 s. Later ones are at least 10 s apart. The first unit also sets things up (kernels are
@@ -120,7 +120,7 @@ class Progress:
             self._line(self._left_s, news, " at the pace of the first" if is_rough else "")
 
     def follow(self, total: int, count: Callable[[], int]) -> None:
-        """Count by looking twice a second, where the work itself reports nothing.
+        """Count by looking twice a second, for work that does not report its progress.
 
         Args:
             total: Units of the whole work, about.
@@ -136,7 +136,7 @@ class Progress:
         self._poller.start()
 
     def say(self, text: str) -> None:
-        """Write a line at once, above the bar if there is one."""
+        """Write a line at once, above the progress bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:

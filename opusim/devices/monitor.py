@@ -1,6 +1,6 @@
-"""Whether a device is still what it was when it was opened, from blank and reference frames only.
+"""Detect whether a device has changed since it was opened, from blank and reference frames only.
 
-A monitor never looks at frames of data: a stop that they trigger would tell something about them, which no guarantee
+A monitor never looks at frames of data: a stop that they trigger would reveal something about them that no guarantee
 covers. It looks at readings of nothing, whose scatter is the noise; at readings of a few fixed vectors, whose size and
 pattern are the light and the medium; and, at a camera, at every frame that a linear projection of these vectors shows,
 the anchor included.
@@ -18,7 +18,7 @@ the anchor included.
 The last five are sequential (`opusim.devices.baseline`): small changes add up over checks. Within its tolerances is
 a device of which each output, but for `silent_outputs` of them, keeps a slope of 1 - `gain_tolerance` -
 (1 - `least_correlation`). A medium at `least_correlation` moves single slopes by more, by sqrt(2 (1 -
-`least_correlation`) / `reference_vectors`) or 7 % rms at the defaults: where noise is low, the outputs' test stops it
+`least_correlation`) / `reference_vectors`) or 7 % rms at the defaults: if noise is low, the outputs' test stops it
 before the medium's does.
 
 All tests together stop a device that stays within its tolerances with probability `false_alarm_per_run` at most in its
@@ -65,14 +65,14 @@ _TESTS = 8
 
 
 class Readings(Protocol):
-    """What a monitor asks a device for; never data."""
+    """How a monitor takes readings of a device; never of data."""
 
     def __call__(self, vectors: torch.Tensor) -> np.ndarray:
-        """Readings of these ternary vectors, float64, a row each."""
+        """Return readings of these ternary vectors, float64, a row each."""
 
 
 class Monitor:
-    """Compares a device with itself as it was opened, and with the law that it states.
+    """Compares a device with its baseline and with the law that it states.
 
     Args:
         settings: how often, how much, and how sure.
@@ -155,11 +155,11 @@ class Monitor:
         self._quieter = ShiftTest(let_pass, error, first_error, level, numbers)
 
     def due(self, step: int) -> bool:
-        """Whether a check belongs before this step."""
+        """Return whether a check belongs before this step."""
         return step % self._settings.every_steps == 0
 
     def check(self) -> None:
-        """Looks at fresh blank and reference readings.
+        """Look at fresh blank and reference readings.
 
         Raises:
             NoiseBelowCertificate: the noise is weaker than the law that a privacy statement rests on.
@@ -179,7 +179,7 @@ class Monitor:
             self._check_change(variance)
 
     def smallest_changes(self, checks: int) -> dict[str, float]:
-        """What each sequential test finds within so many checks after the change, with probability 0.99.
+        """Return what each sequential test finds within so many checks after the change, with probability 0.99.
 
         Args:
             checks: at least 1.
@@ -244,7 +244,7 @@ class Monitor:
     def _light_fault(
         self, reference: np.ndarray, brighter: bool, dimmer: bool, other: bool, silent: bool
     ) -> DeviceFault:
-        """What the tests that rang say: darkness, another medium, silent outputs, or another light."""
+        """Return what the tests that rang say: darkness, another medium, silent outputs, or another light."""
         size = max(1 + self._brighter.mean if brighter else 1 - self._dimmer.mean, 0.0)
         power = size**2 + max(self._other.mean - (1 - size) ** 2, 0.0)  # of the signal, relative to the first
         if dimmer and power < _DARK + self._other.error:
@@ -270,7 +270,7 @@ class Monitor:
         )
 
     def _correlation_of_others(self, reference: np.ndarray) -> float:
-        """Correlation with the first look of the outputs that respond, in this look; noise is taken out."""
+        """Return the correlation with the first look of the outputs that respond, in this look; noise is taken out."""
         kept, first = ~self._responses.silent, self.baseline
         before, now, noise = first.reference[:, kept], reference[:, kept], first.reference_variance[kept]
         powers = [float(np.mean(values**2 - share * noise)) for values, share in ((before, 0.0), (now, 1.0))]

@@ -1,7 +1,4 @@
-"""A camera in three lines for people.
-
-From a description to the objects of the twin.
-"""
+"""Build the parts of a camera from its description, and say in text what a description holds."""
 
 from __future__ import annotations
 
@@ -16,10 +13,11 @@ from opusim.description.camera import CameraSettings
 from opusim.description.schema import DeviceDescription, MediumSettings
 from opusim.errors import ConfigError
 from opusim.randomness.philox import derive_seed
+from opusim.tables import unit_of
 
 
 def speckle_law_of(description: DeviceDescription, n_inputs: int) -> SpeckleLaw:
-    """The law of the fields for a window of n_inputs mirrors.
+    """Return the law of the fields for a window of n_inputs mirrors.
 
     The reference mirrors are as many as give them their share of the window: share / (1 - share) n_inputs, rounded.
 
@@ -52,7 +50,7 @@ def exposure_of(
     exposure_us: float | None = None,
     temperature_c: float | None = None,
 ) -> Exposure:
-    """The camera's stages at some pixels.
+    """Return the camera's stages at some pixels.
 
     Args:
         description: one with a camera.
@@ -78,12 +76,12 @@ def exposure_of(
 
 
 def sensor_of(camera: CameraSettings) -> Sensor:
-    """The stages behind the light, without the fixed pattern."""
+    """Return the stages behind the light, without the fixed pattern."""
     return Sensor(**camera.sensor.model_dump(exclude={"prnu", "dsnu_e"}))
 
 
 def dark_charge_e(camera: CameraSettings, exposure_us: float, temperature_c: float | None = None) -> float:
-    """Dark charge of a frame, electrons: current times exposure; 0 where dark current is off.
+    """Return the dark charge of a frame, electrons: current times exposure; 0 if dark current is off.
 
     Raises:
         ValueError: the sensor does not work at this temperature.
@@ -96,7 +94,7 @@ def dark_charge_e(camera: CameraSettings, exposure_us: float, temperature_c: flo
 
 
 def camera_sections(description: DeviceDescription) -> tuple[CameraSettings, MediumSettings]:
-    """The two sections that a twin needs.
+    """Return the two sections that a twin needs.
 
     Raises:
         ConfigError: one is missing.
@@ -108,7 +106,7 @@ def camera_sections(description: DeviceDescription) -> tuple[CameraSettings, Med
 
 
 def camera_lines(camera: CameraSettings) -> str:
-    """Where the light of a mean pixel goes, and what share of its variance each stage makes."""
+    """Return where the light of a mean pixel goes, and what share of its variance each stage makes."""
     light, sensor = Light(**camera.light.model_dump()), sensor_of(camera)
     dark = dark_charge_e(camera, light.exposure_us)
     shot = sensor.variance_dn2(1.0) - sensor.variance_dn2(0.0)  # DN² per electron
@@ -130,3 +128,33 @@ def camera_lines(camera: CameraSettings) -> str:
         f"{sensor.saturation_e:.5g} e⁻\nvariance of a frame there: {total:.4g} DN²: {shares}\n"
         "noise: Poisson counts, whose rates depend on what is shown; a reading takes four frames"
     )
+
+
+def number_rows(description: DeviceDescription) -> list[tuple[str, ...]]:
+    """Return key, value, unit, status and source of every number."""
+    rows: list[tuple[str, ...]] = []
+    for key, value in description.numbers().items():
+        origin = description.provenance.get(key)
+        status, source = (origin.status, origin.source) if origin else ("", "")
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        rows.append((key, shown, unit_of(key), status or ("off" if value == 0 else ""), source))
+    return rows
+
+
+def noise_line(description: DeviceDescription) -> str:
+    """Return what the noise of a reading is, as text."""
+    noise = description.noise
+    if description.camera is not None:
+        return camera_lines(description.camera)
+    if noise is None:
+        return (
+            "noise: none"
+            if description.kind == "ideal"
+            else f"noise: as the kind {description.kind!r} defines it"
+        )
+    line = f"noise: Gaussian, standard deviation {noise.value():.6g} projection units at each output"
+    if noise.temperature_law is not None:
+        temperature_c = noise.temperature_law.temperature_c
+        share = noise.temperature_law.law().dark_share(temperature_c)
+        line += f"; at {temperature_c:g} °C the dark current makes {share:.3%} of its variance"
+    return line

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from accounting.errors import NoGuarantee
+from accounting.ledger.ledger import read_ledger
+from accounting.mechanisms import RandomizedResponse
 from opusim import checks
 from opusim.description.loading import load_description
 from opusim.errors import ConfigError
@@ -137,7 +139,7 @@ def _trained(
     train(
         config.replaced(seed=own),
         data=dataset,
-        model=None if config.protection.kind in _LABELS else subject.model(_clip(config, subject)),
+        model=None if config.protection.one_look else subject.model(_clip(config, subject)),
         folder=folder.path,
         watcher=_Steps(on_step),
     )
@@ -148,8 +150,7 @@ def _compared(
     folders: Sequence[RunFolder], subject: Subject, dataset: Dataset, level: float
 ) -> tuple[tuple[Check, ...], tuple[int, int], str]:
     """The checks of finished runs; steps (or records) and noise-only components of each; what was accounted."""
-    config = folders[0].read_config()
-    if config.protection.kind == "label-response":
+    if isinstance(read_ledger(folders[0].ledger_file).mechanisms[0], RandomizedResponse):
         shifts = [responses(folder, dataset)[0] for folder in folders]
         mechanism = responses(folders[0], dataset)[1]
         accounted = mechanism.repeated(1).describe()
@@ -161,7 +162,7 @@ def _compared(
 
 def _released(folder: RunFolder, subject: Subject, dataset: Dataset) -> Released:
     config = folder.read_config()
-    if config.protection.kind == "label-once":
+    if config.protection.one_look:
         return noisy_readings(folder, dataset)
     return released_steps(folder, config, subject, dataset)
 

@@ -56,7 +56,7 @@ def released_steps(folder: RunFolder, config: RunConfig, subject: Subject, datas
         ValueError: A record's gradient is not beyond the clip in every layer.
     """
     mechanism = read_ledger(folder.ledger_file).mechanisms[0]
-    kind, protection = config.trainer.kind, config.protection.kind
+    kind = config.trainer.kind
     if kind == "zo":
         return _scalars(folder, config, mechanism, dataset)
     states = _states(folder)
@@ -66,7 +66,7 @@ def released_steps(folder: RunFolder, config: RunConfig, subject: Subject, datas
             sums, [_convex_contribution(config, dataset, mechanism)] * len(sums), dataset, mechanism
         )
     gradients = _gradients(folder, config, subject, dataset, states[:-1])
-    if protection == "record":
+    if config.protection.protects == "records":
         norms = [float(np.linalg.norm(_flat(gradients[0], names))) for names in _layers(list(gradients[0]))]
         _require_beyond(norms, config.protection.clip)
         by_layer = kind == "ulr" and getattr(config.trainer, "clip", "joint") == "module"
@@ -85,7 +85,7 @@ def _noisy_sums(
 ) -> list[Gradient]:  # by step
     """G of each step."""
     divisor = getattr(mechanism, "divisor", None) or divisor_of(config)
-    if config.protection.kind == "label":  # its batches' sizes are public, and divide
+    if not config.protection.poisson:  # its batches' sizes are public, and divide
         divisor = config.sampler.batch_size
     factor = divisor / config.optimizer.lr
     return [
@@ -311,7 +311,7 @@ def _label_sums(
     bias's constant. What the records add lies along delta h^T. Noise only: the entries at features of 0 in the first
     layer, and in each layer the component along h in the directions of outputs other than delta.
     """
-    protection, amplified = config.protection, config.protection.kind == "label-amplified"
+    protection, amplified = config.protection, config.protection.poisson
     batch = (
         BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability))
         if amplified
@@ -353,7 +353,7 @@ def _whitened(
         At features of 0, shape (coordinates,); along the layers' inputs, across delta, shape (outputs - layers,); along
         contributions, shape (layers,); and the norm of a record's contribution before the clip, shape (layers,).
     """
-    amplified, floor = config.protection.kind == "label-amplified", config.protection.floor
+    amplified, floor = config.protection.poisson, config.protection.floor
     inputs = _layer_inputs(state, dataset)
     fan_ins = sum(len(h) for h in inputs)
     free, across, sums, norms = [], [], [], []

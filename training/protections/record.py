@@ -103,8 +103,8 @@ class RecordGradients(PrivateGradients):
         - an empty batch takes the same noisy step.
 
     Attributes:
-        left_out: Contributions so far that were not finite. It depends on private records, so it stays in memory: no
-            file of a run holds it.
+        left_out: Number of contributions so far that were not finite. It depends on private records, so no file of a
+            run holds it.
 
     Args:
         clip_norm: C, in [1e-12, 1e12].
@@ -161,8 +161,8 @@ class RecordGradients(PrivateGradients):
                     self._noise.add_to(parameter.grad, self._noise_std / self._divisor)
 
     def _factors(self, norms: Tensor) -> Tensor:
-        """What each layer of each record is multiplied by, float64, shape (layers, batch)."""
-        whole = norms.square().sum(dim=0).sqrt()  # infinite, so its factor is 0, where any layer's is
+        """Return the factor of each layer of each record, float64, shape (layers, batch)."""
+        whole = norms.square().sum(dim=0).sqrt()  # infinite if any layer's is, so that its factor is 0
         if not self._by_layer:
             return bounded_factors(whole, self._clip_norm).expand(len(norms), -1)
         factors = bounded_factors(norms, self._clip_norm / len(norms) ** 0.5)

@@ -57,7 +57,7 @@ def released_steps(folder: RunFolder, config: RunConfig, subject: Subject, datas
         ValueError: A record's gradient does not exceed the clip in every layer.
     """
     mechanism = read_ledger(folder.ledger_file).mechanisms[0]
-    kind, protection = config.trainer.kind, config.protection.kind
+    kind = config.trainer.kind
     if kind == "zo":
         return _scalars(folder, config, mechanism, dataset)
     states = _states(folder)
@@ -67,7 +67,7 @@ def released_steps(folder: RunFolder, config: RunConfig, subject: Subject, datas
             sums, [_convex_contribution(config, dataset, mechanism)] * len(sums), dataset, mechanism
         )
     gradients = _gradients(folder, config, subject, dataset, states[:-1])
-    if protection == "record":
+    if config.protection.protects == "records":
         norms = [float(np.linalg.norm(_flat(gradients[0], names))) for names in _layers(list(gradients[0]))]
         _require_beyond(norms, config.protection.clip)
         by_layer = kind == "ulr" and getattr(config.trainer, "clip", "joint") == "module"
@@ -86,7 +86,7 @@ def _noisy_sums(
 ) -> list[Gradient]:  # by step
     """Return the noisy sum G of each step."""
     divisor = getattr(mechanism, "divisor", None) or divisor_of(config)
-    if config.protection.kind == "label-budget":  # batch sizes are public and divide the sums
+    if not config.protection.poisson:  # batch sizes are public and divide the sums
         divisor = config.sampler.batch_size
     factor = divisor / config.optimizer.lr
     return [
@@ -316,7 +316,7 @@ def _label_sums(
     and the bias's constant 1. The records contribute along delta h^T. Two parts are pure noise: the entries at zero
     features in the first layer, and in each layer the component along h for outputs orthogonal to delta.
     """
-    protection, amplified = config.protection, config.protection.kind == "label-amplified"
+    protection, amplified = config.protection, config.protection.poisson
     batch = (
         BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability))
         if amplified

@@ -59,6 +59,28 @@ class ProtectionConfig(Section):
     label-response); 1 for never."""
 
     @property
+    def protects(self) -> Literal["nothing", "records", "labels"]:
+        """What the run's guarantee is about."""
+        if self.kind == "none":
+            return "nothing"
+        return "records" if self.kind in ("record", "last-iterate") else "labels"
+
+    @property
+    def poisson(self) -> bool:
+        """Whether every step is paid for and draws a secret Poisson batch."""
+        return self.kind in ("record", "label-amplified")
+
+    @property
+    def last_iterate(self) -> bool:
+        """Whether only the final model is published."""
+        return self.kind == "last-iterate"
+
+    @property
+    def one_look(self) -> bool:
+        """Whether the labels are read or randomized once, before training."""
+        return self.kind in ("label-once", "label-response")
+
+    @property
     def clip(self) -> float:
         """clip_norm, or its default for this kind."""
         default = 0.2 if self.kind == "label-amplified" else 1.0

@@ -169,7 +169,7 @@ def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:
     facts = folder.read_facts()
     folder.require_sealed()
     config = folder.read_config()
-    only_last = config.mode == "release" and config.protection.kind == "last-iterate"
+    only_last = config.mode == "release" and config.protection.last_iterate
     if only_last and not folder.finished:
         raise RunFolderError(
             f"run folder {path} holds an unfinished run whose guarantee covers only the final model; finish it with: "

@@ -344,7 +344,7 @@ def _base(config: RunConfig, mu: float) -> RunConfig:
 
 def _require_searchable(config: RunConfig) -> None:
     problems = {
-        "protection.kind": (config.protection.kind != "last-iterate", "must be 'last-iterate' for a search"),
+        "protection.kind": (not config.protection.last_iterate, "must be 'last-iterate' for a search"),
         "protection.epsilon": (
             config.protection.epsilon is None,
             "is missing; give the epsilon of the whole search",

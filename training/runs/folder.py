@@ -289,7 +289,8 @@ class RunFolder:
             try:
                 return read_header(checkpoints[-1])
             except RunFolderError:
-                if checkpoints[-1].exists():  # otherwise a writer has just replaced it
+                # a file that is no longer listed was replaced by a writer; `exists` would miss a broken link
+                if checkpoints[-1] in list_checkpoints(self.checkpoints):
                     raise
         return None
 

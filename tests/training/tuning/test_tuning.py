@@ -1,4 +1,4 @@
-"""A private search: what it draws, what it prints, what it keeps, and that it goes on where it was stopped."""
+"""A private search: what it draws, what it prints, what it keeps, and how it resumes."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def audit_mechanism(
         level=level,
         cpu_s=time.process_time() - started,
         checks=found,
-        one_look=config.protection.kind in _LABELS,
+        one_look=config.protection.one_look,
     )
 
 
@@ -151,9 +151,9 @@ def _compared(
     folders: Sequence[RunFolder], subject: Subject, dataset: Dataset, level: float
 ) -> tuple[tuple[Check, ...], tuple[int, int], str]:
     """Return the checks of finished runs, their steps (or records) and noise-only components, and the mechanism."""
-    if isinstance(read_ledger(folders[0].ledger_file).mechanisms[0], RandomizedResponse):
-        shifts = [responses(folder, dataset)[0] for folder in folders]
-        mechanism = responses(folders[0], dataset)[1]
+    mechanism = read_ledger(folders[0].ledger_file).mechanisms[0]
+    if isinstance(mechanism, RandomizedResponse):
+        shifts = [responses(folder, dataset) for folder in folders]
         accounted = mechanism.repeated(1).describe()
         return response_checks(shifts, mechanism, level), (len(dataset.train), 1), accounted
     released = [_released(folder, subject, dataset) for folder in folders]

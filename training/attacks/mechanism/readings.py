@@ -86,7 +86,7 @@ def _noisy_sums(
 ) -> list[Gradient]:  # by step
     """Return the noisy sum G of each step."""
     divisor = getattr(mechanism, "divisor", None) or divisor_of(config)
-    if not config.protection.poisson:  # batch sizes are public and divide the sums
+    if config.protection.protects == "labels" and not config.protection.poisson:  # public batch sizes divide
         divisor = config.sampler.batch_size
     factor = divisor / config.optimizer.lr
     return [
@@ -416,8 +416,7 @@ def noisy_readings(folder: RunFolder, dataset: Dataset) -> Released:
     )
 
 
-def responses(folder: RunFolder, dataset: Dataset) -> tuple[np.ndarray, Any]:
-    """Return each record's randomized class as a shift from its own, shape (n,), and the accounted mechanism."""
+def responses(folder: RunFolder, dataset: Dataset) -> np.ndarray:
+    """Return each record's randomized class as a shift from its own, shape (n,)."""
     observed = np.argmax(read_array(folder.labels_file), axis=1)
-    mechanism = read_ledger(folder.ledger_file).mechanisms[0]
-    return (observed - dataset.train.y.numpy()) % dataset.n_classes, mechanism
+    return np.asarray((observed - dataset.train.y.numpy()) % dataset.n_classes)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from opusim.randomness.streams import NoiseStream
-from training.networks.base import LayeredNetwork
 from training.networks.clipping import Clip, bounded_factors, finite_rows, full_precision
+from training.networks.layers import LayeredNetwork
 from training.protections.base import Protection, noise_std
 
 

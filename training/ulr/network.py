@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.networks.base import LayeredNetwork, require_trainable
-from training.networks.clipping import Clip
-from training.networks.jacobians import Jacobian, LinearJacobian, jacobian_of
-from training.networks.network import FullyConnected, write_linear_gradient
+from training.networks.layers import Jacobian, LayeredNetwork, jacobian_of, require_trainable
+from training.networks.network import FullyConnected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ class ModuleSequence(LayeredNetwork):
 
     A module without parameters may be any map from a batch of records to a batch of records: an activation without
     derivative, a quantiser, a call to another process. A module with parameters needs only the Jacobian of its own
-    output (`training.networks.jacobians`).
+    output (`training.networks.layers`).
 
     Args:
         model: The sequence. Every module processes records independently. It is put into evaluation mode (no dropout),
@@ -63,28 +61,9 @@ class ModuleSequence(LayeredNetwork):
         )
 
     @property
-    def depth(self) -> int:
-        """Number of modules with parameters."""
-        return len(self.jacobians)
-
-    @property
     def n_inputs(self) -> int:
         """Number of features of a record."""
         return self._n_inputs
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all layers, in order."""
-        return [parameter for jacobian in self.jacobians for parameter in jacobian.parameters]
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The parameters by position, "layer1.weight", "layer1.bias", ..., whatever the names of the modules."""
-        return {
-            f"layer{number}.{name}": parameter.detach()
-            for number, jacobian in enumerate(self.jacobians, start=1)
-            for name, parameter in jacobian.module.named_parameters()
-        }
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -96,25 +75,6 @@ class ModuleSequence(LayeredNetwork):
                 "n_inputs": self.n_inputs,
                 "modules": [" ".join(repr(m).split()) for m in self.model.children()],
             }
-
-    def layer_parameters(self, layer: int) -> list[nn.Parameter]:
-        """See LayeredNetwork."""
-        return self.jacobians[layer].parameters
-
-    def squared_norms(self, layer: int, delta: Tensor, h: Tensor) -> Tensor:
-        """See LayeredNetwork."""
-        return self.jacobians[layer].squared_norms(delta, h)
-
-    def set_gradient(
-        self, layer: int, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None = None
-    ) -> None:
-        """See LayeredNetwork."""
-        jacobian = self.jacobians[layer]
-        if isinstance(jacobian, LinearJacobian) and delta.ndim == 2:
-            write_linear_gradient(jacobian.parameters, delta, h, divisor, clip)
-            return
-        for parameter, total in zip(jacobian.parameters, jacobian.total(delta, h, clip), strict=True):
-            parameter.grad = total.div_(divisor).float()
 
     def forward(self, x: Tensor) -> Outputs:
         """Run the model without noise.

@@ -20,7 +20,8 @@ from training.engine.assembly import load_data
 from training.engine.optimizers import make_optimizer
 from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected, outer_squared_norms
+from training.networks.layers import outer_squared_norms
+from training.networks.network import FullyConnected
 from training.protections.record import RecordProtection, layer_norms
 
 CLIP, DIVISOR = 0.27, 17.0

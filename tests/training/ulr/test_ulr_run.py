@@ -169,7 +169,7 @@ def test_a_loss_that_is_not_finite_is_reported_and_leaves_the_others_alone(
 def test_a_batch_without_a_finite_loss_stops_the_run() -> None:
     network = new_network("linear")
     x, y = records(6, network.n_inputs)
-    with pytest.raises(TrainingDiverged, match="step 2: no record .* finite loss"):
+    with pytest.raises(TrainingDiverged, match="step 2: .*no record .* finite loss"):
         new_trainer(network).step(x * float("nan"), y, step=2)
 
 

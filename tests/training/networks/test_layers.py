@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.ulr_models import MODELS, new_network, records
-from training.networks.jacobians import (
+from training.networks.layers import (
     ConvolutionJacobian,
     FunctionalJacobian,
     LinearJacobian,
@@ -102,7 +102,7 @@ def test_records_are_taken_in_parts_without_changing_anything(monkeypatch: pytes
         network = new_network(name)
         deltas, inputs = signals(network)
         whole = network.squared_norms(0, deltas[0], inputs[0])
-        monkeypatch.setattr("training.networks.jacobians._NUMBERS_LIMIT", 1)
+        monkeypatch.setattr("training.networks.layers._NUMBERS_LIMIT", 1)
         torch.testing.assert_close(network.squared_norms(0, deltas[0], inputs[0]), whole)
 
 

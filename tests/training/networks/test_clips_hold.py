@@ -1,4 +1,4 @@
-"""No record contributes more than the clip, whatever finite numbers it holds: measured on what the code adds."""
+"""No record contributes more than the clip, whatever finite numbers it holds; measured on the sums that are formed."""
 
 from __future__ import annotations
 

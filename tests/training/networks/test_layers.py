@@ -1,4 +1,4 @@
-"""J_i^T delta_i of every kind of module against per-record gradients by autograd."""
+"""Compare J_i^T delta_i of every kind of module with per-record gradients by autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The likelihood ratio estimate: its mean against autograd, its variance reductions, its passes through the model."""
+"""The likelihood ratio estimate: its mean against autograd, its variance reductions, its passes."""
 
 from __future__ import annotations
 

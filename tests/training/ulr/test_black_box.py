@@ -1,4 +1,4 @@
-"""The examples of training through black boxes, run small."""
+"""Run the examples of training through black boxes, at a small size."""
 
 from __future__ import annotations
 

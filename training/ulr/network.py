@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from training.networks.layers import Jacobian, LayeredNetwork, jacobian_of, require_trainable
 from training.networks.network import FullyConnected
+from training.networks.record_independence import batch_statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,11 @@ class ModuleSequence(LayeredNetwork):
                 f"model must be an nn.Sequential of modules, got {type(model).__name__}; wrap its modules in "
                 "nn.Sequential(...)"
             )
-        _refuse_batch_statistics(model)
+        if found := batch_statistics(model):
+            raise TypeError(
+                f"model: {found} mixes the records of a batch, so no record has its own estimate; use nn.GroupNorm or "
+                "nn.LayerNorm"
+            )
         self.model: nn.Module = model.eval()
         self._n_inputs = n_inputs
         self._head, self.jacobians, self._tails = _split(model)
@@ -127,13 +132,3 @@ def _split(model: nn.Sequential) -> tuple[list[nn.Module], list[Jacobian], list[
     if not jacobians:
         raise ValueError("model holds no module with parameters; there is nothing to train")
     return head, jacobians, tails
-
-
-def _refuse_batch_statistics(model: nn.Module) -> None:
-    """Refuse batch normalisation, with parameters or without: one record would change the others' contributions."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise TypeError(
-                f"model: {type(module).__name__} mixes the records of a batch, so no record has its own estimate; use "
-                "nn.GroupNorm or nn.LayerNorm"
-            )

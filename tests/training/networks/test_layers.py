@@ -116,11 +116,11 @@ def test_models_that_cannot_be_trained_so_are_named() -> None:
         (nn.Sequential(shared, nn.Tanh(), shared), ValueError, "layer 2 shares parameters"),
         (frozen, ValueError, "layer 1 is frozen"),
         (nn.Sequential(nn.Linear(4, 3).double()), ValueError, "dtype torch.float64"),
-        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), TypeError, "BatchNorm1d mixes the records"),
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), TypeError, "BatchNorm1d .*mixes the records"),
         (
             nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3)),
             TypeError,
-            "BatchNorm1d mixes the records",
+            "BatchNorm1d .*mixes the records",
         ),
     ):
         with pytest.raises(error, match=message):

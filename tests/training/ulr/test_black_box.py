@@ -1,19 +1,26 @@
-"""Run the examples of training through black boxes, at a small size."""
+"""The examples of training through black boxes, run small."""
 
 from __future__ import annotations
 
-import runpy
+import importlib.util
 import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 
+import pytest
 import torch
 
-PATH = Path(__file__).parents[3] / "examples" / "ulr_black_box.py"
-example = SimpleNamespace(**runpy.run_path(str(PATH)))
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    path = Path(__file__).parents[3] / "examples" / "ulr_black_box.py"
+    spec = importlib.util.spec_from_file_location("ulr_black_box", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_a_layer_in_another_process_is_trained_through() -> None:
+def test_a_layer_in_another_process_is_trained_through(example: ModuleType) -> None:
     with example.plant() as url:
         through, alone = example.compare(example.Remote(url), epochs=4)
         with urllib.request.urlopen(url, timeout=60) as answer:
@@ -22,12 +29,12 @@ def test_a_layer_in_another_process_is_trained_through() -> None:
     assert through > alone + 0.03
 
 
-def test_spiking_neurons_are_trained_through() -> None:
+def test_spiking_neurons_are_trained_through(example: ModuleType) -> None:
     through, alone = example.compare(example.Spikes(), epochs=4)
     assert through > alone + 0.03
 
 
-def test_the_spike_count_has_no_derivative_to_use() -> None:
+def test_the_spike_count_has_no_derivative_to_use(example: ModuleType) -> None:
     x = torch.linspace(-1, 2, 300, requires_grad=True)
     rate = example.Spikes()(x)
     assert len(rate.unique()) <= 9

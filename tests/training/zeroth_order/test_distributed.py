@@ -1,4 +1,4 @@
-"""Zeroth-order training with real processes: one log, one model, and only scalars between them."""
+"""Data parallel zeroth-order training with real processes: one log, one model, scalars alone between them."""
 
 from __future__ import annotations
 

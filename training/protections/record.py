@@ -22,8 +22,8 @@ from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import NoiseStream
-from training.networks.base import LayeredNetwork
 from training.networks.clipping import Clip, bounded_factors, finite_rows, full_precision
+from training.networks.layers import LayeredNetwork
 from training.protections.base import (
     PoissonProtection,
     PrivateGradients,

@@ -1,4 +1,4 @@
-"""Algorithm 1 as published: its controller, its two remedies, its noise against the paper's covariance."""
+"""Algorithm 1 as published: its controller, its remedies, and its noise against the paper's covariance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The likelihood ratio estimate: its mean against autograd, its variance reductions, its passes through the model."""
+"""The likelihood ratio estimate: its mean against autograd, its variance reductions, its passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from opusim.randomness.streams import noise_stream
 from tests.support.ulr_models import MODELS, new_network, records
 from training.networks.functions import LOSS_VALUES, LOSSES, cross_entropy
-from training.networks.jacobians import LinearJacobian
+from training.networks.layers import LinearJacobian
 from training.ulr.config import Reduction
 from training.ulr.estimator import Estimator
 from training.ulr.network import ModuleSequence

@@ -1,4 +1,4 @@
-"""A device that breaks while it gives a step's noise: the step has moved nothing, and the run goes on bit for bit."""
+"""A device that fails while it draws a step's noise: the weights are unchanged, and the run resumes bit for bit."""
 
 from __future__ import annotations
 

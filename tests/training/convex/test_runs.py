@@ -1,4 +1,4 @@
-"""Convex runs: guarantees, refusals, what stays in the folder, resuming after a kill, the device's part."""
+"""Convex runs: guarantees, refusals, contents of the folder, resuming after a kill, devices."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_release_run_keeps_no_intermediate_model(tmp_path: Path, stop_at: type
 
 @pytest.mark.slow
 def test_sigkill_and_resume_from_outside(tmp_path: Path) -> None:
-    """The command, killed once a checkpoint stands, goes on to the same bits."""
+    """A command that is killed after a checkpoint resumes to the same bits."""
     command = [sys.executable, "-c", "from training.cli import main; main()", "train"]
     options = [
         "convex",

@@ -1,4 +1,4 @@
-"""What a step that fails leaves behind: the state before it, from which the run goes on as if nothing had happened."""
+"""A failed step leaves the state before it, from which the run resumes as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Snapshots:
 def test_a_device_that_fails_leaves_the_last_finished_step(
     tmp_path: Path, fault: Fault, directions: int
 ) -> None:
-    """To the bit: the interrupted weights, the log's end, and the run that goes on."""
+    """Equal to the bit: the interrupted weights, the end of the log, and the resumed run."""
     model = Typed(torch.float32)
     watcher = Snapshots(model)
     whole = config(description_file(tmp_path, None), directions=directions)

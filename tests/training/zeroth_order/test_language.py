@@ -1,4 +1,4 @@
-"""Language models under zeroth-order training: prompts, padding, LoRA, runs and their way back."""
+"""Language models under zeroth-order training: prompts, padding, LoRA, runs and resuming."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_command_goes_on_with_a_language_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, lora: bool
 ) -> None:
-    """Killed in the midst and resumed from another folder by `opusim train resume` alone: the same to the bit."""
+    """Killed and resumed from another folder with only `opusim train resume`: the same to the bit."""
     monkeypatch.chdir(tmp_path)
     begun = command(tmp_path, "whole", kind, lora=lora)
     opusim(monkeypatch, *begun)

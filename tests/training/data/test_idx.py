@@ -1,4 +1,4 @@
-"""Image files: what is read from sound ones, and what is said of damaged ones."""
+"""Read sound idx files, and name what is wrong with damaged ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Take a signal at a module's output to its parameters: measure and sum J_i^T delta_i over records.
+"""Measure and sum the per-record gradients of layers: J_i^T delta_i, without forming them if there is a closed form.
 
 J_i = d v_i / d theta is the Jacobian of a module's output at record i with respect to its own parameters. Linear and
 convolutional modules use a closed form, every other module torch.func.vjp of that module only; nothing behind the
@@ -8,12 +8,13 @@ module is differentiated.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
+from training.networks.base import Network
 from training.networks.clipping import (
     Clip,
     finite_rows,
@@ -23,7 +24,6 @@ from training.networks.clipping import (
     safe_in_float32,
     scaled_rows,
 )
-from training.networks.network import outer_squared_norms
 
 _NUMBERS_LIMIT = 2**24
 """Numbers of per-record gradients or unfolded inputs in memory at once, counted in float32."""
@@ -59,6 +59,11 @@ class Jacobian(ABC):
             clip: The factors f_i, and norms that no contribution may exceed; None for factors of 1.
         """
 
+    def set_gradient(self, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None) -> None:
+        """Write (1/divisor) sum_i f_i J_i^T delta_i into the gradients of the parameters."""
+        for parameter, total in zip(self.parameters, self.total(delta, h, clip), strict=True):
+            parameter.grad = total.div_(divisor).float()
+
     def factor_rows(self, h: Tensor) -> Tensor | None:
         """Return the rows u_ip of J_i^T J_i = I (x) sum_p u_ip u_ip^T, shape (batch, positions, inputs).
 
@@ -90,6 +95,13 @@ class LinearJacobian(Jacobian):
     def total(self, delta: Tensor, h: Tensor, clip: Clip | None = None) -> list[Tensor]:
         """See Jacobian: one matrix product, and a sum for the bias."""
         return _totals(delta, h, clip, self._products)
+
+    def set_gradient(self, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None) -> None:
+        """See Jacobian; one position per record is written in place."""
+        if delta.ndim == 2:
+            write_linear_gradient(self.parameters, delta, h, divisor, clip)
+        else:
+            super().set_gradient(delta, h, divisor, clip)
 
     def factor_rows(self, h: Tensor) -> Tensor:
         """See Jacobian: (h_i, 1), one row per position."""
@@ -220,6 +232,97 @@ class FunctionalJacobian(Jacobian):
         return (torch.func.vmap(of_record)(d, x) for d, x in parts if len(d))
 
 
+class LayeredNetwork(Network):
+    """A network whose layers measure and sum per-record gradients J_i^T delta_i without forming them.
+
+    J_i is the Jacobian of layer l's output at record i with respect to the layer's own parameters. A protection that
+    clips contributions and adds noise works on every such network. Layers are numbered 0 .. L-1.
+
+    Attributes:
+        jacobians: The Jacobian of each layer.
+    """
+
+    jacobians: Sequence[Jacobian]
+
+    @property
+    def depth(self) -> int:
+        """Number of layers L."""
+        return len(self.jacobians)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all layers, in order."""
+        return [parameter for jacobian in self.jacobians for parameter in jacobian.parameters]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters by position, "layer1.weight", "layer1.bias", ..., whatever the names of the modules."""
+        return {
+            f"layer{number}.{name}": parameter.detach()
+            for number, jacobian in enumerate(self.jacobians, start=1)
+            for name, parameter in jacobian.module.named_parameters()
+        }
+
+    def layer_parameters(self, layer: int) -> list[nn.Parameter]:
+        """Return the parameters of a layer, in a fixed order."""
+        return self.jacobians[layer].parameters
+
+    def squared_norms(self, layer: int, delta: Tensor, h: Tensor) -> Tensor:
+        """Return ||J_i^T delta_i||^2 of each record, or a bound on it, float64, shape (batch,).
+
+        It bounds the contributions that `set_gradient` computes, with their rounding. Finite for every finite record
+        whose contribution float32 can hold, NaN or infinite for others.
+
+        Args:
+            layer: Layer number.
+            delta: Signal at the layer's output, shape (batch, ...).
+            h: The layer's input, shape (batch, ...).
+        """
+        return self.jacobians[layer].squared_norms(delta, h)
+
+    def set_gradient(
+        self, layer: int, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None = None
+    ) -> None:
+        """Write (1/divisor) sum_i f_i J_i^T delta_i into the gradients of the layer's parameters.
+
+        Args:
+            layer: Layer number.
+            delta: Signal at the layer's output, shape (batch, ...).
+            h: The layer's input as the update uses it, shape (batch, ...).
+            divisor: The batch size, or a constant in its place.
+            clip: The factors f_i, and norms that no contribution may exceed; None for factors of 1.
+        """
+        self.jacobians[layer].set_gradient(delta, h, divisor, clip)
+
+
+def require_trainable(layers: Sequence[Sequence[nn.Parameter]], *, if_frozen: str) -> None:
+    """Refuse layers whose parameters a step cannot update independently of other layers.
+
+    Args:
+        layers: The parameters of each layer.
+        if_frozen: What to do about a frozen layer.
+
+    Raises:
+        ValueError: Two layers share a parameter, or one is frozen or not float32.
+    """
+    seen: set[int] = set()
+    for number, parameters in enumerate(layers, start=1):
+        for parameter in parameters:
+            if id(parameter) in seen:
+                raise ValueError(
+                    f"model: layer {number} shares parameters with an earlier layer; give each layer its own"
+                )
+            seen.add(id(parameter))
+            if not parameter.requires_grad:
+                raise ValueError(
+                    f"model: layer {number} is frozen (requires_grad is False), but every layer is trained; {if_frozen}"
+                )
+            if parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"model: layer {number} has dtype {parameter.dtype}; train in torch.float32 (model.float())"
+                )
+
+
 def jacobian_of(module: nn.Module) -> Jacobian:
     """Return the Jacobian of a module with parameters, in closed form if there is one."""
     if type(module) is nn.Linear:
@@ -227,6 +330,44 @@ def jacobian_of(module: nn.Module) -> Jacobian:
     if type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str):
         return ConvolutionJacobian(module)
     return FunctionalJacobian(module)
+
+
+def write_linear_gradient(
+    parameters: Sequence[nn.Parameter], delta: Tensor, h: Tensor, divisor: float, clip: Clip | None = None
+) -> None:
+    """Write (1/divisor) sum_i f_i delta_i (h_i, 1)^T into the gradients of a weight and, if there is one, its bias.
+
+    Args:
+        parameters: The weight, then the bias.
+        delta: Shape (batch, n_l).
+        h: Shape (batch, n_(l-1)).
+        divisor: The batch size, or a constant in its place.
+        clip: The factors f_i; None for factors of 1.
+    """
+    scaled = None if clip is None else scaled_rows(delta, clip.factors)
+    rows, weight = delta if scaled is None else scaled.rows, parameters[0]
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)  # reused: allocating costs more than writing the product
+    torch.addmm(weight.grad, rows.t(), h, beta=0, alpha=1 / divisor, out=weight.grad)
+    for bias in parameters[1:]:
+        bias.grad = rows.sum(dim=0).div_(divisor)
+    if scaled is not None and len(scaled.apart):
+        exact = scaled.exact / divisor
+        totals = exact.t() @ h[scaled.apart].double(), exact.sum(dim=0)
+        for parameter, total in zip(parameters, totals, strict=False):
+            if parameter.grad is not None:
+                parameter.grad.add_(total.float())
+
+
+def outer_squared_norms(delta: Tensor, h: Tensor, *, bias: bool) -> Tensor:
+    """Return a bound on ||delta_i (h_i, 1)^T||^2, at most 4e-4 above it, float64, shape (batch,).
+
+    Args:
+        delta: Shape (batch, n_l).
+        h: Shape (batch, n_(l-1)).
+        bias: Whether the layer has a bias, for which the 1 stands.
+    """
+    return norm_bounds(delta).square_() * norm_bounds(h).square_().add_(float(bias))
 
 
 def outer_sum_bounds(signals: Tensor, patches: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A person's own arrays, the split, the standardisation, and the embedded digits."""
+"""User-supplied arrays, the split, the standardisation, and the digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated model and its objectives against materialised features, autograd and the constants that accountants use."""
+"""Compare the gated model and its objectives with materialised features, autograd and the accountants' constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Downloads, against a real server on this machine and against a port where none listens."""
+"""Download from a real local server, and from a port without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of zeroth-order training: clipped differences, noise, walking in place, half precision."""
+"""Clipped differences, scalar noise, perturbation in place, and half precision."""
 
 from __future__ import annotations
 

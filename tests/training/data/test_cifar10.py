@@ -1,4 +1,4 @@
-"""CIFAR-10 out of an archive of JPEG files, its cache, and what is wrong with an archive."""
+"""Read CIFAR-10 from an archive of JPEG files, cache it, and name what is wrong with an archive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zeroth-order runs: the step, guarantees, the step log and its replay, modules of one's own."""
+"""Zeroth-order runs: the step, guarantees, the step log and its replay, user-supplied modules."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Train through modules that nothing can differentiate: another process, and spiking neurons.
+"""Train through modules without a derivative: another process, and spiking neurons.
 
-    python examples/ulr_black_box.py process    # the middle layer answers HTTP requests and keeps a state of its own
+    python examples/ulr_black_box.py process    # the middle layer runs in another process and keeps its own state
     python examples/ulr_black_box.py spikes     # the activation counts spikes of integrate-and-fire neurons
 
-Both train on the handwritten digits by unified likelihood ratios (`training.train`, trainer ulr), which need forward
-passes alone, and print the accuracy beside that of training the last layer alone: what is gained is what went through
-the box.
+Both train on handwritten digits by unified likelihood ratios (trainer ulr), which need only forward passes. They print
+the accuracy and, for comparison, that of training only the last layer: the difference was learned through the black box.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ WIDTH = 48
 
 
 class Spikes(nn.Module):
-    """Share of time steps at which a leaky integrate-and-fire neuron fires, its input being a constant current.
+    """Firing rate of a leaky integrate-and-fire neuron with a constant input current.
 
-    u <- leak u + x; where u >= 1 it fires and u <- u - 1. The rate is a staircase, of derivative 0 or none.
+    In each time step u <- leak u + x; if u >= 1 the neuron fires and u <- u - 1. The rate is a staircase, whose
+    derivative is 0 or does not exist.
     """
 
     def __init__(self, steps: int = 8, leak: float = 0.9) -> None:
@@ -41,7 +41,7 @@ class Spikes(nn.Module):
         self.steps, self.leak = steps, leak
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rates of the shape of the currents x."""
+        """Return rates of the shape of the currents x."""
         potential, count = torch.zeros_like(x), torch.zeros_like(x)
         for _ in range(self.steps):
             potential = self.leak * potential + x
@@ -52,10 +52,10 @@ class Spikes(nn.Module):
 
 
 class Remote(nn.Module):
-    """A layer in another process: sends a batch, takes what comes back.
+    """A layer in another process: send a batch, return the answer.
 
     Args:
-        url: Where it listens.
+        url: Address of the other process.
     """
 
     def __init__(self, url: str) -> None:
@@ -63,7 +63,7 @@ class Remote(nn.Module):
         self.url = url
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the other process answers to x, shape (batch, WIDTH)."""
+        """Return the other process's answer to x, shape (batch, WIDTH)."""
         body = x.detach().numpy().astype("<f4").tobytes()
         with urllib.request.urlopen(self.url, data=body, timeout=60) as answer:
             rows = np.frombuffer(answer.read(), dtype="<f4")
@@ -71,13 +71,13 @@ class Remote(nn.Module):
 
 
 class Plant(BaseHTTPRequestHandler):
-    """The remote layer: a saturating response through a matrix that only this process knows, which wears with use."""
+    """The remote layer: a saturating response to a matrix that only this process knows, and that wears with use."""
 
     matrix = np.random.default_rng(11).normal(size=(WIDTH, WIDTH)) / WIDTH**0.5
     served = 0
 
     def do_POST(self) -> None:
-        """Answer a batch of rows; every row served takes a little of the gain."""
+        """Answer a batch of rows; each served row reduces the gain a little."""
         rows = np.frombuffer(self.rfile.read(int(self.headers["Content-Length"])), dtype="<f4")
         x = rows.reshape(-1, WIDTH)
         gain = 1 / (1 + 1e-8 * Plant.served)
@@ -86,11 +86,11 @@ class Plant(BaseHTTPRequestHandler):
         self._send(answer.astype("<f4").tobytes())
 
     def do_GET(self) -> None:
-        """Say how many rows were served."""
+        """Report how many rows were served."""
         self._send(str(Plant.served).encode())
 
     def log_message(self, *arguments: Any) -> None:
-        """Say nothing."""
+        """Keep the log empty."""
 
     def _send(self, body: bytes) -> None:
         self.send_response(200)
@@ -101,38 +101,38 @@ class Plant(BaseHTTPRequestHandler):
 
 @contextmanager
 def plant() -> Iterator[str]:
-    """The remote layer in a process of its own; gives its URL."""
+    """Start the remote layer in its own process and yield its URL."""
     command = [sys.executable, __file__, "serve"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             if process.stdout is None:
-                raise OSError("the remote layer has no output to tell its port on")
+                raise OSError("the remote layer has no output on which to report its port")
             yield f"http://127.0.0.1:{int(process.stdout.readline())}/"
         finally:
             process.kill()
 
 
 def serve() -> None:
-    """Listen on a free port, whose number is the first line of the output."""
+    """Listen on a free port and print its number as the first line of the output."""
     server = HTTPServer(("127.0.0.1", 0), Plant)
     print(server.server_port, flush=True)
     server.serve_forever()
 
 
 class Fixed(nn.Module):
-    """A module that stays as it is."""
+    """A module that is not trained."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._call: Callable[[Tensor], Tensor] = module.requires_grad_(False).forward
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the module makes of x."""
+        """Return the module's output."""
         return self._call(x)
 
 
 def accuracy(box: nn.Module, folder: Path, *, epochs: int, through: bool) -> float:
-    """Test accuracy on the digits with a layer before the box, which is trained only if `through`."""
+    """Return the test accuracy on digits; the layer before the box is trained only if `through` is set."""
     torch.manual_seed(0)
     first, last = nn.Linear(64, WIDTH), nn.Linear(WIDTH, 10)
     model = nn.Sequential(first if through else Fixed(first), box, last)
@@ -147,16 +147,16 @@ def accuracy(box: nn.Module, folder: Path, *, epochs: int, through: bool) -> flo
 
 
 def compare(box: nn.Module, epochs: int) -> tuple[float, float]:
-    """Accuracy with training through the box, and of the last layer alone."""
+    """Return the accuracy with training through the box, and with training of the last layer only."""
     with tempfile.TemporaryDirectory() as folder:
         through = accuracy(box, Path(folder) / "through", epochs=epochs, through=True)
-        alone = accuracy(box, Path(folder) / "alone", epochs=epochs, through=False)
-    print(f"trained through the box: {100 * through:.1f} %; last layer alone: {100 * alone:.1f} %")
-    return through, alone
+        last = accuracy(box, Path(folder) / "last", epochs=epochs, through=False)
+    print(f"trained through the box: {100 * through:.1f} %; only the last layer: {100 * last:.1f} %")
+    return through, last
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run one of the two, or serve."""
+    """Run one of the two examples, or serve the remote layer."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", choices=("process", "spikes", "serve"))
     parser.add_argument("--epochs", type=int, default=20)

@@ -1,1 +1,1 @@
-"""Which devices are described here? One TOML file for each; `opusim.description.loading` reads them."""
+"""Which devices come with opusim? One TOML description each, read by `opusim.description.loading`."""

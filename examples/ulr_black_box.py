@@ -4,7 +4,7 @@
     python examples/ulr_black_box.py spikes     # the activation counts spikes of integrate-and-fire neurons
 
 Both train on handwritten digits by unified likelihood ratios (trainer ulr), which need only forward passes. They print
-the accuracy and, for comparison, that of training only the last layer: the difference was learned through the black box.
+the accuracy and, for comparison, that of training only the last layer: the difference was learned through the box.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each trial is mu-GDP in its model and its score together: the model because its last iterate is (training records), the
 score because it is the accuracy on n held-out records plus N(0, (1 / (n mu))^2), which a held-out record moves by 1 / n
-(held-out records; a record is one or the other). accounting.selection.private_selection prices the choice.
+(held-out records; a record is one or the other). accounting.selection.mechanisms prices the choice.
 
 **Every search is paid for before its number of trials is drawn.** A search that was stopped resumes without a second
 payment as long as its `tuning.json` is there: the draw stands, finished trials keep their scores, and a trial that was

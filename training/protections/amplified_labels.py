@@ -41,7 +41,7 @@ from training.protections.planning import divisor_of, sampling_probability
 _EQUALISING_ROUNDS = 30
 
 
-class AmplifiedLabelProtection(PoissonProtection):
+class AmplifiedLabelProtection(PoissonProtection[LabelAmplifiedConfig]):
     """Labels: clipping and noise in the geometry of public features, secret Poisson batches."""
 
     def mechanism(self, noise_multiplier: float) -> LabelAmplified:
@@ -54,7 +54,7 @@ class AmplifiedLabelProtection(PoissonProtection):
 
     def gradients(self, device: NoisyDevice | None) -> AmplifiedLabels:
         """See Protection.gradients."""
-        options = self._plan.config.protection_as(LabelAmplifiedConfig)
+        options = self.section
         return AmplifiedLabels(
             clip_norm=options.clip,
             noise_multiplier=self.noise_multiplier,
@@ -68,9 +68,8 @@ class AmplifiedLabelProtection(PoissonProtection):
     def _reference(self) -> Tensor:
         """Return features of training records that stand for all: public, since only the labels are protected."""
         config, x = self._plan.config, self._plan.dataset.train.x
-        size = config.protection_as(LabelAmplifiedConfig).reference_size
         generator = torch.Generator().manual_seed(config.data.split_seed)
-        chosen = torch.randperm(len(x), generator=generator)[:size]
+        chosen = torch.randperm(len(x), generator=generator)[: self.section.reference_size]
         return x[chosen].to(config.torch_device)
 
 

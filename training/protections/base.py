@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,8 +22,11 @@ from opusim.randomness.streams import NoiseStream, noise_stream
 from training.config.sections import ProtectionSection
 from training.config.seeds import seed_for
 from training.networks.network import FullyConnected
+from training.protections.config import NoProtectionConfig
 from training.protections.planning import Plan, Steps, require_covered, total_steps
 from training.runs.folder import RunFolder
+
+SectionT = TypeVar("SectionT", bound=ProtectionSection)
 
 
 class SoftLabels(ABC):
@@ -40,7 +43,7 @@ class SoftLabels(ABC):
         """
 
 
-class Protection:
+class Protection(Generic[SectionT]):
     """How a run protects its records or labels.
 
     A new protection is a subclass of this and of `ProtectionSection`, whose `implementation` returns it. It overrides
@@ -60,9 +63,9 @@ class Protection:
         self._plan, self._algorithm = plan, algorithm
 
     @property
-    def section(self) -> ProtectionSection:
+    def section(self) -> SectionT:
         """The section `protection` of the configuration."""
-        return self._plan.config.protection
+        return cast(SectionT, self._plan.config.protection)
 
     @property
     def noise_multiplier(self) -> float:
@@ -136,14 +139,14 @@ class Protection:
         return None
 
 
-class NoProtection(Protection):
+class NoProtection(Protection[NoProtectionConfig]):
     """Noise only where the trainer puts it: nothing is refused, nothing is promised."""
 
     def require_covered(self) -> None:
         """Accept every run."""
 
 
-class PoissonProtection(Protection, ABC):
+class PoissonProtection(Protection[SectionT], ABC):
     """Clipped sums on secret Poisson batches with central noise; every step is paid for."""
 
     @abstractmethod

@@ -51,7 +51,7 @@ _SPENDING = 0.8
 """Share of a label budget that an average record is meant to spend; the rest is for records of high leverage."""
 
 
-class LabelBudgetProtection(Protection):
+class LabelBudgetProtection(Protection[LabelBudgetConfig]):
     """Labels: noise on every layer's signal, and a budget for each record, which is paid for once."""
 
     def calibrated(self) -> float | None:
@@ -78,7 +78,7 @@ class LabelBudgetProtection(Protection):
 
     def gradients(self, device: NoisyDevice | None) -> BudgetedLabels:
         """See Protection.gradients."""
-        options = self._plan.config.protection_as(LabelBudgetConfig)
+        options = self.section
         return BudgetedLabels(
             budget_mu=self._budget().budget_mu,
             n_records=len(self._plan.dataset.train),

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from training.config.seeds import seed_for
 from training.protections.base import Protection, SoftLabels, creditable_law
-from training.protections.config import OneLookConfig
+from training.protections.config import LabelRandomizedResponseConfig, LabelReadoutConfig
 from training.protections.planning import epsilon_of, total_steps
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array, write_array
@@ -47,8 +48,10 @@ _PAYMENT = "labels"
 Pay = Callable[[Mechanism], None]
 """Puts what is about to be released on record; called before anything is drawn."""
 
+OneLookT = TypeVar("OneLookT", LabelReadoutConfig, LabelRandomizedResponseConfig)
 
-class OneLookProtection(Protection, ABC):
+
+class OneLookProtection(Protection[OneLookT], ABC):
     """Labels that are looked at once; the run folder keeps what was observed."""
 
     @abstractmethod
@@ -73,13 +76,11 @@ class OneLookProtection(Protection, ABC):
 
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
         """See Protection.soft_labels."""
-        flat_steps = math.ceil(
-            self._plan.config.protection_as(OneLookConfig).flat_prior * total_steps(self._plan)
-        )
+        flat_steps = math.ceil(self.section.flat_prior * total_steps(self._plan))
         return StoredLabels(folder, place=self._plan.config.torch_device, flat_steps=flat_steps)
 
 
-class LabelReadoutProtection(OneLookProtection):
+class LabelReadoutProtection(OneLookProtection[LabelReadoutConfig]):
     """Labels: one noisy reading of each, at the run's epsilon."""
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
@@ -101,7 +102,7 @@ class LabelReadoutProtection(OneLookProtection):
         return super().soft_labels(device, folder)
 
 
-class RandomizedResponseProtection(OneLookProtection):
+class RandomizedResponseProtection(OneLookProtection[LabelRandomizedResponseConfig]):
     """Labels: k-ary randomized response at the run's epsilon."""
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:

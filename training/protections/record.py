@@ -31,6 +31,7 @@ from training.protections.base import (
     central_noise,
     noise_std,
 )
+from training.protections.config import LastIterateConfig, RecordConfig
 from training.protections.planning import divisor_of
 from training.runs.folder import RunFolder
 
@@ -38,7 +39,7 @@ LAST_ITERATE = "last iterate"
 """What a ledger calls the one model that a run of the last iterate releases."""
 
 
-class RecordProtection(PoissonProtection):
+class RecordProtection(PoissonProtection[RecordConfig]):
     """Whole records: clipped contributions, central Gaussian noise, secret Poisson batches.
 
     The algorithm says what a step releases, since the clip and the noised quantity are its own.
@@ -59,7 +60,7 @@ class RecordProtection(PoissonProtection):
         )
 
 
-class LastIterateProtection(Protection):
+class LastIterateProtection(Protection[LastIterateConfig]):
     """Whole records, of which only the final model is published; the algorithm states its mechanism."""
 
     def calibrated(self) -> float | None:

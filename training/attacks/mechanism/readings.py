@@ -29,7 +29,7 @@ from training.convex.config import ConvexConfig
 from training.data import Dataset
 from training.engine.plan import RunPlan
 from training.networks.functions import LOSSES
-from training.protections.config import LabelNoiseConfig, NoProtectionConfig
+from training.protections.config import LabelBudgetConfig, NoProtectionConfig
 from training.protections.planning import divisor_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
@@ -86,7 +86,7 @@ def _noisy_sums(
 ) -> list[Gradient]:  # by step
     """Return the noisy sum G of each step."""
     divisor = getattr(mechanism, "divisor", None) or divisor_of(config)
-    if config.protection.kind == "label-budget":  # batch sizes are public and divide the sums
+    if isinstance(config.protection, LabelBudgetConfig):  # batch sizes are public and divide the sums
         divisor = config.sampler.batch_size
     factor = divisor / config.optimizer.lr
     return [
@@ -359,8 +359,8 @@ def _whitened(
         (outputs - layers,); along contributions, shape (layers,); norms of a contribution before the clip, shape
         (layers,).
     """
-    options = config.protection_as(LabelNoiseConfig)
-    amplified, floor = options.poisson, options.floor
+    protection: Any = config.protection
+    amplified, floor = protection.poisson, protection.floor
     inputs = _layer_inputs(state, dataset)
     fan_ins = sum(len(h) for h in inputs)
     free, across, sums, norms = [], [], [], []

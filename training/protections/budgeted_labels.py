@@ -37,7 +37,6 @@ from training.protections.base import (
     with_constant,
     write_gradient,
 )
-from training.protections.config import LabelBudgetConfig
 from training.protections.metric import batch_leverages
 from training.protections.planning import epsilon_of, total_steps
 from training.runs.folder import RunFolder
@@ -77,7 +76,7 @@ class LabelBudgetProtection(Protection):
 
     def gradients(self, device: NoisyDevice | None) -> BudgetedLabels:
         """See Protection.gradients."""
-        options = self._plan.config.protection_as(LabelBudgetConfig)
+        options = self.section
         return BudgetedLabels(
             budget_mu=self._budget().budget_mu,
             n_records=len(self._plan.dataset.train),

@@ -90,7 +90,7 @@ def _noised_readings(options: object) -> bool:
         return False
     if isinstance(options, PdfaConfig):
         return options.encoding == "ternary"
-    return isinstance(options, DfaConfig | TdfaConfig) and options.sigma > 0
+    return options.feedback_matrix and options.digital_sigma > 0
 
 
 def _covariance(

@@ -34,6 +34,7 @@ from training.protections.base import (
     with_constant,
     write_gradient,
 )
+from training.protections.config import LabelAmplifiedConfig
 from training.protections.metric import Metric, equalised_weights
 from training.protections.planning import divisor_of, sampling_probability
 
@@ -53,7 +54,7 @@ class AmplifiedLabelProtection(PoissonProtection):
 
     def gradients(self, device: NoisyDevice | None) -> AmplifiedLabels:
         """See Protection.gradients."""
-        options = self.section
+        options = self._plan.config.protection_as(LabelAmplifiedConfig)
         return AmplifiedLabels(
             clip_norm=options.clip,
             noise_multiplier=self.noise_multiplier,
@@ -67,8 +68,9 @@ class AmplifiedLabelProtection(PoissonProtection):
     def _reference(self) -> Tensor:
         """Return features of training records that stand for all: public, since only the labels are protected."""
         config, x = self._plan.config, self._plan.dataset.train.x
+        size = config.protection_as(LabelAmplifiedConfig).reference_size
         generator = torch.Generator().manual_seed(config.data.split_seed)
-        chosen = torch.randperm(len(x), generator=generator)[: self.section.reference_size]
+        chosen = torch.randperm(len(x), generator=generator)[:size]
         return x[chosen].to(config.torch_device)
 
 

@@ -37,6 +37,7 @@ from training.protections.base import (
     with_constant,
     write_gradient,
 )
+from training.protections.config import LabelBudgetConfig
 from training.protections.metric import batch_leverages
 from training.protections.planning import epsilon_of, total_steps
 from training.runs.folder import RunFolder
@@ -76,7 +77,7 @@ class LabelBudgetProtection(Protection):
 
     def gradients(self, device: NoisyDevice | None) -> BudgetedLabels:
         """See Protection.gradients."""
-        options = self.section
+        options = self._plan.config.protection_as(LabelBudgetConfig)
         return BudgetedLabels(
             budget_mu=self._budget().budget_mu,
             n_records=len(self._plan.dataset.train),

@@ -37,6 +37,7 @@ from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from training.config.seeds import seed_for
 from training.protections.base import Protection, SoftLabels, creditable_law
+from training.protections.config import OneLookConfig
 from training.protections.planning import epsilon_of, total_steps
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array, write_array
@@ -76,7 +77,9 @@ class OneLookProtection(Protection, ABC):
 
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
         """See Protection.soft_labels."""
-        flat_steps = math.ceil(self.section.flat_prior * total_steps(self._plan))
+        flat_steps = math.ceil(
+            self._plan.config.protection_as(OneLookConfig).flat_prior * total_steps(self._plan)
+        )
         return StoredLabels(folder, place=self._plan.config.torch_device, flat_steps=flat_steps)
 
 

@@ -17,7 +17,6 @@ from accounting.ledger.ledger import LEDGER_FILE, LedgerContent, read_ledger
 from opusim.errors import ConfigError
 from opusim.files import make_folder, read_bytes, write_file
 from training.config.reading import stored_config
-from training.config.run import SCHEMA_VERSION as CONFIG_VERSION
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.locking import LOCK_FILE, only_writer, require_kind

@@ -29,7 +29,7 @@ from training.convex.config import ConvexConfig
 from training.data import Dataset
 from training.engine.plan import RunPlan
 from training.networks.functions import LOSSES
-from training.protections.config import NoProtectionConfig
+from training.protections.config import LabelNoiseConfig, NoProtectionConfig
 from training.protections.planning import divisor_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
@@ -359,8 +359,8 @@ def _whitened(
         (outputs - layers,); along contributions, shape (layers,); norms of a contribution before the clip, shape
         (layers,).
     """
-    protection: Any = config.protection
-    amplified, floor = protection.poisson, protection.floor
+    options = config.protection_as(LabelNoiseConfig)
+    amplified, floor = options.poisson, options.floor
     inputs = _layer_inputs(state, dataset)
     fan_ins = sum(len(h) for h in inputs)
     free, across, sums, norms = [], [], [], []

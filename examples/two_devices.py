@@ -1,4 +1,4 @@
-"""One network, two devices, one line changed: photonic DFA on digits.
+"""Train one network by photonic DFA on digits through two devices; only the device's name changes.
 
 python examples/two_devices.py
 """
@@ -14,7 +14,7 @@ for device in (
     {
         "name": "lightonml_simulated",
         "noise": {"sigma": 1.0},
-    },  # or {"name": "lighton_appliance"}, on the appliance
+    },  # with the hardware: {"name": "lighton_appliance"}
 ):
     run = opusim.train({**CONFIG, "device": device}, folder=tempfile.mkdtemp() + "/run")
     summary = run.summary or {}

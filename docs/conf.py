@@ -58,6 +58,8 @@ def _escape(text: str) -> str:
 def _plain_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Docstrings are plain text with formulas, so that `|x|` and `B x * 2` mean what they say."""
     lines[:] = [_escape(line) for line in lines]
+    if what == "property":
+        lines.insert(0, "")  # napoleon would take what stands before a colon in the first line for a type
 
 
 _GENERATED = DOCS / "generated"

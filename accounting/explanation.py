@@ -34,17 +34,18 @@ def explain_theorem(theorem: Theorem) -> str:
         f"Proof. {theorem.proof}",
         *_listed("Hypotheses that training code checks:", theorem.checked_by_code),
         *_listed("Hypotheses taken on trust:", theorem.trusted),
-        f"Reference: {theorem.reference}.",
+        f"Reference: {theorem.reference}." if theorem.reference else "",
         f"Computed by: {theorem.code}.",
+        f"Derived in the documentation: {theorem.page}." if theorem.page else "",
     ]
-    return "\n".join([*parts, f"Derived in the documentation: {theorem.page}."] if theorem.page else parts)
+    return "\n".join(part for part in parts if part)
 
 
 def most_hits(epsilon: float, delta: float, false_alarms: float) -> float:
     """Return the largest true positive rate of any attack: min(1, e^eps f + delta, 1 - e^-eps (1 - f - delta)).
 
     Args:
-        epsilon: At least 0, maybe infinite.
+        epsilon: At least 0, possibly infinite.
         delta: In [0, 1).
         false_alarms: f in [0, 1], the attack's false positive rate.
     """

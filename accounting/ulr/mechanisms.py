@@ -56,7 +56,6 @@ BATCH_NOISE = Theorem(
     proof="A record with a loss above the others', or with an input that the others lack, changes the covariance of "
     "the noise without bound; clipped averages lie on a sphere, so a record that is the only one in some "
     "direction shows with the probability that it is in the batch.",
-    reference="docs/ulr.md, section 4, lists what the paper's theorem leaves out",
     code="accounting.ulr.mechanisms.PublishedUlr",
     page="ulr.md, section 4",
 )
@@ -75,7 +74,6 @@ REJECTION_SAMPLING = Theorem(
     "f(J) and f(J' and the new record) then differ by at most C, or 2 C. Divergences are jointly convex, and "
     "the mixture's hockey-stick divergences are the mixture of both, so it composes as a privacy loss "
     "distribution.",
-    reference="docs/ulr.md, section 3",
     code="accounting.ulr.mechanisms.mixture_of",
     page="ulr.md, section 3",
     checked_by_code=(

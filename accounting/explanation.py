@@ -49,7 +49,7 @@ def most_hits(epsilon: float, delta: float, false_alarms: float) -> float:
         delta: In [0, 1).
         false_alarms: f in [0, 1], the attack's false positive rate.
     """
-    if epsilon > 700:  # e^epsilon is no double
+    if epsilon > 700:  # e^epsilon overflows doubles
         return 1.0
     first = math.exp(epsilon) * false_alarms + delta
     return min(1.0, first, 1 - math.exp(-epsilon) * max(1 - false_alarms - delta, 0.0))
@@ -76,8 +76,8 @@ def _claim(guarantee: Guarantee) -> str:
     if guarantee.formula_value is not None:
         formula = f" (its formula only, hypotheses taken as given: {number(guarantee.formula_value)})"
     return (
-        f"a paper's formula for {_object(guarantee)} {said}{formula}. No proof covers what ran, so this is what the "
-        "paper says and not a protection to rely on."
+        f"a paper's formula for {_object(guarantee)} {said}{formula}. No proof covers what ran: this is the "
+        "paper's claim, not a protection to rely on."
     )
 
 
@@ -106,7 +106,7 @@ def _question(guarantee: Guarantee) -> str:
 
 def _attack(guarantee: Guarantee) -> str:
     share = 100 * most_hits(guarantee.epsilon, guarantee.delta, 0.01)
-    hits = f"at most {share:.3g} %" if share < 99.95 else "maybe all"
+    hits = f"at most {share:.3g} %" if share < 99.95 else "possibly all"
     if guarantee.unit is Unit.RECORD and guarantee.adjacency is not Adjacency.REPLACE_ONE:
         return (
             f"an attack that takes 1 % of the records that were not used for used ones finds {hits} of "

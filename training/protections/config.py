@@ -26,10 +26,10 @@ Source = Literal["digital", "device"]
 
 
 class NoProtectionConfig(ProtectionSection):
-    """No protection: noise only where the trainer puts it."""
+    """No protection: the only noise is the trainer's own."""
 
     protects = "nothing"
-    summary: ClassVar[str] = "No protection; noise only where the trainer puts it."
+    summary: ClassVar[str] = "No protection; the only noise is the trainer's own."
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
             keys=("protection.divisor",),
@@ -39,7 +39,7 @@ class NoProtectionConfig(ProtectionSection):
     )
 
     kind: Literal["none"] = "none"
-    """none: noise only where the trainer puts it."""
+    """none: the only noise is the trainer's own."""
     divisor: float | None = Field(None, ge=1e-12, le=1e12)
     """Constant that a batch's sum is divided by (zo, convex); None takes sampler.batch_size."""
 

@@ -10,10 +10,10 @@ DOCS := $(VENV)/.docs-installed
 
 .PHONY: demo test docs lint format bench bench-report nightly clean
 
-demo: $(RUN)  ## Train by photonic DFA on digits beside backpropagation and digital DFA; open runs/demo/report.html.
+demo: $(RUN)  ## Train by photonic DFA, backpropagation and digital DFA on digits; open runs/demo/report.html.
 	$(BIN)/python -m benchmarks.pdfa.demo
 
-test: $(DEV)  ## The tests of CI (minutes are for `make nightly`).
+test: $(DEV)  ## The tests of CI; tests that take minutes are left to `make nightly`.
 	$(PYTEST)
 
 docs: $(DOCS)  ## The documentation, into docs/_build; a warning is an error.
@@ -35,8 +35,9 @@ bench: $(DEV)  ## Speed, as ratios in one run.
 	$(BIN)/python -m benchmarks.speed.accounting
 	$(BIN)/python -m benchmarks.speed.camera
 	$(BIN)/python -m benchmarks.speed.matrix_free
+	$(BIN)/python -m benchmarks.speed.commands
 
-bench-report: $(DEV)  ## The pages that show what benchmarks/results/ holds.
+bench-report: $(DEV)  ## Write the pages that show what benchmarks/results/ holds.
 	$(BIN)/python -m benchmarks.pages
 
 nightly: $(DEV)  ## All tests, with fresh seeds in those that print theirs, and with the kernels uncompiled.
@@ -55,7 +56,7 @@ $(RUN): requirements.txt setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
-# lightonml's own pins cannot be met today, so it comes without them, after what it really needs.
+# lightonml's own pins cannot be met today, so it is installed without them, after what it really needs.
 $(DEV): requirements-dev.txt $(RUN)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps lightonml==1.4.3

@@ -1,4 +1,7 @@
-"""How private was a training run: what a paper claims, what is proven, and what an audit found."""
+"""How private a training run was: what a paper claims, what is proven, and what an audit found.
+
+Names load when they are first used; `__init__.pyi` lists them.
+"""
 
 import lazy_loader
 

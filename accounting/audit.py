@@ -1,6 +1,6 @@
-"""What an attack found: lower bounds on epsilon from scores in two worlds, and what they say of a guarantee.
+"""Lower bounds on epsilon from an attack's scores in two worlds, and the verdict on a guarantee.
 
-A score is higher where the attack takes the target for present. At a threshold fixed beforehand, with one-sided
+A score is higher if the attack takes the target for present. At a threshold fixed beforehand, with one-sided
 Clopper-Pearson limits at alpha/2 for each error rate, any (epsilon, delta)-DP mechanism obeys
     TPR <= e^epsilon FPR + delta   and   1 - FPR <= e^epsilon (1 - TPR) + delta,
 so epsilon >= log((1 - FNR_up - delta) / FPR_up) and log((1 - FPR_up - delta) / FNR_up), with confidence 1 - alpha.
@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from scipy.stats import beta as beta_law
-from scipy.stats import norm
 
+from accounting import numerics
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
-from accounting.standard import gaussian_bounds
 from opusim import checks
 
 
@@ -34,7 +32,7 @@ class Estimator(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What an audit says of a guarantee."""
+    """What an audit says about a guarantee."""
 
     REFUTED = "refuted"
     CONSISTENT = "consistent"
@@ -43,7 +41,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class AuditPlan:
-    """What is fixed in writing before anyone looks at a score.
+    """What is fixed before any score is known.
 
     Attributes:
         threat_model: What the attacker sees and knows.
@@ -51,8 +49,8 @@ class AuditPlan:
         delta: The claim's delta, in [0, 1).
         confidence: 1 - alpha, in (0, 1).
         estimator: How the bound is computed.
-        mechanism_law: The law of the audited noise, "gaussian" where a theorem makes the mechanism mu-GDP.
-        seed: Of the split into halves.
+        mechanism_law: The law of the audited noise: "gaussian" if a theorem makes the mechanism mu-GDP.
+        seed: Seed of the split into halves.
     """
 
     threat_model: str
@@ -79,9 +77,9 @@ class AuditResult:
 
     Attributes:
         epsilon_lower: At least 0, at most the ceiling.
-        ceiling: What a perfect attack would have given with so many scores.
-        n_in: Scores of the world with the target that the bound rests on (the threshold used others).
-        n_out: Scores of the world without.
+        ceiling: What a perfect attack would have given with that many scores.
+        n_in: Scores with the target that the bound rests on (the threshold was chosen on others).
+        n_out: Scores without the target.
         threshold: The score from which the attack says "in".
         false_positives: How many of n_out reached it.
         false_negatives: How many of n_in did not.
@@ -103,10 +101,10 @@ class AuditResult:
             raise ValueError(f"epsilon_lower = {self.epsilon_lower}: must be at least 0")
 
     def verdict(self, guarantee: Guarantee) -> Verdict:
-        """Refuted where the bound exceeds the claim; nothing is proven where it stays far below.
+        """Return refuted if the bound exceeds the claim; nothing is proven if it stays far below.
 
         Raises:
-            ValueError: The guarantee speaks of another delta.
+            ValueError: The guarantee has another delta.
         """
         if guarantee.delta != self.plan.delta:
             raise ValueError(
@@ -117,7 +115,7 @@ class AuditResult:
         return Verdict.CONSISTENT if self.epsilon_lower >= guarantee.epsilon / 2 else Verdict.PROVES_NOTHING
 
     def describe(self, guarantee: Guarantee) -> str:
-        """The verdict as a sentence, with all that the number rests on."""
+        """Return the verdict as a sentence, with everything that the number rests on."""
         found = (
             f"epsilon is at least {self.epsilon_lower:.3g} with confidence {self.plan.confidence:g} "
             f"({self.plan.estimator.value}, {self.n_in} + {self.n_out} scores, ceiling {self.ceiling:.3g}, "
@@ -133,19 +131,19 @@ class AuditResult:
 
 
 def audit(scores_in: np.ndarray, scores_out: np.ndarray, plan: AuditPlan) -> AuditResult:
-    """The lower bound of a plan from independent scores of the two worlds.
+    """Return the lower bound on epsilon from independent scores of the two worlds.
 
     Args:
-        scores_in: Scores where the target is present, at least 4, shape (n_in,).
-        scores_out: Scores where it is not, at least 4, shape (n_out,).
+        scores_in: Scores with the target present, at least 4, shape (n_in,).
+        scores_out: Scores with it absent, at least 4, shape (n_out,).
         plan: What was fixed beforehand.
 
     Raises:
         ValueError: Too few scores, or one that is not finite.
     """
+    checks.shape((None,), scores_in=scores_in, scores_out=scores_out)
+    checks.finite(scores_in=scores_in, scores_out=scores_out)
     for name, scores in (("scores_in", scores_in), ("scores_out", scores_out)):
-        checks.shape((None,), **{name: scores})
-        checks.finite(**{name: scores})
         if len(scores) < 4:
             raise ValueError(f"{name} has {len(scores)} entries: at least 4 are needed, two for each half")
     generator = np.random.default_rng(plan.seed)
@@ -167,7 +165,7 @@ def audit(scores_in: np.ndarray, scores_out: np.ndarray, plan: AuditPlan) -> Aud
 
 
 def lower_bound(false_negatives: int, false_positives: int, n_in: int, n_out: int, plan: AuditPlan) -> float:
-    """The bound from counts at a threshold that did not look at them; at least 0.
+    """Return the bound from counts at a threshold chosen without them; at least 0.
 
     Args:
         false_negatives: Misses among n_in.
@@ -181,7 +179,7 @@ def lower_bound(false_negatives: int, false_positives: int, n_in: int, n_out: in
     alarm = clopper_pearson_upper(false_positives, n_out, level)
     strength = float(_strength(np.array(miss), np.array(alarm), plan))
     if plan.estimator is Estimator.GAUSSIAN:
-        return gaussian_bounds(strength, plan.delta).lower
+        return numerics.gaussian_bounds(strength, plan.delta).lower
     return strength
 
 
@@ -189,13 +187,13 @@ def _strength(miss: np.ndarray, alarm: np.ndarray, plan: AuditPlan) -> np.ndarra
     """What limits on both error rates prove, elementwise: epsilon, or mu for the Gaussian estimator; at least 0."""
     with np.errstate(divide="ignore"):
         if plan.estimator is Estimator.GAUSSIAN:
-            return np.maximum(norm.isf(miss) - norm.ppf(alarm), 0.0)
+            return np.maximum(-numerics.normal_quantile(miss) - numerics.normal_quantile(alarm), 0.0)
         gain_in, gain_out = np.maximum(1 - miss - plan.delta, 0.0), np.maximum(1 - alarm - plan.delta, 0.0)
         return np.maximum(0.0, np.maximum(np.log(gain_in / alarm), np.log(gain_out / miss)))
 
 
 def clopper_pearson_upper(events: int, trials: int, level: float) -> float:
-    """The rate p at which `events` or fewer in `trials` have probability `level`: an upper limit on the rate.
+    """Return the rate at which `events` or fewer in `trials` have probability `level`: an upper limit on the rate.
 
     Args:
         events: In [0, trials].
@@ -217,8 +215,8 @@ def _halves(scores: np.ndarray, generator: np.random.Generator) -> tuple[np.ndar
 def _best_threshold(scores_in: np.ndarray, scores_out: np.ndarray, plan: AuditPlan) -> float:
     """The threshold with the largest bound on the half that is spent on choosing; midway between two scores.
 
-    A threshold at a score itself would lose fresh scores beside it although the worlds are far apart. Of thresholds
-    with equal bounds it is the one in the widest gap.
+    A threshold at a score itself would lose fresh scores next to it although the worlds are far apart. Of thresholds
+    with equal bounds, the one in the widest gap is taken.
     """
     points = np.unique(np.concatenate([scores_in, scores_out]))
     candidates = np.concatenate([points[:1], (points[:-1] + points[1:]) / 2])
@@ -239,6 +237,6 @@ def _limits_table(trials: int, level: float) -> np.ndarray:
 
 
 def _upper_limits(events: np.ndarray, trials: int, level: float) -> np.ndarray:
-    """Clopper-Pearson limits, 1 where every trial is an event."""
+    """Clopper-Pearson limits; 1 if every trial is an event."""
     inside = np.minimum(events, trials - 1)
-    return np.where(events == trials, 1.0, beta_law.ppf(1 - level, inside + 1, trials - inside))
+    return np.where(events == trials, 1.0, numerics.beta_quantile(1 - level, inside + 1, trials - inside))

@@ -1,4 +1,4 @@
-"""How much noise a target epsilon takes; the answer errs toward more privacy and is checked again."""
+"""The least noise for a target epsilon; the answer errs toward more privacy and is checked again."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from scipy.optimize import brentq
-
+from accounting import numerics
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
@@ -22,10 +21,10 @@ M = TypeVar("M", bound=Mechanism)
 
 
 def calibrate(mechanism: M, *, target_epsilon: float, delta: float) -> tuple[M, Guarantee]:
-    """The mechanism with the least noise whose proven epsilon is at most the target.
+    """Return the mechanism with the least noise whose proven epsilon is at most the target.
 
     Args:
-        mechanism: All other parameters; its own noise is where the search begins.
+        mechanism: All other parameters; the search begins at its own noise.
         target_epsilon: Above 0, finite.
         delta: In [0, 1).
 
@@ -43,7 +42,7 @@ def calibrate(mechanism: M, *, target_epsilon: float, delta: float) -> tuple[M, 
         return min(_proven(noisy, delta).epsilon, 1e9) - target_epsilon
 
     low, high = _bracket(gap, math.log(mechanism.noise), target_epsilon, delta, mechanism)
-    noise = math.exp(brentq(gap, low, high, xtol=_RELATIVE) if low < high else high)
+    noise = math.exp(numerics.find_root(gap, low, high, xtol=_RELATIVE) if low < high else high)
     for _ in range(4):
         answer = mechanism.with_noise(noise)
         guarantee = _proven(answer, delta)
@@ -57,7 +56,7 @@ def calibrate(mechanism: M, *, target_epsilon: float, delta: float) -> tuple[M, 
 def _bracket(
     gap: Callable[[float], float], start: float, target: float, delta: float, mechanism: Mechanism
 ) -> tuple[float, float]:
-    """Logarithms of noise between which the target lies; equal ones if even the least noise reaches it."""
+    """Logarithms of noise between which the target lies, or equal ones if even the least noise reaches it."""
     low = high = min(max(start, math.log(_LEAST_NOISE)), math.log(_MOST_NOISE))
     if gap(high) > 0:
         while gap(high) > 0:
@@ -81,7 +80,7 @@ def _bracket(
 
 
 def _proven(mechanism: Mechanism, delta: float) -> Guarantee:
-    """The strongest proven guarantee, or the first that says why there is none."""
+    """The strongest proven guarantee, or the first one, which says why there is none."""
     stated = guarantees([mechanism], delta=delta)
     proven = [guarantee for guarantee in stated if guarantee.is_proven]
     return min(proven, key=lambda guarantee: guarantee.epsilon) if proven else stated[0]

@@ -1,29 +1,34 @@
-"""The commands ``opusim account ...``: how private a run was, or what a mechanism's parameters would give.
+"""The commands `opusim account ...` and `opusim explain`: how private a run was, what parameters would give, and why.
 
-A command for a mechanism has the fields of its description as options, and their documentation as help.
+A mechanism's command has the fields of its class as options, and their `Doc` texts as help; mechanisms of other
+packages appear next to ours.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import re
-from dataclasses import MISSING, Field, fields
+import math
 from enum import Enum
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
+import numpy as np
 import typer
 
-from accounting.convex import cli as convex_cli
+from accounting.calibration import calibrate
+from accounting.composition import guarantees
 from accounting.convex.mechanisms import ConvexLastIterate
+from accounting.convex.planning import Plan, least_regularisation, most_epochs, plans
+from accounting.devices.readings import DeviceReadings, device_readings_guarantee
+from accounting.errors import NoGuarantee
+from accounting.explanation import explain, explain_theorem
 from accounting.guarantee import Guarantee
-from accounting.labels.mechanisms import LabelAmplified, LabelBudget, LabelOnce
-from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace, RandomizedResponse
-from accounting.pdfa.mechanisms import PublishedLayer, PublishedPdfa
-from accounting.records.mechanisms import RecordCentral
-from accounting.selection.mechanism import PrivateSelection
-from accounting.ulr.mechanisms import PublishedUlr, RejectionGaussian
-from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
+from accounting.mechanisms import Mechanism, Parameter, mechanism_class, mechanism_kinds, parameters_of
+from accounting.tables import guarantee_rows, number, print_rows
+from accounting.theorems import known_theorems, theorem
+from opusim import checks
+from opusim.noise import PhotonCountNoise
+from opusim.tables import print_table, wrapped
 
 app = typer.Typer(
     name="account",
@@ -33,18 +38,25 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Delta = Annotated[float, typer.Option(help="At which epsilon is stated, in [0, 1); well below 1 / records.")]
+Delta = Annotated[
+    float, typer.Option(help="Delta of the statement, in [0, 1); choose it well below 1 / records.")
+]
 Target = Annotated[
     float | None,
     typer.Option(help="Compute the least noise whose proven epsilon is at most this; leave the noise out."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, with every assumption.")]
 _COMMON = {"delta": (Delta, 1e-5), "target_epsilon": (Target, None), "as_json": (AsJson, False)}
+_EPOCHS_SHOWN = (1, 2, 5, 10, 20, 40, 100, 400)
+_unusable: list[str] = []
+"""Why mechanisms of other packages have no command."""
 
 
 @app.callback()
 def account() -> None:
     """Say how private a run was, or what a mechanism's parameters would give, without running anything."""
+    for problem in _unusable:
+        typer.echo(f"opusim: {problem}", err=True)
 
 
 @app.command("photon-counts")
@@ -52,105 +64,145 @@ def photon_counts_command(
     rate_low: Annotated[float, typer.Option(help="Lowest expected count of a pixel in a frame, above 0.")],
     rate_high: Annotated[float, typer.Option(help="Highest expected count, at least --rate-low.")],
     pixels: Annotated[int, typer.Option(help="Pixels times frames of one reading, at least 1.")] = 1,
-    readings: Annotated[int, typer.Option(help="How many readings of one record leave, at least 1.")] = 1,
+    readings: Annotated[
+        int, typer.Option(help="How many readings of one record are released, at least 1.")
+    ] = 1,
     delta: Delta = 1e-5,
     as_json: AsJson = False,
 ) -> None:
     """A camera's counts of a private input, protected by their own shot noise (exact Poisson divergence)."""
-    import numpy as np
-
-    from accounting.devices.readings import DeviceReadings, device_readings_guarantee
-    from opusim import checks
-    from opusim.noise import PhotonCountNoise
-
     checks.integer(minimum=1, pixels=pixels)
     noise = PhotonCountNoise(rate_low=np.full(pixels, rate_low), rate_high=np.full(pixels, rate_high))
     read = DeviceReadings(noise=noise, readings=readings)
     show([device_readings_guarantee(read, delta)], [], as_json=as_json)
 
 
+@app.command("convex-plan")
+def convex_plan(
+    target_epsilon: Annotated[float, typer.Option(help="Largest epsilon of the last iterate, above 0.")],
+    batches: Annotated[int, typer.Option(help="k, steps of an epoch: records / batch size.")],
+    objective: Annotated[str, typer.Option(help="squared, margin, one-against-rest or softmax.")] = "margin",
+    clip: Annotated[float | None, typer.Option(help="Bound of a record's residual.")] = 0.5,
+    learning_rate: Annotated[float, typer.Option(help="eta, below 2 / (beta + lambda).")] = 1.9,
+    schedule: Annotated[str, typer.Option(help="constant, linear or cosine.")] = "constant",
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="Keep this noise, and find the regularisation or the epochs instead.")
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            help="Epochs of the run whose regularisation is found, 40 by default; with --noise-multiplier."
+        ),
+    ] = None,
+    delta: Annotated[float, typer.Option(help="Delta of the statement, in (0, 1).")] = 1e-5,
+) -> None:
+    """Ways to reach an epsilon: the least noise at several lengths; or, for a given noise, lambda or epochs."""
+    checks.integer(minimum=1, batches=batches)
+    if epochs is not None and noise_multiplier is None:
+        raise ValueError(
+            f"--epochs = {epochs} does nothing without --noise-multiplier: the table shows several lengths; "
+            "leave it out"
+        )
+    start = ConvexLastIterate(
+        objective=objective,
+        clip=clip,
+        learning_rate=learning_rate,
+        schedule=schedule,
+        batches=batches,
+        epochs=40 if epochs is None else epochs,
+        noise_multiplier=1.0 if noise_multiplier is None else noise_multiplier,
+        final_noise=math.sqrt(batches - 1),
+    )
+    if noise_multiplier is None:
+        found = plans(start, target_epsilon=target_epsilon, delta=delta, epochs=_EPOCHS_SHOWN)
+        print_rows([_plan_row(plan) for plan in found])
+        return
+    for name, solve in (("regularisation", least_regularisation), ("epochs", most_epochs)):
+        try:
+            value = getattr(solve(start, target_epsilon=target_epsilon, delta=delta), name)
+            typer.echo(f"{'least' if name == 'regularisation' else 'most'} {name}: {value:.6g}")
+        except NoGuarantee as refused:
+            typer.echo(f"{name}: {refused}")
+
+
+def _plan_row(plan: Plan) -> dict[str, str]:
+    return {
+        "epochs": str(plan.mechanism.epochs),
+        "noise multiplier": f"{plan.mechanism.noise_multiplier:.4g}",
+        "noise on a weight [C / records]": f"{plan.weight_noise:.4g}",
+        "epsilon": number(plan.epsilon),
+    }
+
+
+def explain_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[THEOREM]", help="The theorem's name; all are listed without one."),
+    ] = None,
+) -> None:
+    """State a theorem that a guarantee cites: its formula, its hypotheses, its proof and the code that uses it."""
+    if name is None:
+        print_table("", ["theorem", "about"], [[one.name, one.title] for one in known_theorems()])
+        return
+    for line in explain_theorem(theorem(name)).splitlines():
+        typer.echo(wrapped(line, indent="  "))
+
+
 def _mechanism_command(kind: type[Mechanism]) -> None:
-    """Mount the command of a mechanism: its fields as options, in the order of its description, steps last."""
+    """Add the command of a mechanism: its required fields as options first, steps last."""
 
     def command(**values: Any) -> None:
         delta, target, as_json = (values.pop(name) for name in _COMMON)
         mechanism = _mechanism(kind, values, target)
         if target is not None:
-            from accounting.calibration import calibrate
-
             mechanism, _ = calibrate(mechanism, target_epsilon=target, delta=delta)
-        from accounting.composition import guarantees
-
         found = kind.noise_field if target is not None else None
         show(guarantees([mechanism], delta=delta), [mechanism], as_json=as_json, found=found)
 
-    options = {field.name: _option(kind, field) for field in sorted(fields(kind), key=_steps_last)}
-    parameters = options | _COMMON
-    command.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
+    ordered = sorted(parameters_of(kind), key=lambda one: (one.name == "steps", not one.required))
+    options = {parameter.name: _option(parameter) for parameter in ordered} | _COMMON
+    command.__annotations__ = {name: annotation for name, (annotation, _) in options.items()}
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads it
         [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-            for name, (annotation, default) in parameters.items()
+            for name, (annotation, default) in options.items()
         ]
     )
     summary = (inspect.getdoc(kind) or kind.kind).split("\n\n")[0]
     app.command(kind.kind.replace("_", "-"), help=_escaped(" ".join(summary.split())))(command)
 
 
-def _steps_last(field: Field[Any]) -> bool:
-    return field.name == "steps"
-
-
-def _option(kind: type[Mechanism], field: Field[Any]) -> tuple[Any, Any]:
+def _option(parameter: Parameter) -> tuple[Any, Any]:
     """Annotation and default of the option that sets a field."""
-    meaning = _meanings(kind).get(field.name, "")
-    if field.name == "layers":
-        return Annotated[
-            list[str] | None,
-            typer.Option(
-                "--layer",
-                metavar="LAYER",
-                help="FAN_IN,WIDTH,GMIN,GMAX and maybe ,positive and ,silent: one for each layer, the output layer "
-                "last. GMIN and GMAX bound the slope |phi'|; positive: every input entry is bounded away from 0; "
-                "silent: no noise on its signal. Such as 785,512,0,1",
-            ),
-        ], None
-    hint = get_type_hints(kind)[field.name]
-    default = None if field.default is MISSING else field.default
-    name = "--" + field.name.replace("_", "-")
-    metavar = None
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        metavar = field.name.upper()  # the choices side by side are wider than a column
+    meaning, metavar, hint = parameter.meaning, None, parameter.value_type
+    if parameter.item is not None:
+        hint, metavar = list[str], parameter.name.upper().rstrip("S")
+    elif issubclass(hint, Enum):
+        metavar = parameter.name.upper()  # the choices in one line are wider than a column
         meaning = f"{' or '.join(choice.value for choice in hint)}: {meaning}"
-    option = typer.Option(name, help=_escaped(meaning), metavar=metavar)
-    return Annotated[hint if default is not None else hint | None, option], default
+    option = typer.Option(_flag(parameter), help=_escaped(meaning), metavar=metavar)
+    return Annotated[hint if parameter.default is not None else hint | None, option], parameter.default
+
+
+def _flag(parameter: Parameter) -> str:
+    """The option's name; one that may be repeated is singular."""
+    name = parameter.name if parameter.item is None else parameter.name.rstrip("s")
+    return "--" + name.replace("_", "-")
 
 
 def _escaped(text: str) -> str:
-    """Brackets that are no markup of rich."""
+    """Brackets that rich must not read as markup."""
     return text.replace("[", r"\[")
 
 
-def _meanings(kind: type[Mechanism]) -> dict[str, str]:
-    """The documented fields of a description and of its bases: name to text."""
-    texts: dict[str, str] = {}
-    for documented in reversed(kind.__mro__):
-        _, _, attributes = (inspect.getdoc(documented) or "").partition("Attributes:\n")
-        entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, flags=re.MULTILINE)
-        texts |= {name: " ".join(text.split()) for name, text in entries}
-    return texts
-
-
 def _mechanism(kind: type[Mechanism], values: dict[str, Any], target: float | None) -> Mechanism:
-    """The description, its noise a place to begin a calibration where it is left out.
+    """The mechanism of the given options; a calibration starts from a placeholder for its noise.
 
     Raises:
         ValueError: A parameter is missing or out of range.
     """
-    if values.get("layers") is not None:
-        values["layers"] = tuple(_layer(text) for text in values["layers"])
     noise, start = kind.noise_field, 1.0
-    if noise == "keep_probability" and values["n_classes"]:  # 0 is refused by the description
+    if noise == "keep_probability" and values["n_classes"]:  # the class itself refuses 0
         start = (1 + 1 / values["n_classes"]) / 2
     if noise is not None and target is not None:
         if values[noise] is not None:
@@ -160,31 +212,14 @@ def _mechanism(kind: type[Mechanism], values: dict[str, Any], target: float | No
                 f"computes the {name.replace('-', ' ')}; leave one of them out"
             )
         values[noise] = start
-    for field in fields(kind):
-        if values[field.name] is None and field.default is MISSING:
-            name = "layer" if field.name == "layers" else field.name.replace("_", "-")
-            remedy = ", or --target-epsilon to have it computed" if field.name == noise else ""
-            raise ValueError(f"--{name} is missing: give it{remedy}")
+    for parameter in parameters_of(kind):
+        item: Any = parameter.item
+        if values[parameter.name] is None and parameter.required:
+            remedy = ", or --target-epsilon to have it computed" if parameter.name == noise else ""
+            raise ValueError(f"{_flag(parameter)} is missing: give it{remedy}")
+        if item is not None:
+            values[parameter.name] = tuple(item.from_text(text) for text in values[parameter.name])
     return kind(**values)
-
-
-def _layer(text: str) -> PublishedLayer:
-    """The layer that FAN_IN,WIDTH,GMIN,GMAX[,positive][,silent] names."""
-    numbers, words = text.split(",")[:4], text.split(",")[4:]
-    if len(numbers) < 4 or not set(words) <= {"positive", "silent"}:
-        raise ValueError(f"--layer {text}: must be FAN_IN,WIDTH,GMIN,GMAX[,positive][,silent]")
-    try:
-        fan_in, width, low, high = int(numbers[0]), int(numbers[1]), float(numbers[2]), float(numbers[3])
-    except ValueError as error:
-        raise ValueError(f"--layer {text}: FAN_IN and WIDTH must be integers, GMIN, GMAX numbers") from error
-    return PublishedLayer(
-        fan_in=fan_in,
-        width=width,
-        gamma_min=low,
-        gamma_max=high,
-        inputs_bounded_below="positive" in words,
-        noised="silent" not in words,
-    )
 
 
 def show(
@@ -195,7 +230,7 @@ def show(
     seed_stored: bool = False,
     found: str | None = None,
 ) -> None:
-    """Print guarantees: JSON, or what a calibration found, a table, and a paragraph for each."""
+    """Print guarantees: as JSON, or as a table with a paragraph for each, after what a calibration found."""
     if as_json:
         content = {
             "guarantees": [guarantee.to_json() for guarantee in guarantees],
@@ -204,35 +239,21 @@ def show(
         }
         typer.echo(json.dumps(content, indent=2))
         return
-    from accounting.explanation import explain
-    from accounting.tables import guarantee_rows, print_rows
-    from opusim.tables import wrapped
-
     if found is not None:
         typer.echo(f"least noise that reaches the target: {found} = {getattr(mechanisms[0], found):.6g}")
     print_rows(guarantee_rows(guarantees, seed_stored=seed_stored), without=["notes"])
     for guarantee in guarantees:
         lines = explain(guarantee, seed_stored=seed_stored).splitlines()
         typer.echo("\n" + "\n".join(wrapped(line, indent="  ") for line in lines))
+    if any(guarantee.source.startswith("theorem ") for guarantee in guarantees):
+        typer.echo("\n`opusim explain THEOREM` states a theorem, its hypotheses and its proof.")
 
 
-_SHOWN: tuple[type[Mechanism], ...] = (
-    RecordCentral,
-    ConvexLastIterate,
-    PrivateSelection,
-    LabelBudget,
-    LabelAmplified,
-    LabelOnce,
-    RandomizedResponse,
-    PoissonGaussian,
-    PoissonLaplace,
-    Gaussian,
-    PublishedPdfa,
-    PublishedUlr,
-    RejectionGaussian,
-    ZoGaussian,
-    ZoLaplace,
-)
-for _kind in _SHOWN:
-    _mechanism_command(_kind)
-convex_cli.mount(app)
+for _name in mechanism_kinds():
+    try:
+        _kind = mechanism_class(_name)
+    except ValueError as _error:
+        _unusable.append(str(_error))
+    else:
+        if _kind.priced:
+            _mechanism_command(_kind)

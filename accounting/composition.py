@@ -1,6 +1,6 @@
-"""A budget stops training before the step that would exceed it.
+"""The guarantee of everything that ran together, and a budget that stops training before a step would exceed it.
 
-Guarantees of everything that ran: descriptions are merged, handed to their accountant, and stated together.
+Equal mechanisms are merged into one with the sum of their steps; the class that defines their `guarantees` states them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Unit
@@ -18,7 +17,7 @@ from opusim import checks
 
 
 def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool = False) -> list[Guarantee]:
-    """The guarantees of all mechanisms together, whatever their order.
+    """Return the guarantees of all mechanisms together, whatever their order.
 
     Args:
         mechanisms: What ran on the same data; at least one.
@@ -26,7 +25,7 @@ def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool 
         enforced: Whether the code that ran them checked the assumptions.
 
     Returns:
-        What their accountant states: one guarantee or several, claimed beside proven.
+        One guarantee or several, such as a paper's claim next to what is proven.
 
     Raises:
         NoGuarantee: No accountant covers these mechanisms together.
@@ -36,16 +35,20 @@ def guarantees(mechanisms: Iterable[Mechanism], *, delta: float, enforced: bool 
     merged = merge(mechanisms)
     if not merged:
         raise NoGuarantee("mechanisms: there is none, nothing was paid for; name at least one")
-    homes = {mechanism.accountant for mechanism in merged}
-    if len(homes) != 1:
+    accountants = {_accountant(type(mechanism)) for mechanism in merged}
+    if len(accountants) != 1:
         kinds = ", ".join(sorted({mechanism.kind for mechanism in merged}))
-        raise NoGuarantee(f"mechanisms {kinds}: no accountant covers them together; state each apart")
-    module, function = homes.pop().split(":")
-    return list(getattr(import_module(module), function)(merged, delta=delta, enforced=enforced))
+        raise NoGuarantee(f"mechanisms {kinds}: no accountant covers them together; state each separately")
+    return accountants.pop().guarantees(merged, delta=delta, enforced=enforced)
+
+
+def _accountant(kind: type[Mechanism]) -> type[Mechanism]:
+    """The class whose `guarantees` a kind uses; mechanisms that share it compose."""
+    return next(base for base in kind.__mro__ if "guarantees" in vars(base))
 
 
 def merge(mechanisms: Iterable[Mechanism]) -> list[Mechanism]:
-    """Equal descriptions as one with the sum of their steps, in an order that does not depend on the input's."""
+    """Return equal mechanisms as one with the sum of their steps, in an order that does not depend on the input's."""
     steps: dict[Mechanism, int] = {}
     for mechanism in mechanisms:
         one = mechanism.repeated(1)
@@ -56,13 +59,13 @@ def merge(mechanisms: Iterable[Mechanism]) -> list[Mechanism]:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The most epsilon at a delta that may be spent, as proven guarantees count it.
+    """The largest epsilon at a delta that may be spent; only proven guarantees count.
 
     Attributes:
         epsilon: Above 0, finite.
         delta: In [0, 1).
-        unit: What is protected; None for whatever the mechanisms protect.
-        adjacency: The relation; None for whatever the mechanisms state.
+        unit: What is protected, or None for what the mechanisms protect.
+        adjacency: The relation, or None for what the mechanisms state.
     """
 
     epsilon: float
@@ -79,7 +82,7 @@ class Budget:
         checks.in_unit_interval(closed="left", delta=self.delta)
 
     def spent(self, mechanisms: Sequence[Mechanism]) -> float:
-        """Epsilon that these mechanisms have cost together; 0 for none, infinity without a proven guarantee."""
+        """Return epsilon of these mechanisms together: 0 for none of them, infinity without a proven guarantee."""
         merged = tuple(merge(mechanisms))
         if not merged:
             return 0.0
@@ -91,9 +94,9 @@ class Budget:
         return self._known[merged]
 
     def would_exceed(self, paid: Sequence[Mechanism], more: Sequence[Mechanism]) -> bool:
-        """Whether more on top of what is paid costs above the budget.
+        """Return whether paying for more would exceed the budget.
 
-        Fewer steps of one mechanism never cost more, so what fits with more steps is not computed again.
+        Fewer steps of one mechanism never cost more, so nothing is computed if more steps are known to fit.
         """
         total = merge([*paid, *more])
         one = total[0].repeated(1) if len(total) == 1 else None
@@ -107,13 +110,13 @@ class Budget:
     def affordable(
         self, paid: Sequence[Mechanism], step: Sequence[Mechanism], wanted: int, *, ahead: int = 0
     ) -> int:
-        """How many steps of up to `wanted` fit; one look where all of them do.
+        """Return how many steps, up to `wanted`, fit; one computation if all of them do.
 
         Args:
-            paid: What was spent before.
+            paid: What has been paid for.
             step: What one step costs.
             wanted: Steps asked for, at least 1.
-            ahead: Steps that may be asked for in the end; where all fit, later questions need no look of their own.
+            ahead: Steps that the whole run may ask for; if all fit, later calls compute nothing.
         """
         checks.integer(minimum=1, wanted=wanted)
         if ahead > wanted:
@@ -136,8 +139,8 @@ class Budget:
         """Refuse a step that would exceed the budget.
 
         Raises:
-            BudgetExceeded: It would; it must not be taken.
-            NoGuarantee: No proven guarantee covers it at all.
+            BudgetExceeded: It would exceed the budget and must not be taken.
+            NoGuarantee: No proven guarantee covers it.
         """
         if not self.would_exceed(paid, step):
             return

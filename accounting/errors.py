@@ -10,7 +10,7 @@ class BudgetExceeded(OpusimError):
 
 
 class NoGuarantee(OpusimError, ValueError):
-    """No theorem covers what was asked; the message names what is missing and which scheme or law would do."""
+    """No theorem covers what was asked; the message names what is missing and what would be covered."""
 
 
 class LedgerCorrupt(OpusimError, ValueError):

@@ -1,4 +1,4 @@
-"""A guarantee in plain words: who is protected from whom, what epsilon means, and on what that rests."""
+"""Guarantees and theorems in plain words: who is protected from whom, what epsilon means, and what it rests on."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status, Unit
 from accounting.tables import number
+from accounting.theorems import Theorem
 
 
 def explain(guarantee: Guarantee, *, seed_stored: bool = False) -> str:
-    """A paragraph about one guarantee for a reader who knows no differential privacy, and what it rests on as a list.
+    """Return a paragraph for a reader who knows no differential privacy, and a list of what the guarantee rests on.
 
     Args:
-        guarantee: What is explained.
+        guarantee: The guarantee.
         seed_stored: Whether the run keeps the seed of its noise (experiment mode).
     """
     text = f"{guarantee.status.value.capitalize()}: {_meaning(guarantee)}"
@@ -25,8 +26,22 @@ def explain(guarantee: Guarantee, *, seed_stored: bool = False) -> str:
     return "\n".join([text, *_conditions(guarantee.assumptions), f"Source: {guarantee.source}."])
 
 
+def explain_theorem(theorem: Theorem) -> str:
+    """Return a theorem as paragraphs: statement, proof, hypotheses, reference, and the code that computes it."""
+    parts = [
+        f"{theorem.name}: {theorem.title}",
+        f"Theorem. {theorem.statement}",
+        f"Proof. {theorem.proof}",
+        *_listed("Hypotheses that training code checks:", theorem.checked_by_code),
+        *_listed("Hypotheses taken on trust:", theorem.trusted),
+        f"Reference: {theorem.reference}.",
+        f"Computed by: {theorem.code}.",
+    ]
+    return "\n".join([*parts, f"Derived in the documentation: {theorem.page}."] if theorem.page else parts)
+
+
 def most_hits(epsilon: float, delta: float, false_alarms: float) -> float:
-    """The largest true positive rate of any attack: min(1, e^eps f + delta, 1 - e^-eps (1 - f - delta)).
+    """Return the largest true positive rate of any attack: min(1, e^eps f + delta, 1 - e^-eps (1 - f - delta)).
 
     Args:
         epsilon: At least 0, maybe infinite.
@@ -72,7 +87,7 @@ def _object(guarantee: Guarantee) -> str:
 def _seen(guarantee: Guarantee) -> str:
     if guarantee.release is Release.LAST_ITERATE:
         return "the trained model, and nothing of its training"
-    return "all that is released (of a training: the model after every update)"
+    return "all that is released (of a training run: the model after every update)"
 
 
 def _question(guarantee: Guarantee) -> str:
@@ -104,7 +119,7 @@ def _attack(guarantee: Guarantee) -> str:
 
 
 def _conditions(assumptions: Sequence[Assumption]) -> list[str]:
-    """What failed, what is taken on trust, and what was checked."""
+    """What fails, what is taken on trust, and what was checked."""
     headings = {
         False: "Not true here:",
         None: "Taken on trust, not checked:",
@@ -113,5 +128,9 @@ def _conditions(assumptions: Sequence[Assumption]) -> list[str]:
     lines = []
     for holds, heading in headings.items():
         texts = [assumption.text for assumption in assumptions if assumption.holds is holds]
-        lines += [heading, *(f"- {text}" for text in texts)] if texts else []
+        lines += _listed(heading, texts)
     return lines
+
+
+def _listed(heading: str, texts: Sequence[str]) -> list[str]:
+    return [heading, *(f"- {text}" for text in texts)] if texts else []

@@ -1,13 +1,15 @@
-"""What is said about a mechanism's privacy: never a bare epsilon."""
+"""A privacy statement about a mechanism: never an epsilon without its unit, relation, release and status."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from accounting.errors import NoGuarantee
+from accounting.json_records import from_json, to_json
 from opusim import checks
 
 
@@ -17,7 +19,7 @@ class Status(StrEnum):
     PROVEN = "proven"
     """A theorem covers the code as it ran: this sampler, this clipping, this noise, this release."""
     PROVEN_UNDER_DEVICE_MODEL = "proven under a device model"
-    """As above, given a stated model of the device's noise."""
+    """As above, given a stated law of the device's noise."""
     CLAIMED = "claimed"
     """A paper's formula, some of whose hypotheses do not hold here."""
     NONE = "none"
@@ -46,11 +48,35 @@ class Adjacency(StrEnum):
 
 
 class Release(StrEnum):
-    """What the adversary sees."""
+    """What the attacker sees."""
 
     EVERY_UPDATE = "every update"
     EVERY_READING = "every reading"
     LAST_ITERATE = "last iterate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpsilonBounds:
+    """An epsilon enclosed by the numerics: lower <= epsilon(delta) <= upper.
+
+    Attributes:
+        lower: 0 if the numerics give no lower bound.
+        upper: May be infinite.
+        method: How the upper bound was computed, with its resolution.
+
+    Raises:
+        NoGuarantee: The bounds contradict each other, or one is NaN.
+    """
+
+    lower: float
+    upper: float
+    method: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lower <= self.upper:  # also refuses NaN
+            raise NoGuarantee(
+                f"numerics: epsilon between {self.lower} and {self.upper} is no interval ({self.method}); report this"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +85,7 @@ class Assumption:
 
     Attributes:
         text: The hypothesis, as a sentence.
-        holds: True where the code checked or enforces it, False where it fails, None where it is taken on trust.
+        holds: True if the code checked or enforces it, False if it fails, None if it is taken on trust.
     """
 
     text: str
@@ -68,22 +94,22 @@ class Assumption:
 
 @dataclass(frozen=True, kw_only=True)
 class Guarantee:
-    """(epsilon, delta)-differential privacy, with all that the two numbers mean.
+    """A statement of (epsilon, delta)-differential privacy, with everything that gives the two numbers a meaning.
 
     Attributes:
-        epsilon: An upper bound, at least 0; infinity where there is none. Numerical error is included.
+        epsilon: An upper bound, at least 0, numerical error included; infinite if there is none.
         delta: In [0, 1).
         unit: What is protected.
         adjacency: Which data sets count as neighbours.
-        release: What the adversary sees.
+        release: What the attacker sees.
         status: How far this can be trusted.
         mechanism: What ran, in a few words.
-        source: Paper and equation, or theorem.
+        source: The theorem's name (see `opusim explain`), or the paper and equation, and the numerical method.
         assumptions: Every hypothesis, checked, failed or taken on trust.
-        epsilon_lower: A lower bound on the same epsilon from the numerics, so that the error is known; None where the
-            value is exact.
+        epsilon_lower: A lower bound on the same epsilon, so that the numerical error is known; None if the value is
+            exact.
         formula_value: A paper's formula with its hypotheses taken as given (claimed statements only).
-        reason: Why epsilon is infinite; None where it is finite.
+        reason: Why epsilon is infinite; None if it is finite.
 
     Raises:
         ValueError: A number out of range; an infinite epsilon without a reason; a proven statement one of whose
@@ -126,34 +152,23 @@ class Guarantee:
 
     @property
     def is_proven(self) -> bool:
-        """Whether a theorem stands behind it, maybe under a device model; only such statements count for a budget."""
+        """Whether a theorem supports it, possibly under a device model; a budget counts only such statements."""
         return self.status in (Status.PROVEN, Status.PROVEN_UNDER_DEVICE_MODEL)
 
     @property
     def failed_assumptions(self) -> tuple[Assumption, ...]:
-        """The hypotheses that do not hold here."""
+        """The hypotheses that fail for this mechanism."""
         return tuple(assumption for assumption in self.assumptions if assumption.holds is False)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; an infinite number becomes the string "inf"."""
-        return {key: _plain(value) for key, value in asdict(self).items()}
+        """Return plain JSON values; an infinite number becomes the string "inf"."""
+        return to_json(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Guarantee:
-        """The guarantee that `to_json` wrote."""
-        values = dict(content)
-        for key in ("epsilon", "epsilon_lower", "formula_value"):
-            if values.get(key) is not None:
-                values[key] = float(values[key])
-        kinds = {"unit": Unit, "adjacency": Adjacency, "release": Release, "status": Status}
-        values |= {key: kind(values[key]) for key, kind in kinds.items()}
-        values["assumptions"] = tuple(Assumption(**assumption) for assumption in values["assumptions"])
-        return cls(**values)
+        """Read back what `to_json` returned.
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and math.isinf(value):
-        return "inf"
-    if isinstance(value, StrEnum):
-        return value.value
-    return list(value) if isinstance(value, tuple) else value
+        Raises:
+            ValueError: The content is not that of a guarantee.
+        """
+        return from_json(cls, content)

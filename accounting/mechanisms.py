@@ -1,357 +1,385 @@
-"""What ran, as frozen data: a mechanism's description knows its parameters, its text and its event, and no arithmetic.
+"""What ran, as frozen records: a mechanism's parameters, its description, and the guarantee of several together.
 
-An accountant reads descriptions; a ledger writes them (`Mechanism.to_json`) and reads them back
-(`mechanism_from_json`). A new kind is a frozen dataclass with `@register_mechanism`, whose module is named in `_HOMES`.
+A mechanism is a frozen dataclass with a `kind`, found through the entry-point group `opusim.mechanisms`, ours as much
+as those of other packages:
 
-Noise multipliers are always the noise's standard deviation over C, the largest norm that one record can add to the
-sum (the clip norm), whatever the relation. Replacing a record then moves the sum by up to 2 C: accountants count that
-themselves, so one description means one mechanism.
+    [project.entry-points."opusim.mechanisms"]
+    my_noise = "my_package:MyNoise"
+
+    @dataclass(frozen=True, kw_only=True)
+    class MyNoise(Mechanism):
+        \"\"\"One line for `opusim account --help`.\"\"\"
+
+        scale: Annotated[float, Doc("b > 0, the noise's scale."), checks.positive]
+
+        kind: ClassVar[str] = "my_noise"
+        noise_field: ClassVar[str | None] = "scale"
+
+        def describe(self) -> str: ...
+
+        @classmethod
+        def guarantees(cls, mechanisms, *, delta, enforced): ...
+
+`opusim account my-noise` then has an option for each field, ledgers write and read it, and it composes with every
+mechanism that inherits the same `guarantees`.
+
+Noise multipliers are always the noise's standard deviation over C, the largest norm that one record can add to the sum
+(the clip norm), whatever the relation. Replacing a record moves the sum by up to 2 C: accountants count that
+themselves, so that one record describes one mechanism.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from enum import Enum
+from functools import cache, partial
+from importlib.metadata import EntryPoint, entry_points
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+
+from typing_extensions import Doc
 
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Unit
+from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Status, Unit
+from accounting.json_records import from_json, to_json
+from accounting.theorems import Theorem
 from opusim import checks
 
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
-
 SCHEMA_VERSION = 1
+ENTRY_POINT_GROUP = "opusim.mechanisms"
 
-_HOMES = {
-    "poisson_gaussian": "accounting.mechanisms",
-    "poisson_laplace": "accounting.mechanisms",
-    "gaussian": "accounting.mechanisms",
-    "randomized_response": "accounting.mechanisms",
-    "record_central": "accounting.records.mechanisms",
-    "unprotected": "accounting.records.mechanisms",
-    "convex": "accounting.convex.mechanisms",
-    "record_replaced": "accounting.convex.mechanisms",
-    "private_selection": "accounting.selection.mechanism",
-    "label_amplified": "accounting.labels.mechanisms",
-    "label_budget": "accounting.labels.mechanisms",
-    "label_once": "accounting.labels.mechanisms",
-    "zo_gaussian": "accounting.zeroth_order.mechanisms",
-    "zo_laplace": "accounting.zeroth_order.mechanisms",
-    "pdfa_published": "accounting.pdfa.mechanisms",
-    "pdfa_without_formula": "accounting.pdfa.mechanisms",
-    "ulr_published": "accounting.ulr.mechanisms",
-    "rejection_gaussian": "accounting.ulr.mechanisms",
-}
-"""The module of every kind that a ledger may name."""
+Count = Annotated[int, partial(checks.integer, minimum=1)]
+Positive = Annotated[float, checks.positive]
+NonNegative = Annotated[float, checks.non_negative]
+SamplingProbability = Annotated[
+    float,
+    Doc("q in (0, 1], the probability with which each record enters a batch."),
+    partial(checks.in_unit_interval, closed="right"),
+]
+ErrorProbability = Annotated[
+    float,
+    Doc(
+        "Probability in [0, 1) that the certificate of the device's noise is wrong; one certificate covers all steps."
+    ),
+    partial(checks.in_unit_interval, closed="left"),
+]
+DeviceNoise = Annotated[bool, Doc("Whether the credited noise is a device's, of Gaussian law.")]
+"""Types of fields with their rules; a field may add its own `Doc`."""
 
 _KINDS: dict[str, type[Mechanism]] = {}
+_INSTALLED: dict[str, EntryPoint] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism(ABC):
     """A mechanism that ran `steps` times, each time on the same data with fresh noise.
 
+    A subclass annotates each field with `Annotated[type, Doc("meaning"), rule]`: the meaning becomes the help of its
+    option in `opusim account`, and a rule is called as `rule(field=value)` and raises ValueError.
+
     Attributes:
-        steps: How often it ran, at least 1.
-        kind: Its name in ledgers.
-        accountant: Where its guarantees are computed, as "module:function"; the function takes a sequence of
-            descriptions that name it, `delta` and `enforced`, and returns a list of `Guarantee`.
+        kind: Its name in ledgers; a subclass that sets it is registered.
         unit: What one neighbouring change concerns.
-        noise_field: The parameter that a calibration sets; None where there is none.
-        absent_means: Parameters that ledgers of earlier versions lack, each with the value that stands for its absence.
+        noise_field: The parameter that a calibration sets, or None if it has none.
+        noise_is_inverse: Whether the noise is 1 over that parameter, as for a mechanism that states its mu.
+        priced: Whether `opusim account` has a command for it.
+        absent_means: Parameters that ledgers of earlier versions lack, each with the value that its absence means.
     """
 
-    steps: int = 1
+    steps: Annotated[Count, Doc("How often it ran, at least 1.")] = 1
 
     kind: ClassVar[str]
-    accountant: ClassVar[str] = "accounting.standard:guarantees"
     unit: ClassVar[Unit] = Unit.RECORD
     noise_field: ClassVar[str | None] = None
+    noise_is_inverse: ClassVar[bool] = False
+    priced: ClassVar[bool] = True
     absent_means: ClassVar[Mapping[str, Any]] = {}
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "kind" in vars(cls):
+            known = _KINDS.setdefault(cls.kind, cls)
+            if known.__qualname__ != cls.__qualname__ or known.__module__ != cls.__module__:
+                raise ValueError(f"kind = {cls.kind!r}: is taken by {known.__module__}; choose another")
+            _KINDS[cls.kind] = cls
+
     def __post_init__(self) -> None:
-        checks.integer(minimum=1, steps=self.steps)
-        object.__setattr__(self, "steps", int(self.steps))
+        for parameter in parameters_of(type(self)):
+            value = getattr(self, parameter.name)
+            if value is None and parameter.default is None:
+                continue
+            for rule in parameter.rules:
+                rule(**{parameter.name: value})
+            if parameter.value_type in (int, float) or issubclass(parameter.value_type, Enum):
+                object.__setattr__(self, parameter.name, parameter.value_type(value))
 
     @abstractmethod
     def describe(self) -> str:
-        """What ran, in a few words."""
+        """Return what ran, in a few words."""
 
+    @classmethod
     @abstractmethod
-    def event(self) -> DpEvent:
-        """The event of all steps, for any accountant of dp_accounting."""
+    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
+        """Return the guarantees of several mechanisms together, all of classes that share this method.
+
+        Args:
+            mechanisms: At least one; no two differ in `steps` only.
+            delta: In [0, 1).
+            enforced: Whether the code that ran them checked what code can check.
+
+        Raises:
+            NoGuarantee: No theorem covers them together.
+        """
 
     @property
     def noise(self) -> float:
         """How strong the noise is: more of it never costs more epsilon.
 
         Raises:
-            NoGuarantee: It has none that could be set.
+            NoGuarantee: The mechanism has no noise that could be set.
         """
-        return float(getattr(self, self._noise_parameter()))
+        value = float(getattr(self, self._noise_parameter()))
+        return 1 / value if self.noise_is_inverse else value
 
     def repeated(self, steps: int) -> Self:
-        """The same mechanism with another number of steps."""
+        """Return the same mechanism with another number of steps."""
         return replace(self, steps=steps)
 
     def with_noise(self, noise: float) -> Self:
-        """The same mechanism with another `noise`.
+        """Return the same mechanism with another `noise`.
 
         Raises:
-            NoGuarantee: It has none that could be set.
+            NoGuarantee: The mechanism has no noise that could be set.
         """
-        changes: dict[str, Any] = {self._noise_parameter(): noise}
+        changes: dict[str, Any] = {self._noise_parameter(): 1 / noise if self.noise_is_inverse else noise}
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values, with kind and schema version."""
-        return {"kind": self.kind, "schema_version": SCHEMA_VERSION} | {
-            key: getattr(value, "value", value) for key, value in asdict(self).items()
-        }
+        """Return plain JSON values, with kind and schema version."""
+        return {"kind": self.kind, "schema_version": SCHEMA_VERSION} | to_json(self)
 
     def _noise_parameter(self) -> str:
         if self.noise_field is None:
             raise NoGuarantee(f"mechanism {self.kind!r}: has no noise that could be set to reach a target")
         return self.noise_field
 
-    def _to_floats(self, *names: str) -> None:
-        """Store numbers as floats: dp_accounting drops compositions of an int or a numpy float32."""
-        for name in names:
-            object.__setattr__(self, name, float(getattr(self, name)))
+
+@dataclass(frozen=True)
+class Parameter:
+    """A field of a mechanism, as its annotation describes it.
+
+    Attributes:
+        name: The field.
+        value_type: Its type, without None.
+        item: The type of its elements if it is a tuple, else None.
+        meaning: The text of its `Doc`.
+        rules: Checkers, each called with the value under the field's name.
+        default: None if it has none or is None.
+        required: Whether it has no default.
+    """
+
+    name: str
+    value_type: type
+    item: type | None
+    meaning: str
+    rules: tuple[Callable[..., None], ...]
+    default: Any
+    required: bool
 
 
-def leaving_out(relation: str) -> Adjacency:
-    """The relation of a mechanism whose sum moves by at most C: add_or_remove_one or zero_out.
+def _is_annotated(hint: Any) -> bool:
+    return get_origin(hint) is Annotated
+
+
+@cache
+def parameters_of(kind: type[Mechanism]) -> tuple[Parameter, ...]:
+    """Return the fields of a mechanism, in their order."""
+    hints = get_type_hints(kind, include_extras=True)
+    found = []
+    for field in fields(kind):
+        hint, *extras = (
+            get_args(hints[field.name]) if _is_annotated(hints[field.name]) else [hints[field.name]]
+        )
+        if get_origin(hint) in (Union, UnionType):
+            (hint,) = (part for part in get_args(hint) if part is not NoneType)
+        meanings = [extra.documentation for extra in extras if isinstance(extra, Doc)]
+        items = get_args(hint)
+        default = None if field.default is MISSING else field.default
+        found.append(
+            Parameter(
+                name=field.name,
+                value_type=get_origin(hint) or hint,
+                item=items[0] if items else None,
+                meaning=meanings[-1] if meanings else "",
+                rules=tuple(extra for extra in extras if callable(extra)),
+                default=default,
+                required=field.default is MISSING,
+            )
+        )
+    return tuple(found)
+
+
+def mechanism_class(kind: str) -> type[Mechanism]:
+    """Return the class of a kind, importing the package whose entry point names it.
 
     Raises:
-        ValueError: It is another.
+        ValueError: No class has this kind; the message lists those that do.
     """
-    if relation not in (Adjacency.ADD_OR_REMOVE_ONE, Adjacency.ZERO_OUT):
-        raise ValueError(f"relation = {str(relation)!r}: must be 'add_or_remove_one' or 'zero_out'")
-    return Adjacency(relation)
+    if kind not in _KINDS:
+        if kind not in _INSTALLED:
+            mechanism_kinds()
+        if kind in _INSTALLED:
+            _load(_INSTALLED[kind])
+    if kind not in _KINDS:
+        raise ValueError(
+            f"kind = {kind!r}: must be one of {', '.join(mechanism_kinds())}; read it with the opusim that wrote "
+            "it, or install the package that has this mechanism"
+        )
+    return _KINDS[kind]
 
 
-def counted(number: int, word: str) -> str:
-    """A number and its noun, such as "1 step" or "3,150 steps"."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
+def mechanism_kinds() -> list[str]:
+    """Return the kinds that `mechanism_class` knows, registered or installed, in alphabetical order."""
+    _INSTALLED.update({point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)})
+    return sorted({*_KINDS, *_INSTALLED})
 
 
-def register_mechanism(kind: type[Mechanism]) -> type[Mechanism]:
-    """Make a class known under its `kind`; its module must stand in `_HOMES` to be found by a ledger."""
-    _KINDS[kind.kind] = kind
-    return kind
+def _load(point: EntryPoint) -> None:
+    try:
+        found = point.load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"mechanism {point.name!r}: {point.value} cannot be imported ({error}); repair or remove that package"
+        ) from error
+    if getattr(found, "kind", None) != point.name:
+        raise ValueError(
+            f"mechanism {point.name!r}: {point.value} is no Mechanism of that kind; repair its entry point"
+        )
 
 
 def mechanism_from_json(content: Mapping[str, Any]) -> Mechanism:
-    """The description that `Mechanism.to_json` wrote.
+    """Read back what `Mechanism.to_json` returned.
 
     Raises:
-        ValueError: The kind, the schema version or a parameter is not known, one is missing or out of range.
+        ValueError: The kind, the schema version or a parameter is unknown, or one is missing or out of range.
     """
     values = dict(content)
     kind, version = values.pop("kind", None), values.pop("schema_version", None)
-    if kind not in _HOMES:
-        raise ValueError(
-            f"kind = {kind!r}: must be one of {', '.join(_HOMES)}; read it with the opusim that wrote it"
-        )
+    found = mechanism_class(str(kind))
     if version != SCHEMA_VERSION:
         raise ValueError(
             f"schema_version = {version!r}: must be {SCHEMA_VERSION}; read it with the opusim that wrote it"
         )
-    import_module(_HOMES[kind])
-    values = {**_KINDS[kind].absent_means, **values}
-    names = {field.name for field in fields(_KINDS[kind])}
-    if set(values) != names:
-        odd = ", ".join(sorted(set(values) ^ names))
+    values = {**found.absent_means, **values}
+    odd = set(values) ^ {parameter.name for parameter in parameters_of(found)}
+    if odd:
         raise ValueError(
-            f"{kind}: parameters missing or not known: {odd}; read it with the opusim that wrote it"
+            f"{kind}: parameters missing or not known: {', '.join(sorted(odd))}; read it with the opusim that wrote it"
         )
-    return _KINDS[kind](**values)
+    return from_json(found, values)
 
 
-@register_mechanism
-@dataclass(frozen=True, kw_only=True)
-class PoissonGaussian(Mechanism):
-    """Sum over a Poisson batch of vectors with norm at most C, plus N(0, (z C)^2) in every coordinate.
+def counted(number: int, word: str) -> str:
+    """Return a number and its noun, such as "1 step" or "3,150 steps"."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
-    Attributes:
-        noise_multiplier: z, above 0: standard deviation over C.
-        sampling_probability: q in (0, 1], the probability with which each record enters a batch.
-        adjacency: Add or remove a record, or replace it by a null record (the sum moves by C), or by another (by 2 C).
+
+def described(mechanisms: Sequence[Mechanism]) -> str:
+    """Return the descriptions of several mechanisms in one line."""
+    return "; ".join(mechanism.describe() for mechanism in mechanisms)
+
+
+def require_text(remedy: str) -> Callable[..., None]:
+    """Return a rule that refuses an empty text; the remedy says what to write."""
+
+    def rule(**texts: str) -> None:
+        for name, text in texts.items():
+            if not text.strip():
+                raise ValueError(f"{name} = '': {remedy}")
+
+    return rule
+
+
+def proven_guarantee(
+    mechanisms: Sequence[Mechanism],
+    *,
+    theorem: Theorem,
+    bounds: EpsilonBounds,
+    delta: float,
+    adjacency: Adjacency,
+    assumptions: tuple[Assumption, ...],
+    device_model: bool = False,
+    reason: str | None = None,
+    release: Release = Release.EVERY_UPDATE,
+    detail: str = "",
+) -> Guarantee:
+    """Return the statement that a theorem makes about several mechanisms together.
+
+    Args:
+        mechanisms: What ran, at least one, all of the same unit.
+        theorem: What proves it.
+        bounds: Epsilon at this delta, possibly infinite.
+        delta: In [0, 1).
+        adjacency: The relation that the bounds are about.
+        assumptions: Hypotheses of the theorem.
+        device_model: Whether a stated law of a device's noise is among them.
+        reason: Why epsilon is infinite, if it is; by default that delta is 0 or the noise too small.
+        release: What the attacker sees.
+        detail: An intermediate number for the source, such as "mu = 0.7".
     """
-
-    noise_multiplier: float
-    sampling_probability: float
-    adjacency: Adjacency = Adjacency.ADD_OR_REMOVE_ONE
-
-    kind: ClassVar[str] = "poisson_gaussian"
-    noise_field: ClassVar[str | None] = "noise_multiplier"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive(noise_multiplier=self.noise_multiplier)
-        checks.in_unit_interval(closed="right", sampling_probability=self.sampling_probability)
-        object.__setattr__(self, "adjacency", Adjacency(self.adjacency))
-        self._to_floats("noise_multiplier", "sampling_probability")
-
-    def describe(self) -> str:
-        """What ran, in a few words."""
-        return (
-            f"Gaussian noise, multiplier {self.noise_multiplier:g}, on Poisson batches "
-            f"(q = {self.sampling_probability:g}), {counted(self.steps, 'step')}"
-        )
-
-    def event(self) -> DpEvent:
-        """Self-composed Poisson-sampled Gaussian; z over C, which dp_accounting's PLD takes for either relation."""
-        import dp_accounting as dp
-
-        step = dp.PoissonSampledDpEvent(self.sampling_probability, dp.GaussianDpEvent(self.noise_multiplier))
-        return dp.SelfComposedDpEvent(step, self.steps)
+    infinite = math.isinf(bounds.upper)
+    source = [theorem.citation, detail, "" if infinite else bounds.method]
+    return Guarantee(
+        epsilon=bounds.upper,
+        delta=delta,
+        unit=mechanisms[0].unit,
+        adjacency=adjacency,
+        release=release,
+        status=proven_status(bounds.upper, device_model=device_model),
+        mechanism=described(mechanisms),
+        source="; ".join(part for part in source if part),
+        assumptions=assumptions,
+        epsilon_lower=None if infinite or bounds.lower == bounds.upper else bounds.lower,
+        reason=(reason or _infinite_reason(delta)) if infinite else None,
+    )
 
 
-@register_mechanism
-@dataclass(frozen=True, kw_only=True)
-class Gaussian(Mechanism):
-    """Sum over all records of vectors with norm at most C, plus N(0, (z C)^2) in every coordinate: no sampling.
+def proven_status(epsilon: float, *, device_model: bool) -> Status:
+    """Return `none` for an infinite epsilon, else `proven`, or `proven under a device model` for a device's noise.
 
-    Attributes:
-        noise_multiplier: z, above 0: standard deviation over C.
-        adjacency: Add or remove a record, or replace it by a null record (the sum moves by C), or by another (by 2 C).
+    Args:
+        epsilon: What the theorem gives, at least 0, possibly infinite.
+        device_model: Whether a stated law of a device's noise is among the assumptions.
     """
-
-    noise_multiplier: float
-    adjacency: Adjacency = Adjacency.ADD_OR_REMOVE_ONE
-
-    kind: ClassVar[str] = "gaussian"
-    noise_field: ClassVar[str | None] = "noise_multiplier"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive(noise_multiplier=self.noise_multiplier)
-        object.__setattr__(self, "adjacency", Adjacency(self.adjacency))
-        self._to_floats("noise_multiplier")
-
-    def describe(self) -> str:
-        """What ran, in a few words."""
-        return f"Gaussian noise, multiplier {self.noise_multiplier:g}, on all records, {counted(self.steps, 'step')}"
-
-    def event(self) -> DpEvent:
-        """Self-composed Gaussian."""
-        import dp_accounting as dp
-
-        return dp.SelfComposedDpEvent(dp.GaussianDpEvent(self.noise_multiplier), self.steps)
+    if math.isinf(epsilon):
+        return Status.NONE
+    return Status.PROVEN_UNDER_DEVICE_MODEL if device_model else Status.PROVEN
 
 
-@register_mechanism
-@dataclass(frozen=True, kw_only=True)
-class PoissonLaplace(Mechanism):
-    """Sum over a Poisson batch of scalars of size at most C, plus Laplace noise of scale b C.
+def spend_certificates(
+    delta: float, betas: Sequence[float], bounds: Callable[[float], EpsilonBounds]
+) -> tuple[EpsilonBounds, str | None]:
+    """Return bounds at the delta that is left once the device's certificates may fail.
 
-    Attributes:
-        scale: b, above 0: the Laplace scale over C.
-        sampling_probability: q in (0, 1].
-        adjacency: Add or remove a record, or replace it by a null record (the sum moves by C), or by another (by 2 C).
+    Args:
+        delta: In [0, 1).
+        betas: The certificates' probabilities of error, which add up.
+        bounds: Computes bounds on epsilon at a delta.
+
+    Returns:
+        The bounds, and the reason if they are infinite because of the certificates, else None.
     """
-
-    scale: float
-    sampling_probability: float
-    adjacency: Adjacency = Adjacency.ADD_OR_REMOVE_ONE
-
-    kind: ClassVar[str] = "poisson_laplace"
-    noise_field: ClassVar[str | None] = "scale"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive(scale=self.scale)
-        checks.in_unit_interval(closed="right", sampling_probability=self.sampling_probability)
-        object.__setattr__(self, "adjacency", Adjacency(self.adjacency))
-        self._to_floats("scale", "sampling_probability")
-
-    def describe(self) -> str:
-        """What ran, in a few words."""
-        return (
-            f"Laplace noise, scale {self.scale:g}, on Poisson batches (q = {self.sampling_probability:g}), "
-            f"{counted(self.steps, 'step')}"
-        )
-
-    def event(self) -> DpEvent:
-        """Self-composed Poisson-sampled Laplace."""
-        import dp_accounting as dp
-
-        step = dp.PoissonSampledDpEvent(self.sampling_probability, dp.LaplaceDpEvent(self.scale))
-        return dp.SelfComposedDpEvent(step, self.steps)
+    beta = math.fsum(betas)
+    if beta == 0 or delta > beta:
+        return bounds(delta - beta), None
+    nothing = EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers")
+    return nothing, f"delta = {delta:g} must exceed beta = {beta:g}, the certificates' own error"
 
 
-@register_mechanism
-@dataclass(frozen=True, kw_only=True)
-class RandomizedResponse(Mechanism):
-    """A label stays with probability `keep_probability`, else it becomes one of the others, each as likely.
-
-    Attributes:
-        keep_probability: Above 1 / n_classes (there it says nothing) and below 1.
-        n_classes: k, at least 2.
-    """
-
-    keep_probability: float
-    n_classes: int
-
-    kind: ClassVar[str] = "randomized_response"
-    unit: ClassVar[Unit] = Unit.LABEL
-    noise_field: ClassVar[str | None] = "keep_probability"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.integer(minimum=2, n_classes=self.n_classes)
-        if not 1 / self.n_classes < self.keep_probability < 1:
-            raise ValueError(
-                f"keep_probability = {self.keep_probability!r}: must lie in (1 / n_classes, 1), "
-                f"here ({1 / self.n_classes:g}, 1)"
-            )
-        object.__setattr__(self, "n_classes", int(self.n_classes))
-        self._to_floats("keep_probability")
-
-    @classmethod
-    def from_epsilon(cls, epsilon: float, n_classes: int, steps: int = 1) -> RandomizedResponse:
-        """The response with e^epsilon = keep (k - 1) / (1 - keep), per step.
-
-        Raises:
-            ValueError: epsilon is not above 0, or so large that the label always stays.
-        """
-        checks.positive(epsilon=epsilon)
-        checks.integer(minimum=2, n_classes=n_classes)
-        keep = 1 / (1 + (n_classes - 1) * math.exp(-epsilon))
-        if keep == 1:
-            raise ValueError(f"epsilon = {epsilon:g}: is so large that the label always stays; ask for less")
-        return cls(keep_probability=keep, n_classes=n_classes, steps=steps)
-
-    @property
-    def noise(self) -> float:
-        """1 / epsilon of one response."""
-        return 1 / self.step_epsilon
-
-    def with_noise(self, noise: float) -> RandomizedResponse:
-        """The response of epsilon = 1 / noise."""
-        return RandomizedResponse.from_epsilon(1 / noise, self.n_classes, self.steps)
-
-    @property
-    def step_epsilon(self) -> float:
-        """log(keep (k - 1) / (1 - keep)), the pure epsilon of one response."""
-        return math.log(self.keep_probability * (self.n_classes - 1) / (1 - self.keep_probability))
-
-    def describe(self) -> str:
-        """What ran, in a few words."""
-        times = "" if self.steps == 1 else f", {self.steps:,} fresh responses for each label"
-        return (
-            f"randomized response over {self.n_classes} labels, kept with {self.keep_probability:.4g}{times}"
-        )
-
-    def event(self) -> DpEvent:
-        """The steps one by one: dp_accounting's PLD ignores the count of this event."""
-        import dp_accounting as dp
-
-        noise = (1 - self.keep_probability) * self.n_classes / (self.n_classes - 1)
-        return dp.ComposedDpEvent([dp.RandomizedResponseDpEvent(noise, self.n_classes)] * self.steps)
+def _infinite_reason(delta: float) -> str:
+    if delta == 0:
+        return "Gaussian noise has no finite epsilon at delta = 0; state a delta above 0"
+    return f"no finite epsilon at delta = {delta:g} was found; use more noise or a larger delta"

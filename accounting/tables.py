@@ -1,4 +1,4 @@
-"""Guarantees as rows of words, for tables on screen and on paper: never a bare epsilon."""
+"""Guarantees as rows of text, for tables on screen and on paper."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from opusim.tables import print_table
 
 
 def guarantee_rows(guarantees: Iterable[Guarantee], *, seed_stored: bool = False) -> list[dict[str, str]]:
-    """One row a statement: status, epsilon, delta, protects, released, mechanism, notes.
+    """Return one row per guarantee: status, epsilon, delta, protects, released, mechanism, notes.
 
     Args:
-        guarantees: The statements.
+        guarantees: The guarantees.
         seed_stored: Whether the run keeps the seed of its noise (experiment mode), which a finite epsilon forbids.
     """
     return [
@@ -31,7 +31,7 @@ def guarantee_rows(guarantees: Iterable[Guarantee], *, seed_stored: bool = False
 
 
 def number(epsilon: float) -> str:
-    """An epsilon in words: three decimals, whole numbers from 1,000 on, three digits of what is smaller or larger."""
+    """Return an epsilon as text: three decimals, whole numbers from 1,000 on, three digits below 0.01 or from 10^6."""
     if math.isinf(epsilon):
         return "infinite"
     if 1e3 <= epsilon < 1e6:
@@ -40,7 +40,7 @@ def number(epsilon: float) -> str:
 
 
 def print_rows(rows: Sequence[dict[str, str]], *, without: Sequence[str] = ()) -> None:
-    """Print rows of equal keys as a table that breaks no word.
+    """Print rows with equal keys as a table that breaks no word.
 
     Args:
         rows: At least one.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
 
 project = "opusim"
 author = copyright = "The opusim authors"
@@ -56,25 +58,52 @@ def _escape(text: str) -> str:
 def _plain_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Docstrings are plain text with formulas, so that `|x|` and `B x * 2` mean what they say."""
     lines[:] = [_escape(line) for line in lines]
+    if what == "property":
+        lines.insert(0, "")  # napoleon would take what stands before a colon in the first line for a type
 
 
-_SHOWN = {"benchmarks": "benchmarks/README.md", "contributing": "CONTRIBUTING.md"}
-"""Pages of the site that show a file of the repository."""
+_GENERATED = DOCS / "generated"
+_SHOWN = {
+    file: _GENERATED / f"{'-'.join(file.relative_to(ROOT).parent.parts) or file.stem.lower()}.md"
+    for file in (ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("benchmarks/**/README.md")))
+}
+"""Files of the repository that the site shows as pages."""
+
+
+def _linked(text: str, file: Path, page: Path) -> str:
+    """Turn the links that are right in a file of the repository into those of a page of the site."""
+
+    def link(match: re.Match[str]) -> str:
+        words, name, anchor = match.groups()
+        target = (file.parent / name).resolve()
+        if target.is_dir() or (
+            target.suffix == ".md" and DOCS not in target.parents and target not in _SHOWN
+        ):
+            return words
+        return f"[{words}]({os.path.relpath(_SHOWN.get(target, target), page.parent)}{anchor or ''})"
+
+    return re.sub(r"(?<!!)\[([^\]]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]+)?\)", link, text)
+
+
+def _show_files(app: Any) -> None:
+    """Write the pages that show files of the repository; those of the benchmarks' folders below their index."""
+    _GENERATED.mkdir(exist_ok=True)
+    for file, page in _SHOWN.items():
+        page.write_text(_linked(file.read_text(), file, page))
+    folders = [page.stem for page in _SHOWN.values() if page.stem.startswith("benchmarks-")]
+    with (_GENERATED / "benchmarks.md").open("a") as index:
+        index.write("\n".join(("", "```{toctree}", ":hidden:", "", *folders, "```", "")))
 
 
 def _repository_links(app: Any, page: str, source: list[str]) -> None:
-    """Show files of the repository as pages, and point links that are right in the repository at these pages."""
-    if page in _SHOWN:
-        folder = Path(_SHOWN[page]).parent
-        text = (ROOT / _SHOWN[page]).read_text()
-        text = re.sub(r"\]\((?=[\w/.-]+[)#])(?!\.\./docs/|docs/)", f"](../{folder}/", text)
-        source[0] = re.sub(r"\]\((?:\.\./)?docs/", "](", text)
-    else:
-        for name, file in _SHOWN.items():
-            source[0] = source[0].replace(f"](../{file}", f"]({name}.md")
+    """Point links to files that the site shows at their pages."""
+    file = DOCS / f"{page}.md"
+    if _GENERATED not in file.parents:
+        source[0] = _linked(source[0], file, file)
 
 
 def setup(app: Any) -> None:
     """Register the hooks; that of docstrings before napoleon's, which has priority 500."""
+    app.connect("builder-inited", _show_files)
     app.connect("source-read", _repository_links)
     app.connect("autodoc-process-docstring", _plain_docstring, priority=100)

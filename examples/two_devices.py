@@ -1,11 +1,11 @@
-"""One network, two devices, one line changed: photonic DFA on digits.
+"""Train one network by photonic DFA on digits through two devices; only the device's name changes.
 
 python examples/two_devices.py
 """
 
 import tempfile
 
-import training
+import opusim
 
 CONFIG = {"epochs": 10, "model": {"hidden": [128]}, "sampler": {"batch_size": 32}}
 
@@ -14,8 +14,8 @@ for device in (
     {
         "name": "lightonml_simulated",
         "noise": {"sigma": 1.0},
-    },  # or {"name": "lighton_appliance"}, on the appliance
+    },  # with the hardware: {"name": "lighton_appliance"}
 ):
-    run = training.train({**CONFIG, "device": device}, folder=tempfile.mkdtemp() + "/run")
+    run = opusim.train({**CONFIG, "device": device}, folder=tempfile.mkdtemp() + "/run")
     summary = run.summary or {}
     print(f"{device['name']}: test accuracy {100 * summary['test_accuracy']:.1f} %")

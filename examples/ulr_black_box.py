@@ -1,11 +1,11 @@
-"""Train through modules that nothing can differentiate: another process, and spiking neurons.
+"""Train through modules that cannot be differentiated: another process, and spiking neurons.
 
-    python examples/ulr_black_box.py process    # the middle layer answers HTTP requests and keeps a state of its own
+    python examples/ulr_black_box.py process    # the middle layer answers HTTP requests and has its own state
     python examples/ulr_black_box.py spikes     # the activation counts spikes of integrate-and-fire neurons
 
-Both train on the handwritten digits by unified likelihood ratios (`training.train`, trainer ulr), which need forward
-passes alone, and print the accuracy beside that of training the last layer alone: what is gained is what went through
-the box.
+Both train on the handwritten digits by unified likelihood ratios (`opusim.train`, trainer ulr), which need only forward
+passes. They print the accuracy next to that of training only the last layer; the difference is what training through
+the box gained.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import training
+import opusim
 
 WIDTH = 48
 
@@ -33,7 +33,7 @@ WIDTH = 48
 class Spikes(nn.Module):
     """Share of time steps at which a leaky integrate-and-fire neuron fires, its input being a constant current.
 
-    u <- leak u + x; where u >= 1 it fires and u <- u - 1. The rate is a staircase, of derivative 0 or none.
+    u <- leak u + x; if u >= 1 it fires and u <- u - 1. The rate is a staircase, of derivative 0 or none.
     """
 
     def __init__(self, steps: int = 8, leak: float = 0.9) -> None:
@@ -41,7 +41,7 @@ class Spikes(nn.Module):
         self.steps, self.leak = steps, leak
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rates of the shape of the currents x."""
+        """Return rates of the shape of the currents x."""
         potential, count = torch.zeros_like(x), torch.zeros_like(x)
         for _ in range(self.steps):
             potential = self.leak * potential + x
@@ -52,10 +52,10 @@ class Spikes(nn.Module):
 
 
 class Remote(nn.Module):
-    """A layer in another process: sends a batch, takes what comes back.
+    """A layer in another process: sends a batch and receives its output.
 
     Args:
-        url: Where it listens.
+        url: Address on which it listens.
     """
 
     def __init__(self, url: str) -> None:
@@ -63,7 +63,7 @@ class Remote(nn.Module):
         self.url = url
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the other process answers to x, shape (batch, WIDTH)."""
+        """Return the answer of the other process to x, shape (batch, WIDTH)."""
         body = x.detach().numpy().astype("<f4").tobytes()
         with urllib.request.urlopen(self.url, data=body, timeout=60) as answer:
             rows = np.frombuffer(answer.read(), dtype="<f4")
@@ -77,7 +77,7 @@ class Plant(BaseHTTPRequestHandler):
     served = 0
 
     def do_POST(self) -> None:
-        """Answer a batch of rows; every row served takes a little of the gain."""
+        """Answer a batch of rows; every row served lowers the gain a little."""
         rows = np.frombuffer(self.rfile.read(int(self.headers["Content-Length"])), dtype="<f4")
         x = rows.reshape(-1, WIDTH)
         gain = 1 / (1 + 1e-8 * Plant.served)
@@ -86,11 +86,11 @@ class Plant(BaseHTTPRequestHandler):
         self._send(answer.astype("<f4").tobytes())
 
     def do_GET(self) -> None:
-        """Say how many rows were served."""
+        """Answer with the number of rows served."""
         self._send(str(Plant.served).encode())
 
     def log_message(self, *arguments: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _send(self, body: bytes) -> None:
         self.send_response(200)
@@ -101,7 +101,7 @@ class Plant(BaseHTTPRequestHandler):
 
 @contextmanager
 def plant() -> Iterator[str]:
-    """The remote layer in a process of its own; gives its URL."""
+    """Run the remote layer in another process and yield its URL."""
     command = [sys.executable, __file__, "serve"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -120,19 +120,19 @@ def serve() -> None:
 
 
 class Fixed(nn.Module):
-    """A module that stays as it is."""
+    """A module that is not trained."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._call: Callable[[Tensor], Tensor] = module.requires_grad_(False).forward
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the module makes of x."""
+        """Return the output of the module."""
         return self._call(x)
 
 
 def accuracy(box: nn.Module, folder: Path, *, epochs: int, through: bool) -> float:
-    """Test accuracy on the digits with a layer before the box, which is trained only if `through`."""
+    """Return the test accuracy on the digits with a layer before the box, which is trained only if `through`."""
     torch.manual_seed(0)
     first, last = nn.Linear(64, WIDTH), nn.Linear(WIDTH, 10)
     model = nn.Sequential(first if through else Fixed(first), box, last)
@@ -142,17 +142,17 @@ def accuracy(box: nn.Module, folder: Path, *, epochs: int, through: bool) -> flo
         "sampler": {"batch_size": 64},
         "trainer": {"kind": "ulr", "copies": 8, "sigma": 0.3},
     }
-    run = training.train(config, model=model, folder=folder)
+    run = opusim.train(config, model=model, folder=folder)
     return float((run.summary or {})["test_accuracy"])
 
 
 def compare(box: nn.Module, epochs: int) -> tuple[float, float]:
-    """Accuracy with training through the box, and of the last layer alone."""
+    """Return the accuracy of training through the box, and of training only the last layer."""
     with tempfile.TemporaryDirectory() as folder:
         through = accuracy(box, Path(folder) / "through", epochs=epochs, through=True)
-        alone = accuracy(box, Path(folder) / "alone", epochs=epochs, through=False)
-    print(f"trained through the box: {100 * through:.1f} %; last layer alone: {100 * alone:.1f} %")
-    return through, alone
+        only = accuracy(box, Path(folder) / "only", epochs=epochs, through=False)
+    print(f"trained through the box: {100 * through:.1f} %; last layer only: {100 * only:.1f} %")
+    return through, only
 
 
 def main(words: list[str] | None = None) -> None:

@@ -1,1 +1,1 @@
-"""Which devices are described here? One TOML file for each; `opusim.description.loading` reads them."""
+"""Device descriptions that come with opusim: one TOML file each, read by `opusim.description.loading`."""

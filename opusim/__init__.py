@@ -21,7 +21,7 @@ _STUB = Path(__file__).with_suffix(".pyi")
 
 
 def _homes() -> dict[str, str]:
-    """The module that each public name comes from, as the stub says.
+    """Return the module that each public name comes from, as the stub says.
 
     `lazy_loader.attach_stub` reads stubs of one package only; this one also names the layers above.
     """

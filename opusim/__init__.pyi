@@ -7,7 +7,7 @@ from accounting import Gaussian as Gaussian
 from accounting import Guarantee as Guarantee
 from accounting import LabelAmplified as LabelAmplified
 from accounting import LabelBudget as LabelBudget
-from accounting import LabelOnce as LabelOnce
+from accounting import LabelReadout as LabelReadout
 from accounting import Ledger as Ledger
 from accounting import LedgerCorrupt as LedgerCorrupt
 from accounting import Mechanism as Mechanism

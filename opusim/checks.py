@@ -7,7 +7,7 @@
     ValueError: sigma = -1.0: must be finite and above 0
 
 Each checker takes any number of parameters and returns nothing. A message reads ``name = value: rule;
-remedy``; give the remedy with `remedy` where the rule alone does not say what to do. Numbers, numpy arrays
+remedy``; give the remedy with `remedy` if the rule does not say what to do. Numbers, numpy arrays
 and CPU tensors pass through `numpy.asarray`; booleans are not numbers here.
 """
 
@@ -150,7 +150,7 @@ def shape(expected: tuple[int | None, ...], *, remedy: str = "", **arrays: Any) 
 
 
 def _real_array(name: str, value: Any) -> np.ndarray:
-    """The value as a numpy array of real numbers, or a TypeError that names it."""
+    """Return the value as a numpy array of real numbers, or a TypeError that names it."""
     array = np.asarray(value)
     if array.dtype.kind not in "iuf":
         raise TypeError(
@@ -160,7 +160,7 @@ def _real_array(name: str, value: Any) -> np.ndarray:
 
 
 def _short(value: Any) -> str:
-    """The value in at most 60 characters, so that a message stays one line."""
+    """Return the value in at most 60 characters, so that a message stays one line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -172,5 +172,5 @@ def _message(name: str, value: Any, rule: str, remedy: str) -> str:
 
 
 def _refuse(name: str, value: Any, rule: str, remedy: str) -> None:
-    """Raises the ValueError of a rule broken by a value of the right type."""
+    """Raise the ValueError of a rule broken by a value of the right type."""
     raise ValueError(_message(name, value, rule, remedy))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from opusim.calibration.cli import add_to as add_calibration_commands
-from opusim.tables import print_table, unit_of
-
-if TYPE_CHECKING:
-    from opusim.description.schema import DeviceDescription
+from opusim.tables import print_table
 
 app = typer.Typer(name="device", help="Show, record, calibrate and check devices.", no_args_is_help=True)
 
@@ -64,6 +61,7 @@ def show_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show a device: each number with its unit, status and source, and what its noise is."""
+    from opusim.camera.from_description import noise_line, number_rows
     from opusim.description.loading import load_description
     from opusim.devices.kinds import capabilities_of
 
@@ -72,38 +70,6 @@ def show_command(
         typer.echo(json.dumps(description.dump(), indent=2))
         return
     typer.echo(f"{description.name} ({description.kind}): {description.title}")
-    print_table("", ("key", "value", "unit", "status", "source"), _number_rows(description))
+    print_table("", ("key", "value", "unit", "status", "source"), number_rows(description))
     typer.echo(f"can: {', '.join(capabilities_of(description))}")
-    typer.echo(_noise_line(description))
-
-
-def _number_rows(description: DeviceDescription) -> list[tuple[str, ...]]:
-    """Key, value, unit, status and source of every number."""
-    rows: list[tuple[str, ...]] = []
-    for key, value in description.numbers().items():
-        origin = description.provenance.get(key)
-        status, source = (origin.status, origin.source) if origin else ("", "")
-        shown = f"{value:g}" if isinstance(value, float) else str(value)
-        rows.append((key, shown, unit_of(key), status or ("off" if value == 0 else ""), source))
-    return rows
-
-
-def _noise_line(description: DeviceDescription) -> str:
-    """What the noise of a reading is, in one line."""
-    noise = description.noise
-    if description.camera is not None:
-        from opusim.camera.twin import camera_lines
-
-        return camera_lines(description.camera)
-    if noise is None:
-        return (
-            "noise: none"
-            if description.kind == "ideal"
-            else f"noise: as the kind {description.kind!r} defines it"
-        )
-    line = f"noise: Gaussian, standard deviation {noise.value():.6g} projection units at each output"
-    if noise.temperature_law is not None:
-        temperature_c = noise.temperature_law.temperature_c
-        share = noise.temperature_law.law().dark_share(temperature_c)
-        line += f"; at {temperature_c:g} °C the dark current makes {share:.3%} of its variance"
-    return line
+    typer.echo(noise_line(description))

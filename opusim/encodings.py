@@ -1,4 +1,4 @@
-"""Encoders: from real numbers to what a device can show, always by name, never by a silent cast."""
+"""Encode real numbers as what a device can show: ternary vectors, binary frames, bit planes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from opusim import checks
 
 
 def ternarize(e: torch.Tensor, threshold: float) -> torch.Tensor:
-    """The ternary code of PDFA: 1 where e > threshold, -1 where e < -threshold, else 0.
+    """Return the ternary code of PDFA: 1 where e > threshold, -1 where e < -threshold, else 0.
 
     Source: the photonic DFA paper, section 4. Values equal to plus or minus the threshold become 0. The code keeps
-    no magnitude: the result's scale is the trainer's own.
+    no magnitude: the trainer sets the scale of the result.
 
     Args:
         e: real tensor of any shape.
@@ -35,7 +35,7 @@ def ternarize(e: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 def binarize(e: torch.Tensor, threshold: float) -> torch.Tensor:
-    """The frame of a mirror array: 1 where e > threshold, else 0; what `CameraDevice.intensities` shows.
+    """Return the frame of a mirror array: 1 where e > threshold, else 0; what `CameraDevice.intensities` shows.
 
     Args:
         e: real tensor of any shape.
@@ -98,7 +98,7 @@ def _check_real(e: torch.Tensor) -> None:
 
 
 def split_frames(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two binary frames of a ternary vector, x = positive - negative.
+    """Return the two binary frames of a ternary vector, x = positive - negative.
 
     Args:
         x: tensor of any shape, entries in {-1, 0, 1}.
@@ -116,7 +116,7 @@ def split_frames(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_ternary(x: torch.Tensor) -> None:
-    """Refuses a real tensor with an entry other than -1, 0 and 1 (x = sign x exactly there); NaN by name.
+    """Refuse a real tensor with an entry other than -1, 0 and 1 (x = sign x exactly there); NaN by name.
 
     Raises:
         ValueError: names the first such entry and the encoder to use.

@@ -1,7 +1,7 @@
-"""The errors a caller of opusim may want to catch; everything else is a plain ValueError or TypeError.
+"""Errors that callers of opusim may want to catch; everything else is a plain ValueError or TypeError.
 
-Use `ValueError` and `TypeError` for a bad argument, `ConfigError` for a bad file, and a `DeviceError` for a
-device that cannot do its work. A class stands here only if somebody would catch it by name.
+Raise `ValueError` or `TypeError` for a bad argument, `ConfigError` for a bad file, and a `DeviceError` for a device
+that cannot do its work. A class belongs here only if callers catch it by name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ class OpusimError(Exception):
 
 
 class ConfigError(OpusimError, ValueError):
-    """A configuration file, or a value given in its place, that cannot be used.
+    """A configuration file, or a value given instead of one, that cannot be used.
 
     Attributes:
         file: the file or the name the configuration was asked for by.
@@ -27,7 +27,7 @@ class ConfigError(OpusimError, ValueError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str, str]]:
-        """Pickles by the three parts, so that the error crosses process borders."""
+        """Pickle by the three parts, so that the error crosses process borders."""
         return type(self), (self.file, self.key, self.reason)
 
 
@@ -48,7 +48,7 @@ class DeviceTimeout(DeviceError, TimeoutError):
 
 
 class DeviceFault(DeviceError, RuntimeError):
-    """The device answered with something impossible, or reported a fault of its own."""
+    """The device returned an impossible reading or reported a fault."""
 
 
 class CapabilityMissing(DeviceError):
@@ -60,4 +60,4 @@ class NoiseBelowCertificate(DeviceError):
 
 
 class NoiseUnknown(OpusimError, ValueError):
-    """A device states no law for its noise: nobody measured it, and its description assumes none."""
+    """A device states no law for its noise: it was not measured, and its description assumes none."""

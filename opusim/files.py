@@ -30,7 +30,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def is_private(folder: Path) -> bool:
-    """Whether only its owner may enter a folder."""
+    """Return whether only its owner may enter a folder."""
     return not folder.stat().st_mode & _OTHERS
 
 
@@ -149,7 +149,7 @@ def write_error(error: OSError, path: Path, kept: str) -> OSError:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder on disk."""
+    """Write the names in a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -209,7 +209,7 @@ def read_bytes(path: str | Path, *, at_most: int = TEXT_LIMIT) -> bytes:
 
 
 def read_head(path: str | Path, size: int) -> bytes:
-    """The first bytes of a regular file; all of a shorter one.
+    """Return the first bytes of a regular file; all of a shorter one.
 
     Raises:
         OSError: It cannot be read, or is no regular file.
@@ -219,7 +219,7 @@ def read_head(path: str | Path, size: int) -> bytes:
 
 
 def open_to_read(path: str | Path) -> int:
-    """A descriptor of a regular file; opening a named pipe does not block, but fails.
+    """Return a descriptor of a regular file; opening a named pipe does not block, but fails.
 
     Raises:
         OSError: It cannot be opened, or is no regular file.

@@ -1,8 +1,8 @@
-"""Locks that name their holder and that the kernel gives back when the holder dies.
+"""Locks that name their holder, and that the kernel releases when the holder dies.
 
 filelock (4.2.11 and later) opens the lock file without following symbolic links and never truncates it. The holder's
 name is written only into a regular file that has a single name and is empty or holds an earlier holder's name, so that
-no link in a shared folder turns the write against another file.
+a link in a shared folder cannot redirect the write to another file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LockHeld(Exception):  # a state that callers turn into their own error
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Holds a lock file, which names this process while it is held.
+    """Hold a lock file, which names this process while it is held.
 
     Args:
         path: the file; its folder is there.
@@ -78,7 +78,7 @@ def _write_holder(descriptor: int) -> None:
 
 
 def _read_holder(path: Path) -> str:
-    """Who holds a lock, as far as its file tells."""
+    """Return who holds a lock, as far as its file tells."""
     try:
         descriptor = open_to_read(path)
     except OSError:

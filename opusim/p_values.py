@@ -1,9 +1,9 @@
-"""Decisions on a family of statistical tests: which properties hold, at a stated rate of false alarms.
+"""P-values of statistics whose laws are known, and decisions on a family of tests at a stated rate of false alarms.
 
-Two-sided p-values of statistics whose laws are known; a statistic that is NaN has the p-value NaN.
+All are two-sided; a statistic that is NaN has the p-value NaN.
 
-For independent a and b in R^d, b of law N(0, I), the cosine r of their angle has r^2 ~ Beta(1/2, (d - 1)/2), whatever a
-is (Fisher 1915). That is the law of a correlation whose means are known to be 0; with estimated means d is one less.
+For independent a and b in R^d, b of law N(0, I), the cosine r of their angle has r^2 ~ Beta(1/2, (d - 1)/2) for every a
+(Fisher 1915). That is the law of a correlation whose means are known to be 0; with estimated means d is one less.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ def cosine_p_value(cosine: np.ndarray | float, dimensions: np.ndarray | float) -
 
 
 def gamma_p_value(value: float, mean: float, variance: float) -> float:
-    """Twice the smaller tail of the gamma law with the given mean and variance, at most 1."""
+    """Return twice the smaller tail of the gamma law with the given mean and variance, at most 1."""
     shape, scaled = mean**2 / variance, value * mean / variance
     return bonferroni(min(gammaincc(shape, scaled), gammainc(shape, scaled)), 2)
 
 
 def chi_squared_p_value(sum_of_squares: float, degrees: float) -> float:
-    """Twice the smaller tail of chi-squared, the law of a sum of so many squares of N(0, 1), at most 1."""
+    """Return twice the smaller tail of chi-squared, the law of a sum of `degrees` squares of N(0, 1), at most 1."""
     return gamma_p_value(sum_of_squares, degrees, 2 * degrees)
 
 
 def bonferroni(p_value: np.ndarray | float, tests: int) -> float:
-    """The smallest of so many p-values times their number, at most 1; NaN stays NaN."""
+    """Return the smallest of some p-values times their number, at most 1; NaN stays NaN."""
     return min(tests * float(p_value), 1.0)  # in this order: min(1.0, nan) is 1.0
 
 
 def doubt(p_value: float) -> float:
-    """A key for `min` that finds the smallest p-value, or one that is NaN if there is one."""
+    """Return a key for `min` that finds the smallest p-value, or one that is NaN if there is one."""
     return -1.0 if math.isnan(p_value) else p_value
 
 

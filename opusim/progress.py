@@ -1,4 +1,4 @@
-"""How far a long command is, on standard error: a bar on a terminal, a plain line now and then anywhere else."""
+"""Progress of a long command on standard error: a progress bar on a terminal, a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLL_S = 0.5
 
 
 class Progress:
-    """Tells what is done, of how much, and the time left; standard output stays clean.
+    """Report what is done, of how much, and the time left; standard output stays clean.
 
     Off a terminal, the first line comes with the first unit of work, or before it if an estimate is given, and only if
     the work takes more than 5 s. Later ones are at least 10 s apart. The first unit also sets things up (kernels are
@@ -37,7 +37,7 @@ class Progress:
     Args:
         label: Name of the command.
         unit: What is counted, in the plural.
-        stream: Where to write; None takes standard error.
+        stream: Where to write, or None for standard error.
         clock: Seconds since some moment.
     """
 
@@ -97,12 +97,12 @@ class Progress:
             self._line(estimate_s, "")
 
     def advance(self, *, done: int | None = None, left_s: float | None = None, news: str = "") -> None:
-        """One more unit is done, or so many in all.
+        """Count one more unit, or set how many are done in all.
 
         Args:
-            done: Units done in all; None counts one more.
-            left_s: What the rest will take; None takes the pace so far.
-            news: A few words more.
+            done: Units done in all, or None to count one more.
+            left_s: What the rest will take, or None to extrapolate the pace so far.
+            news: A few words for the line.
         """
         self._done = self._done + 1 if done is None else done
         if self._bar is not None and self._task is not None:
@@ -120,7 +120,7 @@ class Progress:
             self._line(self._left_s, news, " at the pace of the first" if is_rough else "")
 
     def follow(self, total: int, count: Callable[[], int]) -> None:
-        """Count by looking twice a second, where the work itself reports nothing.
+        """Count by looking twice a second, for work that does not report its progress.
 
         Args:
             total: Units of the whole work, about.
@@ -136,7 +136,7 @@ class Progress:
         self._poller.start()
 
     def say(self, text: str) -> None:
-        """Write a line at once, above the bar if there is one."""
+        """Write a line at once, above the progress bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:

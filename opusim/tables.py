@@ -1,6 +1,7 @@
-"""Tables of text on standard output that never break a word; rows below each other where the page is too narrow.
+"""Print results as text: tables that never break a word, and amounts in the unit that a reader would choose.
 
-Units of keys, which every number's name ends in, and amounts in the unit that a reader would take.
+If a page is too narrow for a table, its rows are printed below each other. The unit of a number is read from the end of
+its key (`unit_of`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from rich.markup import escape
 from rich.table import Table
 
 _NO_TERMINAL = 140
-"""Columns where the output is no terminal and COLUMNS is not set."""
+"""Columns if the output is no terminal and COLUMNS is not set."""
 _WIDEST_TEXT = 120
 
 
 def output_width() -> int:
-    """Columns of standard output: the terminal's, or COLUMNS, or 140."""
+    """Return columns of standard output: the terminal's, or COLUMNS, or 140."""
     if sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     columns = os.environ.get("COLUMNS", "")
@@ -29,7 +30,7 @@ def output_width() -> int:
 
 
 def wrapped(text: str, *, indent: str = "", widest: int = _WIDEST_TEXT) -> str:
-    """A paragraph as wide as the output.
+    """Return a paragraph as wide as the output.
 
     Args:
         text: One paragraph.
@@ -88,7 +89,7 @@ def column_widths(cells: Sequence[Sequence[str]], width: int) -> list[int] | Non
 
 
 def as_records(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The rows below each other, a line for each cell that holds something."""
+    """Return the rows below each other, a line for each cell that holds something."""
     blocks = [
         "\n".join(
             wrapped(f"{column}: {cell}" if column else cell, indent="  ")
@@ -132,7 +133,7 @@ _UNITS = {
 
 
 def unit_of(key: str) -> str:
-    """The unit that a key's name ends in, or nothing for a count.
+    """Return the unit that a key's name ends in, or nothing for a count.
 
     >>> unit_of("camera.light.exposure_us")
     'µs'
@@ -143,7 +144,7 @@ def unit_of(key: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that a reader would take: 7.4 s, 42 s, 3.5 min, 12.6 h, 3.2 days.
+    """Return seconds in the unit that a reader would take: 7.4 s, 42 s, 3.5 min, 12.6 h, 3.2 days.
 
     >>> duration(45_402)
     '12.6 h'
@@ -158,7 +159,7 @@ def duration(seconds: float) -> str:
 
 
 def energy(joules: float) -> str:
-    """Joules in the unit that a reader would take: 0.39 J, 78 J, 1.36 MJ.
+    """Return joules in the unit that a reader would take: 0.39 J, 78 J, 1.36 MJ.
 
     >>> energy(1_362_060)
     '1.36 MJ'

@@ -31,7 +31,7 @@ class DarkCurrent(ABC):
 
     @abstractmethod
     def current_e_per_s(self, temperature_c: float) -> float:
-        """Electrons per second and pixel at a temperature.
+        """Return electrons per second and pixel at a temperature.
 
         Raises:
             ValueError: the sensor does not work at this temperature.
@@ -39,7 +39,7 @@ class DarkCurrent(ABC):
 
     @abstractmethod
     def temperature_c(self, current_e_per_s: float) -> float:
-        """The temperature that gives a dark current: the inverse of `current_e_per_s`.
+        """Return the temperature that gives a dark current: the inverse of `current_e_per_s`.
 
         Raises:
             ValueError: no temperature at which the sensor works gives it; the message says what can be had.
@@ -49,7 +49,7 @@ class DarkCurrent(ABC):
         checks.in_range(self.temperature_min_c, self.temperature_max_c, temperature_c=temperature_c)
 
     def _check_reachable(self, current_e_per_s: float) -> None:
-        """Refuses a current that no working temperature gives."""
+        """Refuse a current that no working temperature gives."""
         checks.positive(current_e_per_s=current_e_per_s)
         low = self.current_e_per_s(self.temperature_min_c)
         high = self.current_e_per_s(self.temperature_max_c)
@@ -139,14 +139,14 @@ class TableDarkCurrent(DarkCurrent):
         object.__setattr__(self, "temperature_max_c", float(self.temperatures_c[-1]))
 
     def current_e_per_s(self, temperature_c: float) -> float:
-        """The exponential of the interpolated logarithm."""
+        """Return the exponential of the interpolated logarithm."""
         self._check_temperature(temperature_c)
         return float(
             np.exp(np.interp(temperature_c, self.temperatures_c, np.log(self.dark_currents_e_per_s)))
         )
 
     def temperature_c(self, current_e_per_s: float) -> float:
-        """The same line read the other way."""
+        """Return the same line read the other way."""
         self._check_reachable(current_e_per_s)
         logs = np.log(self.dark_currents_e_per_s)
         return float(np.interp(math.log(current_e_per_s), logs, self.temperatures_c))
@@ -182,7 +182,7 @@ class TemperatureLaw:
         checks.positive(variance_per_e=self.variance_per_e, exposure_us=self.exposure_us)
 
     def dark_e(self, temperature_c: float) -> float:
-        """Dark charge of a frame, electrons.
+        """Return the dark charge of a frame, electrons.
 
         Raises:
             ValueError: the sensor does not work at this temperature.
@@ -190,7 +190,7 @@ class TemperatureLaw:
         return self.dark.current_e_per_s(temperature_c) * self.exposure_us * 1e-6
 
     def std(self, temperature_c: float) -> float:
-        """Standard deviation (root mean square over outputs) at a temperature, projection units.
+        """Return the standard deviation (root mean square over outputs) at a temperature, projection units.
 
         Raises:
             ValueError: the sensor does not work at this temperature.
@@ -198,7 +198,7 @@ class TemperatureLaw:
         return math.sqrt(self.floor_variance + self._dark_variance(temperature_c))
 
     def dark_share(self, temperature_c: float) -> float:
-        """Share of the variance that the dark current makes, in [0, 1]; 0 if there is no noise at all.
+        """Return share of the variance that the dark current makes, in [0, 1]; 0 if there is no noise at all.
 
         Raises:
             ValueError: the sensor does not work at this temperature.
@@ -207,7 +207,7 @@ class TemperatureLaw:
         return part / (self.floor_variance + part) if part > 0 else 0.0
 
     def temperature_c(self, std: float) -> float:
-        """The temperature, degrees Celsius, that gives a standard deviation: the inverse of `std`.
+        """Return the temperature, degrees Celsius, that gives a standard deviation: the inverse of `std`.
 
         Raises:
             ValueError: no temperature at which the sensor works gives it; the message says which values can be had.
@@ -225,6 +225,6 @@ class TemperatureLaw:
         return self.dark.temperature_c(charge / (self.exposure_us * 1e-6))
 
     def _dark_variance(self, temperature_c: float) -> float:
-        """The dark current's part, squared projection units."""
+        """Return the dark current's part, squared projection units."""
         current = self.dark.current_e_per_s(temperature_c)
         return self.variance_per_e * self.exposure_us * 1e-6 * current

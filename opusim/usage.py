@@ -1,4 +1,4 @@
-"""What a device has spent: frames, seconds of device time, joules."""
+"""What a device has used: frames, seconds of device time, joules."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Usage:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The three numbers as JSON values."""
+        """Return the three numbers as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Usage:
-        """The account that `to_json` wrote."""
+        """Return the account that `to_json` wrote."""
         return cls(**content)
 
 
@@ -71,13 +71,13 @@ class UsageMeter:
         self._longer_s = 0.0
 
     def count(self, frames: int, exposure_us: float = 0.0) -> None:
-        """Adds frames, at least 0; one whose exposure exceeds the frame period takes as long as its exposure."""
+        """Add frames, at least 0; one whose exposure exceeds the frame period takes as long as its exposure."""
         checks.integer(frames=frames, minimum=0)
         checks.non_negative(exposure_us=exposure_us)
         self._frames += int(frames)
         self._longer_s += int(frames) * max(0.0, exposure_us * 1e-6 - self._period_s)
 
     def snapshot(self) -> Usage:
-        """What was spent so far."""
+        """Return what was spent so far."""
         seconds = self._frames * self._period_s + self._longer_s
         return Usage(frames=self._frames, seconds=seconds, joules=seconds * self._power_w)

@@ -1,9 +1,14 @@
+"""What all tests share: seeds, quick syncs, kernels that are not compiled."""
+
 import os
 import secrets
+from collections.abc import Iterator
 
 import hypothesis
 import numba
 import pytest
+
+from tests.support.killing import skip_syncs
 
 FRESH = os.environ.get("OPUSIM_FRESH_SEEDS") == "1"
 hypothesis.settings.register_profile("opusim", deadline=None, derandomize=not FRESH, database=None)
@@ -11,7 +16,7 @@ hypothesis.settings.load_profile("opusim")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves out what would take hours in plain Python and repeats what the kernels' own tests show."""
+    """Skip what would take hours in plain Python and only repeats what the kernels' own tests show."""
     if numba.config.DISABLE_JIT:
         left_out = pytest.mark.skip(reason="the kernels are not compiled, and it takes millions of numbers")
         for item in items:
@@ -19,9 +24,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(left_out)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def syncs_return_at_once() -> Iterator[None]:
+    """Let os.fsync check its descriptor and return: no test cuts the power, and a disk takes milliseconds for each.
+
+    Tests of what is synced, and when, watch the calls. Nightly tests (OPUSIM_FRESH_SEEDS) and processes of their own
+    do sync.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not FRESH:
+            patch.setattr(os, "fsync", os.fsync)  # put back at the end
+            skip_syncs()
+        yield
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A fixed seed; a fresh one, printed, where OPUSIM_FRESH_SEEDS asks for it (nightly)."""
+    """A fixed seed, or a fresh one, printed, if OPUSIM_FRESH_SEEDS is 1 (nightly)."""
     if not FRESH:
         return 20260101
     value = secrets.randbits(32)

@@ -1,1 +1,1 @@
-"""Convex training, of which only the last iterate is released."""
+"""Convex training that releases only the last iterate."""

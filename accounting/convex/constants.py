@@ -1,7 +1,7 @@
-"""How far one step of gradient descent on a convex objective moves two models apart, and how much together.
+"""How far one step of gradient descent on a convex objective pushes two models apart or together.
 
 With features of norm at most 1 the gradient of one record is a residual r(z, y) of its logits z, spread over the
-features (docs/convex.md, section 2). For the objectives of this package
+features. For the objectives of this package
 
 | objective | residual | sensitivity L | smoothness beta |
 | --- | --- | --- | --- |
@@ -31,14 +31,14 @@ _SMOOTHNESS = {"squared": 1.0, "margin": 1.0, "one-against-rest": 0.25, "softmax
 
 
 def check_objective(objective: str, clip: float | None) -> None:
-    """Refuse an objective that is not known, or whose residual nothing bounds.
+    """Refuse an objective that is unknown, or whose residual nothing bounds.
 
     Args:
         objective: One of `OBJECTIVES`.
-        clip: C > 0, or None for none (softmax and one-against-rest are bounded by themselves).
+        clip: C > 0, or None for no clip (softmax and one-against-rest are bounded by themselves).
 
     Raises:
-        ValueError: See above.
+        ValueError: One of both.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective = {objective!r}: must be one of {', '.join(OBJECTIVES)}")
@@ -51,21 +51,21 @@ def check_objective(objective: str, clip: float | None) -> None:
 
 
 def residual_bound(objective: str, clip: float | None, n_classes: int) -> float:
-    """C: the largest norm of one record's gradient, the regulariser apart; sensitivity is L = 2 C."""
+    """Return C, the largest norm of one record's gradient without the regulariser; the sensitivity is L = 2 C."""
     check_objective(objective, clip)
     own = {"softmax": math.sqrt(2.0), "one-against-rest": math.sqrt(n_classes)}.get(objective, math.inf)
     return own if clip is None else min(own, clip)
 
 
 def smoothness(objective: str) -> float:
-    """Beta: the Lipschitz constant of one record's gradient, the regulariser apart, at features of norm 1."""
+    """Return beta, the Lipschitz constant of one record's gradient without the regulariser, at features of norm 1."""
     return _SMOOTHNESS[objective]
 
 
 def log_expansion(
     objective: str, clip: float | None, n_classes: int, rate: np.ndarray, regularisation: float
 ) -> np.ndarray:
-    """Log c of each step: |step(a) - step(b)| <= c |a - b| for any two models and any batch.
+    """Return log c of each step: |step(a) - step(b)| <= c |a - b| for any two models and any batch.
 
     c = max(|1 - eta lambda|, |1 - eta (beta + lambda)|) for a gradient of a convex function; for clipped softmax of
     three classes and more c = q (1 - 8 kappa_k (eta / q) C / (4 - eta / q))^(-1/2), q = 1 - eta lambda.
@@ -94,13 +94,13 @@ def log_expansion(
 
 
 def _log_distance_from_one(x: np.ndarray) -> np.ndarray:
-    """The logarithm of |1 - x|, x at least 0; exact where x is small."""
+    """The logarithm of |1 - x|, x at least 0; exact for small x."""
     with np.errstate(divide="ignore"):
         return np.where(x < 0.5, np.log1p(-np.minimum(x, 0.5)), np.log(np.abs(1 - x)))
 
 
 def clips_a_softmax(objective: str, clip: float | None, n_classes: int) -> bool:
-    """Whether clipped gradients are those of no convex function: softmax of three or more classes, clipped."""
+    """Return whether clipped gradients are those of no convex function: softmax of three or more classes, clipped."""
     return objective == "softmax" and clip is not None and clip < math.sqrt(2.0) and n_classes > 2
 
 
@@ -122,7 +122,7 @@ def _clipped_softmax(clip: float, n_classes: int, rate: np.ndarray, regularisati
 
 @lru_cache
 def softmax_gap(n_classes: int) -> float:
-    """kappa_k = max over distributions pi on the k - 1 wrong classes of (S3 - S2^2) / (4 (1 + S2)^(3/2)).
+    """Return kappa_k = max over distributions pi on the k - 1 wrong classes of (S3 - S2^2) / (4 (1 + S2)^(3/2)).
 
     S_m = sum of pi^m. At a maximum the positive entries take at most two values (Lagrange: they solve one quadratic),
     so a search over how often each occurs and over one number finds it; the answer is rounded up by 1e-4 of itself.

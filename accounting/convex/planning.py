@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from accounting import numerics
 from accounting.calibration import calibrate
 from accounting.convex.constants import smoothness
-from accounting.convex.last_iterate import learning_rates, proven_mu
-from accounting.convex.mechanisms import ConvexLastIterate
+from accounting.convex.mechanisms import ConvexLastIterate, learning_rates, proven_mu
 from accounting.errors import NoGuarantee
-from accounting.standard import gaussian_bounds
 from opusim import checks
 
 
@@ -21,9 +20,9 @@ class Plan:
 
     Attributes:
         mechanism: The descent with its noise.
-        epsilon: What it costs, at most the target.
-        weight_noise: Standard deviation of all noise on a weight at lambda = 0, in units of C / records: what a test
-            record's logit suffers at most. The utility of plans of one learning rate, batch and length compares by it.
+        epsilon: Its cost, at most the target.
+        weight_noise: Standard deviation of all noise on a weight at lambda = 0, in units of C / records: the most that
+            a test record's logit can move. It ranks plans of one learning rate, batch and length by utility.
     """
 
     mechanism: ConvexLastIterate
@@ -34,7 +33,7 @@ class Plan:
 def plans(
     mechanism: ConvexLastIterate, *, target_epsilon: float, delta: float, epochs: tuple[int, ...]
 ) -> list[Plan]:
-    """The least noise at each number of epochs: fewer epochs take less noise, so take as many as learning needs.
+    """Return the least noise at each number of epochs; fewer epochs need less noise.
 
     Args:
         mechanism: All other parameters.
@@ -57,10 +56,10 @@ def plans(
 def least_regularisation(
     mechanism: ConvexLastIterate, *, target_epsilon: float, delta: float
 ) -> ConvexLastIterate:
-    """The least lambda with which this noise reaches the target: the paper's way, forgetting instead of less noise.
+    """Return the least lambda with which this noise reaches the target, as the paper does.
 
     Args:
-        mechanism: All other parameters; its own lambda is where the search begins.
+        mechanism: All other parameters; its own lambda is ignored.
         target_epsilon: Above 0.
         delta: In (0, 1).
 
@@ -90,7 +89,7 @@ def least_regularisation(
 
 
 def most_epochs(mechanism: ConvexLastIterate, *, target_epsilon: float, delta: float) -> ConvexLastIterate:
-    """The most epochs that this noise allows within the target, up to 2^20 steps.
+    """Return the most epochs that this noise allows within the target, up to 2^20 steps.
 
     Args:
         mechanism: All other parameters.
@@ -98,7 +97,7 @@ def most_epochs(mechanism: ConvexLastIterate, *, target_epsilon: float, delta: f
         delta: In (0, 1).
 
     Raises:
-        NoGuarantee: Not even one does.
+        NoGuarantee: A single epoch exceeds the target.
     """
     checks.positive(target_epsilon=target_epsilon)
 
@@ -115,7 +114,7 @@ def most_epochs(mechanism: ConvexLastIterate, *, target_epsilon: float, delta: f
 
 
 def _last(fits: Callable[[int], bool], largest: int) -> int:
-    """The largest number up to `largest` that fits, 1 being one."""
+    """The largest number up to `largest` that fits; 1 does."""
     low = high = 1
     while high < largest and fits(min(2 * high, largest)):
         low = high = min(2 * high, largest)
@@ -127,4 +126,4 @@ def _last(fits: Callable[[int], bool], largest: int) -> int:
 
 
 def _epsilon(mechanism: ConvexLastIterate, delta: float) -> float:
-    return gaussian_bounds(proven_mu(mechanism), delta).upper
+    return numerics.gaussian_bounds(proven_mu(mechanism), delta).upper

@@ -1,1 +1,1 @@
-"""What a device's own readings release."""
+"""Guarantees from a device's own noise."""

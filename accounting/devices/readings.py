@@ -1,47 +1,76 @@
-"""Device noise turned into a guarantee by its law; a law without a theorem is refused by name.
+"""Guarantees from a device's own noise, by its law; a law without a theorem is refused by name.
+
+D_alpha(Poisson(a) || Poisson(b)) = (a^alpha b^(1-alpha) - alpha a + (alpha - 1) b) / (alpha - 1), summed over pixels
+and frames (theorem photon-counts). Whatever happens to counts later (gain, read noise, full well, rounding, linear
+recovery) is post-processing.
 
 | law | readings |
 | --- | --- |
 | Gaussian | mu = Delta sqrt(readings) / sigma_min |
-| photon counts | exact Poisson Renyi divergence over boxes of rates; 0 where total variation is at most delta |
+| photon counts | exact Poisson Renyi divergence over boxes of rates; 0 if total variation is at most delta |
 | discrete | refused: masses at one offset are no guarantee |
-
-Source: docs/privacy.md, section 9.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from accounting.devices.photon_counts import (
-    box_rdp,
-    box_variation,
-    epsilon_of_divergence,
-    pattern_rdp,
-    pattern_variation,
-)
+from accounting import numerics
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
-from accounting.mechanisms import counted
-from accounting.standard import gaussian_bounds
-from accounting.statement import proven_status
+from accounting.mechanisms import counted, proven_status
+from accounting.theorems import Theorem
 from opusim import checks
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
+
+_ROUNDING_UP = 1 + 1e-9  # above the rounding of sums of doubles
+ORDERS = tuple(float(order) for order in 1 + np.logspace(-2, 4, 200))
+
+GAUSSIAN_READINGS = Theorem(
+    name="gaussian-readings",
+    title="Gaussian readings of a device",
+    statement="n readings whose noise is Gaussian with a covariance V that does not depend on the input are mu-GDP "
+    "with mu = Delta sqrt(n) / sigma, Delta the largest distance of two inputs' noise-free readings, "
+    "sigma^2 the smallest eigenvalue of V.",
+    proof="V >= sigma^2 I, so the reading is a post-processing of one with covariance sigma^2 I. A variance without "
+    "the law proves nothing: laws of one variance give delta(epsilon = 3) of 0.75 and 3e-10.",
+    reference="Dong, Roth and Su 2019",
+    code="accounting.devices.readings.gaussian_mu",
+    page="privacy.md, section 9",
+    trusted=("the noise is Gaussian, independent between readings and outputs, of one law for every input",),
+)
+PHOTON_COUNTS = Theorem(
+    name="photon-counts",
+    title="exact Poisson Renyi divergence, or total variation",
+    statement="D_alpha(Poisson(a) || Poisson(b)) = (a^alpha b^(1-alpha) - alpha a + (alpha - 1) b) / (alpha - 1), "
+    "summed over independent pixels and frames. Over boxes of rates it is largest at a corner. If the total"
+    " variation, at most min(sqrt(1 - exp(-sum (sqrt a - sqrt b)^2)), 1 - exp(-sum |a - b|)), is at most "
+    "delta, epsilon is 0.",
+    proof="The divergence is a sum over counts and jointly convex in (a, b); it is homogeneous, so more light is less"
+    " private, and infinite at b = 0 < a, which dark or bias light prevents. Total variation is bounded by "
+    "Bhattacharyya's coefficient and by coupling the counts. Gain, read noise, full well, rounding and linear "
+    "recovery are post-processing.",
+    reference="docs/privacy.md, section 9, has the derivation",
+    code="accounting.devices.readings.poisson_divergence",
+    page="privacy.md, section 9",
+    trusted=("counts are independent Poisson counts, and every rate lies in its box",),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceReadings:
-    """Readings of private inputs, released as they are, protected by the device's own noise alone.
+    """Readings of private inputs, released as they are, protected only by the device's own noise.
 
     Attributes:
         noise: The law; for photon counts its boxes hold every pixel and frame of one reading. The probability beta
             that its certificate is wrong is taken off delta.
         readings: How many readings of one record (or label) leave in all, at least 1.
         distance: Delta >= 0, the largest distance of two inputs' noise-free readings, in units of the reading;
-            needed for the Gaussian law, None for photon counts, whose boxes say it.
+            needed for the Gaussian law; None for photon counts, whose boxes contain it.
         unit: Whether an input is a record or a label.
     """
 
@@ -61,15 +90,15 @@ class DeviceReadings:
 
     @property
     def beta(self) -> float:
-        """Probability that the certificate of the law's numbers is wrong."""
+        """The probability that the certificate of the law's numbers is wrong."""
         return self.noise.beta if isinstance(self.noise, (GaussianNoise, PhotonCountNoise)) else 0.0
 
 
 def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarantee:
-    """The guarantee of the readings, `proven under a device model`, replace_one.
+    """Return the guarantee of the readings, `proven under a device model`, replace_one.
 
     Args:
-        readings: What was read.
+        readings: What was read, and the noise's law.
         delta: In (beta, 1); beta is taken off before anything is converted.
 
     Raises:
@@ -78,46 +107,60 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
     checks.in_unit_interval(closed="neither", delta=delta)
     if delta <= readings.beta:
         raise NoGuarantee(f"delta = {delta}: must exceed beta = {readings.beta}, the certificate's own error")
-    noise, left = readings.noise, delta - readings.beta
+    statement = _statement_by_law(readings, delta - readings.beta)
+    return _guarantee(
+        statement,
+        delta,
+        readings.unit,
+        mechanism=f"{counted(readings.readings, 'reading')} with the device's own noise: {readings.noise.describe()}",
+        beta=readings.beta,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Statement:
+    """What a law gives: epsilon, the theorem and its case, the law as a hypothesis, why epsilon may be infinite."""
+
+    epsilon: float
+    source: str
+    law: str
+    reason: str
+
+
+def _statement_by_law(readings: DeviceReadings, delta: float) -> _Statement:
+    noise = readings.noise
     if isinstance(noise, GaussianNoise):
         mu = gaussian_mu(readings)
         variation = math.erf(mu / math.sqrt(8))  # 2 Phi(mu / 2) - 1
-        epsilon = gaussian_bounds(mu, left).upper if variation > left * (1 - 1e-9) else 0.0
-        law = "the noise is Gaussian, independent between readings and outputs, of one law for every input"
-        source, reason = (
-            f"docs/privacy.md, section 9: Gaussian readings, mu = {mu:.6g}",
-            "the device adds no noise at some output, or too little for doubles to follow",
+        return _Statement(
+            epsilon=numerics.gaussian_bounds(mu, delta).upper if variation > delta * (1 - 1e-9) else 0.0,
+            source=f"{GAUSSIAN_READINGS.citation}; mu = {mu:.6g}",
+            law=GAUSSIAN_READINGS.trusted[0],
+            reason="the device adds no noise at some output, or too little for doubles to follow",
         )
-    elif isinstance(noise, PhotonCountNoise):
+    if isinstance(noise, PhotonCountNoise):
+        boxes, times = noise, readings.readings
         epsilon = 0.0
-        if box_variation(noise, readings.readings) > left:
-            epsilon = epsilon_of_divergence(lambda order: readings.readings * box_rdp(noise, order), left)
-        law = "counts are independent Poisson counts, and every rate lies in its box"
-        source, reason = (
-            "docs/privacy.md, section 9: exact Poisson Renyi divergence over boxes of rates, or total variation",
-            "a rate may be 0 in its box",
+        if box_variation(boxes, times) > delta:
+            epsilon = epsilon_of_divergence(lambda order: times * box_rdp(boxes, order), delta)
+        return _Statement(
+            epsilon=epsilon,
+            source=f"{PHOTON_COUNTS.citation}; over boxes of rates",
+            law=PHOTON_COUNTS.trusted[0],
+            reason="a rate may be 0 in its box",
         )
-    else:
-        raise NoGuarantee(
-            f"noise law {noise.law!r}: no theorem turns readings of it into a guarantee (masses at one offset prove "
-            "nothing); use a Gaussian or a photon_count law"
-        )
-    return _guarantee(
-        epsilon,
-        delta,
-        readings.unit,
-        mechanism=f"{counted(readings.readings, 'reading')} with the device's own noise: {noise.describe()}",
-        source=source,
-        law=law,
-        beta=readings.beta,
-        reason=reason,
+    raise NoGuarantee(
+        f"noise law {noise.law!r}: no theorem turns readings of it into a guarantee (masses at one offset prove "
+        "nothing); use a Gaussian or a photon_count law"
     )
 
 
 def known_counts_guarantee(
     rates: np.ndarray, *, delta: float, beta: float = 0.0, unit: Unit = Unit.LABEL
 ) -> Guarantee:
-    """One reading by photon counts of inputs whose expected counts are known: sharper than boxes around them.
+    """Return the guarantee of one reading by photon counts of inputs whose expected counts are known.
+
+    It is sharper than boxes around the counts.
 
     Args:
         rates: Expected counts of each possible input at every pixel and frame, shape (inputs, pixels).
@@ -135,50 +178,37 @@ def known_counts_guarantee(
     epsilon, left = 0.0, delta - beta
     if pattern_variation(rates) > left:
         epsilon = epsilon_of_divergence(lambda order: pattern_rdp(rates, order), left)
-    return _guarantee(
-        epsilon,
-        delta,
-        unit,
-        mechanism=f"one reading of {len(rates)} possible inputs by {rates.shape[1]:,} photon counts",
-        source="docs/privacy.md, section 9: exact Poisson Renyi divergence between known rates, or total variation",
+    statement = _Statement(
+        epsilon=epsilon,
+        source=f"{PHOTON_COUNTS.citation}; between known rates",
         law="counts are independent Poisson counts, and every input's rates are known",
-        beta=beta,
         reason="a rate may be 0 for one input and not for another",
     )
+    read = f"one reading of {len(rates)} possible inputs by {rates.shape[1]:,} photon counts"
+    return _guarantee(statement, delta, unit, mechanism=read, beta=beta)
 
 
-def _guarantee(
-    epsilon: float,
-    delta: float,
-    unit: Unit,
-    *,
-    mechanism: str,
-    source: str,
-    law: str,
-    beta: float,
-    reason: str,
-) -> Guarantee:
-    """A statement about released readings; the reason stands where epsilon is infinite."""
+def _guarantee(statement: _Statement, delta: float, unit: Unit, *, mechanism: str, beta: float) -> Guarantee:
     return Guarantee(
-        epsilon=epsilon,
+        epsilon=statement.epsilon,
         delta=delta,
         unit=unit,
         adjacency=Adjacency.REPLACE_ONE,
         release=Release.EVERY_READING,
-        status=proven_status(epsilon, device_model=True),
+        status=proven_status(statement.epsilon, device_model=True),
         mechanism=mechanism,
-        source=source,
+        source=statement.source,
         assumptions=(
-            Assumption(text=law),
+            Assumption(text=statement.law),
             Assumption(text=f"the law's numbers are right, but for a probability of {beta:g}"),
             Assumption(text="what is released is a function of the readings"),
         ),
-        reason=reason if math.isinf(epsilon) else None,
+        reason=statement.reason if math.isinf(statement.epsilon) else None,
     )
 
 
 def gaussian_mu(readings: DeviceReadings) -> float:
-    """Delta sqrt(readings) / sigma_min; infinite where sigma_min is 0 and Delta is not.
+    """Return Delta sqrt(readings) / sigma_min; infinite if sigma_min is 0 and Delta is not.
 
     Raises:
         NoGuarantee: The law is not Gaussian.
@@ -189,3 +219,151 @@ def gaussian_mu(readings: DeviceReadings) -> float:
     if shift == 0:
         return 0.0
     return shift / readings.noise.min_std if readings.noise.min_std > 0 else math.inf
+
+
+def poisson_divergence(a: np.ndarray | float, b: np.ndarray | float, order: float) -> np.ndarray:
+    """Return b (expm1(alpha t) - alpha expm1(t)) / (alpha - 1) with t = log(a/b), rounded up; elementwise.
+
+    Args:
+        a: Rates of the first law, expected counts, at least 0.
+        b: Rates of the second, of a shape that broadcasts.
+        order: alpha > 1.
+    """
+    checks.non_negative(a=a, b=b)
+    checks.positive(order_above_1=order - 1)
+    a, b = np.broadcast_arrays(np.asarray(a, dtype=float), np.asarray(b, dtype=float))
+    safe = np.where(b > 0, b, 1.0)
+    with np.errstate(over="ignore", divide="ignore"):
+        t = np.log1p((a - safe) / safe)
+        up, once = np.expm1(order * t), np.expm1(t)
+        slack = 8 * np.finfo(float).eps * order * (np.abs(up) + np.abs(once) + 2)
+        value = safe * (up - order * once + np.where(a == safe, 0.0, slack)) / (order - 1)
+    value = np.where(np.isfinite(value), np.maximum(value, 0.0), np.inf)
+    return np.where(b > 0, value, np.where(a > 0, np.inf, 0.0))
+
+
+def box_rdp(noise: PhotonCountNoise, order: float) -> float:
+    """Return the sum over pixels and frames of the largest divergence between two rates of the same box.
+
+    It is attained at a corner, (low, high) or (high, low); equal rates give 0.
+
+    Args:
+        noise: The boxes.
+        order: alpha > 1.
+    """
+    low, high = np.asarray(noise.rate_low), np.asarray(noise.rate_high)
+    worst = np.maximum(poisson_divergence(high, low, order), poisson_divergence(low, high, order))
+    return float(np.sum(worst))
+
+
+def pattern_rdp(rates: np.ndarray, order: float) -> float:
+    """Return the largest summed divergence over ordered pairs of known patterns, rounded up: sharper than boxes.
+
+    With m the geometric mean of a pixel, x = log(a/m), y = log(b/m), E = expm1(alpha x), F = expm1((1 - alpha) y):
+        a^alpha b^(1-alpha) - alpha a + (alpha - 1) b
+            = m (E - alpha expm1(x)) + m (F + (alpha - 1) expm1(y)) + m E F,
+    so that all pairs take one matrix product, and nothing of the size of m cancels. Its rounding, at most
+    (pixels + 8 alpha (1 + max |x|)) units of the summed magnitudes, is added.
+
+    Args:
+        rates: Expected counts of each pattern (a label's, say) at every pixel and frame, shape (patterns, pixels).
+        order: alpha > 1.
+    """
+    checks.shape((None, None), rates=rates)
+    checks.non_negative(rates=rates)
+    checks.positive(order_above_1=order - 1)
+    if len(rates) < 2:
+        raise ValueError(f"rates has {len(rates)} pattern: at least two are needed")
+    lit = np.asarray(rates, dtype=float)[:, np.any(np.asarray(rates) > 0, axis=0)]
+    if np.any(lit == 0):
+        return math.inf
+    if lit.size == 0:
+        return 0.0
+    middle = np.exp(np.mean(np.log(lit), axis=0))
+    logs = np.log(lit / middle)
+    units = (lit.shape[1] + 8 * order * (1 + np.abs(logs).max())) * np.finfo(float).eps
+    with np.errstate(over="ignore", invalid="ignore"):
+        up, down, once = np.expm1(order * logs), np.expm1((1 - order) * logs), np.expm1(logs)
+        first, second = (up - order * once) @ middle, (down + (order - 1) * once) @ middle
+        sizes = (abs(up) + order * abs(once)) @ middle, (abs(down) + (order - 1) * abs(once)) @ middle
+        values = first[:, None] + second + (middle * up) @ down.T
+        slack = units * (sizes[0][:, None] + sizes[1] + (middle * abs(up)) @ abs(down).T)
+        values = (values + slack) / (order - 1)
+    pairs = values[~np.eye(len(lit), dtype=bool)]
+    return float(np.max(np.where(np.isfinite(pairs), np.maximum(pairs, 0.0), np.inf)))
+
+
+def total_variation_limit(root_distance: float, distance: float) -> float:
+    """Return an upper limit of the total variation distance of two products of Poisson laws, rounded up.
+
+    min( sqrt(1 - exp(-root_distance)), 1 - exp(-distance) ), where root_distance = sum (sqrt a - sqrt b)^2 and
+    distance = sum |a - b| over pixels and frames. The first is sqrt(1 - BC^2) with the Bhattacharyya coefficient
+    BC = exp(-root_distance / 2); the second couples the counts, b = a + Poisson(b - a), which differ with that
+    probability. If it is at most delta, (0, delta) holds, which no Renyi curve proves.
+
+    Args:
+        root_distance: At least 0, may be infinite.
+        distance: At least 0, may be infinite.
+    """
+    checks.non_negative(limits=np.minimum([root_distance, distance], 1e300))
+    limit = min(math.sqrt(-math.expm1(-root_distance)), -math.expm1(-distance))
+    return min(1.0, limit * _ROUNDING_UP)
+
+
+def box_variation(noise: PhotonCountNoise, readings: int = 1) -> float:
+    """Return `total_variation_limit` of any two points of the boxes, over several readings."""
+    low, high = np.asarray(noise.rate_low), np.asarray(noise.rate_high)
+    roots = float(np.sum(np.square(np.sqrt(high) - np.sqrt(low))))
+    return total_variation_limit(
+        readings * roots * _ROUNDING_UP, readings * float(np.sum(high - low)) * _ROUNDING_UP
+    )
+
+
+def pattern_variation(rates: np.ndarray) -> float:
+    """Return the largest `total_variation_limit` over pairs of known patterns, shape (patterns, pixels)."""
+    checks.shape((None, None), rates=rates)
+    checks.non_negative(rates=rates)
+    roots, worst = np.sqrt(np.asarray(rates, dtype=float)), 0.0
+    for i in range(1, len(rates)):
+        squares = np.sum(np.square(roots[:i] - roots[i]), axis=1) * _ROUNDING_UP
+        apart = np.sum(np.abs(rates[:i] - rates[i]), axis=1) * _ROUNDING_UP
+        pairs = zip(squares.tolist(), apart.tolist(), strict=True)
+        worst = max(worst, *(total_variation_limit(*pair) for pair in pairs))
+    return worst
+
+
+def epsilon_of_curve(curve: Sequence[float], delta: float) -> float:
+    """Return dp_accounting's conversion of a Renyi curve over `ORDERS`; infinite if no order is finite.
+
+    Args:
+        curve: One value for each order, at least 0; infinite if there is none.
+        delta: In (0, 1).
+    """
+    checks.in_unit_interval(closed="neither", delta=delta)
+    pairs = [(order, rdp) for order, rdp in zip(ORDERS, curve, strict=True) if math.isfinite(rdp)]
+    if not pairs:
+        return math.inf
+    epsilon = numerics.renyi_to_epsilon([o for o, _ in pairs], [r for _, r in pairs], delta)
+    return epsilon if epsilon >= 0 else math.inf
+
+
+def epsilon_of_divergence(divergence: Callable[[float], float], delta: float) -> float:
+    """Return `epsilon_of_curve` of a Renyi divergence, computed only for orders that can matter.
+
+    Divergences rise with the order, and a conversion takes at most log(a / (a - 1)) + log(a) / (a - 1) < 6 off them at
+    orders a >= 1.01: once one exceeds the best epsilon so far by 6, higher orders are left out. Leaving out orders is
+    always sound.
+
+    Args:
+        divergence: Maps an order to the divergence, infinite if there is none.
+        delta: In (0, 1).
+    """
+    checks.in_unit_interval(closed="neither", delta=delta)
+    curve, best = [math.inf] * len(ORDERS), math.inf
+    for index, order in enumerate(ORDERS):
+        curve[index] = divergence(order)
+        if curve[index] > best + 6:
+            break
+        if math.isfinite(curve[index]):
+            best = min(best, numerics.renyi_to_epsilon([order], [curve[index]], delta))
+    return epsilon_of_curve(curve, delta)

@@ -1,1 +1,1 @@
-"""Mechanisms that protect labels."""
+"""Mechanisms that protect the labels of records whose features are public."""

@@ -1,39 +1,27 @@
-"""A preset budget per record for its label: which records still send their signal, and what that guarantees."""
+"""What a step of noisy signals spends of each record's label, and the budget that limits the sum.
+
+The step is mu-GDP for a label with mu from leverage scores (theorem label-leverage), and the run is B-GDP if every
+record stops sending its signal before its sum of mu^2 exceeds B^2 (theorem label-budget).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 
-from accounting.guarantee import Guarantee
-from accounting.labels.gaussian import label_guarantee
-from accounting.labels.leverage import LABEL_CHECKED, LABEL_TRUSTED
-from accounting.labels.mechanisms import LabelBudget
-from accounting.statement import stated
 from opusim import checks
 
-_SLACK = 1e-9
+_ROUNDING = 1e-9
 """Relative rounding of a sum of squares, charged to the record."""
 
-_CHECKED = ("a record over its budget keeps its noise and loses its signal",)
-_PUBLISHED = (
-    "the signal lies in its ball, and every bit of the credited noise is Gaussian and added after that"
-)
-_HARDWARE = (
-    "the reading's noise is Gaussian, of one law for every label, and nothing but a public gain follows"
-)
-_DEVICE_LAW = (
-    "the device's noise is Gaussian, independent of labels and batch, and at least as strong as stated"
-)
 
+class PerRecordBudget:
+    """Keeps each record's sum of mu^2 within B^2 (theorem label-budget).
 
-class LabelFilter:
-    """Keeps each record's sum of mu^2 within B^2 (adaptive composition of Gaussian mechanisms).
-
-    A record that would exceed B keeps its noise and loses its signal: to leave it out would raise the leverage of
-    the others. The decision rests on public numbers (mu is a maximum over labels), so it costs nothing itself.
-    Proof: docs/privacy.md, section 5.
+    A record that would exceed B keeps its noise and loses its signal: leaving it out would raise the leverage of the
+    others. The decision rests on public numbers (mu is a maximum over labels), so it costs nothing itself.
 
     Args:
         budget_mu: B > 0.
@@ -51,15 +39,14 @@ class LabelFilter:
         """Sum of mu^2 per record, shape (n_records,); a copy. Public, like every mu."""
         return self._spent.copy()
 
-    def admit(self, records: np.ndarray, mu: np.ndarray) -> np.ndarray:
-        """Charges one step to the records that can pay, and says which those are.
+    def charge(self, records: np.ndarray, mu: np.ndarray) -> np.ndarray:
+        """Charge one step to the records that can pay, and say which those are.
 
-        Call it before the step is computed, and set the signal of the others to 0 in every layer, after which
-        their mu is 0.
+        Call it before the step is computed, and set the signal of the others to 0 in every layer; their mu is then 0.
 
         Args:
             records: Indices of the batch's records, each at most once, shape (m,).
-            mu: What the step would spend of each, at least 0, shape (m,).
+            mu: What the step would spend of each record, at least 0, shape (m,).
 
         Returns:
             Whether each record keeps its signal, shape (m,), bool.
@@ -72,11 +59,11 @@ class LabelFilter:
         checks.shape(indices.shape, mu=np.asarray(mu))
         if np.unique(indices).size != indices.size:
             raise ValueError(
-                "records: one stands twice in the batch; its leverages do not add up, sample without"
+                "records: one stands twice in the batch; its leverages do not add up; sample without replacement"
             )
         if indices.size and not (indices.min() >= 0 and indices.max() < self._spent.size):
             raise ValueError(f"records: an index lies outside [0, {self._spent.size})")
-        cost = np.square(np.asarray(mu, dtype=np.float64)) * (1 + _SLACK)
+        cost = np.square(np.asarray(mu, dtype=np.float64)) * (1 + _ROUNDING)
         if np.any(np.isnan(cost)) or np.any(np.asarray(mu) < 0):
             raise ValueError("mu: must be at least 0 and not NaN")
         total = self._spent[indices] + cost
@@ -85,40 +72,51 @@ class LabelFilter:
         return keeps
 
     def restore(self, spent: np.ndarray) -> None:
-        """Takes back what `spent` gave, from a checkpoint.
+        """Restore what `spent` returned, from a checkpoint.
 
         Raises:
-            ValueError: Another number of records, or a sum above the budget or below 0.
+            ValueError: The number of records differs, or a sum lies above the budget or below 0.
         """
         values = np.asarray(spent, dtype=np.float64)
         checks.shape(self._spent.shape, spent=values)
-        if not bool(np.all((values >= 0) & (values <= self.budget_mu**2 * (1 + _SLACK)))):
+        if not bool(np.all((values >= 0) & (values <= self.budget_mu**2 * (1 + _ROUNDING)))):
             raise ValueError(f"spent: must lie between 0 and budget_mu^2 = {self.budget_mu**2:g}")
         self._spent = values.copy()
 
 
-def guarantees(mechanisms: Sequence[LabelBudget], *, delta: float, enforced: bool = False) -> list[Guarantee]:
-    """sqrt(sum of steps B^2)-GDP for labels; the budget, never the largest spending.
+def step_mu_bound(
+    distances: Sequence[float | np.ndarray], scores: Sequence[np.ndarray], sigmas: Sequence[float]
+) -> np.ndarray:
+    """Return mu_I = sqrt(sum_l Delta_l^2 max_j lev_lIj / sigma_l^2), shape (m,): what a step spends at most.
 
-    To report what was spent at most would be no statement of differential privacy: the spending of a run is not
-    known before it.
+    Theorem label-leverage with the readings fixed, since the divergence is jointly convex.
 
     Args:
-        mechanisms: At least one budget; each of its steps spends the whole of it.
-        delta: In [0, 1).
-        enforced: Whether the training code checked what code can check.
+        distances: Per layer, Delta_l, a number or one for each record, shape (m,): 2 tB for a signal scaled to a
+            ball, `label_distance` without one, sqrt(2) for e = p - y at the output. Times
+            max_j |phi'_Ij| if the noise is added after the slope.
+        scores: Per layer, the leverages, shape (m, n) or (m, 1).
+        sigmas: Per layer, above 0.
     """
-    hardware = any(mechanism.order == "hardware" for mechanism in mechanisms)
-    published = any(mechanism.order == "published" for mechanism in mechanisms)
-    checked = [*_CHECKED, *([_PUBLISHED] if published else []), *LABEL_CHECKED]
-    device = any(mechanism.device_noise for mechanism in mechanisms)
-    trusted = [*([_HARDWARE] if hardware else []), *([_DEVICE_LAW] if device else []), *LABEL_TRUSTED]
-    return [
-        label_guarantee(
-            mechanisms,
-            delta=delta,
-            source="docs/privacy.md, sections 4 and 5: leverage scores and a filter (adaptive Gaussian composition)",
-            assumptions=stated(checked, trusted, enforced=enforced),
-            device_model=hardware or device,
-        )
+    checks.positive(sigmas=sigmas)
+    for distance in distances:
+        checks.non_negative(distances=distance)
+    terms = [
+        np.square(distance) * score.max(axis=1) / sigma**2
+        for distance, score, sigma in zip(distances, scores, sigmas, strict=True)
     ]
+    return np.sqrt(np.sum(terms, axis=0))
+
+
+def label_distance(projection: np.ndarray) -> float:
+    """Return Delta = max_ab ||B_a - B_b||: the error is p - y, so two labels differ by B_b - B_a.
+
+    Args:
+        projection: B, one column a label, shape (n, labels).
+    """
+    checks.finite(projection=projection)
+    checks.shape((None, None), projection=projection)
+    if projection.shape[1] < 2:
+        raise ValueError(f"projection has {projection.shape[1]} column: at least two labels are needed")
+    pairs = combinations(range(projection.shape[1]), 2)
+    return float(max(np.linalg.norm(projection[:, a] - projection[:, b]) for a, b in pairs))

@@ -1,44 +1,167 @@
-"""What may be released about labels whose features are public: three protections of photonic DFA."""
+"""What may be released about labels whose features are public: three protections of noisy signals, randomized response.
+
+The theorems and their hypotheses stand above the mechanisms that rest on them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, ClassVar, Self
 
-from accounting.guarantee import Unit
-from accounting.mechanisms import Mechanism, counted, register_mechanism
+from typing_extensions import Doc
+
+from accounting import numerics
+from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Unit
+from accounting.mechanisms import (
+    DeviceNoise,
+    ErrorProbability,
+    Mechanism,
+    Positive,
+    SamplingProbability,
+    counted,
+    proven_guarantee,
+    spend_certificates,
+)
+from accounting.theorems import NOISE_IS_SECRET, Theorem
 from opusim import checks
 
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
+_SIGNALS_CHECKED = (
+    "each credited noise is drawn afresh, for one reading of one layer at one step, after the last nonlinearity of the "
+    "signal",
+    "every released layer is noised, the output layer too",
+    "a record stands at most once in a batch",
+    "no class weights, balanced batches or mixup, and no schedule or early stopping on training labels",
+)
+_PUBLIC_FEATURES = "features, initial weights and the projection are public or do not depend on labels"
+_SIGNALS_TRUSTED = (
+    _PUBLIC_FEATURES,
+    "no loss or accuracy on training labels leaves",
+    NOISE_IS_SECRET,
+)
+_DEVICE_LAW = (
+    "the device's noise is Gaussian, independent of labels and batch, and at least as strong as stated"
+)
+_PUBLISHED_ORDER = (
+    "the signal lies in its ball, and every bit of the credited noise is Gaussian and added after that"
+)
+_HARDWARE_ORDER = (
+    "the reading's noise is Gaussian, of one law for every label, and nothing but a public gain follows"
+)
+
+LABEL_LEVERAGE = Theorem(
+    name="label-leverage",
+    title="leverage scores of public features",
+    statement="A step releases U = sum_i (s_i + g_i) h_i^T + sqrt(lambda) sigma Xi for each layer, where only the "
+    "signals s_i depend on labels, g and Xi are N(0, sigma^2) and N(0, 1), and s includes the slope. It is "
+    "exactly mu-GDP for the label of record I with mu^2 = sum over layers of ||s_I(a) - s_I(b)||^2 lev_I / "
+    "sigma^2, lev_I = h_I^T (H^T H + lambda I)^-1 h_I in [0, 1). If the noise is added before the slope "
+    "phi', each row j has its own lev_Ij = phi'_Ij^2 h_I^T (sum_i phi'_ij^2 h_i h_i^T + lambda I)^-1 h_I.",
+    proof="Features and weights are the same under both labels, so the update is Gaussian under both with one "
+    "covariance, and the means of row j differ by d_j h_I. Two Gaussians of covariance V whose means differ by "
+    "v have a log-likelihood ratio N(mu^2/2, mu^2) with mu^2 = v^T V^-1 v. Rows and layers carry independent "
+    "noise, so the mu^2 add up.",
+    reference="Dong, Roth and Su 2019 for mu-GDP",
+    code="accounting.labels.budget.step_mu_bound",
+    page="privacy.md, section 4",
+    checked_by_code=_SIGNALS_CHECKED,
+    trusted=_SIGNALS_TRUSTED,
+)
+LABEL_BUDGET = Theorem(
+    name="label-budget",
+    title="leverage scores and a budget for each record",
+    statement="If each step is mu_t-GDP for a record's label, mu_t is known from earlier releases, and a record whose"
+    " sum of mu_t^2 would exceed B^2 sends no signal from then on, the run is B-GDP for labels, whatever "
+    "was spent. The largest realised spending is no guarantee, since it is not known before the run.",
+    proof="Given the past, the log-likelihood ratio of two labels grows by N(mu_t^2/2, mu_t^2). Top it up at the end "
+    "by an independent Gaussian release of mu^2 = B^2 - sum mu_t^2. With M_t the centred sum and A_t = sum "
+    "mu_t^2, exp(i theta M_t + theta^2 A_t / 2) is a martingale and A ends at the constant B^2, so the ratio is"
+    " N(B^2/2, B^2). Forgetting the top-up is post-processing. Theorem label-leverage gives mu_t.",
+    reference="Dong, Roth and Su 2019",
+    code="accounting.labels.budget.PerRecordBudget",
+    page="privacy.md, sections 4 and 5",
+    checked_by_code=("a record over its budget keeps its noise and loses its signal", *_SIGNALS_CHECKED),
+    trusted=_SIGNALS_TRUSTED,
+)
+LABEL_AMPLIFICATION = Theorem(
+    name="label-amplification",
+    title="a secret batch and noise of a public covariance",
+    statement="A step releases sum over a secret Poisson(q) batch of w_i s_i h_i^T + N(0, sigma^2 S) with S "
+    "independent of batch and labels, where w_i brings the contribution whitened by S to norm at most C "
+    "under every label. For replacing a label it is dominated by P* = (1-q) N(0,1) + q N(C,1) against Q* = "
+    "(1-q) N(0,1) + q N(-C,1): the Poisson-sampled Gaussian mechanism under replace_one with noise "
+    "multiplier 1 / C.",
+    proof="Whiten by S, fix the others' contributions and shift. For k >= 1, H_k is q E (1 - x L_0 - y L_b)_+ of two "
+    "jointly log-normal likelihood ratios, and Kahane's convexity inequality makes it grow with each of their "
+    "covariances |a|^2 <= C^2, |a - b|^2 <= 4 C^2, <a, a - b> <= 2 C^2, which the worst pair a = C, b = -C "
+    "attains at once. k < 1 is its mirror image. Dominating pairs compose adaptively. Noise that depends on the"
+    " batch cannot be amplified: it shows who is in the batch.",
+    reference="Kahane 1986; Zhu, Dong and Wang 2022",
+    code="accounting.labels.mechanisms.LabelAmplified",
+    page="privacy.md, section 6",
+    checked_by_code=(
+        "every whitened contribution is scaled to norm C at most, whatever the label",
+        "the noise's covariance depends on neither batch nor labels, and no noise comes from the batch's own readings",
+        "the batch is Poisson sampled afresh at each step",
+        *_SIGNALS_CHECKED,
+    ),
+    trusted=(
+        "batches stay secret: sizes, frames, joules, times and the sampler's state are not released",
+        *_SIGNALS_TRUSTED,
+    ),
+)
+LABEL_READOUT = Theorem(
+    name="label-readout",
+    title="one noisy reading of every label, then post-processing",
+    statement="Readings r_i = B y_i + g_i with g ~ N(0, sigma^2), kept and reused for the whole training, are mu-GDP "
+    "for a label with mu^2 = max over labels a, b of the sum over all distinct readings of ||B_a - B_b||^2 "
+    "/ sigma^2.",
+    proof="Readings of two labels are Gaussians of one law, shifted by the stacked B_a - B_b. Scales, epochs, "
+    "posterior targets and the output layer's target are functions of the readings, hence post-processing.",
+    reference="Dong, Roth and Su 2019",
+    code="accounting.labels.mechanisms.LabelReadout",
+    page="privacy.md, section 7",
+    checked_by_code=(
+        "each label is read as often as stated, and every distinct reading of it is counted in mu",
+        "the noise is drawn once for each reading, with the same law for all labels",
+        "nothing but the readings looks at training labels",
+    ),
+    trusted=(_PUBLIC_FEATURES, NOISE_IS_SECRET),
+)
+RANDOMIZED_RESPONSE = Theorem(
+    name="randomized-response",
+    title="randomized response",
+    statement="A label that stays with probability e^epsilon / (e^epsilon + k - 1), and else becomes one of the k - 1"
+    " others with equal probability, is epsilon-DP for the label, with delta = 0; independent responses add"
+    " their epsilons.",
+    proof="The likelihood ratio of two labels takes the values e^epsilon, 1 and e^-epsilon, so the pure epsilon is "
+    "exact and repeats compose on that grid without discretisation.",
+    reference="Warner 1965",
+    code="accounting.labels.mechanisms.RandomizedResponse",
+    page="privacy.md, section 8",
+    checked_by_code=("the noise of every step is fresh", "labels are used only through the randomized ones"),
+    trusted=("neither the noise nor the seed that it came from is ever revealed",),
+)
 
 
-@register_mechanism
 @dataclass(frozen=True, kw_only=True)
 class LabelAmplified(Mechanism):
-    """A secret Poisson batch and noise of a public covariance; every record's whitened contribution is at most C.
+    """A secret Poisson batch and noise of a public covariance; every record's whitened contribution is at most C."""
 
-    Attributes:
-        noise_multiplier: 1 / C, above 0: the noise's standard deviation (1 after whitening) over the bound of one
-            record.
-        sampling_probability: q in (0, 1], of the Poisson batch.
-        device_noise: Whether the credited noise is a device's, of Gaussian law.
-    """
-
-    noise_multiplier: float
-    sampling_probability: float
-    device_noise: bool = False
+    noise_multiplier: Annotated[
+        Positive,
+        Doc(
+            "1 / C, above 0: the noise's standard deviation (1 after whitening) over the bound of one record."
+        ),
+    ]
+    sampling_probability: SamplingProbability
+    device_noise: DeviceNoise = False
 
     kind: ClassVar[str] = "label_amplified"
-    accountant: ClassVar[str] = "accounting.labels.amplified:guarantees"
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "noise_multiplier"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive(noise_multiplier=self.noise_multiplier)
-        checks.in_unit_interval(closed="right", sampling_probability=self.sampling_probability)
-        self._to_floats("noise_multiplier", "sampling_probability")
 
     @property
     def clip(self) -> float:
@@ -46,117 +169,231 @@ class LabelAmplified(Mechanism):
         return 1 / self.noise_multiplier
 
     def describe(self) -> str:
-        """What ran, in a few words."""
+        """Return what ran, in a few words."""
         return (
             f"labels under noise of a public covariance, whitened contributions at most {self.clip:g}, Poisson "
             f"batches (q = {self.sampling_probability:g}), {counted(self.steps, 'step')}"
         )
 
-    def event(self) -> DpEvent:
-        """Self-composed Poisson-sampled Gaussian, to be read under replace_one by dp_accounting's PLD."""
-        import dp_accounting as dp
+    @classmethod
+    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
+        """Return epsilon of all steps together by the dominating pair, replace_one."""
+        sums = [
+            numerics.NoisySum(
+                law="gaussian",
+                scale=mechanism.noise_multiplier,
+                probability=mechanism.sampling_probability,
+                steps=mechanism.steps,
+            )
+            for mechanism in mechanisms
+        ]
+        device = any(mechanism.device_noise for mechanism in mechanisms)
+        return [
+            proven_guarantee(
+                mechanisms,
+                theorem=LABEL_AMPLIFICATION,
+                bounds=numerics.noise_bounds(sums, Adjacency.REPLACE_ONE, delta),
+                delta=delta,
+                adjacency=Adjacency.REPLACE_ONE,
+                assumptions=LABEL_AMPLIFICATION.assumptions(
+                    enforced=enforced, trusted=(_DEVICE_LAW,) if device else ()
+                ),
+                device_model=device,
+            )
+        ]
 
-        step = dp.PoissonSampledDpEvent(self.sampling_probability, dp.GaussianDpEvent(self.noise_multiplier))
-        return dp.SelfComposedDpEvent(step, self.steps)
 
-
-@register_mechanism
 @dataclass(frozen=True, kw_only=True)
 class LabelBudget(Mechanism):
     """Noise on every layer's signal and a preset budget for each record's label.
 
-    A step of this mechanism is a whole run: `steps` counts how often the whole budget is spent. A resumed run in
-    release mode spends it again, so mu_total = sqrt(steps) budget_mu.
-
-    Attributes:
-        budget_mu: B > 0; the run is B-GDP for labels, whatever was spent.
-        order: "published": any bounded signal, then credited Gaussian noise. "hardware": the reading's own
-            Gaussian noise, of a law that no label changes, followed by nothing but a public constant gain.
-        device_noise: Whether the credited noise is a device's, of Gaussian law; in hardware order it always is.
-        beta: Probability that the certificate of the device's noise is wrong, in [0, 1); 0 for digital noise.
+    A step of this mechanism is a whole run: `steps` counts how often the whole budget is spent. A run that is resumed
+    in release mode after a kill spends it again, so mu_total = sqrt(steps) budget_mu.
     """
 
-    budget_mu: float
-    order: str = "published"
-    device_noise: bool = False
-    beta: float = 0.0
+    budget_mu: Annotated[Positive, Doc("B > 0; the run is B-GDP for labels, whatever was spent.")]
+    order: Annotated[
+        str,
+        Doc(
+            "published: any bounded signal, then credited Gaussian noise. hardware: the reading's own Gaussian noise, "
+            "of a law that no label changes, followed by nothing but a public constant gain."
+        ),
+    ] = "published"
+    device_noise: Annotated[
+        bool,
+        Doc("Whether the credited noise is a device's, of Gaussian law; in hardware order it always is."),
+    ] = False
+    beta: Annotated[
+        ErrorProbability,
+        Doc(
+            "Probability in [0, 1) that the certificate of the device's noise is wrong; 0 for digital noise."
+        ),
+    ] = 0.0
 
     kind: ClassVar[str] = "label_budget"
-    accountant: ClassVar[str] = "accounting.labels.budget:guarantees"
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "budget_mu"
+    noise_is_inverse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.positive(budget_mu=self.budget_mu)
-        checks.in_unit_interval(closed="left", beta=self.beta)
         if self.order not in ("published", "hardware"):
             raise ValueError(f"order = {self.order!r}: must be 'published' or 'hardware'")
-        self._to_floats("budget_mu", "beta")
-
-    @property
-    def noise(self) -> float:
-        """1 / budget_mu."""
-        return 1 / self.budget_mu
-
-    def with_noise(self, noise: float) -> Self:
-        """The same with budget_mu = 1 / noise."""
-        return replace(self, budget_mu=1 / noise)
 
     def describe(self) -> str:
-        """What ran, in a few words."""
+        """Return what ran, in a few words."""
         times = "" if self.steps == 1 else f", spent {counted(self.steps, 'time')}"
         return f"noisy signals and a budget of mu = {self.budget_mu:g} for each record's label{times}"
 
-    def event(self) -> DpEvent:
-        """Self-composed N(0, 1) against N(mu, 1): the Gaussian event of multiplier 1 / mu under add_or_remove_one."""
-        import dp_accounting as dp
+    @classmethod
+    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
+        """Return sqrt(sum of steps B^2)-GDP for labels: the budget, never the largest spending."""
+        orders = {mechanism.order for mechanism in mechanisms}
+        device = any(mechanism.device_noise for mechanism in mechanisms)
+        assumptions = LABEL_BUDGET.assumptions(
+            enforced=enforced,
+            checked_by_code=(_PUBLISHED_ORDER,) if "published" in orders else (),
+            trusted=(
+                *((_HARDWARE_ORDER,) if "hardware" in orders else ()),
+                *((_DEVICE_LAW,) if device else ()),
+            ),
+        )
+        return [
+            _gaussian_label_guarantee(
+                mechanisms, delta, LABEL_BUDGET, assumptions, device or "hardware" in orders
+            )
+        ]
 
-        return dp.SelfComposedDpEvent(dp.GaussianDpEvent(self.noise), self.steps)
 
-
-@register_mechanism
 @dataclass(frozen=True, kw_only=True)
-class LabelOnce(Mechanism):
-    """Noisy readings of every record's label, kept and reused: a step reads every label once.
+class LabelReadout(Mechanism):
+    """Noisy readings of every record's label, kept and reused: a step reads every label once."""
 
-    Attributes:
-        mu: From `label_once.label_once_mu`, above 0.
-        device_law: Whether the credited noise is a device's (its Gaussian law is then an assumption).
-        beta: Probability that the certificate of the device's noise is wrong, in [0, 1).
-    """
-
-    mu: float
-    device_law: bool = False
-    beta: float = 0.0
+    mu: Annotated[Positive, Doc("Of all readings of one label together, above 0.")]
+    device_law: Annotated[
+        bool, Doc("Whether the credited noise is a device's; its Gaussian law is then an assumption.")
+    ] = False
+    beta: ErrorProbability = 0.0
 
     kind: ClassVar[str] = "label_once"
-    accountant: ClassVar[str] = "accounting.labels.once:guarantees"
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "mu"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive(mu=self.mu)
-        checks.in_unit_interval(closed="left", beta=self.beta)
-        self._to_floats("mu", "beta")
-
-    @property
-    def noise(self) -> float:
-        """1 / mu."""
-        return 1 / self.mu
-
-    def with_noise(self, noise: float) -> Self:
-        """The same with mu = 1 / noise."""
-        return replace(self, mu=1 / noise)
+    noise_is_inverse: ClassVar[bool] = True
 
     def describe(self) -> str:
-        """What ran, in a few words."""
+        """Return what ran, in a few words."""
         times = "once" if self.steps == 1 else f"{self.steps:,} times"
         return f"every label projected {times}, mu = {self.mu:g}, and reused"
 
-    def event(self) -> DpEvent:
-        """Self-composed N(0, 1) against N(mu, 1): the Gaussian event of multiplier 1 / mu under add_or_remove_one."""
-        import dp_accounting as dp
+    @classmethod
+    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
+        """Return mu-GDP for labels, mu^2 the sum over all readings."""
+        device = any(mechanism.device_law for mechanism in mechanisms)
+        law = ("the device's noise is Gaussian, the same for every label, and at least as strong as stated",)
+        assumptions = LABEL_READOUT.assumptions(enforced=enforced, trusted=law if device else ())
+        return [_gaussian_label_guarantee(mechanisms, delta, LABEL_READOUT, assumptions, device)]
 
-        return dp.SelfComposedDpEvent(dp.GaussianDpEvent(self.noise), self.steps)
+
+def _gaussian_label_guarantee(
+    mechanisms: Sequence[LabelBudget] | Sequence[LabelReadout],
+    delta: float,
+    theorem: Theorem,
+    assumptions: tuple[Assumption, ...],
+    device_model: bool,
+) -> Guarantee:
+    """epsilon(delta - sum of steps beta) of mu^2 = sum of steps / noise^2; a certificate is charged at each step."""
+    mu = math.hypot(*(math.sqrt(one.steps) / one.noise for one in mechanisms))
+    bounds, reason = spend_certificates(
+        delta,
+        [one.steps * one.beta for one in mechanisms],
+        lambda left: numerics.gaussian_bounds(mu, left),
+    )
+    return proven_guarantee(
+        mechanisms,
+        theorem=theorem,
+        bounds=bounds,
+        delta=delta,
+        adjacency=Adjacency.REPLACE_ONE,
+        assumptions=assumptions,
+        device_model=device_model,
+        reason=reason,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomizedResponse(Mechanism):
+    """A label stays with probability `keep_probability`, else it becomes one of the others with equal probability."""
+
+    keep_probability: Annotated[
+        float, Doc("Probability that a label stays: above 1 / n_classes (which says nothing) and below 1.")
+    ]
+    n_classes: Annotated[int, Doc("k, at least 2."), partial(checks.integer, minimum=2)]
+
+    kind: ClassVar[str] = "randomized_response"
+    unit: ClassVar[Unit] = Unit.LABEL
+    noise_field: ClassVar[str | None] = "keep_probability"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 / self.n_classes < self.keep_probability < 1:
+            raise ValueError(
+                f"keep_probability = {self.keep_probability!r}: must lie in (1 / n_classes, 1), "
+                f"here ({1 / self.n_classes:g}, 1)"
+            )
+
+    @classmethod
+    def from_epsilon(cls, epsilon: float, n_classes: int, steps: int = 1) -> RandomizedResponse:
+        """Return the response with e^epsilon = keep (k - 1) / (1 - keep), per step.
+
+        Raises:
+            ValueError: epsilon is not above 0, or so large that the label always stays.
+        """
+        checks.positive(epsilon=epsilon)
+        checks.integer(minimum=2, n_classes=n_classes)
+        keep = 1 / (1 + (n_classes - 1) * math.exp(-epsilon))
+        if keep == 1:
+            raise ValueError(f"epsilon = {epsilon:g}: is so large that the label always stays; ask for less")
+        return cls(keep_probability=keep, n_classes=n_classes, steps=steps)
+
+    @property
+    def noise(self) -> float:
+        """1 / epsilon of one response."""
+        return 1 / self.step_epsilon
+
+    def with_noise(self, noise: float) -> RandomizedResponse:
+        """Return the response of epsilon = 1 / noise."""
+        return RandomizedResponse.from_epsilon(1 / noise, self.n_classes, self.steps)
+
+    @property
+    def step_epsilon(self) -> float:
+        """log(keep (k - 1) / (1 - keep)), the pure epsilon of one response."""
+        return math.log(self.keep_probability * (self.n_classes - 1) / (1 - self.keep_probability))
+
+    def describe(self) -> str:
+        """Return what ran, in a few words."""
+        times = "" if self.steps == 1 else f", {self.steps:,} fresh responses for each label"
+        return (
+            f"randomized response over {self.n_classes} labels, kept with {self.keep_probability:.4g}{times}"
+        )
+
+    @classmethod
+    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
+        """Return epsilon of all responses for one label; different responses have no common grid of losses."""
+        pure = math.fsum(one.steps * one.step_epsilon for one in mechanisms)
+        first, steps = mechanisms[0], sum(one.steps for one in mechanisms)
+        if delta == 0 or len({one.repeated(1) for one in mechanisms}) > 1:
+            bounds = EpsilonBounds(lower=pure if delta == 0 else 0.0, upper=pure, method="closed form")
+        else:
+            bounds = numerics.response_bounds(
+                first.keep_probability, first.n_classes, first.step_epsilon, steps, delta
+            )
+        return [
+            proven_guarantee(
+                mechanisms,
+                theorem=RANDOMIZED_RESPONSE,
+                bounds=bounds,
+                delta=delta,
+                adjacency=Adjacency.REPLACE_ONE,
+                assumptions=RANDOMIZED_RESPONSE.assumptions(enforced=enforced),
+            )
+        ]

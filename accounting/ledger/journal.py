@@ -1,20 +1,22 @@
-"""The file under a ledger: lines chained by hashes, synced one by one, and a head that says how many count.
+"""An append-only file of JSON entries, chained by digests and synced one by one, with a head that counts them.
 
-A line is JSON with the digest of the line before and its own, so that a flipped byte or a reordered line is found at
-its place. A file cut between two lines would still be a valid chain: the head (`ledger.head` beside
-`ledger.jsonl`, replaced at once) names the number of lines and the last digest, and is written after a line is
-synced and before the step it pays for. What a crash can leave is then told from what it cannot:
+A line holds the digest of the line before and its own, so that a flipped byte or a reordered line is found at its
+place. A file truncated between two lines would still be a valid chain: the head (`ledger.head` next to `ledger.jsonl`,
+replaced atomically) names the number of lines and the last digest, and is written after a line is synced and before
+`append` returns. What a crash can leave is thus distinguished from what it cannot:
 
 | found | a crash? | done |
 | --- | --- | --- |
-| text behind the head's last line that is no whole line | the line was being written: no step relied on it | dropped |
-| one whole line more than the head says | the head was not written yet: no step relied on it | counted |
-| fewer lines than the head says, a line cut or changed within them, two lines more | no | refused |
+| an incomplete line after the head's last line | the line was being written: nothing relied on it | dropped |
+| one complete line more than the head says | the head was not written yet: nothing relied on it | counted |
+| fewer lines than the head says, a changed line among them, two lines more | no | refused |
 
-The head lies beside the file, so an old pair of both is a valid journal. `Witness` closes that: another file, such as a
-checkpoint, keeps the `Position` that the journal had, and every later reader requires that prefix.
+An old pair of file and head is still a valid journal. `Witness` closes that gap: another file, such as a checkpoint,
+keeps the `Position` that the journal had, and every later reader requires that prefix.
 
-The hashes are not keyed: they find accidents and careless edits, not an adversary who computes them anew.
+The digests have no key: they find accidents and careless edits, not an attacker who recomputes them.
+
+A ledger is one such journal; any other append-only log may be one too, read with `read_journal`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from accounting.errors import LedgerCorrupt
-from opusim.files import open_to_write, parse_json, read_bytes, write_all, write_file
+from opusim.files import open_to_write, parse_json, read_bytes, sync_folder, write_all
 
 SCHEMA_VERSION = 1
 _GENESIS = "0" * 64
@@ -38,26 +40,26 @@ _LIMIT = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far a journal went.
+    """How far a journal reaches.
 
     Attributes:
         lines: Number of its lines, at least 0.
-        digest: Of the last of them, which depends on all before it.
+        digest: Of the last line, which depends on all lines before it.
     """
 
     lines: int = 0
     digest: str = _GENESIS
 
     def to_json(self) -> dict[str, Any]:
-        """As a mapping of JSON."""
+        """Return plain JSON values."""
         return {"lines": self.lines, "digest": self.digest}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """What `to_json` wrote.
+        """Read back what `to_json` returned.
 
         Raises:
-            ValueError, KeyError, TypeError: It is something else.
+            ValueError, KeyError, TypeError: The content is not that of a position.
         """
         lines, digest = content["lines"], content["digest"]
         if type(lines) is not int or lines < 0 or not isinstance(digest, str):
@@ -67,11 +69,11 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Witness:
-    """What a file outside a journal knows of it.
+    """What another file knows of a journal.
 
     Attributes:
-        name: What messages call that file.
-        position: How far the journal went when that file was written: a prefix of what it must hold now.
+        name: That file's name in messages.
+        position: How far the journal reached when that file was written; the journal must still have that prefix.
         final: Whether nothing was appended afterwards.
     """
 
@@ -87,7 +89,7 @@ class Witness:
             digests: Of its lines.
 
         Raises:
-            LedgerCorrupt: The journal is shorter, is another, or is longer although it was final.
+            LedgerCorrupt: The journal is shorter or different, or longer although it was final.
         """
         lines = self.position.lines
         if len(digests) < lines:
@@ -108,14 +110,14 @@ class Witness:
 
 
 class Journal:
-    """Appends entries; opening one repairs what a crash left, and refuses anything else.
+    """Appends entries; opening a journal repairs what a crash left and refuses any other damage.
 
     Args:
-        path: The file; its folder exists. It is created with the first entry.
+        path: The file, in an existing folder; it is created with the first entry.
         witnesses: What other files know of it.
 
     Raises:
-        LedgerCorrupt: The file was changed, cut or reordered, or contradicts a witness.
+        LedgerCorrupt: The file was changed, truncated or reordered, or contradicts a witness.
     """
 
     def __init__(self, path: str | Path, *, witnesses: Sequence[Witness] = ()) -> None:
@@ -132,7 +134,7 @@ class Journal:
 
     @property
     def position(self) -> Position:
-        """How far the journal goes."""
+        """How far the journal reaches."""
         return Position(lines=len(self.entries), digest=self._digest)
 
     def append(self, entry: dict[str, Any]) -> None:
@@ -145,20 +147,21 @@ class Journal:
         self._digest = digest
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         os.close(self._descriptor)
 
 
 def read_journal(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> list[dict[str, Any]]:
-    """The entries of a journal, nothing repaired.
+    """Return the entries of a journal without repairing anything.
 
     Args:
         path: The file.
         witnesses: What other files know of it.
 
     Raises:
-        FileNotFoundError: There is none.
-        LedgerCorrupt: It was changed, cut or reordered, or contradicts a witness; the message names file and line.
+        FileNotFoundError: There is no journal.
+        LedgerCorrupt: It was changed, truncated or reordered, or contradicts a witness; the message names file and
+            line.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"{path}: there is no ledger; give a run folder that has one")
@@ -166,17 +169,17 @@ def read_journal(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> list
 
 
 def read_position(path: str | Path) -> Position:
-    """How far a journal goes, nothing repaired.
+    """Return how far a journal reaches, without repairing anything.
 
     Raises:
-        LedgerCorrupt: It was changed, cut or reordered.
+        LedgerCorrupt: It was changed, truncated or reordered.
     """
     _, digests, _ = _read(Path(path), ())
     return Position(lines=len(digests), digest=digests[-1]) if digests else Position()
 
 
 def head_file(path: Path) -> Path:
-    """Where the head of a journal stands."""
+    """Return the path of a journal's head."""
     return path.with_suffix(".head")
 
 
@@ -218,10 +221,10 @@ def _read(path: Path, witnesses: Sequence[Witness]) -> tuple[list[dict[str, Any]
 def _verified(
     path: Path, number: int, line: bytes, previous: str, *, must_count: bool
 ) -> dict[str, Any] | None:
-    """The entry of a line; None where it is damaged and need not count.
+    """The entry of a line, or None if the line is damaged and need not count.
 
     Raises:
-        LedgerCorrupt: It must count and is not what was written.
+        LedgerCorrupt: The line must count and is not what was written.
     """
     problem = "its digest does not fit: it was changed"
     try:
@@ -267,6 +270,16 @@ def _read_head(path: Path) -> tuple[int, str]:
 
 
 def _write_head(path: Path, lines: int, digest: str) -> None:
-    """Replace the head at once and sync the folder, which also holds the journal's own name."""
-    head = {"schema_version": SCHEMA_VERSION, "lines": lines, "digest": digest}
-    write_file(head_file(path), _dump(head) + b"\n")
+    """Replace the head atomically and sync the folder, which also holds the journal's own name."""
+    head = head_file(path)
+    temporary = head.with_suffix(".head.partial")
+    descriptor = open_to_write(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        write_all(
+            descriptor, _dump({"schema_version": SCHEMA_VERSION, "lines": lines, "digest": digest}) + b"\n"
+        )
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(temporary, head)
+    sync_folder(path.parent)

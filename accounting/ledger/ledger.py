@@ -1,4 +1,4 @@
-"""What a run has paid for: every step's mechanism is on disk, synced, before the step is computed.
+"""The ledger of a run: every step's mechanism is on disk, synced, before the step is computed.
 
     with Ledger(folder / "ledger.jsonl", mode="experiment", delta=1e-5, block=64) as ledger:
         for step in range(total):
@@ -6,7 +6,7 @@
             ...  # compute the step
 
 A killed run may have paid for steps that it did not compute; it never computed one that it had not paid for. Steps
-are reserved in blocks, one line for each, so a sync is not paid at every step.
+are reserved in blocks, one line each, so that not every step waits for a sync.
 
 - experiment mode: noise is keyed by the step, so a re-executed step repeats its release and is paid once.
 - release mode: a re-executed step draws afresh and is charged again. A kill also loses the rest of a block. A
@@ -17,56 +17,217 @@ Entries of the file (`accounting.ledger.journal`): the first has `mode`, `delta`
 | keys | meaning |
 | --- | --- |
 | `first_step`, `steps`, `mechanisms` | a block of steps is paid for; the descriptions are of a single step |
-| `name`, `mechanisms` | something that is released once is paid for |
+| `name`, `mechanisms` | a release that happens once is paid for |
 | `returned`: `first_step`, `steps` | the end of the block in the line before was never computed |
 | `stopped`: `step`, `checkpoint` | the run stopped cleanly, and this checkpoint holds all that it did |
-| `resumed`: `checkpoint` | it was opened again, from this checkpoint or none; a `stopped` counts once |
+| `resumed`: `checkpoint` | the ledger was reopened, from this checkpoint or none; a `stopped` counts once |
 
-What is paid covers what is computed, in release mode also each repetition of a step, whatever is killed and whenever:
+Payments cover what is computed, in release mode also each repetition of a step, whichever process is killed and when:
 1. A step is computed only after `pay(step)` returned, which took this step out of the process's credit. The credit is
    the end of the block in the last line of steps that this process wrote; no other process ever has it.
-2. `give_back` first forgets the credit, then writes the line. What the line returns was in the credit, so no `pay` was
-   ever asked for it, and none can be answered from it later. After it every such step is paid for by a new line.
-3. A kill before the line is whole returns nothing. A kill after it finds a process that computes nothing any more.
+2. `give_back` first forgets the credit, then writes the line. The returned steps were in the credit, so no `pay` asked
+   for them, and none can be answered from them later. Every such step is then paid for by a new line.
+3. A kill before the line is complete returns nothing. A kill after it stops a process that computes nothing any more.
 4. The reader accepts a return only as the end, and never as the whole, of the block in the line directly before, so
-   each block is shortened at most once, and by steps that were paid for. An earlier reader refuses the line.
+   each block is shortened at most once, and by steps that were paid for. Earlier versions refuse the line.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from accounting.composition import Budget
+from accounting.composition import Budget, guarantees, merge
 from accounting.errors import BudgetExceeded, LedgerCorrupt
 from accounting.guarantee import Guarantee
-from accounting.ledger.content import Coverage, Mode, Payment, content_of, shortened
-from accounting.ledger.content import LedgerContent as LedgerContent
 from accounting.ledger.journal import Journal, Position, Witness, read_journal
-from accounting.mechanisms import Mechanism
+from accounting.mechanisms import Mechanism, mechanism_from_json
 from opusim import checks
 
 LEDGER_FILE = "ledger.jsonl"
+Mode = Literal["experiment", "release"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payment:
+    """A line of a ledger that pays.
+
+    Attributes:
+        first_step: The first step paid for, or None for a release that happens once.
+        steps: How many steps in a row.
+        mechanisms: What each of them releases.
+        name: The name of a release that happens once, else None.
+    """
+
+    first_step: int | None
+    steps: int
+    mechanisms: tuple[Mechanism, ...]
+    name: str | None = None
+
+    @property
+    def total(self) -> list[Mechanism]:
+        """Everything that the line pays for, all steps together."""
+        return [mechanism.repeated(self.steps * mechanism.steps) for mechanism in self.mechanisms]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerContent:
+    """The content of a ledger, as read back.
+
+    Attributes:
+        mode: Experiment or release.
+        delta: At which the run states its guarantees.
+        enforced: Whether the code that ran checked the mechanisms' assumptions.
+        payments: Every line that pays, less the steps that were returned.
+        stopped: The checkpoint of a clean stop if that is the last line, else None.
+    """
+
+    mode: Mode
+    delta: float
+    enforced: bool
+    payments: tuple[Payment, ...]
+    stopped: str | None = None
+
+    @property
+    def mechanisms(self) -> list[Mechanism]:
+        """Everything paid for, equal mechanisms merged."""
+        return merge(mechanism for payment in self.payments for mechanism in payment.total)
+
+    def guarantees(self, *, delta: float | None = None) -> list[Guarantee]:
+        """Return what the run guarantees, at its own delta or another.
+
+        Raises:
+            NoGuarantee: Nothing was paid for, or no theorem covers all of it together.
+        """
+        return guarantees(
+            self.mechanisms, delta=self.delta if delta is None else delta, enforced=self.enforced
+        )
+
+
+class Coverage:
+    """The steps that are paid for, found by bisection."""
+
+    def __init__(self, payments: Sequence[Payment]) -> None:
+        self._firsts: list[int] = []
+        self._payments: list[Payment] = []
+        for payment in payments:
+            self.add(payment)
+
+    def add(self, payment: Payment) -> None:
+        """Add a payment; one for a release that happens once covers no step."""
+        if payment.first_step is None:
+            return
+        place = bisect.bisect_right(self._firsts, payment.first_step)
+        self._firsts.insert(place, payment.first_step)
+        self._payments.insert(place, payment)
+
+    def exchange(self, old: Payment, new: Payment) -> None:
+        """Replace a payment by one for fewer steps with the same first step."""
+        place = next(place for place, payment in enumerate(self._payments) if payment is old)
+        self._payments[place] = new
+
+    def find(self, step: int) -> Payment | None:
+        """Return the payment that covers a step, or None."""
+        place = bisect.bisect_right(self._firsts, step) - 1
+        if place < 0 or step >= self._firsts[place] + self._payments[place].steps:
+            return None
+        return self._payments[place]
+
+    def room(self, step: int, wanted: int) -> int:
+        """Return the number of steps from an unpaid one to the next paid one, at most those wanted."""
+        place = bisect.bisect_right(self._firsts, step)
+        return wanted if place == len(self._firsts) else min(wanted, self._firsts[place] - step)
+
+    def first_gap(self) -> int:
+        """Return the first step that is not paid for."""
+        end = 0
+        for first, payment in zip(self._firsts, self._payments, strict=True):
+            if first > end:
+                break
+            end = max(end, first + payment.steps)
+        return end
+
+
+def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
+    """Return the content of a ledger from its journal's entries.
+
+    Args:
+        path: The file, for messages.
+        entries: One for each line.
+
+    Raises:
+        LedgerCorrupt: There is no entry, or one is not allowed in its place; the message names the line.
+    """
+    if not entries:
+        raise LedgerCorrupt(f"{path}: line 1: is missing: nothing was ever paid for")
+    payments: list[Payment] = []
+    stopped, block_before = None, False
+    for number, entry in enumerate(entries, start=1):
+        try:
+            if number == 1:
+                mode, delta, enforced = entry["mode"], float(entry["delta"]), bool(entry["enforced"])
+            elif "returned" in entry:
+                if mode != "release" or not block_before:
+                    raise ValueError("returns steps, but the line before reserves none in release mode")
+                returned = entry["returned"]
+                payments[-1] = shortened(payments[-1], returned["first_step"], returned["steps"])
+            elif "stopped" not in entry and "resumed" not in entry:
+                payments.append(_payment(entry))
+            stopped = str(entry["stopped"]["checkpoint"]) if "stopped" in entry else None
+        except (KeyError, ValueError, TypeError) as error:
+            raise LedgerCorrupt(f"{path}: line {number}: {error}") from error
+        block_before = "first_step" in entry
+    return LedgerContent(mode=mode, delta=delta, enforced=enforced, payments=tuple(payments), stopped=stopped)
+
+
+def shortened(payment: Payment, first_step: int, steps: int) -> Payment:
+    """Return a block without its end.
+
+    Raises:
+        ValueError: The steps are not its end, or are all of it.
+    """
+    begin = payment.first_step
+    if (
+        begin is None
+        or not begin < first_step < begin + payment.steps
+        or first_step + steps != begin + payment.steps
+    ):
+        raise ValueError(
+            f"returns {steps!r} steps from step {first_step!r}, which are not the end of the block in the line before"
+        )
+    return replace(payment, steps=first_step - begin)
+
+
+def _payment(entry: dict[str, Any]) -> Payment:
+    mechanisms = tuple(mechanism_from_json(content) for content in entry["mechanisms"])
+    if "name" in entry:
+        return Payment(first_step=None, steps=1, mechanisms=mechanisms, name=entry["name"])
+    first_step, steps = entry["first_step"], entry["steps"]
+    if type(first_step) is not int or type(steps) is not int or first_step < 0 or steps < 1:
+        raise ValueError(f"first_step = {first_step!r}, steps = {steps!r}: pays for no block of steps")
+    return Payment(first_step=first_step, steps=steps, mechanisms=mechanisms)
 
 
 class Ledger:
-    """Pays for steps before they are computed. One writer; the run folder's lock sees to that.
+    """Pays for steps before they are computed. The run folder's lock ensures that there is one writer.
 
     Args:
-        path: The file; a new one is begun, an old one goes on.
+        path: The file; a new one is created, an existing one is continued.
         mode: "experiment" or "release", as the run's configuration says.
         delta: At which the run states its guarantees, in [0, 1).
         enforced: Whether the caller checks the mechanisms' assumptions.
         block: Steps reserved by one line, at least 1.
         budget: Stops the run before the step that would exceed it.
-        witnesses: What other files know of the ledger; an older or another one is refused.
+        witnesses: What other files know of the ledger; an older or different one is refused.
         resumed_from: Digest of the checkpoint that the run resumes from, or None for a new run. If the last line is a
             clean stop at this checkpoint, what was paid for the whole run is not charged again (see `pay_once`).
 
     Raises:
-        LedgerCorrupt: The file was changed, cut or reordered, or contradicts a witness.
-        ValueError: An old ledger has another mode, delta or enforcement.
+        LedgerCorrupt: The file was changed, truncated or reordered, or contradicts a witness.
+        ValueError: The existing ledger has another mode, delta or enforcement.
     """
 
     def __init__(
@@ -101,7 +262,7 @@ class Ledger:
         self._payments = list(self._content.payments)
         self._coverage = Coverage(self._payments)
         self._credit: tuple[int, int, tuple[Mechanism, ...]] = (0, 0, ())
-        if self._content.stopped is not None:  # it counts for this opening only, used or not
+        if self._content.stopped is not None:  # it counts for this opening only, whether used or not
             self._resumes = self._content.stopped == resumed_from
             self._journal.append({"resumed": {"checkpoint": resumed_from}})
 
@@ -112,17 +273,17 @@ class Ledger:
         self.close()
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         self._journal.close()
 
     @property
     def position(self) -> Position:
-        """How far the file goes, for a witness."""
+        """How far the file reaches, for a witness."""
         return self._journal.position
 
     @property
     def content(self) -> LedgerContent:
-        """What is paid for so far."""
+        """What has been paid for so far."""
         return LedgerContent(
             mode=self._content.mode,
             delta=self._content.delta,
@@ -131,16 +292,16 @@ class Ledger:
         )
 
     def guarantees(self, *, delta: float | None = None) -> list[Guarantee]:
-        """What the run guarantees so far; replaying the file gives the same."""
+        """Return what the run guarantees so far; reading the file gives the same."""
         return self.content.guarantees(delta=delta)
 
     def pay(self, step: int, *mechanisms: Mechanism, until: int | None = None) -> None:
-        """Make sure that a step is paid for; when this returns it may be computed.
+        """Ensure that a step is paid for; when this returns, it may be computed.
 
         Args:
             step: The step's number, from 0.
             *mechanisms: What the step releases, at least one.
-            until: Steps of the whole run: no block reaches beyond.
+            until: Steps of the whole run; no block reaches beyond.
 
         Raises:
             BudgetExceeded: The step would exceed the budget; nothing was written.
@@ -158,20 +319,20 @@ class Ledger:
         self._reserve(step, mechanisms, until)
 
     def pay_once(self, name: str, *mechanisms: Mechanism, whole_run: bool = False) -> None:
-        """Make sure that something released once is paid for, such as a label table, or a budget for all steps.
+        """Ensure that a release that happens once is paid for, such as a label table, or a budget for all steps.
 
         In experiment mode the same name is paid once. In release mode every call is charged, except for a payment for
         the whole run in a process that resumes from the checkpoint of a clean stop: the steps so far and those to come
         are one adaptive release under one budget, whose state the checkpoint holds, and nothing was computed since.
 
         Args:
-            name: What the ledger calls it.
+            name: Its name in the ledger.
             *mechanisms: What is released, at least one.
-            whole_run: Whether the steps of the run spend it little by little, and a checkpoint holds how much.
+            whole_run: Whether the steps of the run spend it gradually, and a checkpoint holds how much.
 
         Raises:
             BudgetExceeded: It would exceed the budget.
-            LedgerCorrupt: It need not be charged again, but was paid for as something else.
+            LedgerCorrupt: The name was paid for as another mechanism.
         """
         _require_mechanisms(mechanisms)
         earlier = [payment for payment in self._payments if payment.name == name]
@@ -190,9 +351,9 @@ class Ledger:
         self._write(Payment(first_step=None, steps=1, mechanisms=mechanisms, name=name))
 
     def give_back(self) -> None:
-        """Return the steps that this process reserved and did not ask `pay` for; only in release mode.
+        """Return the steps that this process reserved but did not ask `pay` for; only in release mode.
 
-        In experiment mode a resumed run finds its reserved steps paid for and need not have them back.
+        In experiment mode a resumed run finds its reserved steps paid for and does not need them returned.
 
         Raises:
             OSError: The line could not be written; the steps stay paid for.
@@ -207,7 +368,7 @@ class Ledger:
         self._coverage.exchange(payment, kept)
 
     def note_stop(self, step: int, checkpoint: str) -> None:
-        """Write that the run stopped cleanly; call it last, when nothing was computed that the checkpoint lacks.
+        """Record that the run stopped cleanly; call it last, when the checkpoint holds everything computed.
 
         Args:
             step: Steps done.
@@ -222,13 +383,13 @@ class Ledger:
         """Check that the steps computed so far, 0 to steps - 1, are all paid for.
 
         Raises:
-            LedgerCorrupt: One is not: the ledger belongs to another run, or was cut with its head.
+            LedgerCorrupt: One is not: the ledger belongs to another run, or was truncated with its head.
         """
         missing = self._coverage.first_gap()
         if missing < steps:
             raise LedgerCorrupt(
                 f"{self._journal.path}: step {missing} was computed ({steps} steps were) but is not paid for; "
-                "the ledger is of another run or was cut; restore it from a copy"
+                "the ledger belongs to another run or was truncated; restore it from a copy"
             )
 
     def _reserve(self, step: int, mechanisms: tuple[Mechanism, ...], until: int | None) -> None:
@@ -275,15 +436,16 @@ def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> Ledge
     """Read a ledger back, from the file or the run folder that holds it.
 
     The ledger of a run folder is checked against its checkpoints by `training.load_run(folder).guarantees` and by
-    `opusim account run`; this function knows the ledger and its head only.
+    `opusim account run`; this function reads only the ledger and its head.
 
     Args:
         path: The file or the folder.
         witnesses: What other files know of the ledger.
 
     Raises:
-        FileNotFoundError: There is none.
-        LedgerCorrupt: It was changed, cut or reordered, or contradicts a witness; the message names file and line.
+        FileNotFoundError: There is no ledger.
+        LedgerCorrupt: It was changed, truncated or reordered, or contradicts a witness; the message names file and
+            line.
     """
     file = Path(path) / LEDGER_FILE if Path(path).is_dir() else Path(path)
     return content_of(file, read_journal(file, witnesses=witnesses))

@@ -1,4 +1,4 @@
-"""Epsilon between two bounds for composed additive noise, from dp_accounting's privacy loss distributions.
+"""Bounds on epsilon of composed additive noise, from dp_accounting's privacy loss distributions.
 
 The upper bound is dp_accounting's "connect the dots" discretisation: its divergence curve is a chord polygon above the
 mechanism's own, convex in e^epsilon. The lower bound is our dual of it: a polygon below the curve, with its corners
@@ -8,7 +8,7 @@ composition, so both bounds hold for any number of steps, up to the rounding of 
 
 Width: the discretisation adds h^2 / 6 to the variance of a step's loss, so epsilon moves by a share of about
 (h / s)^2 / 12 on each side, s being the standard deviation of a step's loss. The interval is therefore s / 14 (0.04 %)
-and never depends on the number of steps; it widens where the arrays would outgrow `_LARGEST`.
+and never depends on the number of steps; it widens if the arrays would outgrow `_LARGEST_COMPOSED`.
 """
 
 from __future__ import annotations
@@ -24,48 +24,27 @@ from dp_accounting.pld import privacy_loss_distribution as distributions
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, MonotonePrivacyLoss
 from scipy.optimize import isotonic_regression
 
-from accounting.errors import NoGuarantee
+from accounting.guarantee import EpsilonBounds
 
 _BINS_PER_DEVIATION = 14.0
-_COARSEST = 3.0  # bins per standard deviation below which the Renyi bound is usually better
-_FINEST = 1e-8  # masses are second differences of delta over the interval: rounding / interval each
-_LARGEST = 2**19  # loss values after composition
+_FEWEST_BINS_PER_DEVIATION = 3.0  # bins per standard deviation below which the Renyi bound is usually better
+_FINEST_INTERVAL = 1e-8  # masses are second differences of delta over the interval: rounding / interval each
+_LARGEST_COMPOSED = 2**19  # loss values after composition
 LARGEST_LOSS = 600.0  # e^loss stays a double
-_LARGEST_STEP = 2**16  # loss values of one step: they are built one by one
+_LARGEST_SINGLE = 2**16  # loss values of one step: they are built one by one
 ROUNDING = 2e-14  # of delta per step: fast Fourier transforms of 2^19 doubles, raised to the number of steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpsilonBounds:
-    """lower <= epsilon(delta) <= upper.
-
-    Attributes:
-        lower: 0 where the numerics give none.
-        upper: May be infinite.
-        method: What computed the upper bound, with its resolution.
-    """
-
-    lower: float
-    upper: float
-    method: str
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.lower <= self.upper:  # refuses NaN as well
-            raise NoGuarantee(
-                f"numerics: epsilon between {self.lower} and {self.upper} makes no sense ({self.method}); report this"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class NoisyStep:
-    """One step's pair of output distributions, and how often it is composed.
+    """A step's pair of output distributions, and how often it is composed.
 
     Attributes:
         loss: The privacy loss of a direction, as dp_accounting's class gives it.
         upper: dp_accounting's pessimistic distribution at a given interval, both directions.
-        directions: Which directions there are.
-        deviation: About the standard deviation of the loss; it sets the interval and no bound.
-        steps: How often.
+        directions: The directions of the pair.
+        deviation: Approximate standard deviation of the loss; it sets the interval, and no bound depends on it.
+        steps: How often the step is composed.
     """
 
     loss: Callable[[AdjacencyType], MonotonePrivacyLoss]
@@ -76,7 +55,7 @@ class NoisyStep:
 
 
 def compose_bounds(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | None:
-    """Bounds on epsilon(delta) of all parts together; None where delta lies in the rounding or arrays grow too large.
+    """Return bounds on epsilon(delta) of all parts, or None if delta is below the rounding or arrays are too large.
 
     Args:
         parts: What is composed, at least one.
@@ -90,7 +69,7 @@ def compose_bounds(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | 
 
 
 def compose_upper(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | None:
-    """As `compose_bounds` with a lower bound of 0, for pairs whose loss is no monotone function of one output."""
+    """Return `compose_bounds` with a lower bound of 0, for pairs whose loss is no monotone function of one output."""
     interval = _interval(parts)
     if _slack(parts) > delta / 2 or interval is None:
         return None
@@ -101,13 +80,13 @@ def compose_upper(parts: Sequence[NoisyStep], delta: float) -> EpsilonBounds | N
 
 
 def resolution(parts: Sequence[NoisyStep]) -> float:
-    """Bins per standard deviation that `compose_bounds` would use; 0 where it gives up."""
+    """Return the bins per standard deviation that `compose_bounds` would use, or 0 if it gives up."""
     interval = _interval(parts)
     return _typical_deviation(parts) / interval if interval else 0.0
 
 
 def _slack(parts: Sequence[NoisyStep]) -> float:
-    """What rounding may do to delta."""
+    """By how much rounding may change delta."""
     return ROUNDING * sum(part.steps for part in parts)
 
 
@@ -127,15 +106,15 @@ def _typical_deviation(parts: Sequence[NoisyStep]) -> float:
 
 
 def _interval(parts: Sequence[NoisyStep]) -> float | None:
-    """The finest interval whose arrays fit, None where even the coarsest does not."""
+    """The finest interval whose arrays fit, or None if even the coarsest does not."""
     deviation = _typical_deviation(parts)
     span = max(_span(part) for part in parts)
     if not span < LARGEST_LOSS:
         return None
-    interval = max(deviation / _BINS_PER_DEVIATION, span / _LARGEST_STEP, _FINEST)
-    while _composed_size(parts, interval, span) > _LARGEST:
+    interval = max(deviation / _BINS_PER_DEVIATION, span / _LARGEST_SINGLE, _FINEST_INTERVAL)
+    while _composed_size(parts, interval, span) > _LARGEST_COMPOSED:
         interval *= 1.5
-        if interval > deviation / _COARSEST:
+        if interval > deviation / _FEWEST_BINS_PER_DEVIATION:
             return None
     return interval
 
@@ -153,7 +132,7 @@ def _composed_size(parts: Sequence[NoisyStep], interval: float, span: float) -> 
 
 
 def _lower_epsilon(parts: Sequence[NoisyStep], interval: float, delta: float) -> float:
-    """Epsilon of the polygons below; 0 where the grid is too coarse for one."""
+    """Epsilon of the polygons below the curve, or 0 if the grid is too coarse for one."""
     steps = []
     for part in parts:
         pmfs = [_lower_pmf(part.loss(direction), interval) for direction in part.directions]
@@ -174,7 +153,7 @@ def _lower_pmf(loss: MonotonePrivacyLoss, interval: float) -> pld_pmf.PLDPmf | N
     keep their relative precision.)
 
     Returns:
-        The masses, or None where the grid is too coarse for any.
+        The masses, or None if the grid is too coarse.
     """
     bounds = loss.connect_dots_bounds()
     low, high = math.floor(bounds.epsilon_lower / interval), math.ceil(bounds.epsilon_upper / interval)
@@ -190,7 +169,7 @@ def _lower_pmf(loss: MonotonePrivacyLoss, interval: float) -> pld_pmf.PLDPmf | N
     slopes = (np.maximum(w[:-1], 0) + np.minimum(w[1:], 0)) / np.diff(x) - b
     convex = isotonic_regression(
         slopes, weights=np.diff(x)
-    ).x  # the polygon's convex hull, where it is not convex
+    ).x  # the polygon's convex hull, if it is not convex
     masses = x * np.diff(convex, prepend=-1.0, append=0.0)
     if not np.isfinite(masses).all() or masses.min() < -1e-9:
         return None

@@ -1,14 +1,20 @@
-"""Epsilon of Poisson-sampled Gaussian and Laplace steps: the pairs of distributions, and the Renyi bound behind them.
+"""Epsilon of Poisson-sampled Gaussian and Laplace noise: dominating pairs, closed forms, and Renyi bounds.
 
 With standard deviation z (in units of C) and sampling probability q the pairs are, in both directions,
 
     add_or_remove_one, zero_out:  (1 - q) N(0, z^2) + q N(1, z^2)   against   N(0, z^2)
     replace_one:                  (1 - q) N(0, z^2) + q N(1, z^2)   against   (1 - q) N(0, z^2) + q N(-1, z^2)
 
-and likewise with Laplace noise for the first two. dp_accounting's RDP and PLD accountants read a replace_one
-event differently, so an event never goes to both: the Renyi bound for replace_one is built here
-from add_or_remove_one through the data set without the record, by the weak triangle inequality (Mironov 2017,
-Proposition 11, p = q = 2): D_a(P || R) <= (a - 1/2) / (a - 1) D_2a(P || Q) + D_(2a-1)(Q || R).
+and likewise with Laplace noise. Closed forms for Laplace noise of scale b at delta = 0: a step costs
+log(1 + q (e^(1/b) - 1)) for the first two relations, since the ratio of the sampled densities is at most
+1 - q + q e^(1/b) when the record leaves, and its inverse at most 1 / (1 - q + q e^(-1/b)), which is less. For
+replace_one both sums contain the record with probability q, so a step costs
+log((1 - q + q e^(1/b)) / (1 - q + q e^(-1/b))).
+
+dp_accounting's RDP and PLD accountants read a replace_one event differently, so an event never goes to both: the Renyi
+bound for replace_one is built here from add_or_remove_one through the data set without the record, by the weak triangle
+inequality (Mironov 2017, Proposition 11, p = q = 2):
+D_a(P || R) <= (a - 1/2) / (a - 1) D_2a(P || Q) + D_(2a-1)(Q || R).
 """
 
 from __future__ import annotations
@@ -17,11 +23,13 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import dp_accounting
 import numpy as np
 from dp_accounting import rdp
+from dp_accounting.pld import pld_pmf
 from dp_accounting.pld import privacy_loss_distribution as distributions
 from dp_accounting.pld.privacy_loss_mechanism import (
     AdjacencyType,
@@ -29,112 +37,188 @@ from dp_accounting.pld.privacy_loss_mechanism import (
     LaplacePrivacyLoss,
     MonotonePrivacyLoss,
 )
+from scipy.special import logsumexp
 
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
-from accounting.mechanisms import Gaussian, Mechanism, PoissonGaussian, PoissonLaplace
-from accounting.numerics.loss_bounds import LARGEST_LOSS, EpsilonBounds, NoisyStep, compose_bounds, resolution
+from accounting.guarantee import Adjacency, EpsilonBounds
+from accounting.numerics.closed_forms import gaussian_bounds, renyi_to_epsilon
+from accounting.numerics.loss_bounds import (
+    LARGEST_LOSS,
+    NoisyStep,
+    compose_bounds,
+    compose_upper,
+    resolution,
+)
 
 _ORDERS = (
     *(1 + k / 20 for k in range(2, 20)), *(2 + k / 10 for k in range(90)), *range(11, 64), 80, 96, 128, 192, 256, 512
 )  # fmt: skip
-_LEAST, _MOST, _RAREST = 1e-3, 1e5, 1e-9  # noise and sampling probability that doubles can follow
+_MIXTURE_ORDERS = (*(1 + k / 20 for k in range(2, 40)), *range(3, 64), 80, 96, 128, 192, 256)
+_LEAST_NOISE, _MOST_NOISE, _RAREST_SAMPLING = 1e-3, 1e5, 1e-9  # what doubles can follow
 _RELATIONS = {
     Adjacency.ADD_OR_REMOVE_ONE: dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
     Adjacency.ZERO_OUT: dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
     Adjacency.REPLACE_ONE: dp_accounting.NeighboringRelation.REPLACE_ONE,
 }
-_ENOUGH = 3.0  # bins per deviation below which the Renyi bound is computed as well
+_BOTH = (AdjacencyType.REMOVE, AdjacencyType.ADD)
+_BINS_WITHOUT_RENYI = 3.0  # bins per deviation from which the Renyi bound need not be computed as well
 
 
-def sampled_noise_bounds(mechanisms: Sequence[Mechanism], delta: float) -> EpsilonBounds:
-    """Bounds on epsilon(delta) of all mechanisms together, delta in (0, 1).
+@dataclass(frozen=True, kw_only=True)
+class NoisySum:
+    """A sum over a Poisson batch of contributions of norm at most 1, plus noise, released `steps` times.
 
-    Parameters beyond what doubles can follow are moved toward more epsilon: noise above 1e5 counts as 1e5, a sampling
-    probability below 1e-9 as 1e-9, and noise below 1e-3 as none.
+    Attributes:
+        law: Of the noise.
+        scale: Standard deviation of Gaussian noise, scale b of Laplace noise; above 0.
+        probability: q in (0, 1], the sampling probability; 1 for all records.
+        steps: At least 1.
+    """
+
+    law: Literal["gaussian", "laplace"]
+    scale: float
+    probability: float = 1.0
+    steps: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussianMixture:
+    """The pair (1 - share) SGM(probability, noise) + share SGM(probability, noise / 2) of sampled Gaussian mechanisms.
+
+    Attributes:
+        noise: z above 0.
+        probability: q in (0, 1].
+        share: Weight of the part with half the noise, in [0, 1].
+        steps: At least 1.
+    """
+
+    noise: float
+    probability: float
+    share: float
+    steps: int = 1
+
+
+def noise_bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> EpsilonBounds:
+    """Return bounds on epsilon(delta) of all sums together.
+
+    Args:
+        sums: At least one.
+        adjacency: Their relation.
+        delta: In [0, 1).
 
     Raises:
-        NoGuarantee: Neither accountant has an answer.
+        NoGuarantee: The numerics have no answer.
     """
-    if any(mechanism.noise < _LEAST for mechanism in mechanisms):
+    shift = 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
+    if delta > 0 and all(one.law == "gaussian" and one.probability == 1 for one in sums):
+        mu = math.hypot(*(math.sqrt(one.steps) * shift / one.scale for one in sums))
+        return gaussian_bounds(mu, delta)
+    pure = sum(_pure_epsilon(one, adjacency) for one in sums)
+    if delta == 0:
+        return EpsilonBounds(lower=pure, upper=pure, method="closed form")
+    try:
+        bounds = _sampled_bounds(sums, adjacency, delta)
+    except NoGuarantee:
+        if math.isinf(pure):
+            raise
+        return EpsilonBounds(lower=0.0, upper=pure, method="closed form for delta = 0")
+    if bounds.upper <= pure:
+        return bounds
+    return EpsilonBounds(lower=min(bounds.lower, pure), upper=pure, method="closed form for delta = 0")
+
+
+def _pure_epsilon(one: NoisySum, adjacency: Adjacency) -> float:
+    """Epsilon at delta = 0 of all steps of a Laplace sum; infinite for Gaussian noise."""
+    if one.law == "gaussian":
+        return math.inf
+    q, exponent = one.probability, 1 / one.scale
+    # log(1 - q + q e^t) without overflow, small values kept
+    up = math.log1p(q * math.expm1(exponent)) if exponent < 500 else exponent + math.log(q)
+    if adjacency is Adjacency.REPLACE_ONE:
+        up -= math.log1p(q * math.expm1(-exponent)) if q < 1 else -exponent
+    return one.steps * up
+
+
+def _sampled_bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> EpsilonBounds:
+    """Bounds on epsilon(delta) for delta in (0, 1).
+
+    Parameters beyond what doubles can follow move toward more epsilon: noise above 1e5 counts as 1e5, a sampling
+    probability below 1e-9 as 1e-9, and noise below 1e-3 as none.
+    """
+    if any(one.scale < _LEAST_NOISE for one in sums):
         return EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers for so little noise")
-    followed = [_followed(mechanism) for mechanism in mechanisms]
+    followed = [
+        replace(one, scale=min(one.scale, _MOST_NOISE), probability=max(one.probability, _RAREST_SAMPLING))
+        for one in sums
+    ]
     with np.errstate(all="ignore"):  # what overflows ends as infinity or is refused
-        bounds = _bounds(followed, delta)
-    if followed != list(mechanisms):
+        bounds = _bounds(followed, adjacency, delta)
+    if followed != list(sums):
         return EpsilonBounds(lower=0.0, upper=bounds.upper, method=bounds.method)
     return bounds
 
 
-def _followed(mechanism: Mechanism) -> Mechanism:
-    changed = mechanism.with_noise(_MOST) if mechanism.noise > _MOST else mechanism
-    if isinstance(changed, PoissonGaussian | PoissonLaplace) and changed.sampling_probability < _RAREST:
-        changed = replace(changed, sampling_probability=_RAREST)
-    return changed
-
-
-def _bounds(mechanisms: Sequence[Mechanism], delta: float) -> EpsilonBounds:
+def _bounds(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> EpsilonBounds:
     try:
-        parts = [_noisy_step(mechanism) for mechanism in mechanisms]
+        parts = [_noisy_step(one, adjacency) for one in sums]
     except NoGuarantee:
         parts = []
     bounds = compose_bounds(parts, delta) if parts else None
-    if bounds is not None and math.isfinite(bounds.upper) and resolution(parts) >= _ENOUGH:
+    if bounds is not None and math.isfinite(bounds.upper) and resolution(parts) >= _BINS_WITHOUT_RENYI:
         return bounds
-    renyi = renyi_epsilon(mechanisms, delta)
+    renyi = _renyi_epsilon(sums, adjacency, delta)
     if bounds is not None and bounds.upper <= renyi:
         return bounds
     lower = min(bounds.lower, renyi) if bounds is not None else 0.0
     return EpsilonBounds(lower=lower, upper=renyi, method="Renyi divergences")
 
 
-def renyi_epsilon(mechanisms: Sequence[Mechanism], delta: float) -> float:
-    """Epsilon(delta) from Renyi divergences of Gaussian mechanisms; never from an order that failed.
+def _renyi_epsilon(sums: Sequence[NoisySum], adjacency: Adjacency, delta: float) -> float:
+    """Epsilon(delta) from Renyi divergences of Gaussian noise, leaving out orders that failed.
 
     Raises:
-        NoGuarantee: A mechanism is not Gaussian (dp_accounting has no Renyi divergence for it).
+        NoGuarantee: Some noise is not Gaussian: dp_accounting has no Renyi divergence for it.
     """
-    curve = sum((_renyi_curve(mechanism) for mechanism in mechanisms), np.zeros(len(_ORDERS)))
-    usable = np.isfinite(curve) & (
-        curve > 0
-    )  # a failed order is scored 0 or less, which would win the minimum
+    curve = sum((_renyi_curve(one, adjacency) for one in sums), np.zeros(len(_ORDERS)))
+    # a failed order is scored 0 or less, which would win the minimum
+    usable = np.isfinite(curve) & (curve > 0)
     if not usable.any():
         return math.inf
-    orders = np.array(_ORDERS, dtype=float)[usable]
-    return float(rdp.compute_epsilon(orders, curve[usable], delta)[0])
+    return renyi_to_epsilon(np.array(_ORDERS, dtype=float)[usable], curve[usable], delta)
 
 
-def _renyi_curve(mechanism: Mechanism) -> np.ndarray:
-    if not isinstance(mechanism, PoissonGaussian | Gaussian):
+def _renyi_curve(one: NoisySum, adjacency: Adjacency) -> np.ndarray:
+    if one.law != "gaussian":
         raise NoGuarantee(
-            f"mechanism {mechanism.kind!r}: no Renyi divergence is known for it here; use delta = 0 or fewer steps"
+            "Laplace noise: no Renyi divergence is known for it here; use delta = 0 or fewer steps"
         )
     orders = np.array(_ORDERS, dtype=float)
-    if mechanism.adjacency is not Adjacency.REPLACE_ONE:
-        return one_way_curve(mechanism, orders)
-    doubled, below = one_way_curve(mechanism, 2 * orders), one_way_curve(mechanism, 2 * orders - 1)
+    if adjacency is not Adjacency.REPLACE_ONE:
+        return one_way_curve(one, orders)
+    doubled, below = one_way_curve(one, 2 * orders), one_way_curve(one, 2 * orders - 1)
     return np.where((doubled > 0) & (below > 0), (orders - 0.5) / (orders - 1) * doubled + below, np.nan)
 
 
-def one_way_curve(mechanism: PoissonGaussian | Gaussian, orders: np.ndarray) -> np.ndarray:
-    """Renyi divergences for add_or_remove_one at the orders, the larger of both directions; an order may have failed.
+def one_way_curve(one: NoisySum, orders: np.ndarray) -> np.ndarray:
+    """Return Renyi divergences of Gaussian noise for add_or_remove_one, the larger of both directions.
 
     Args:
-        mechanism: All steps together.
+        one: All steps together.
         orders: Above 1.
 
     Returns:
-        Of the orders' shape; NaN, infinite, 0 or below where dp_accounting has no value.
+        Of the orders' shape; NaN, infinite, 0 or below if dp_accounting has no value at an order.
     """
     accountant = rdp.RdpAccountant(orders, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    step = dp_accounting.PoissonSampledDpEvent(one.probability, dp_accounting.GaussianDpEvent(one.scale))
     with _orders_may_fail():
-        accountant.compose(mechanism.event())
+        accountant.compose(dp_accounting.SelfComposedDpEvent(step, one.steps))
     return np.asarray(accountant.rdp, dtype=float)
 
 
 @contextmanager
 def _orders_may_fail() -> Iterator[None]:
-    """dp_accounting warns of orders that overflow or do not converge; the caller drops them."""
+    """Silence dp_accounting's warnings about orders that overflow or do not converge; the caller drops them."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -145,46 +229,45 @@ def _orders_may_fail() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _noisy_step(mechanism: Mechanism) -> NoisyStep:
-    if isinstance(mechanism, PoissonLaplace):
-        return _laplace_step(mechanism)
-    if isinstance(mechanism, PoissonGaussian | Gaussian):
-        return _gaussian_step(mechanism)
-    raise NoGuarantee(f"mechanism {mechanism.kind!r}: is not additive noise; state it apart")
+def _noisy_step(one: NoisySum, adjacency: Adjacency) -> NoisyStep:
+    return _laplace_step(one, adjacency) if one.law == "laplace" else _gaussian_step(one, adjacency)
 
 
-def _gaussian_step(mechanism: PoissonGaussian | Gaussian) -> NoisyStep:
-    z, replaces = mechanism.noise_multiplier, mechanism.adjacency is Adjacency.REPLACE_ONE
-    q = getattr(mechanism, "sampling_probability", 1.0)
-    relation = _RELATIONS[mechanism.adjacency]
-    shift = 2 if replaces else 1
+def _gaussian_step(one: NoisySum, adjacency: Adjacency) -> NoisyStep:
+    z, q, replaces = one.scale, one.probability, adjacency is Adjacency.REPLACE_ONE
 
     def loss(direction: AdjacencyType) -> MonotonePrivacyLoss:
         return GaussianPrivacyLoss(z, sampling_prob=q, adjacency_type=direction)
 
     def upper(interval: float) -> distributions.PrivacyLossDistribution:
         return distributions.from_gaussian_mechanism(
-            z, sampling_prob=q, value_discretization_interval=interval, neighboring_relation=relation
+            z,
+            sampling_prob=q,
+            value_discretization_interval=interval,
+            neighboring_relation=_RELATIONS[adjacency],
         )
 
-    chi = math.sqrt(math.expm1(1 / z**2)) if z > 0.05 else math.inf
     return NoisyStep(
         loss=loss,
         upper=upper,
-        directions=(AdjacencyType.REPLACE,) if replaces else (AdjacencyType.REMOVE, AdjacencyType.ADD),
-        deviation=shift * min(q * chi, 1 / z),
-        steps=mechanism.steps,
+        directions=(AdjacencyType.REPLACE,) if replaces else _BOTH,
+        deviation=(2 if replaces else 1) * _gaussian_deviation(z, q),
+        steps=one.steps,
     )
 
 
-def _laplace_step(mechanism: PoissonLaplace) -> NoisyStep:
-    b, q = mechanism.scale, mechanism.sampling_probability
+def _gaussian_deviation(z: float, q: float) -> float:
+    """The approximate standard deviation of a sampled Gaussian step's loss."""
+    chi = math.sqrt(math.expm1(1 / z**2)) if z > 0.05 else math.inf
+    return min(q * chi, 1 / z)
+
+
+def _laplace_step(one: NoisySum, adjacency: Adjacency) -> NoisyStep:
+    b, q = one.scale, one.probability
     if b * LARGEST_LOSS < 1:
-        raise NoGuarantee(f"poisson_laplace: no distribution of the loss for scale = {b:g}; it is too large")
-    if mechanism.adjacency is Adjacency.REPLACE_ONE:
-        raise NoGuarantee(
-            "poisson_laplace: no distribution of the loss for replace_one; the closed form is used"
-        )
+        raise NoGuarantee(f"Laplace noise: its loss exceeds what doubles can follow at scale = {b:g}")
+    if adjacency is Adjacency.REPLACE_ONE:
+        raise NoGuarantee("Laplace noise: its loss has no known distribution for replace_one; use delta = 0")
 
     def loss(direction: AdjacencyType) -> MonotonePrivacyLoss:
         return LaplacePrivacyLoss(b, sampling_prob=q, adjacency_type=direction)
@@ -197,7 +280,77 @@ def _laplace_step(mechanism: PoissonLaplace) -> NoisyStep:
     return NoisyStep(
         loss=loss,
         upper=upper,
-        directions=(AdjacencyType.REMOVE, AdjacencyType.ADD),
+        directions=_BOTH,
         deviation=min(q * math.expm1(min(1 / b, 500)), 1 / b),
-        steps=mechanism.steps,
+        steps=one.steps,
     )
+
+
+def mixture_bounds(mixtures: Sequence[GaussianMixture], delta: float) -> EpsilonBounds:
+    """Return an upper bound on epsilon(delta) of all mixtures together, in both directions; the lower bound is 0.
+
+    Args:
+        mixtures: At least one.
+        delta: In [0, 1).
+    """
+    if delta == 0 or any(one.noise < 2 * _LEAST_NOISE for one in mixtures):
+        return EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers for so little noise")
+    with np.errstate(all="ignore"):
+        found = compose_upper([_mixture_step(one) for one in mixtures], delta)
+        renyi = _mixture_renyi_epsilon(mixtures, delta)
+    if found is None or not found.upper <= renyi:
+        return EpsilonBounds(lower=0.0, upper=renyi, method="Renyi divergences")
+    return found
+
+
+def mixture_renyi_curve(one: GaussianMixture, orders: Sequence[float] = _MIXTURE_ORDERS) -> np.ndarray:
+    """Return the larger direction's Renyi divergence of one step, NaN if an order failed.
+
+    log[(1 - rho) e^((a - 1) D_a(z)) + rho e^((a - 1) D_a(z / 2))] / (a - 1), rho being the share.
+    """
+    grid = np.asarray(orders, dtype=float)
+    curves = []
+    z = min(one.noise, _MOST_NOISE)
+    for noise in (z, z / 2):
+        curve = one_way_curve(NoisySum(law="gaussian", scale=noise, probability=one.probability), grid)
+        curves.append(np.where(np.isfinite(curve) & (curve > 0), curve, np.nan) * (grid - 1))
+    weights = np.array([[1 - one.share], [one.share]])
+    return np.asarray(logsumexp(np.array(curves), b=weights, axis=0) / (grid - 1))
+
+
+def _mixture_renyi_epsilon(mixtures: Sequence[GaussianMixture], delta: float) -> float:
+    total = sum((one.steps * mixture_renyi_curve(one) for one in mixtures), np.zeros(len(_MIXTURE_ORDERS)))
+    usable = np.isfinite(total)
+    if not usable.any():
+        return math.inf
+    return renyi_to_epsilon(np.asarray(_MIXTURE_ORDERS, dtype=float)[usable], total[usable], delta)
+
+
+def _mixture_step(one: GaussianMixture) -> NoisyStep:
+    z, q = min(one.noise, _MOST_NOISE), max(one.probability, _RAREST_SAMPLING)
+
+    def loss(direction: AdjacencyType) -> MonotonePrivacyLoss:
+        """The wider of the two parts."""
+        return GaussianPrivacyLoss(z / 2, sampling_prob=q, adjacency_type=direction)
+
+    def upper(interval: float) -> distributions.PrivacyLossDistribution:
+        pmfs = [_mixture_pmf(z, q, one.share, direction, interval) for direction in _BOTH]
+        return distributions.PrivacyLossDistribution(*pmfs)
+
+    return NoisyStep(
+        loss=loss, upper=upper, directions=_BOTH, deviation=_gaussian_deviation(z, q), steps=one.steps
+    )
+
+
+def _mixture_pmf(
+    z: float, q: float, share: float, direction: AdjacencyType, interval: float
+) -> pld_pmf.PLDPmf:
+    """dp_accounting's pessimistic distribution from the mixture's own hockey-stick divergences."""
+    losses = [GaussianPrivacyLoss(noise, sampling_prob=q, adjacency_type=direction) for noise in (z, z / 2)]
+    bounds = [loss.connect_dots_bounds() for loss in losses]
+    low = math.floor(min(bound.epsilon_lower for bound in bounds) / interval)
+    high = math.ceil(max(bound.epsilon_upper for bound in bounds) / interval)
+    grid = np.arange(low, high + 1)
+    deltas = [np.asarray(loss.get_delta_for_epsilon(grid * interval)) for loss in losses]
+    mixed = (1 - share) * deltas[0] + share * deltas[1]
+    return pld_pmf.create_pmf_pessimistic_connect_dots(interval, grid, mixed)

@@ -1,1 +1,1 @@
-"""What the paper on photonic direct feedback alignment claims."""
+"""Photonic direct feedback alignment: what its paper claims, and why whole records have no guarantee."""

@@ -1,1 +1,1 @@
-"""The unified likelihood ratio method: what its paper claims, and what is proven of it."""
+"""The unified likelihood ratio method: what its paper claims, and what is proven."""

@@ -1,1 +1,1 @@
-"""Zeroth order training: noisy loss differences."""
+"""Zeroth-order training: a noised scalar for each direction, and what it guarantees."""

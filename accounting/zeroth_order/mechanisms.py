@@ -1,51 +1,113 @@
-"""What zeroth-order training releases: one noised scalar for each direction, as frozen descriptions."""
+"""What zeroth-order training releases: one noised sum of clipped loss differences for each direction.
+
+A step draws a secret Poisson(q) batch and n public directions, and releases for each direction
+s_j = sum_i clip(l_i^+ - l_i^-, C) + noise. A record that is added, removed or made null moves every s_j by at most C.
+Counting n directions as n steps with batches of their own would state too little: they share one batch.
+Source: Tang et al., "Private Fine-tuning of Large Language Models with Zeroth-order Optimization" (DP-ZO).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from accounting.guarantee import Adjacency
-from accounting.mechanisms import Mechanism, counted, leaving_out, register_mechanism
-from opusim import checks
+from typing_extensions import Doc
 
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
+from accounting import numerics
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee
+from accounting.mechanisms import (
+    Count,
+    DeviceNoise,
+    Mechanism,
+    Positive,
+    SamplingProbability,
+    counted,
+    proven_guarantee,
+)
+from accounting.theorems import NOISE_IS_SECRET, Theorem, about_relation, leaving_out, weaker
+
+_CHECKED = (
+    "every record enters every batch independently with probability q, drawn afresh at each step",
+    "each record's loss difference is clipped to the stated bound before the sum, and one that is not finite counts as "
+    "the bound",
+    "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
+    "the features were standardised with public constants, not with statistics of the data",
+    "the noise is fresh for each scalar, from a stream separate from the directions'",
+)
+_TRUSTED = (
+    "batches stay secret: realised sizes, step times and the sampler's state are not released",
+    "a record's loss depends on that record only: no layer mixes the records of a batch",
+    NOISE_IS_SECRET,
+)
+_DEVICE_LAW = (
+    "the device's noise is Gaussian, independent of data and between draws, at least as strong as stated"
+)
+_CUT_PROBABILITY = 2.0**-63
+"""Probability that a release run's Laplace number is cut: it is made of four normal numbers, whose radii come from 64
+random bits each and end at sqrt(2 log 2^65) = 9.49, which the exact law exceeds with probability 2^-65."""
+_LARGEST_STEP_EPSILON = 100.0
+"""Pure epsilon of a step beyond which its loss is not composed: delta would save nothing, and doubles overflow."""
+_ROUNDING = 1e-9
+"""Relative error of binomial tails, some ten times what was seen at 10^9 steps."""
+
+ZEROTH_ORDER_GAUSSIAN = Theorem(
+    name="zeroth-order-gaussian",
+    title="Poisson-sampled Gaussian noise on clipped loss differences",
+    statement="The n scalars of a step together are one Gaussian mechanism of sensitivity C sqrt(n), so a step is the "
+    "Poisson-sampled Gaussian mechanism with multiplier z / sqrt(n).",
+    proof="The directions are public and share one batch, so a record moves the vector of n sums by at most C sqrt(n); "
+    "theorem sampled-gaussian covers the rest, in both directions.",
+    reference="DP-ZO, Theorem 3.1 (Tang et al.); Zhu, Dong and Wang 2022",
+    code="accounting.zeroth_order.mechanisms.ZoGaussian",
+    page="zo.md, What is guaranteed",
+    checked_by_code=_CHECKED,
+    trusted=_TRUSTED,
+)
+ZEROTH_ORDER_LAPLACE = Theorem(
+    name="zeroth-order-laplace",
+    title="Poisson-sampled Laplace noise on clipped loss differences",
+    statement="The n scalars of a step have the pure epsilon n / b, so T steps cost T log(1 + q (e^(n/b) - 1)) at "
+    "delta = 0. At delta > 0 and n = 1 the privacy loss distribution of the Poisson-sampled Laplace "
+    "mechanism is composed; for n > 1 that of the pair which dominates every mechanism of pure epsilon n / "
+    "b, randomized response.",
+    proof="Pure epsilons of the n scalars add up, and sampling leaves log(1 + q (e^x - 1)) of a pure epsilon x. The "
+    "loss +-x of randomized response with odds e^x dominates the loss of any x-DP mechanism, and its "
+    "composition is binomial.",
+    reference="DP-ZO, Theorem 3.1 and Appendix A (Tang et al.); Kairouz, Oh and Viswanath 2015",
+    code="accounting.zeroth_order.mechanisms.composed_pure_epsilon",
+    page="zo.md, What is guaranteed",
+    checked_by_code=_CHECKED,
+    trusted=_TRUSTED,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZoScalars(Mechanism):
     """Common to both laws: sum over a Poisson batch of clipped loss differences, plus noise, for each direction.
 
-    The directions of one step look at one batch, so they are released together: sampling amplifies their joint
-    release once, and they do not compose like steps with batches of their own.
-
-    Attributes:
-        sampling_probability: q in (0, 1].
-        clip_norm: C > 0, the largest magnitude of a record's loss difference.
-        divisor: The stated batch size that the noisy sum is divided by, above 0; post-processing.
-        directions: Scalars released from each batch, at least 1.
-        relation: add_or_remove_one where q, the number of steps, the noise and the divisor are constants; zero_out
-            where one of them was computed from the number of records, which is then public.
+    The directions of one step look at one batch, so they are released together: sampling amplifies their joint release
+    once, and they do not compose like steps with batches of their own.
     """
 
-    sampling_probability: float
-    clip_norm: float
-    divisor: float
-    directions: int = 1
-    relation: Adjacency = Adjacency.ADD_OR_REMOVE_ONE
+    sampling_probability: SamplingProbability
+    clip_norm: Annotated[Positive, Doc("C > 0, the largest magnitude of a record's loss difference.")]
+    divisor: Annotated[
+        Positive, Doc("The stated batch size that divides the noisy sum, above 0; post-processing.")
+    ]
+    directions: Annotated[Count, Doc("Scalars released from each batch, at least 1.")] = 1
+    relation: Annotated[
+        Adjacency,
+        Doc(
+            "add_or_remove_one if q, the number of steps, the noise and the divisor are constants; zero_out if one of "
+            "them was computed from the number of records, which is then public."
+        ),
+        leaving_out,
+    ] = Adjacency.ADD_OR_REMOVE_ONE
 
     absent_means: ClassVar[Mapping[str, Any]] = {"relation": Adjacency.ZERO_OUT}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive(clip_norm=self.clip_norm, divisor=self.divisor)
-        checks.in_unit_interval(closed="right", sampling_probability=self.sampling_probability)
-        checks.integer(minimum=1, directions=self.directions)
-        object.__setattr__(self, "directions", int(self.directions))
-        object.__setattr__(self, "relation", leaving_out(self.relation))
-        self._to_floats("sampling_probability", "clip_norm", "divisor")
 
     def _batches(self) -> str:
         """The sampling, in a few words."""
@@ -55,87 +117,175 @@ class ZoScalars(Mechanism):
         )
 
 
-@register_mechanism
 @dataclass(frozen=True, kw_only=True)
 class ZoGaussian(ZoScalars):
-    """Zeroth-order training, Gaussian: clipped loss differences summed over a Poisson batch, plus N(0, (z C)^2).
+    """Zeroth-order training, Gaussian: clipped loss differences summed over a Poisson batch, plus N(0, (z C)^2)."""
 
-    Attributes:
-        noise_multiplier: z > 0, the noise's standard deviation over clip_norm.
-        sampling_probability: q in (0, 1].
-        clip_norm: C > 0, the largest magnitude of a record's loss difference.
-        divisor: The stated batch size that the noisy sum is divided by, above 0; post-processing.
-        directions: Scalars released from each batch, at least 1.
-        relation: add_or_remove_one where q, the number of steps, the noise and the divisor are constants; zero_out
-            where one of them was computed from the number of records, which is then public.
-        device_noise: Whether the credited noise is a device's, of Gaussian law.
-    """
-
-    noise_multiplier: float
-    device_noise: bool = False
+    noise_multiplier: Annotated[Positive, Doc("z > 0, the noise's standard deviation over clip_norm.")]
+    device_noise: DeviceNoise = False
 
     kind: ClassVar[str] = "zo_gaussian"
-    accountant: ClassVar[str] = "accounting.zeroth_order.scalar_noise:gaussian_guarantees"
     noise_field: ClassVar[str | None] = "noise_multiplier"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive(noise_multiplier=self.noise_multiplier)
-        self._to_floats("noise_multiplier")
-
     def describe(self) -> str:
-        """What ran, in a few words."""
+        """Return what ran, in a few words."""
         return (
             f"loss differences clipped to {self.clip_norm:g}, {'device' if self.device_noise else 'Gaussian'} noise "
             f"with multiplier {self.noise_multiplier:g}, {self._batches()}"
         )
 
-    def event(self) -> DpEvent:
-        """Self-composed Poisson-sampled Gaussian with multiplier z / sqrt(directions), for either relation."""
-        import dp_accounting as dp
+    @classmethod
+    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
+        """Return epsilon of all steps in both directions: zero_out, unless all are for add_or_remove_one."""
+        sums = [
+            numerics.NoisySum(
+                law="gaussian",
+                scale=mechanism.noise_multiplier / math.sqrt(mechanism.directions),
+                probability=mechanism.sampling_probability,
+                steps=mechanism.steps,
+            )
+            for mechanism in mechanisms
+        ]
+        device = any(mechanism.device_noise for mechanism in mechanisms)
+        relation = weaker(mechanism.relation for mechanism in mechanisms)
+        return [
+            proven_guarantee(
+                mechanisms,
+                theorem=ZEROTH_ORDER_GAUSSIAN,
+                bounds=numerics.noise_bounds(sums, relation, delta),
+                delta=delta,
+                adjacency=relation,
+                assumptions=(
+                    *ZEROTH_ORDER_GAUSSIAN.assumptions(
+                        enforced=enforced, trusted=(_DEVICE_LAW,) if device else ()
+                    ),
+                    *about_relation(relation, enforced=enforced),
+                ),
+                device_model=device,
+            )
+        ]
 
-        one = dp.GaussianDpEvent(self.noise_multiplier / self.directions**0.5)
-        return dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(self.sampling_probability, one), self.steps)
 
-
-@register_mechanism
 @dataclass(frozen=True, kw_only=True)
 class ZoLaplace(ZoScalars):
-    """Zeroth-order training, Laplace: clipped loss differences summed over a Poisson batch, plus Laplace noise.
+    """Zeroth-order training, Laplace: clipped loss differences summed over a Poisson batch, plus Laplace noise."""
 
-    Attributes:
-        scale: b > 0, the Laplace scale over clip_norm.
-        sampling_probability: q in (0, 1].
-        clip_norm: C > 0, the largest magnitude of a record's loss difference.
-        divisor: The stated batch size that the noisy sum is divided by, above 0; post-processing.
-        directions: Scalars released from each batch, at least 1.
-        relation: add_or_remove_one where q, the number of steps, the noise and the divisor are constants; zero_out
-            where one of them was computed from the number of records, which is then public.
-    """
-
-    scale: float
+    scale: Annotated[Positive, Doc("b > 0, the Laplace scale over clip_norm.")]
 
     kind: ClassVar[str] = "zo_laplace"
-    accountant: ClassVar[str] = "accounting.zeroth_order.scalar_noise:laplace_guarantees"
     noise_field: ClassVar[str | None] = "scale"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive(scale=self.scale)
-        self._to_floats("scale")
-
     def describe(self) -> str:
-        """What ran, in a few words."""
+        """Return what ran, in a few words."""
         return (
             f"loss differences clipped to {self.clip_norm:g}, Laplace noise with scale {self.scale:g}, "
             f"{self._batches()}"
         )
 
-    def event(self) -> DpEvent:
-        """Self-composed Poisson-sampled Laplace, the directions composed within the sample."""
-        import dp_accounting as dp
+    @classmethod
+    def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
+        """Return epsilon of all steps in both directions: zero_out, unless all are for add_or_remove_one."""
+        relation = weaker(mechanism.relation for mechanism in mechanisms)
+        bounds = _laplace_bounds(mechanisms, delta)
+        tails = _tails(mechanisms, bounds.upper, delta)
+        return [
+            proven_guarantee(
+                mechanisms,
+                theorem=ZEROTH_ORDER_LAPLACE,
+                bounds=bounds,
+                delta=delta,
+                adjacency=relation,
+                assumptions=(
+                    *ZEROTH_ORDER_LAPLACE.assumptions(enforced=enforced, trusted=(tails,)),
+                    *about_relation(relation, enforced=enforced),
+                ),
+            )
+        ]
 
-        one: DpEvent = dp.LaplaceDpEvent(self.scale)
-        if self.directions > 1:
-            one = dp.SelfComposedDpEvent(one, self.directions)
-        return dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(self.sampling_probability, one), self.steps)
+
+def cut_delta(mechanisms: Sequence[ZoLaplace], epsilon: float) -> float:
+    """Return (1 + e^epsilon) 2^-63 for each number: what cut tails add to delta in release mode, at most 1.
+
+    Exact noise and the generator's differ with probability 2^-63 a number, so the runs differ in total variation by at
+    most the sum tau of these, and P'(S) <= P(S) + tau <= e^epsilon Q(S) + tau <= e^epsilon (Q'(S) + tau) + tau.
+
+    Args:
+        mechanisms: At least one.
+        epsilon: Of exact Laplace noise, at least 0, maybe infinite.
+    """
+    numbers = sum(mechanism.steps * mechanism.directions for mechanism in mechanisms)
+    log_delta = math.log(numbers * _CUT_PROBABILITY) + (
+        epsilon if epsilon > 40 else math.log1p(math.exp(epsilon))
+    )
+    return min(1.0, math.exp(min(log_delta, 0.0)))
+
+
+def _tails(mechanisms: Sequence[ZoLaplace], epsilon: float, delta: float) -> str:
+    return (
+        "the generator of a release run cuts the tails of Laplace noise, beyond 90 scales, for each number with "
+        f"probability 2^-63 = 1.1e-19; this adds {cut_delta(mechanisms, epsilon):.1g} to delta = {delta:g}"
+    )
+
+
+def _laplace_bounds(mechanisms: Sequence[ZoLaplace], delta: float) -> EpsilonBounds:
+    one_shift = [
+        numerics.NoisySum(
+            law="laplace",
+            scale=mechanism.scale / mechanism.directions,
+            probability=mechanism.sampling_probability,
+            steps=mechanism.steps,
+        )
+        for mechanism in mechanisms
+    ]  # for n > 1 only its closed form is right
+    pure = numerics.noise_bounds(one_shift, Adjacency.ADD_OR_REMOVE_ONE, 0.0)
+    if delta == 0 or not 0 < pure.upper < math.inf:
+        return pure
+    if all(mechanism.directions == 1 for mechanism in mechanisms):
+        return numerics.noise_bounds(one_shift, Adjacency.ADD_OR_REMOVE_ONE, delta)
+    loosest = max(mechanism.directions / mechanism.scale for mechanism in mechanisms)
+    if loosest > _LARGEST_STEP_EPSILON:
+        return pure
+    likeliest = max(mechanism.sampling_probability for mechanism in mechanisms)
+    step = sampled_pure_epsilon(loosest, likeliest)
+    composed = composed_pure_epsilon(step, sum(mechanism.steps for mechanism in mechanisms), delta)
+    upper = min(composed, pure.upper)
+    return EpsilonBounds(lower=0.0, upper=upper, method="distribution of the loss of a pure mechanism")
+
+
+def sampled_pure_epsilon(epsilon: float, sampling_probability: float) -> float:
+    """Return log(1 + q (e^epsilon - 1)), what Poisson sampling leaves of a pure epsilon (Balle et al. 2018)."""
+    return math.log1p(sampling_probability * math.expm1(epsilon))
+
+
+def composed_pure_epsilon(step_epsilon: float, steps: int, delta: float) -> float:
+    """Return epsilon(delta) of steps that are each purely private, whatever their law.
+
+    The loss of randomized response, +-step_epsilon with odds e^step_epsilon, dominates theirs (Kairouz et al. 2015), so
+    delta is P(K > j) - e^epsilon Q(K > j), K binomial and j the successes whose loss is at most epsilon.
+
+    Args:
+        step_epsilon: Above 0, at most 100.
+        steps: At least 1.
+        delta: In (0, 1).
+
+    Raises:
+        NoGuarantee: The step's epsilon is beyond what doubles can follow.
+    """
+    if not step_epsilon <= _LARGEST_STEP_EPSILON:
+        raise NoGuarantee(
+            f"step_epsilon = {step_epsilon:g}: is beyond {_LARGEST_STEP_EPSILON:g}; use more noise or delta = 0"
+        )
+    truth = numerics.binomial(steps, numerics.logistic(step_epsilon))
+    other = numerics.binomial(steps, numerics.logistic(-step_epsilon))
+
+    def delta_at_most(epsilon: float) -> float:
+        """Delta, rounded up."""
+        successes = math.floor((epsilon / step_epsilon + steps) / 2)
+        log_other = epsilon + float(other.logsf(successes))
+        return float(truth.sf(successes)) * (1 + _ROUNDING) - math.exp(min(log_other, 0.0))
+
+    low, high = 0.0, steps * step_epsilon
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if delta_at_most(middle) <= delta else (middle, high)
+    return high

@@ -15,7 +15,7 @@ from dp_accounting import get_sigma_gaussian
 
 from accounting.calibration import calibrate
 from accounting.convex.mechanisms import ConvexLastIterate
-from accounting.selection.private_selection import refined_epsilon, renyi_epsilon, theorem_epsilon
+from accounting.selection.mechanisms import refined_epsilon, renyi_epsilon, theorem_epsilon
 from benchmarks.markdown import command, markdown
 from benchmarks.results_file import load_results, save_results
 

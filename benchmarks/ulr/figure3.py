@@ -17,8 +17,7 @@ import dp_accounting as dp
 import numpy as np
 from dp_accounting import rdp
 
-from accounting.ulr.mechanisms import PublishedUlr
-from accounting.ulr.published import published_value
+from accounting.ulr.mechanisms import PublishedUlr, published_value
 from benchmarks.results_file import load_results
 from benchmarks.ulr.table1 import EPOCHS
 from training.reports.run_figures import save_figure, style

@@ -1,1 +1,1 @@
-"""What do frames alone say of a device? Photon transfer, noise of readings, certificates."""
+"""Calibrate a device from its frames: photon transfer, noise of readings, certificates."""

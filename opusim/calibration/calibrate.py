@@ -1,8 +1,9 @@
-"""A calibration from frames alone: what is taken, what is concluded, and the certificate that says so.
+"""Calibrate a device from its frames, and compare a device with its certificate.
 
-Which frames a calibration takes: found by looking at a few, on pixels' frames that are not used again.
-
-A device beside its certificate: whether it still does what the certificate says.
+`calibrate` takes readings of constant inputs and, at a camera, frames under uniform light. It tests what the device's
+law needs, and writes limits of its constants and of its noise into a `Certificate`. `take_photon_transfer` first finds
+suitable light levels and exposures from a few pilot frames, which are not used again. `compare` and `require_noise`
+check a device against an earlier certificate.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Plan:
 def take_photon_transfer(
     take: TakeFrames, plan: Plan, *, exposure_us: float, is_rounded: bool = True
 ) -> PhotonTransfer:
-    """Finds the saturating light and an exposure long enough for dark current, then takes the series.
+    """Find the saturating light and an exposure long enough for dark current, then take the series.
 
     Args:
         take: see `opusim.calibration.flat_series.TakeFrames`.
@@ -107,7 +108,7 @@ def take_photon_transfer(
 def _dark_series(
     take: TakeFrames, plan: Plan, photons: float, temperature_c: float | None, exposure_us: float
 ) -> FlatSeries:
-    """Exposures up to one at which the dark charge shows, under constant light."""
+    """Return exposures up to one at which the dark charge shows, under constant light."""
     longest = _dark_exposure_us(take, photons, temperature_c, exposure_us)
     exposures = np.linspace(min(exposure_us, longest / 4), longest, plan.dark_levels)
     levels = [Level(photons=photons, exposure_us=float(t), temperature_c=temperature_c) for t in exposures]
@@ -115,7 +116,7 @@ def _dark_series(
 
 
 def _saturating_photons(take: TakeFrames) -> float:
-    """Photons at which the mean stops to rise, found by doubling the light until the rise no longer doubles."""
+    """Return photons at which the mean stops to rise, found by doubling the light until the rise no longer doubles."""
     dark = float(np.mean(take(_PILOT_FRAMES, photons=0.0)))
     photons, before = 1.0, dark
     for _ in range(_MOST_DOUBLINGS):
@@ -127,7 +128,7 @@ def _saturating_photons(take: TakeFrames) -> float:
 
 
 def _dither_photons(take: TakeFrames, saturating: float) -> float:
-    """The least light, from none in steps of two, whose noise smooths the converter's steps."""
+    """Return the least light, from none in steps of two, whose noise smooths the converter's steps."""
     photons = 0.0
     while photons < saturating / 4:
         dn = take(4 * _PILOT_FRAMES, photons=photons)
@@ -154,6 +155,7 @@ def _dark_exposure_us(
 
 
 _BLANK_FRAMES = 100
+_OTHER_FRAMES = 500  # of a camera besides its series: pilots, the anchor and blanks, about
 _GROUPS = 40  # of outputs, for a jackknife
 
 
@@ -182,7 +184,7 @@ def calibrate(
     confidence: float = 0.95,
     beta: float = 1e-6,
 ) -> Calibration:
-    """Calibrates an open device.
+    """Calibrate an open device.
 
     A camera's constants come from frames under uniform light (`photon_transfer`), its law is that of counts; a device
     whose noise is described as Gaussian is certified by its readings of several inputs. No law is certified if a test
@@ -192,7 +194,7 @@ def calibrate(
         device: open; a window of a few thousand outputs is enough.
         plan: how many flat frames; None for the default.
         readings: of each of the constant inputs (`constant_inputs`), at least 30.
-        confidence: of each interval by itself, in (0, 1).
+        confidence: of each single interval, in (0, 1).
         beta: probability that the certified law's numbers are wrong, in [1e-11, 0.5].
 
     Raises:
@@ -241,9 +243,18 @@ def calibrate(
     return Calibration(certificate=certificate, readings=samples[0], reading_noise=noise, transfer=transfer)
 
 
+def frames_of(plan: Plan, device: NoisyDevice, readings: int) -> int:
+    """Return about how many frames a calibration takes: readings, and for a camera its flat series and pilots."""
+    taken = readings * device.description.frames.frames_per_projection
+    if device.description.camera is None:
+        return taken
+    dark_series = 1 if plan.temperatures_c is None else 2
+    return taken + plan.frames * (plan.light_levels + 1 + dark_series * plan.dark_levels) + _OTHER_FRAMES
+
+
 _MOST_DEVIATE = 999.0
 """Standard errors that stand for all larger ones, infinite ones included."""
-_BIAS = "bias light, where there is any, counts as dark current: both are counts that no data change"
+_BIAS = "bias light, if there is any, counts as dark current: both are counts that no data change"
 _STUDENT = "limits rest on Student's law of the grouped jackknife, tested at 90 %, not in its far tails"
 _SCALE = (
     "the law bounds noise in units of the reading, not the distance of two inputs' noise-free readings: that grows "
@@ -253,7 +264,7 @@ _SIMULATED = "a certificate of a simulated device validates the simulation only"
 
 
 def constant_inputs(n_inputs: int) -> torch.Tensor:
-    """Inputs at which noise is looked at, ternary, shape (4, n_inputs); no data touched them.
+    """Return the inputs at which noise is measured, ternary, shape (4, n_inputs); they do not depend on data.
 
     Plus and minus one in turn; nothing; a random vector without a zero; a random vector with one entry in ten.
     """
@@ -265,7 +276,7 @@ def constant_inputs(n_inputs: int) -> torch.Tensor:
 
 
 def _certified(test: PropertyTest) -> TestedProperty:
-    """A test as a certificate holds it."""
+    """Return a test as a certificate holds it."""
     return TestedProperty(
         text=test.text,
         standard_errors=min(test.standard_errors, _MOST_DEVIATE),
@@ -310,7 +321,7 @@ def _transfer(device: CameraDevice, plan: Plan) -> PhotonTransfer:
 def _dark_noise(
     device: CameraDevice, transfer: PhotonTransfer, confidence: float
 ) -> tuple[dict[str, Estimate], list[str]]:
-    """The noise of blank frames, or a remark on why they do not tell it."""
+    """Return the noise of blank frames, or a remark on why they do not tell it."""
     frames = device.flat_frames(_BLANK_FRAMES)
     try:
         found = dark_noise_dn(frames, confidence=confidence, is_rounded=transfer.is_rounded)
@@ -320,7 +331,7 @@ def _dark_noise(
 
 
 def _drift(device: CameraDevice, confidence: float) -> dict[str, Estimate]:
-    """The decorrelation time, where the medium drifts."""
+    """Return the decorrelation time, if the medium drifts."""
     settings = None if device.description.camera is None else device.description.camera.drift
     if settings is None:
         return {}
@@ -342,7 +353,7 @@ _STANDARD_ERRORS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One number of a certificate beside a new measurement.
+    """One number of a certificate together with a new measurement.
 
     Attributes:
         name: of the number.
@@ -363,7 +374,7 @@ class Comparison:
 
 
 def compare(certificate: Certificate, measured: Calibration) -> tuple[Comparison, ...]:
-    """Every estimate of the certificate beside the new one."""
+    """Compare every estimate of a certificate with the new one."""
     found, rows = measured.certificate.estimates, []
     for name, old in certificate.estimates.items():
         if name not in found:
@@ -384,7 +395,7 @@ def compare(certificate: Certificate, measured: Calibration) -> tuple[Comparison
 
 
 def require_noise(certificate: Certificate, measured: Calibration) -> None:
-    """Refuses a device whose noise is weaker than certified, beyond what chance allows at the new measurement's beta.
+    """Refuse a device whose noise is weaker than certified, beyond what chance allows at the new measurement's beta.
 
     Raises:
         NoiseBelowCertificate: the certificate's noise law cannot be relied on any more.
@@ -422,6 +433,6 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
 
 
 def upper_std(noise: ReadingNoise) -> float:
-    """Upper limit of the smallest standard deviation: that of the output with the smallest sample variance."""
+    """Return an upper limit of the smallest standard deviation, from the output with the smallest sample variance."""
     n = noise.readings - 1
     return float(noise.smallest_std * (n / chi2.ppf(noise.beta / (noise.inputs * noise.n_outputs), n)) ** 0.5)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,14 +13,8 @@ from opusim.files import FIGURES, output_folder, require_writable
 from opusim.progress import Progress
 from opusim.tables import print_table
 
-if TYPE_CHECKING:
-    from opusim.calibration.calibrate import Calibration, Plan
-    from opusim.devices.base import NoisyDevice
-
 _NAME = Annotated[str, typer.Argument(help="A device's name, or a path ending in .toml.")]
 _SEED = Annotated[int, typer.Option(help="Seed of a simulated device's noise.")]
-_PILOT_FRAMES = 500
-"""Frames of a calibration beside its series: pilots, the anchor and blanks."""
 _INPUTS = Annotated[int, typer.Option("--inputs", help="Inputs of the window.")]
 
 
@@ -38,9 +32,10 @@ def record_command(
     """Record frames under uniform light in the layout of the EMVA 1288 standard."""
     from opusim.calibration.flat_series import Recording, record, shape_of
     from opusim.devices.camera import CameraDevice
+    from opusim.devices.registry import open_window
     from opusim.errors import ConfigError
 
-    with _open(name, 2, outputs, seed) as device:
+    with open_window(name, 2, outputs, seed) as device:
         camera = device.description.camera
         if not isinstance(device, CameraDevice) or camera is None:
             raise ConfigError(
@@ -61,7 +56,7 @@ def record_command(
             longest_exposure_us=longest_exposure_us or 10 * exposure_us,
             saturating_photons=1.1 * device.exposure.sensor.saturation_e / camera.light.quantum_efficiency,
         )
-        with output_folder(out), _watched("device record", device, wanted.images):
+        with output_folder(out), _watched("device record", lambda: device.usage.frames, wanted.images):
             path = record(device.flat_frames, wanted, out, exposure_us=exposure_us)
         typer.echo(f"{path}: {wanted.images:,} images of {width} x {height} pixels, {bits} bits")
 
@@ -73,7 +68,7 @@ def calibrate_command(
     inputs: _INPUTS = 64,
     frames: Annotated[int, typer.Option("--frames", help="Frames of a level of light.")] = 64,
     readings: Annotated[int, typer.Option("--readings", help="Readings of each of four inputs.")] = 500,
-    confidence: Annotated[float, typer.Option(help="Of each interval by itself.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="Confidence of each single interval.")] = 0.95,
     warm_c: Annotated[
         float | None,
         typer.Option("--warm-c", help="Second temperature, to measure the dark current's doubling."),
@@ -83,23 +78,25 @@ def calibrate_command(
     ] = 1e-6,
     seed: _SEED = 0,
 ) -> None:
-    """Calibrate a device from frames alone: a dated certificate (TOML) and a report with the curves."""
-    from opusim.calibration.calibrate import Plan, calibrate
-    from opusim.calibration.report import write_report
+    """Calibrate a device from its frames; write a dated certificate (TOML) and a report with the curves."""
+    from opusim.calibration.calibrate import Plan, calibrate, frames_of
+    from opusim.calibration.report import print_calibration, write_report
+    from opusim.devices.registry import open_window
     from opusim.errors import ConfigError
 
-    with _open(name, inputs, outputs, seed) as device:
+    with open_window(name, inputs, outputs, seed) as device:
         dark = None if device.description.camera is None else device.description.camera.dark
         if warm_c is not None and dark is None:
             raise ConfigError(name, "camera.dark", "is off, so warm_c has nothing to measure; leave it out")
         temperatures = (dark.temperature_c, warm_c) if dark is not None and warm_c is not None else None
         plan = Plan(frames=frames, temperatures_c=temperatures)
-        with output_folder(out), _watched("device calibrate", device, _frames_of(plan, device, readings)):
+        expected = frames_of(plan, device, readings)
+        with output_folder(out), _watched("device calibrate", lambda: device.usage.frames, expected):
             found = calibrate(device, plan=plan, readings=readings, confidence=confidence, beta=beta)
     certificate, report = out / f"{found.certificate.device}.certificate.toml", out / "report.html"
     found.certificate.write(certificate)
     write_report(found, report)
-    _print(found)
+    print_calibration(found)
     typer.echo(f"certificate: {certificate}\nreport: {report}")
 
 
@@ -110,17 +107,18 @@ def check_command(
     readings: Annotated[int, typer.Option("--readings", help="Readings of each of four inputs.")] = 500,
     seed: _SEED = 1,
 ) -> None:
-    """Compare a device with its certificate; exits with 3 where its noise is below the certified."""
-    from opusim.calibration.calibrate import Plan, calibrate, compare, require_noise
+    """Compare a device with its certificate; exit with 3 if its noise is below the certified one."""
+    from opusim.calibration.calibrate import Plan, calibrate, compare, frames_of, require_noise
     from opusim.devices.certificate import load_certificate
+    from opusim.devices.registry import open_window
     from opusim.errors import ConfigError
 
     old = load_certificate(certificate)
-    with _open(name, old.n_inputs, old.n_outputs, seed) as device:
+    with open_window(name, old.n_inputs, old.n_outputs, seed) as device:
         if device.name != old.device:
             raise ConfigError(name, "certificate", f"is that of {old.device!r}; calibrate this device")
         plan = Plan(frames=frames)
-        with _watched("device check", device, _frames_of(plan, device, readings)):
+        with _watched("device check", lambda: device.usage.frames, frames_of(plan, device, readings)):
             new = calibrate(device, plan=plan, readings=readings, confidence=old.confidence, beta=old.beta)
     rows = [
         (
@@ -152,37 +150,24 @@ def temperature_command(
     seed: _SEED = 0,
 ) -> None:
     """Show how a camera's temperature sets the noise of its readings, and what temperature a noise needs."""
-    import numpy as np
     import torch
 
+    from opusim.calibration.report import print_temperatures, temperature_figure
     from opusim.devices.camera import CameraDevice
+    from opusim.devices.registry import open_window
     from opusim.errors import ConfigError
 
     if figure is not None:
         require_writable(figure, "--figure", FIGURES)
-    with _open(name, inputs, outputs, seed) as device:
+    with open_window(name, inputs, outputs, seed) as device:
         if not isinstance(device, CameraDevice):
             raise ConfigError(name, "kind", f"{device.kind!r} has no sensor; use a device of kind 'camera'")
         x = torch.randint(-1, 2, (64, device.n_inputs), generator=torch.Generator().manual_seed(1)).float()
         law = device.temperature_law(x)
-    rows = [
-        (
-            f"{t:.1f}",
-            f"{law.dark.current_e_per_s(t):.4g}",
-            f"{law.dark_e(t):.4g}",
-            f"{law.std(t):.4g}",
-            f"{law.dark_share(t):.2%}",
-            f"{law.temperature_c(law.std(t)):.1f}",
-        )
-        for t in np.linspace(law.dark.temperature_min_c, law.dark.temperature_max_c, steps)
-    ]
-    columns = ("°C", "dark current, e⁻/s", "dark charge, e⁻", "noise of a reading", "dark share", "back, °C")
-    print_table(f"{device.name}: random ternary vectors, {device.n_inputs} inputs", columns, rows)
+    print_temperatures(law, device.name, device.n_inputs, steps)
     if std is not None:
         typer.echo(f"a noise of {std:g} projection units needs {law.temperature_c(std):.2f} °C")
     if figure is not None:
-        from opusim.calibration.report import temperature_figure
-
         temperature_figure(law, device.name).savefig(figure, dpi=110)
         typer.echo(f"figure: {figure}")
 
@@ -200,70 +185,9 @@ def _word(agrees: bool) -> str:
 
 
 @contextmanager
-def _watched(label: str, device: NoisyDevice, frames: int) -> Iterator[None]:
-    """Tell of the frames that a device takes, while it does."""
-    opened = device.usage.frames
+def _watched(label: str, taken: Callable[[], int], frames: int) -> Iterator[None]:
+    """Show progress from the number of frames that a device has taken."""
+    opened = taken()
     with Progress(label, "frames") as progress:
-        progress.follow(frames, lambda: device.usage.frames - opened)
+        progress.follow(frames, lambda: taken() - opened)
         yield
-
-
-def _frames_of(plan: Plan, device: NoisyDevice, readings: int) -> int:
-    """About how many frames a calibration takes: readings, and for a camera its flat series and pilots."""
-    taken = readings * device.description.frames.frames_per_projection
-    if device.description.camera is None:
-        return taken
-    dark_series = 1 if plan.temperatures_c is None else 2
-    return taken + plan.frames * (plan.light_levels + 1 + dark_series * plan.dark_levels) + _PILOT_FRAMES
-
-
-def _open(name: str, inputs: int, outputs: int, seed: int) -> NoisyDevice:
-    """A window of the device, no larger than it is."""
-    from opusim.description.loading import load_description
-    from opusim.devices.registry import open_described
-
-    description = load_description(name)
-    return open_described(
-        description,
-        n_inputs=min(inputs, description.n_inputs),
-        n_outputs=min(outputs, description.n_outputs),
-        seed=seed,
-    )
-
-
-def _print(found: Calibration) -> None:
-    """Constants, tests and the certified law as tables."""
-    from opusim.tables import unit_of
-
-    rows = [
-        (key, f"{v.value:.5g}", f"{v.low:.5g} to {v.high:.5g}", unit_of(key))
-        for key, v in found.certificate.estimates.items()
-    ]
-    if rows:
-        limits = f"limits at {found.certificate.confidence:.0%}"
-        print_table("Constants from frames", ("constant", "estimate", limits, "unit"), rows)
-    noise, law = found.reading_noise, found.certificate.noise
-    typer.echo(
-        f"readings: standard deviation {noise.mean_std:.5g} (root mean square), {noise.smallest_std:.5g} at the "
-        "quietest output, projection units"
-    )
-    needed = [test for test in found.certificate.tests if test.needed]
-    others = [test for test in found.certificate.tests if not test.needed]
-    for heading, tests in (
-        ("what the law needs:", needed),
-        ("what Gaussian readings would need besides (the certified counts need none of it):", others),
-    ):
-        if tests:
-            typer.echo(heading)
-        for test in tests:
-            typer.echo(f"  {test.text}: {'holds' if test.holds else 'does not hold'}")
-    for remark in found.certificate.remarks:
-        if "law" in remark:
-            typer.echo(remark)
-    if law is None:
-        typer.echo("certified noise: none, a test speaks against the described law")
-        return
-    numbers = ", ".join(f"{key} {value:.6g}" for key, value in law.model_dump().items() if key != "law")
-    typer.echo(
-        f"certified noise: {law.law.replace('_', ' ')}, {numbers}; wrong with probability {found.certificate.beta:g}"
-    )

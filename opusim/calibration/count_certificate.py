@@ -1,14 +1,12 @@
-"""The certified law of a camera's counts: limits of dark charge and light, and the tests that they rest on.
-
-The anchor's light: its size over the description's, and whether each output has its described share.
+"""Certify the law of a camera's counts: limits of its dark charge and of its light, and the tests that they rest on.
 
 A certified count law scales the described light of every output by one ratio, so light that is spread over the outputs
-in another way would exceed it somewhere. With a_j the mean of output j over F_a frames of the anchor, z_j where its
-line of means under uniform light starts (its own offset and response drop out), K the gain, r the ratio and L_j its
+in another way would exceed it at some outputs. With a_j the mean of output j over F_a frames of the anchor, z_j where
+its line of means under uniform light starts (its own offset and response drop out), K the gain, r the ratio and L_j its
 described light,
     a_j - z_j = K r L_j + noise of variance v_j / F_a + (variance of z_j),
 whose squares add up to chi-squared. The temporal variance v_j lies on the flat frames' straight line v(m): other values
-show a gain that has changed, or light that varies at each output by itself, as that of a medium that moves does.
+show a gain that has changed, or light that varies at each output separately, as it does if the medium moves.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class AnchorLight:
 
     @classmethod
     def of(cls, frames: np.ndarray, described_e: np.ndarray, saturation_e: float) -> AnchorLight:
-        """Leaves out the outputs that may be clipped.
+        """Leave out the outputs that may be clipped.
 
         Raises:
             ValueError: fewer than 30 outputs are left.
@@ -70,7 +68,7 @@ class AnchorLight:
         return float(self.described_e[self.kept].mean())
 
     def property_p_values(self, transfer: PhotonTransfer) -> dict[str, dict[str, float]]:
-        """P-values of light that is spread over the outputs as described, and of its variance."""
+        """Return the P-values of light that is spread over the outputs as described, and of its variance."""
         looked_at = self.kept[self.kept < PIXELS_LOOKED_AT]
         start, start_variance = transfer.starts()
         lit = self.frames[:, looked_at].mean(axis=0, dtype=np.float64) - start[looked_at]
@@ -119,7 +117,7 @@ class CountCertificate:
 
 
 def certify_counts(device: CameraDevice, transfer: PhotonTransfer, beta: float) -> CountCertificate:
-    """Limits that hold together with probability 1 - beta (Bonferroni over one-sided limits).
+    """Return the limits that hold together with probability 1 - beta (Bonferroni over one-sided limits).
 
     Raises:
         ValueError: too few frames for this beta.

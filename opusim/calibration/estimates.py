@@ -1,20 +1,21 @@
-"""Confidence limits of any smooth function of per-pixel sums, without a law of the noise: the grouped jackknife.
+"""Estimate a camera's constants from frames, with confidence limits.
 
+**Grouped jackknife** (`jackknife`): limits of any smooth function of sums over pixels, without a law of the noise.
 Pixels are independent and fall into G groups. With theta the estimate from all of them, theta_g the one without group g
 and theta_. the mean of those, the estimate G theta - (G - 1) theta_. has its first-order bias removed, its standard
-error is s with s^2 = (G - 1)/G sum (theta_g - theta_.)^2, and (estimate - truth)/s is close to Student's t with
-G - 1 degrees of freedom (Quenouille 1956, Tukey 1958; Miller 1974). Tests count how often the limits hold.
+error is s with s^2 = (G - 1)/G sum (theta_g - theta_.)^2, and (estimate - truth)/s is close to Student's t with G - 1
+degrees of freedom (Quenouille 1956, Tukey 1958; Miller 1974). Tests count how often the limits hold.
 
-How long the medium keeps its speckle: from frames of one pattern at two times.
+**Decorrelation** (`decorrelation_time`): how long the medium keeps its speckle, from frames of one pattern at two
+times.
 
-The temporal noise of dark frames, also where the converter's steps are coarser than the noise.
-
-A pixel of mean theta and noise s gives code c with probability Phi((c + 1/2 - theta)/s) - Phi((c - 1/2 - theta)/s).
-Below 0.75 DN the variance of codes is no measure of s: it depends on where theta lies between two steps, and 1/12 is
-not what rounding adds. There s is fitted to the codes' probabilities by maximum likelihood, with means N(o, tau^2) over
-pixels (the fixed pattern) integrated out: a mean fitted for every pixel would bias s. From 0.75 DN on,
-s^2 = variance - 1/12, off by less than 2 parts in 10^5 whatever theta is. A count's law takes the place of the Gaussian
-where the dark charge is large; then the noise is far above a step.
+**Quantised noise** (`dark_noise_dn`): the temporal noise of dark frames, also if the converter's steps are coarser than
+the noise. A pixel of mean theta and noise s gives code c with probability Phi((c + 1/2 - theta)/s) - Phi((c - 1/2 -
+theta)/s). Below 0.75 DN the variance of codes does not measure s: it depends on the place of theta between two steps,
+and rounding does not add 1/12. In that range s is fitted to the codes' probabilities by maximum likelihood, with means
+N(o, tau^2) over pixels (the fixed pattern) integrated out: a mean fitted for every pixel would bias s. From 0.75 DN on,
+s^2 = variance - 1/12, off by less than 2 parts in 10^5 for every theta. If the dark charge is large, a count's law
+replaces the Gaussian, and the noise is far above a step.
 """
 
 from __future__ import annotations
@@ -48,21 +49,21 @@ class Estimate:
     high: float
 
     def covers(self, truth: float) -> bool:
-        """Whether the truth lies within the limits."""
+        """Return whether the truth lies within the limits."""
         return self.low <= truth <= self.high
 
     def root(self) -> Estimate:
-        """The estimate of the square root; what is negative becomes 0, which keeps the limits' rate."""
+        """Return the estimate of the square root; what is negative becomes 0, which keeps the limits' rate."""
         return Estimate(**{key: max(value, 0.0) ** 0.5 for key, value in vars(self).items()})
 
 
 def jackknife(sums: np.ndarray, statistic: Statistic, *, confidence: float) -> dict[str, Estimate]:
-    """Estimates of a statistic's numbers from sums over groups of pixels.
+    """Return the estimates of a statistic's numbers from sums over groups of pixels.
 
     Args:
         sums: sums of each group of pixels, shape (groups, ...), at least 10 groups.
         statistic: takes the sums over groups, shape (...), to named numbers.
-        confidence: of each interval by itself, in (0, 1).
+        confidence: of each single interval, in (0, 1).
 
     Raises:
         ValueError: too few groups, or a confidence out of range.
@@ -84,10 +85,10 @@ def jackknife(sums: np.ndarray, statistic: Statistic, *, confidence: float) -> d
 
 
 def sparse_patterns(n_inputs: int, rows: int, seed: int = 1) -> np.ndarray:
-    """Random binary patterns with one mirror in ten on, at least one: uint8, shape (rows, n_inputs).
+    """Return random binary patterns with one mirror in ten on, at least one: uint8, shape (rows, n_inputs).
 
-    With few mirrors on, a field hardly depends on the anchor's, by whose intensity the pixels were chosen; so it is
-    a circular Gaussian to within the share of mirrors that is on.
+    With few mirrors on, a field is almost independent of the anchor, by whose intensity the pixels were chosen; so it
+    is a circular Gaussian to within the share of mirrors that is on.
     """
     random = np.random.default_rng(seed)
     patterns = np.zeros((rows, n_inputs), dtype=np.uint8)
@@ -105,7 +106,7 @@ def decorrelation_time(
     confidence: float,
     groups: int = 40,
 ) -> Estimate:
-    """The time tau after which the field's correlation has fallen to 1/e, from intensities.
+    """Return the time tau after which the field's correlation has fallen to 1/e, from intensities.
 
     cov(I(0), I(t)) / cov(I(0), I'(0)) = |rho(t)|^2 = exp(-2 t / tau) over pixels, for circular Gaussian fields
     (Siegert); I and I' are two frames at time 0, whose noises are independent, so that noise falls out.
@@ -158,15 +159,16 @@ _FLAT, _FREE = 1e-9, 0.01  # relative curvature, and share of the noise in a dir
 
 
 def dark_noise_dn(frames: np.ndarray, *, confidence: float, is_rounded: bool = True) -> Estimate:
-    """Standard deviation of a pixel from frame to frame, DN, rounding taken off.
+    """Return the standard deviation of a pixel from frame to frame, DN, without that of rounding.
 
     Args:
-        frames: frames of one setting, at least 4, shape (frames, pixels), DN; whole numbers where is_rounded.
+        frames: frames of one setting, at least 4, shape (frames, pixels), DN; whole numbers if is_rounded.
         confidence: of the limits, in [0.01, 1).
         is_rounded: whether numbers come from a converter.
 
     Raises:
-        ValueError: too few frames, or codes that tell no noise: hardly any differ, or all lie about one step.
+        ValueError: too few frames, or codes that do not determine the noise: almost none differ, or all lie about one
+            step.
     """
     checks.shape((None, None), frames=frames)
     checks.integer(frames=len(frames), minimum=4)
@@ -218,7 +220,7 @@ class CodeCounts:
         return int(self.counts[0].sum())
 
     def start(self) -> np.ndarray:
-        """Rough mean, log of the fixed pattern's and log of the temporal standard deviation."""
+        """Return the rough mean, log of the fixed pattern's and log of the temporal standard deviation."""
         means = self.counts @ self.codes / self.frames
         temporal = self.counts @ np.square(self.codes) / self.frames - np.square(means)
         total = self.pixels.sum()
@@ -227,7 +229,7 @@ class CodeCounts:
         return np.array([mean, math.log(max(pattern, 0.05**2)) / 2, math.log(max(noise, 0.15**2)) / 2])
 
     def log_likelihoods(self, parameters: np.ndarray, deviates: np.ndarray) -> np.ndarray:
-        """Log-likelihood of a pixel of each kind: the mean over deviates z of the probability at o + tau z."""
+        """Return each kind's log-likelihood of a pixel: the mean over deviates z of the probability at o + tau z."""
         mean, pattern, noise = parameters[0], math.exp(parameters[1]), math.exp(parameters[2])
         edges = np.append(self.codes - 0.5, self.codes[-1] + 0.5)[:, None]
         below = ndtr((edges - mean - pattern * deviates) / noise)  # (codes + 1, deviates)

@@ -1,11 +1,9 @@
-r"""Frames on disk in the layout of the EMVA 1288 standard, which other evaluations of the standard read.
+r"""Take frames under uniform light: reduce them to sums at once, or record them in the layout of EMVA 1288.
 
-A folder with images and a descriptor: ``v`` version, ``n bits width height``, then for every setting ``b exposure_ns
-photons`` (light) or ``d exposure_ns`` (dark), followed by a line ``i images\NAME`` for each image. Two images are a
-point of the temporal series; more than two are the spatial series. Source: the format of the standard's reference
-implementation (EMVA1288 on GitHub).
-
-Frames under uniform light, reduced to what photon transfer needs while they are taken.
+A recording is a folder with images and a descriptor: ``v`` version, ``n bits width height``, then for every setting
+``b exposure_ns photons`` (light) or ``d exposure_ns`` (dark), followed by a line ``i images\\NAME`` for each image. Two
+images are a point of the temporal series; more than two are the spatial series. Other evaluations of the standard read
+it. Source: the format of the standard's reference implementation (EMVA1288 on GitHub).
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ class Level:
 
     Attributes:
         photons: mean photons on a pixel in the exposure, at least 0.
-        exposure_us: microseconds; None for the device's own.
-        temperature_c: degrees Celsius; None for the device's own.
+        exposure_us: microseconds, or None for the device's exposure.
+        temperature_c: degrees Celsius, or None for the device's temperature.
     """
 
     photons: float
@@ -50,7 +48,7 @@ class FlatSeries:
         levels: the settings.
         frames: frames of each level, F, at least 2.
         sums: shape (groups, levels, 4): over the pixels of a group, their number and the sums of the temporal mean
-            [DN], of the unbiased temporal variance [DN^2], what all pixels of a frame share taken off, and of the
+            [DN], of the unbiased temporal variance [DN^2], without what all pixels of a frame share, and of the
             squared temporal mean. Groups are interleaved.
         frame_means: mean over pixels of each frame, DN, shape (levels, frames).
         looked_at: frames of each level at the first pixels, shape (levels, frames, pixels): what independence is tested
@@ -64,12 +62,12 @@ class FlatSeries:
     looked_at: np.ndarray
 
     def means(self) -> np.ndarray:
-        """Mean of each level over all pixels, DN."""
+        """Return the mean of each level over all pixels, DN."""
         total = self.sums.sum(0)
         return np.asarray(total[:, MEAN] / total[:, COUNT])
 
     def variances(self) -> np.ndarray:
-        """Temporal variance of each level over all pixels, DN^2."""
+        """Return the temporal variance of each level over all pixels, DN^2."""
         total = self.sums.sum(0)
         return np.asarray(total[:, VARIANCE] / total[:, COUNT])
 
@@ -80,7 +78,7 @@ class FlatSeries:
 
 
 def take_series(take: TakeFrames, levels: Sequence[Level], *, frames: int, groups: int = 40) -> FlatSeries:
-    """Takes frames at every level and keeps their sums.
+    """Take frames at every level and keep their sums.
 
     Half of each level's frames are taken in the order of the levels, half in the opposite order, so that a drift that
     is linear in time moves all levels alike.
@@ -114,7 +112,7 @@ class _Half:
     Attributes:
         frame_means: shape (frames,).
         mean: temporal mean of each pixel, shape (pixels,).
-        squares: of each pixel, sum over frames of the squared deviation from its mean, frame means taken off.
+        squares: of each pixel, sum over frames of the squared deviation from its mean, without frame means.
         looked_at: shape (frames, at most `PIXELS_LOOKED_AT`).
     """
 
@@ -179,7 +177,7 @@ class Recording:
         bits: of the converter.
         steps: points of the temporal series, at least 4.
         spatial_frames: images of a point of the spatial series, at least 3.
-        longest_exposure_us: exposure of the last point; the first has the device's own.
+        longest_exposure_us: exposure of the last point; the first has the device's exposure.
         saturating_photons: light of the last point; points rise in even steps of exposure and light.
     """
 
@@ -206,9 +204,9 @@ class Recording:
         return 4 * self.steps + 2 * self.spatial_frames
 
     def points(self, exposure_us: float) -> list[tuple[Level, int]]:
-        """Settings and their number of images: temporal pairs, bright and dark, then the spatial pair."""
+        """Return settings and their number of images: temporal pairs, bright and dark, then the spatial pair."""
         shares = np.linspace(1 / self.steps, 1.0, self.steps)
-        longest = max(self.longest_exposure_us, 1.01 * exposure_us)  # points need exposures of their own
+        longest = max(self.longest_exposure_us, 1.01 * exposure_us)  # points need different exposures
         exposures = np.linspace(exposure_us, longest, self.steps)
         middle = self.steps // 2
         found: list[tuple[Level, int]] = []
@@ -221,13 +219,13 @@ class Recording:
 
 
 def record(take: TakeFrames, recording: Recording, folder: Path, *, exposure_us: float) -> Path:
-    """Takes the frames and writes them.
+    """Take the frames and write them.
 
     Args:
         take: see `TakeFrames`; its pixels fill images row by row.
         recording: what to record.
         folder: a new or empty folder.
-        exposure_us: the device's own exposure.
+        exposure_us: the device's exposure.
 
     Returns:
         The descriptor's path.

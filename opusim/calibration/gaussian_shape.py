@@ -1,6 +1,6 @@
-"""Tests of what independence tests do not see: a law that is not Gaussian, a grid, noise that depends on the input.
+"""Test what independence tests do not see: a law that is not Gaussian, a grid, noise that depends on the input.
 
-Of n readings of an output, standardised (mean 0, mean square 1), Gaussian readings leave a law without parameters:
+Of n readings of an output, standardised (mean 0, mean square 1), Gaussian readings have a law without parameters:
 
 - deviates of skewness (D'Agostino 1970) and fourth moment (Anscombe, Glynn 1983) are close to N(0, 1); their means and
   mean squares over outputs are compared with those of simulated Gaussian readings, drawn once from a fixed seed. The
@@ -33,11 +33,11 @@ _BLOCK = 512
 
 
 def shape_p_values(segments: Sequence[np.ndarray]) -> dict[str, dict[str, float]]:
-    """P-values of three properties of Gaussian readings that do not depend on the input.
+    """Return the P-values of three properties of Gaussian readings that do not depend on the input.
 
     Args:
         segments: readings of one input each, shape (readings, n_outputs), at least 20 readings, of the number type in
-            which the device gave them, whose own rounding is allowed for.
+            which the device gave them; the rounding of that type is allowed for.
     """
     varying = np.all([np.ptp(part, axis=0) > 0 for part in segments], axis=0)
     law: dict[str, float] = {} if np.all(varying) else {"constant outputs": 0.0}
@@ -115,7 +115,7 @@ def _reference(n: int) -> dict[str, tuple[float, float]]:
 
 
 def _reference_outputs(n: int) -> int:
-    """Simulated outputs of n readings."""
+    """Return simulated outputs of n readings."""
     return min(max(_REFERENCE_NUMBERS // n, _LEAST_REFERENCE), _MOST_REFERENCE)
 
 

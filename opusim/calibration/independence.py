@@ -1,7 +1,7 @@
-"""Tests of independence between outputs and between readings, by statistics whose laws are known.
+"""Test independence between outputs and between readings, by statistics whose laws are known.
 
 Each segment holds readings of one setting in order of time. Standardised within a segment (mean 0, mean square 1), the
-readings of an output are a uniform point on a sphere if they are Gaussian and independent, whatever their mean and
+readings of an output are a uniform point on a sphere if they are Gaussian and independent, for every mean and
 variance, and outputs are independent points. So, for outputs i, j and readings s, t of all N readings, p outputs and
 d = sum over segments of (readings - 1):
 
@@ -52,13 +52,13 @@ _EXCESS = 14.0  # of the variance of sums of squared autocorrelations over chi-s
 def independence_p_values(
     segments: Sequence[np.ndarray], *, ranked: bool = False
 ) -> dict[str, dict[str, float]]:
-    """P-values of the statistics of four properties; an output that is constant in a segment is left out.
+    """Return the P-values of the statistics of four properties; an output that is constant in a segment is left out.
 
     Args:
         segments: readings of one setting each, in order of time, shape (readings, n_outputs), finite, at least 8
             readings each and the same outputs in all.
         ranked: replaces readings by normal scores of their ranks within output and segment, ties broken at random from
-            a fixed seed. Readings are then exchangeable whatever their law, also if they are whole numbers.
+            a fixed seed. Readings are then exchangeable under every law, also if they are whole numbers.
 
     Returns:
         For each property the p-value of each statistic.
@@ -87,7 +87,7 @@ _PROPERTIES = (
 
 
 def standardised(samples: np.ndarray) -> np.ndarray:
-    """Each output's readings less their mean over their root mean square, float64; zeros where nothing varies."""
+    """Return each output's readings less their mean over their root mean square, float64; zeros if they do not vary."""
     centred = np.asarray(samples, dtype=np.float64) - np.mean(samples, axis=0, dtype=np.float64)
     spread = np.sqrt(np.mean(np.square(centred), axis=0))
     return np.asarray(centred / np.where(spread > 0, spread, 1.0))
@@ -200,7 +200,7 @@ def _mean_over_outputs(z: _Standardised) -> float:
 
 
 def _distances(z: _Standardised) -> float:
-    """Correlations of outputs at one distance, summed, each of variance (p - distance)/d."""
+    """Return the correlations of outputs at one distance, summed, each of variance (p - distance)/d."""
     count, outputs = z.rows.shape
     length = next_fast_len(2 * outputs, real=True)
     spectrum = np.zeros(length // 2 + 1)
@@ -230,9 +230,7 @@ def _largest_cosine(z: _Standardised) -> float:
         return 1.0
     norms = np.sqrt(np.maximum(np.einsum("ij,ij->i", z.rows, z.rows), 1e-12))
     segment, largest = np.repeat(np.arange(len(z.lengths)), z.lengths), 0.0
-    mean = (outputs / (z.lengths[segment] - 1.0)).astype(
-        np.float32
-    )  # taken off by centring, within a segment
+    mean = (outputs / (z.lengths[segment] - 1.0)).astype(np.float32)  # removed by centring, within a segment
     for i in range(0, count, _BLOCK):
         for j in range(i, count, _BLOCK):
             some, others = slice(i, i + _BLOCK), slice(j, j + _BLOCK)
@@ -247,7 +245,7 @@ def _largest_cosine(z: _Standardised) -> float:
 
 
 def _lags(z: _Standardised) -> float:
-    """Products of readings at one lag, summed over outputs and time, up to three quarters of the readings."""
+    """Return products of readings at one lag, summed over outputs and time, up to three quarters of the readings."""
     count, outputs = z.rows.shape
     lags = np.arange(1, 3 * count // 4 + 1)
     sums = np.sum(_lagged_products(z.rows, lags.size), axis=1, dtype=np.float64)
@@ -277,7 +275,7 @@ def _autocorrelations(z: _Standardised) -> tuple[float, float]:
 
 
 def _largest_autocorrelation(part: np.ndarray, products: np.ndarray, lags: np.ndarray) -> float:
-    """Smallest p-value of one output at one lag: the cosine of the early and the late readings."""
+    """Return the smallest p-value of one output at one lag: the cosine of the early and the late readings."""
     n, sums = len(part), np.cumsum(np.square(part), axis=0)
     norms = np.sqrt(sums[n - 1 - lags] * (n - sums[lags - 1]))
     cosines = (products + ((n - lags) / (n - 1))[:, None]) / np.maximum(norms, 1e-12)
@@ -285,7 +283,7 @@ def _largest_autocorrelation(part: np.ndarray, products: np.ndarray, lags: np.nd
 
 
 def _lagged_products(part: np.ndarray, most: int) -> np.ndarray:
-    """Sums over time of z_s z_(s + lag), shape (lags, n_outputs), lags 1 to most."""
+    """Return the sums over time of z_s z_(s + lag), shape (lags, n_outputs), lags 1 to most."""
     n, outputs = part.shape
     length = next_fast_len(n + most, real=True)
     products = np.empty((most, outputs), dtype=np.float32)
@@ -297,7 +295,7 @@ def _lagged_products(part: np.ndarray, most: int) -> np.ndarray:
 
 
 def _product_variance(n: int, lag: int, fourth: np.ndarray) -> np.ndarray:
-    """Variance over all orders in time of sum z_s z_(s + lag), for outputs with the given mean fourth power.
+    """Return the variance over all orders in time of sum z_s z_(s + lag), for outputs with the given mean fourth power.
 
     The sum's square has n - lag terms z_a^2 z_b^2, 2 (n - 2 lag) terms z_a^2 z_b z_c, and products of four readings.
     """

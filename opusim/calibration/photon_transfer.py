@@ -1,28 +1,27 @@
-"""Photon transfer as EMVA 1288 does it: a camera's constants from the means and variances of frames.
+"""Find a camera's constants from the means and variances of frames: photon transfer as in EMVA 1288.
 
 With p photons on a pixel, below saturation (EMVA 1288 release 3.1, sections 2 to 4 and 6 to 8):
     mean      m(p) = m_0 + R p,         R = K eta            [DN]
     variance  v(m) = v_0 + K (m - m_0)                       [DN^2], v_0 = K^2 (N_dark + read_noise^2) + 1/12
     so the gain K is the slope of the variance on the measured mean, quantum efficiency eta = R / K;
     dark current from dark means against exposure: slope / K;
-    of each pixel's mean, variance over pixels: K^2 dsnu^2 + prnu^2 (R p)^2 (the frames' noise taken off).
-Where the noise of a level is below 0.6 DN, rounding bends both lines (by up to exp(-2 pi^2 0.36) / pi DN at 0.6); such
+    of each pixel's mean, variance over pixels: K^2 dsnu^2 + prnu^2 (R p)^2 (without the frames' noise).
+If the noise of a level is below 0.6 DN, rounding bends both lines (by up to exp(-2 pi^2 0.36) / pi DN at 0.6); such
 levels are left out, and dark quantities come from the lines' values at p = 0 and from dark frames under a little
 constant light.
 
 Light whose power varies from frame to frame by r (standard deviation over mean) adds r^2 (m - m_0)^2 to the variance,
 and a straight line through that overstates K and understates photons. What all pixels of a frame share is therefore
-taken off before variances are formed (`flat_series`), which leaves the straight line, and the means of frames tell r.
+subtracted before variances are formed (`flat_series`), which leaves the straight line, and the means of frames tell r.
 Fluctuations that pixels do not share, and a response that is not linear, bend the line: v = v_0 + K (m - m_0) +
 c (m - m_0)^2 is fitted too. c is tested, and the limits of a certified law come from the parabola's K, which c does
-not bias. So an 8-bit camera gives up a read noise of a quarter of a DN, which the variance of no single level
+not bias. So the read noise of an 8-bit camera is found even at a quarter of a DN, which no variance of a single level
 shows; the codes' probabilities do (`opusim.calibration.estimates`).
 
-Light that varies from frame to frame: what the means of frames say of it.
-
-Over F frames of one setting, the mean over P pixels has variance v / P + r^2 m^2, with v the pixels' own variance, m
-the mean light and r the relative standard deviation of the power. For a Gaussian power, (F - 1) s^2 over that variance
-is chi-squared with F - 1 degrees of freedom; settings add up. A test of r = 0 and an upper limit of r follow exactly.
+**Varying light** (`LightNoise`). Over F frames of one setting, the mean over P pixels has variance v / P + r^2 m^2,
+with v the pixels' own variance, m the mean light and r the relative standard deviation of the power. For a Gaussian
+power, (F - 1) s^2 over that variance is chi-squared with F - 1 degrees of freedom; settings add up. A test of r = 0 and
+an upper limit of r follow exactly.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from opusim.calibration.flat_series import COUNT, MEAN, MEAN_SQUARE, VARIANCE, F
 from opusim.calibration.independence import largest_deviate_p_value
 from opusim.p_values import chi_squared_p_value
 
-_MOST = 10.0  # relative standard deviation beyond which nothing is searched
+_MOST = 10.0  # relative standard deviation beyond which no root is searched
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +49,7 @@ class LightNoise:
         frame_variances: sample variance over frames of the mean over pixels, s^2, DN^2.
         freedom: frames less one.
         own: variance of the mean from the pixels' independent noise, v / P, DN^2, above 0.
-        light: mean light, DN, black level and dark charge taken off.
+        light: mean light, DN, without black level and dark charge.
     """
 
     frame_variances: np.ndarray
@@ -81,11 +80,11 @@ class LightNoise:
         return chi_squared_p_value(self._energy(0.0), int(self.freedom.sum()))
 
     def upper(self, beta: float) -> float:
-        """The limit that r exceeds with probability at most beta, for a Gaussian power."""
+        """Return the limit that r exceeds with probability at most beta, for a Gaussian power."""
         return self._solve(float(chi2.ppf(beta, int(self.freedom.sum()))))
 
     def _solve(self, energy: float) -> float:
-        """The r at which the settings add up to energy: 0 if r = 0 is below it already, at most 10."""
+        """Return the r at which the settings add up to energy: 0 if r = 0 is below it already, at most 10."""
         if self._energy(0.0) <= energy:
             return 0.0
         if self._energy(_MOST) >= energy:
@@ -113,7 +112,7 @@ class PhotonTransfer:
         dark: levels of one light, each with its exposure.
         exposure_us: the light series' exposure.
         is_rounded: whether numbers come from a converter.
-        warm: like dark, at another temperature; None where temperature cannot be set.
+        warm: like dark, at another temperature, or None if the temperature cannot be set.
     """
 
     light: FlatSeries
@@ -123,7 +122,7 @@ class PhotonTransfer:
     warm: FlatSeries | None = None
 
     def used(self) -> np.ndarray:
-        """Levels of the light series between rounding and saturation, indices.
+        """Return the levels of the light series between rounding and saturation, indices.
 
         At most 0.7 of the way from the first mean to the saturated one.
 
@@ -141,10 +140,10 @@ class PhotonTransfer:
         return used
 
     def estimates(self, confidence: float) -> dict[str, Estimate]:
-        """The camera's constants, each with limits that hold with the given confidence by itself.
+        """Return the camera's constants, each with limits that hold separately with the given confidence.
 
         Keys: quantum_efficiency [e-/photon], gain_dn_per_e, black_level_dn, read_noise_e, dark_current_e_per_s,
-        prnu, dsnu_e, saturation_e, and doubling_k where a warm series is there.
+        prnu, dsnu_e, saturation_e, and doubling_k if there is a warm series.
         """
         found = self._jackknife(confidence)
         roots = {name: found[square].root() for name, square in _SQUARES.items()}
@@ -157,7 +156,7 @@ class PhotonTransfer:
         return jackknife(sums, partial(self._statistic, used=self.used()), confidence=confidence)
 
     def unbent(self, confidence: float) -> dict[str, Estimate]:
-        """Limits that a curved photon transfer does not bias: those of a certified law.
+        """Return the limits that a curved photon transfer does not bias: those of a certified law.
 
         Keys: gain_dn_per_e, dark_current_e_per_s, and zero_dn, where the line of means starts. Blank frames may read
         more than that: rounding biases them, and a black level below the converter's end is clipped.
@@ -167,7 +166,7 @@ class PhotonTransfer:
         return {key: found[name] for key, name in keys.items()}
 
     def light_noise(self) -> LightNoise:
-        """What the means of frames say of light that varies from frame to frame."""
+        """Return what the means of frames say of light that varies from frame to frame."""
         used = self.used()
         means, variances = self.light.means()[used], self.light.variances()[used]
         return LightNoise(
@@ -178,7 +177,7 @@ class PhotonTransfer:
         )
 
     def property_p_values(self) -> dict[str, dict[str, float]]:
-        """P-values of what the constants rest on: a straight photon transfer and a straight dark series."""
+        """Return the P-values of what the constants rest on: a straight photon transfer and a straight dark series."""
         residuals, freedom, found = 0.0, 0, self._jackknife(_HALF)
         for series in (self.dark, *([] if self.warm is None else [self.warm])):
             errors2 = series.variances() / (series.pixels * series.frames)
@@ -204,7 +203,7 @@ class PhotonTransfer:
         return 2 * float(t.sf(abs(found.value) / max(error, 1e-300), freedom))
 
     def _dark_deviates(self) -> np.ndarray:
-        """Each looked-at pixel's dark slope less their mean, in standard errors."""
+        """Return each looked-at pixel's dark slope less their mean, in standard errors."""
         slopes, variance = _at_pixels(self.dark, _seconds(self.dark), slice(None))[1]
         return np.asarray((slopes - slopes.mean()) / np.sqrt(variance))
 
@@ -213,7 +212,7 @@ class PhotonTransfer:
         return _at_pixels(self.light, self.photons(), self.used())[0]
 
     def variance_at(self, light_dn: np.ndarray) -> np.ndarray:
-        """Temporal variance at a mean that lies so far above the dark one, DN squared, by the straight line."""
+        """Return the temporal variance, DN squared, of the straight line so far above the dark mean."""
         _, floor, gain = self._straight(self.light.sums.sum(0))
         return np.asarray(max(floor, _ROUNDING * self.is_rounded) + gain * light_dn)
 
@@ -239,12 +238,12 @@ class PhotonTransfer:
         return zero, floor, gain
 
     def _zero(self, used: np.ndarray) -> float:
-        """Mean without light, DN: where the line of means starts."""
+        """Return the mean without light, DN: where the line of means starts."""
         means = self.light.means()[used]
         return _line(self.photons()[used], means, 1.0 / self.light.variances()[used])[0]
 
     def linearity_error(self) -> float:
-        """Largest deviation of a used level's mean from the line, relative to the line's rise from dark."""
+        """Return the largest deviation of a used level's mean from the line, relative to the line's rise from dark."""
         used = self.used()
         photons, means = self.photons()[used], self.light.means()[used]
         start, slope = _line(photons, means, 1.0 / self.light.variances()[used])
@@ -252,11 +251,11 @@ class PhotonTransfer:
         return float(np.max(np.abs(means - start - rise)[rise > 0] / rise[rise > 0]))
 
     def photons(self) -> np.ndarray:
-        """Photons of the light series' levels."""
+        """Return the photons of the light series' levels."""
         return np.array([level.photons for level in self.light.levels])
 
     def _statistic(self, total: np.ndarray, used: np.ndarray) -> dict[str, float]:
-        """All constants from summed pixels, shape (levels, 4)."""
+        """Return all constants from summed pixels, shape (levels, 4)."""
         count, mean = total[:, COUNT], total[:, MEAN] / total[:, COUNT]
         variance, square = total[:, VARIANCE] / count, total[:, MEAN_SQUARE] / count
         spatial = (square - np.square(mean)) * count / (count - 1)
@@ -323,12 +322,12 @@ def _dark_slope(series: FlatSeries, means: np.ndarray) -> float:
 
 
 def _seconds(series: FlatSeries) -> np.ndarray:
-    """Exposures of the levels, seconds."""
+    """Return the exposures of the levels, seconds."""
     return np.array([float(level.exposure_us or 0) * 1e-6 for level in series.levels])
 
 
 def _line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """Start and slope of the weighted least-squares line."""
+    """Return the start and slope of the weighted least-squares line."""
     total = weights.sum()
     x_mean, y_mean = weights @ x / total, weights @ y / total
     slope = float((weights * (x - x_mean)) @ y / ((weights * (x - x_mean)) @ x))
@@ -336,7 +335,7 @@ def _line(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, flo
 
 
 def _parabola(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
-    """Start, slope at 0 and coefficient of the square, by weighted least squares."""
+    """Return the start, slope at 0 and coefficient of the square, by weighted least squares."""
     unit = float(np.max(np.abs(x)))
     columns = np.stack([np.ones_like(x), x / unit, np.square(x / unit)], axis=1)
     roots = np.sqrt(weights)

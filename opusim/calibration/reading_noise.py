@@ -1,19 +1,16 @@
-"""The noise of readings of constant inputs: its smallest variance, its correlations, and what speaks against a law.
+"""Evaluate readings of constant inputs: a lower limit of their noise, its correlations, and tests of its law.
 
-The lower limit and its conditions are `opusim.calibration.reading_noise`'s: of the smallest eigenvalue where there are
-readings enough, so that it holds for correlated outputs too, else of the smallest output's variance, which assumes
-independent outputs. The limit is the lowest of the inputs', at beta / inputs each. Where successive readings correlate
-by phi, what a reading adds that its predecessor does not tell is the one-step prediction variance, (1 - phi^2) times
-the variance, and that is reported. A variance proves nothing by itself: the tests must not speak against the law, and
-it stays an assumption.
+**Lower limit.** With n = readings - 1, S the sample covariance and v the unit vector that minimises v^T Sigma v for the
+true Sigma, lambda_min(S) <= v^T S v = lambda_min(Sigma) chi2_n / n, so n lambda_min(S) / chi2_(n, 1 - beta) is a lower
+limit of lambda_min(Sigma) at confidence 1 - beta, without a union over outputs. The smallest sample variance takes the
+place of lambda_min(S) if outputs are known to be independent. Both hold only for Gaussian readings that are not
+quantised and do not depend on each other. Source: docs/privacy.md, section 9.
 
-Lower limit of Gaussian noise from readings of one constant input.
-
-With n = readings - 1, S the sample covariance and v the unit vector that minimises v^T Sigma v for the true Sigma,
-lambda_min(S) <= v^T S v = lambda_min(Sigma) chi2_n / n, so n lambda_min(S) / chi2_(n, 1 - beta) is a lower limit of
-lambda_min(Sigma) at confidence 1 - beta, without a union over outputs. The smallest sample variance takes the place of
-lambda_min(S) where outputs are independent. Both hold for Gaussian readings that are not quantised and do not depend
-on each other, and for no others (`opusim.calibration.reading_noise` tests that). Source: docs/privacy.md, section 9.
+**Several inputs.** The limit is that of the smallest eigenvalue if there are enough readings, so that it holds for
+correlated outputs too; otherwise it is that of the smallest output's variance, which assumes independent outputs. It is
+the lowest over the inputs, at beta / inputs each. If successive readings correlate by phi, the one-step prediction
+variance, (1 - phi^2) times the variance, takes its place. A variance proves nothing: the law stays an assumption, which
+the tests must not contradict.
 """
 
 from __future__ import annotations
@@ -94,7 +91,7 @@ def evaluate_readings(
     alarm: float = FAMILY_ALARM,
     gaussian: bool = True,
 ) -> ReadingNoise:
-    """Evaluates readings of one input, or of several.
+    """Evaluate readings of one input, or of several.
 
     Args:
         samples: shape (readings, n_outputs) or (inputs, readings, n_outputs), finite, at least 30 readings of an input,
@@ -135,7 +132,7 @@ def evaluate_readings(
 
 
 def std_lower_limit(parts: Sequence[np.ndarray], *, successive: float = 0.0, beta: float) -> float:
-    """The limit that the smallest standard deviation of every input exceeds with probability 1 - beta.
+    """Return the limit that the smallest standard deviation of every input exceeds with probability 1 - beta.
 
     Args:
         parts: readings of each input, shape (readings, n_outputs), as many of each.
@@ -152,7 +149,7 @@ def std_lower_limit(parts: Sequence[np.ndarray], *, successive: float = 0.0, bet
 
 
 def _bounds_eigenvalue(part: np.ndarray) -> bool:
-    """Whether there are readings enough to bound the smallest eigenvalue of the outputs' covariance."""
+    """Return whether there are readings enough to bound the smallest eigenvalue of the outputs' covariance."""
     return part.shape[1] + 2 <= len(part)
 
 
@@ -163,7 +160,7 @@ def _successive(parts: Sequence[np.ndarray]) -> float:
 
 
 def smallest_variance(samples: np.ndarray, *, independent_outputs: bool) -> float:
-    """The smallest sample variance of an output, or lambda_min(S), the smallest in any direction.
+    """Return the smallest sample variance of an output, or lambda_min(S), the smallest in any direction.
 
     Args:
         samples: readings of one input, shape (readings, n_outputs), finite.

@@ -1,7 +1,4 @@
-"""A calibration as one self-contained HTML page.
-
-The curves of a calibration.
-"""
+"""Write a calibration as one self-contained HTML page with its curves."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from opusim.calibration.flat_series import COUNT
 from opusim.calibration.photon_transfer import PhotonTransfer
 from opusim.devices.certificate import Certificate
 from opusim.p_values import FAMILY_ALARM
-from opusim.tables import unit_of
+from opusim.tables import print_table, unit_of
 from opusim.temperature import TemperatureLaw
 
 
@@ -42,7 +39,7 @@ def transfer_figure(calibration: Calibration) -> Figure | None:
 
 
 def readings_figure(calibration: Calibration) -> Figure:
-    """Quantiles of standardised readings against the Gaussian's, and the standard deviations of the outputs."""
+    """Plot quantiles of standardised readings against the Gaussian's, and the standard deviations of the outputs."""
     samples = calibration.readings
     centred = samples - samples.mean(axis=0)
     std = centred.std(axis=0, ddof=1)
@@ -64,7 +61,7 @@ def readings_figure(calibration: Calibration) -> Figure:
 
 
 def temperature_figure(law: TemperatureLaw, name: str) -> Figure:
-    """The noise of a reading and the dark current's share of its variance against the temperature."""
+    """Return the noise of a reading and the dark current's share of its variance against the temperature."""
     temperatures = np.linspace(law.dark.temperature_min_c, law.dark.temperature_max_c, 200)
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -152,8 +149,61 @@ _WORDS = {
 """What the keys of certificates mean, for people."""
 
 
+def print_calibration(found: Calibration) -> None:
+    """Print constants, tests and the certified law as tables."""
+    rows = [
+        (key, f"{v.value:.5g}", f"{v.low:.5g} to {v.high:.5g}", unit_of(key))
+        for key, v in found.certificate.estimates.items()
+    ]
+    if rows:
+        limits = f"limits at {found.certificate.confidence:.0%}"
+        print_table("Constants from frames", ("constant", "estimate", limits, "unit"), rows)
+    noise, law = found.reading_noise, found.certificate.noise
+    print(
+        f"readings: standard deviation {noise.mean_std:.5g} (root mean square), {noise.smallest_std:.5g} at the "
+        "quietest output, projection units"
+    )
+    needed = [test for test in found.certificate.tests if test.needed]
+    others = [test for test in found.certificate.tests if not test.needed]
+    for heading, tests in (
+        ("what the law needs:", needed),
+        ("what Gaussian readings would need besides (the certified counts need none of it):", others),
+    ):
+        if tests:
+            print(heading)
+        for test in tests:
+            print(f"  {test.text}: {'holds' if test.holds else 'does not hold'}")
+    for remark in found.certificate.remarks:
+        if "law" in remark:
+            print(remark)
+    if law is None:
+        print("certified noise: none, a test speaks against the described law")
+        return
+    numbers = ", ".join(f"{key} {value:.6g}" for key, value in law.model_dump().items() if key != "law")
+    print(
+        f"certified noise: {law.law.replace('_', ' ')}, {numbers}; wrong with probability {found.certificate.beta:g}"
+    )
+
+
+def print_temperatures(law: TemperatureLaw, name: str, n_inputs: int, steps: int) -> None:
+    """Print how temperature sets the noise, at some temperatures over the sensor's range."""
+    rows = [
+        (
+            f"{t:.1f}",
+            f"{law.dark.current_e_per_s(t):.4g}",
+            f"{law.dark_e(t):.4g}",
+            f"{law.std(t):.4g}",
+            f"{law.dark_share(t):.2%}",
+            f"{law.temperature_c(law.std(t)):.1f}",
+        )
+        for t in np.linspace(law.dark.temperature_min_c, law.dark.temperature_max_c, steps)
+    ]
+    columns = ("°C", "dark current, e⁻/s", "dark charge, e⁻", "noise of a reading", "dark share", "back, °C")
+    print_table(f"{name}: random ternary vectors, {n_inputs} inputs", columns, rows)
+
+
 def write_report(calibration: Calibration, path: Path) -> None:
-    """Writes the page; everything it shows is inside it."""
+    """Write the page; everything it shows is inside it."""
     certificate = calibration.certificate
     parts = [
         f"<h1>Calibration of {escape(certificate.device)}</h1>",
@@ -175,7 +225,7 @@ def write_report(calibration: Calibration, path: Path) -> None:
 
 
 def _law(certificate: Certificate) -> str:
-    """What is certified."""
+    """Return what is certified."""
     if certificate.noise is None:
         return "<h2>Certified noise</h2><p class='against'>None: a test speaks against the described law.</p>"
     numbers = certificate.noise.model_dump()
@@ -191,7 +241,7 @@ def _law(certificate: Certificate) -> str:
 
 
 def _estimates(calibration: Calibration) -> str:
-    """Constants with their limits."""
+    """Return the constants with their limits."""
     certificate = calibration.certificate
     if not certificate.estimates:
         return ""
@@ -206,13 +256,13 @@ def _estimates(calibration: Calibration) -> str:
         else (f"<p>Linearity error, largest: {calibration.transfer.linearity_error():.3%}.</p>")
     )
     return (
-        f"<h2>Constants from frames</h2><p>Each interval by itself at {certificate.confidence:.0%}.</p><table><tr>"
+        f"<h2>Constants from frames</h2><p>Each single interval at {certificate.confidence:.0%}.</p><table><tr>"
         f"<th>constant</th><th>estimate</th><th>limits</th><th>unit</th><th>key</th></tr>{rows}</table>{error}"
     )
 
 
 def _readings(calibration: Calibration) -> str:
-    """The noise of readings and the tests."""
+    """Return the noise of readings and the tests."""
     noise, tests = calibration.reading_noise, calibration.certificate.tests
     rows = "".join(
         f"<tr class='{'against' if t.needed and not t.holds else ''}'><td>{escape(t.text)}</td>"

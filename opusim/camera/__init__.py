@@ -1,1 +1,1 @@
-"""What does a camera make of speckle? Light, electrons, noise and digital numbers, stage by stage."""
+"""A camera that looks at speckle: light, electrons, noise and digital numbers, stage by stage."""

@@ -1,12 +1,11 @@
-"""Which share of a camera's outputs is full in the frames of a linear projection.
+"""Expose the outputs' pixels, and recover a linear projection from their intensities.
 
-Exposures of the outputs' pixels: fields in, digital numbers or recovered projections out.
+`Exposure` turns fields into digital numbers, `Recovery` turns these into projections, `saturated_shares` predicts how
+many outputs are full, and `CountLaw` is the law of the counts at any temperature, exposure, laser and bias light.
 
-The linear projection from intensities: anchor and complement frames, centring, and what it does to the noise.
-
-With the anchor a (every mirror of the window on), u = R z and I = |u|^2 in any units,
+**Recovery.** With the anchor a (every mirror of the window on), u = R z and I = |u|^2 in any units,
     (I_a + I_x - I_(a-x)) / (2 sqrt I_a) = Re(conj(u_a) u_x) / |u_a|,
-exactly, for every binary x: a real linear projection from intensities alone. Source:
+exactly, for every binary x: a real linear projection from intensities only. Source:
 "Linear Optical Random Projections Without Holography" (arXiv 2305.12988). A ternary x = p - n takes four frames,
     y = (I_p - I_(a-p) - I_n + I_(a-n)) / (2 sqrt I_a) - s sqrt I_a,   s = sum(x) / mirrors,
 in which the anchor's own intensity and the black level cancel. The last term takes away the mean |u_a| / mirrors that
@@ -14,8 +13,6 @@ every entry of a row has. Multiplied by c = sqrt(2 mirrors / (K N_a)) sqrt(mirro
 photo-electrons of the anchor and K the gain, entries of B are N(0, 1): the phase of u_a and the part of a row that is
 orthogonal to the anchor are independent of |u_a|, so masking dark or bright pixels changes no law. (PRNU, at 1 %,
 scales a row by 0.5 %.)
-
-The counts of some vectors' readings as temperature, exposure, laser and bias light set them, and their noise.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ class Recovery:
 
     Attributes:
         mirrors: mirrors of the anchor, at least 2.
-        anchor_dn: measured intensity of the anchor at each output, black level and dark charge taken off, DN, shape
+        anchor_dn: measured intensity of the anchor at each output, without black level and dark charge, DN, shape
             (n_outputs,), above 0.
         unit_dn: K N_a, the anchor's mean intensity over pixels, DN, above 0.
     """
@@ -64,18 +61,18 @@ class Recovery:
         return math.sqrt(2 * self.mirrors / self.unit_dn * self.mirrors / (self.mirrors - 1))
 
     def decode(self) -> np.ndarray:
-        """Scale [projection units per DN] and offset of each output, float64, shape (2, n_outputs)."""
+        """Return the scale [projection units per DN] and offset of each output, float64, shape (2, n_outputs)."""
         root = np.sqrt(np.asarray(self.anchor_dn, dtype=np.float64))
         return np.stack([0.5 * self.column_norm / root, self.column_norm * root])
 
     def shift(self, sums: np.ndarray) -> np.ndarray:
-        """The share s of vectors with these sums, float64."""
+        """Return the share s of vectors with these sums, float64."""
         return np.asarray(sums, dtype=np.float64) / self.mirrors
 
     def variance(self, frame_variances_dn2: np.ndarray) -> np.ndarray:
         """Var[y] = scale^2 times the sum of the four frames' variances.
 
-        The anchor counts as known: its error is the same for every reading, a bias and no noise.
+        The anchor counts as known: its error is the same for every reading, so it is a bias and no noise.
 
         Args:
             frame_variances_dn2: DN squared, shape (4, ..., n_outputs).
@@ -121,15 +118,15 @@ class Exposure:
         return self.light.bias_e * self.response + self.dark_current_e
 
     def rates(self, field: np.ndarray) -> np.ndarray:
-        """Expected electrons gain_e |u|^2 + dark_e of fields of shape (2, ..., n_outputs)."""
+        """Return the expected electrons gain_e |u|^2 + dark_e of fields of shape (2, ..., n_outputs)."""
         return np.asarray(self.gain_e * np.sum(np.square(field), axis=0) + self.dark_e)
 
     def expose(self, field: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
-        """Digital numbers of frames.
+        """Return the digital numbers of frames.
 
         Args:
             field: float32, shape (2, frames, n_outputs), mirror units, on the CPU.
-            stream: where the noise comes from; one reading of it.
+            stream: source of the noise; takes one reading of it.
 
         Returns:
             float32, shape (frames, n_outputs), DN.
@@ -137,12 +134,12 @@ class Exposure:
         return self._expose(field, self._pixel(), stream)
 
     def expose_uniform(self, photons: float, frames: int, stream: NoiseStream) -> np.ndarray:
-        """Frames under uniform light: rate = (quantum_efficiency photons + bias) (1 + PRNU) + dark charge.
+        """Return frames under uniform light: rate = (quantum_efficiency photons + bias) (1 + PRNU) + dark charge.
 
         Args:
             photons: mean photons on a pixel in the exposure.
             frames: how many.
-            stream: where the noise comes from; one reading of it.
+            stream: source of the noise; takes one reading of it.
 
         Returns:
             float32, shape (frames, n_outputs), DN.
@@ -177,7 +174,7 @@ class Exposure:
             anchor: float32, shape (2, n_outputs).
             decode: as `opusim.camera.exposure.Recovery.decode` gives it.
             shift: float64, shape (rows,).
-            stream: where the noise comes from; one reading of it.
+            stream: source of the noise; takes one reading of it.
         """
         rows = y.shape[0]
         parts = field.view(2, 2, rows, -1).transpose(0, 1).reshape(4, rows, -1).numpy()
@@ -208,7 +205,7 @@ class Exposure:
         run_split(work, rows, grain=max(1, _NUMBERS_PER_THREAD // self.response.size))
 
     def _normal(self, planes: int, rows: int, stream: NoiseStream) -> np.ndarray:
-        """N(0, 1) numbers, float32, shape (planes, rows, n_outputs); empty where no stage needs them."""
+        """Return N(0, 1) numbers, float32, shape (planes, rows, n_outputs); empty if no stage needs them."""
         pixels = self.response.size if self.sensor.is_noisy else 0
         return stream.normal((planes, rows, pixels)).numpy()
 
@@ -218,14 +215,14 @@ class Exposure:
 
 
 FRAME_SHARES = (0.25, 0.5, 0.75)
-"""Shares of the mirrors that are on in the frames looked at, beside the anchor: a vector's frames lie between."""
+"""Shares of the mirrors that are on in the frames looked at, besides the anchor: a vector's frames lie between."""
 MOST_SATURATED = 0.01
 """Share of the outputs that may be full in a frame: beyond, entries of B are not N(0, 1)."""
 _OUTPUTS_LOOKED_AT = 1024
 
 
 def saturated_shares(exposure: Exposure, anchor: np.ndarray) -> dict[float, float]:
-    """Expected share of outputs whose mean light fills them, for frames with a share f of the mirrors on.
+    """Return the expected share of outputs whose mean light fills them, for frames with a share f of the mirrors on.
 
     The anchor's field u_a is known; given it, a frame's field is f u_a plus a circular Gaussian of variance
     2 mirrors f (1 - f), so |u|^2 has a noncentral chi-squared law with two degrees of freedom. No field is computed.
@@ -251,10 +248,10 @@ def saturated_shares(exposure: Exposure, anchor: np.ndarray) -> dict[float, floa
 
 @dataclass(frozen=True, kw_only=True)
 class OperatingPoint:
-    """How a camera is run, beside its description.
+    """How a camera is run, relative to its description.
 
     Attributes:
-        temperature_c: of the sensor, degrees Celsius; None for the description's.
+        temperature_c: of the sensor, degrees Celsius, or None for the description's.
         light: laser light as a multiple of the description's, above 0.
         exposure: exposure as a multiple of the description's, above 0.
         bias_e: bias light in a frame of the described exposure beyond the description's, electrons, at least 0.
@@ -299,7 +296,7 @@ class CountLaw:
     recovery: Recovery
 
     def dark_e(self, point: OperatingPoint) -> float:
-        """Dark charge of a frame, electrons.
+        """Return the dark charge of a frame, electrons.
 
         Raises:
             ValueError: the sensor does not work at this temperature.
@@ -310,11 +307,11 @@ class CountLaw:
         return float(self.dark.current_e_per_s(wanted) * self.exposure_us * point.exposure * 1e-6)
 
     def rates(self, point: OperatingPoint) -> np.ndarray:
-        """Expected electrons, shape (4, vectors, n_outputs)."""
+        """Return the expected electrons, shape (4, vectors, n_outputs)."""
         light = point.light * self.light_e + self.bias_e + point.bias_e * self.response
         return np.asarray(point.exposure * light + self.dark_e(point))
 
     def std(self, point: OperatingPoint) -> float:
-        """Root mean square over vectors and outputs of a reading's noise, projection units."""
+        """Return the root mean square over vectors and outputs of a reading's noise, projection units."""
         variance = self.recovery.variance(self.sensor.moments(self.rates(point), self.offset_e)[1])
         return float(np.sqrt(variance.mean()) / (point.light * point.exposure))

@@ -1,23 +1,21 @@
-"""Numba kernels that expose whole frames: from complex fields to digital numbers, or to recovered projections.
+"""Numba kernels of the camera: from complex fields to digital numbers, or to recovered projections.
 
 Fields are in mirror units (|u|^2 of one mirror has mean 2); `gain_e` takes |u|^2 to expected photo-electrons. Every
-pixel is worked on alone, so results depend neither on how rows are split over threads nor on the processor's order.
+pixel is computed separately, so results depend neither on how rows are split over threads nor on the processor's order.
 
-Numba kernels from expected electrons to digital numbers: one standard normal number decides each count.
-
-A Poisson count is the quantile F^-1(Phi(w)) of its law at a standard normal w, which takes one number a count
-whatever the rate: the same w and a slightly different rate give nearly always the same count, so noise stays comparable
-between runs whose light differs a little.
+**Counts.** A Poisson count is the quantile F^-1(Phi(w)) of its law at a standard normal w, so each count takes one
+number at every rate: the same w and a slightly different rate give nearly always the same count, so noise stays
+comparable between runs whose light differs a little.
 
 The quantile is floor(x) of the expansion of the continuous quantile (Cornish and Fisher; Temme 1979; Giles 2016, ACM
 TOMS 42(1) 6, eq. 16) to order 1/rate,
     x = r + sqrt(r) w + (2 + w^2)/6 - (2 w + w^3)/(72 sqrt r) + (3 w^4 + 7 w^2 - 16)/(810 r).
-Where x lies so near a whole number that its error could matter, within (0.03 + 0.0035 |w|^5) / r^1.5, and where the
+If x lies so near a whole number that its error could matter, within (0.03 + 0.0035 |w|^5) / r^1.5, or if the
 expansion is poor (r below 12, or |w| above sqrt(r)/2), the law's masses are added up instead. So counts are exact up to
 the rounding of w to float32 (total variation below 1e-6; tests compute it); above 700 electrons, where the
-expansion's own error is below 1e-7, nothing is added up.
+error of the expansion is below 1e-7, nothing is added up.
 
-The slow twin stands in tests/opusim/naive_camera.py.
+tests/oracles/naive_camera.py has a slow plain twin.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _ROOT_HALF = math.sqrt(0.5)
 
 @numba.njit(nogil=True, error_model="numpy")
 def _small_count(rate: float, w: float) -> float:
-    """The smallest n with P(N <= n) >= Phi(w), by adding up masses; rate below `SUM_BELOW`."""
+    """Return the smallest n with P(N <= n) >= Phi(w), by adding up masses; rate below `SUM_BELOW`."""
     target = 0.5 * math.erfc(-w * _ROOT_HALF)
     mass = math.exp(-rate)
     below = mass
@@ -92,7 +90,7 @@ def fill_numbers(
         rates: float64, same length: expected electrons of light, bias and dark current.
         offset_e: float64, same length: fixed offset of each pixel, electrons.
         shot: float32, N(0, 1) that decide the counts; may have length 0 where shot noise is off.
-        read: float32, N(0, 1) of the read noise; may have length 0 where it is off.
+        read: float32, N(0, 1) of the read noise; may have length 0 if it is off.
         sensor: shot noise (1: on, 0: off), full well [e-] (inf: off), read noise [e-] (0: off), gain [DN/e-], black
             level [DN] and highest number of the converter [DN] (below 0: no converter, numbers are neither rounded
             nor clipped).

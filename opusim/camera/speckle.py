@@ -1,14 +1,13 @@
-"""The complex field behind the medium: which pixels serve as outputs, and what a frame's field is there.
+"""The complex field behind the medium: which pixels serve as outputs, and the field of a frame at them.
 
-The medium at any time: a stationary Ornstein-Uhlenbeck process of every entry, computed without its past.
-
+**Drift.** The medium at any time is a stationary Ornstein-Uhlenbeck process of every entry, computed without its past.
 Time t is taken in units of tau and rounded to the grid t_m = m / 4096. On the grid every entry is a Gaussian process
 with mean 0, variance 1 and correlation exp(-|t - s|) between any two times: a sum of independent media Z_k, one for
 each grid point k (its epoch), whose weights are fixed numbers. Every eighth tau is a node of a chain,
     X_0 = Z_0,   X_n = sqrt(1 - r^2) Z_n + r Z_(n-1),   r = exp(-8),
 and between two nodes the midpoint m of an interval (a, b) of length 2 d is drawn from its law given the ends,
     X_m = (X_a + X_b) / (2 cosh d) + sqrt(tanh d) Z_m,
-down to the point sought: at most 18 media, whatever the time. Deviations from exp(-|t - s| / tau): at most 2.5e-4 by
+down to the point sought: at most 18 media at any time. Deviations from exp(-|t - s| / tau): at most 2.5e-4 by
 the grid, which moves each of the two times by at most tau / 8192, and 1.2e-7 by the chain, which forgets after two
 nodes.
 Entries keep the tail cut and the rounding to 2^-12 of `opusim.medium`. Source for the midpoint: the Gaussian law of an
@@ -35,7 +34,7 @@ MOST_TAU = (2**32 - 2 * _NODE) // STEPS_PER_TAU
 
 
 def grid_point(time: float) -> int:
-    """The grid point nearest a time in units of tau.
+    """Return the grid point nearest a time in units of tau.
 
     Raises:
         ValueError: it is negative, or beyond 1,048,560 tau.
@@ -49,7 +48,7 @@ def grid_point(time: float) -> int:
 
 @lru_cache(maxsize=64)
 def medium_weights(point: int) -> tuple[tuple[int, float], ...]:
-    """Epochs of the media that make up the medium at a grid point, and their weights: coarse ones first.
+    """Return the epochs of the media that make up the medium at a grid point, and their weights: coarse ones first.
 
     The squares of the weights sum to 1, up to 1e-10. At point 0 it is the medium of epoch 0 itself.
     """
@@ -72,7 +71,7 @@ def medium_weights(point: int) -> tuple[tuple[int, float], ...]:
 
 
 def _node_weights(point: int) -> dict[int, float]:
-    """The chain at a node."""
+    """Return the chain at a node."""
     if point == 0:
         return {0: 1.0}
     r = math.exp(-_NODE / STEPS_PER_TAU)
@@ -94,7 +93,7 @@ class SpeckleLaw:
 
     The field of pixel j is u_j = sum_i R_ji x_i over the mirrors that are on, R = P + iQ, with entries of the two real
     media P and Q that are N(0, 1): |u|^2 of one mirror has mean 2. Drift and grain mix entries and round them to
-    multiples of 2^-12, so that sums over mirrors stay exact in float32, whatever the order.
+    multiples of 2^-12, so that sums over mirrors stay exact in float32, in any order.
 
     Attributes:
         n_inputs: mirrors that carry data.
@@ -149,7 +148,7 @@ class Speckle:
         self._dense: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def drift_to(self, time: float) -> None:
-        """Moves the medium to a time in units of its decorrelation time; see `opusim.camera.speckle`.
+        """Move the medium to a time in units of its decorrelation time; see `opusim.camera.speckle`.
 
         Raises:
             ValueError: the time is out of range.
@@ -199,7 +198,7 @@ class Speckle:
         return np.stack([data, data + np.hypot(sums[0] - sums[2], sums[1] - sums[3])])
 
     def fields(self, frames: torch.Tensor) -> torch.Tensor:
-        """Fields of binary frames.
+        """Return fields of binary frames.
 
         Args:
             frames: float32, shape (frames, n_inputs), entries 0 and 1, on any torch device.
@@ -246,25 +245,25 @@ class Speckle:
     def _stored_or_new_tile(
         self, plane: int, outputs: range, device: torch.device, inputs: range
     ) -> torch.Tensor:
-        """A view of the dense medium where it is kept, else a fresh tile."""
+        """Return a view of the dense medium if it is kept, else a tile computed again."""
         if self.fits_dense:
             return self.dense(plane, device)[inputs.start : inputs.stop, outputs.start : outputs.stop]
         return self._tile(plane, outputs, inputs).to(device)
 
     def _output_blocks(self) -> Iterator[range]:
-        """Ranges of outputs whose pixels lie within one block."""
+        """Return ranges of outputs whose pixels lie within one block."""
         for start in range(0, self.n_outputs, _PIXELS_PER_BLOCK):
             yield range(start, min(start + _PIXELS_PER_BLOCK, self.n_outputs))
 
     def _tile(self, plane: int, outputs: range, inputs: range) -> torch.Tensor:
-        """Transposed entries at some outputs: float32, shape (inputs, outputs)."""
+        """Return transposed entries at some outputs: float32, shape (inputs, outputs)."""
         pixels = self.pixels[outputs.start : outputs.stop]
         window = range(int(pixels[0]), int(pixels[-1]) + 1)
         index = torch.from_numpy(pixels - window.start)
         return self._pixel_tile(plane, window, inputs, self._point).index_select(1, index)
 
     def _pixel_tile(self, plane: int, pixels: range, inputs: range, point: int) -> torch.Tensor:
-        """Transposed entries at contiguous pixels, at a point of time, with grain, on the grid of 2^-12."""
+        """Return transposed entries at contiguous pixels, at a point of time, with grain, on the grid of 2^-12."""
         grain = self.law.grain_correlation > 0
         wide = range(pixels.start, pixels.stop + 1) if grain else pixels
         (first, weight), *others = medium_weights(point)
@@ -291,7 +290,7 @@ class Speckle:
         return np.concatenate(parts, axis=1)
 
     def _sums(self, pixels: range, point: int) -> np.ndarray:
-        """Sums over mirrors at contiguous pixels, float64, shape (8, pixels).
+        """Return the sums over mirrors at contiguous pixels, float64, shape (8, pixels).
 
         Rows: real and imaginary part over all mirrors; the same over data mirrors; over data mirrors the sums of
         |P|, |P + Q| / sqrt 2, |Q| and |P - Q| / sqrt 2.

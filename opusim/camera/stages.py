@@ -1,13 +1,12 @@
-"""The stages of a camera, in the order in which light meets them; each can be switched off alone.
+"""The stages of a camera, in the order in which light meets them; each can be switched off.
 
 Source of the chain: EMVA 1288 release 3.1 (linear camera). Order:
 light -> photo-electrons, with bias light and dark current (one Poisson count of the summed rate) -> full well ->
 fixed offset and read noise -> gain and black level -> rounding and clipping.
 
-Mean and variance of a digital number, exact through every stage: count, full well, noise, rounding and clipping.
-
-DN = clip(round(X), 0, top), X = b + K min(N, well) + s z with N ~ Poisson(rate), z ~ N(0, 1). Where neither end is met,
-the rounding error e = X - round(X) is a sawtooth of X, and with phi(t) = E exp(i t X) (Fourier series of e and e^2)
+**Moments of a digital number** (`number_moments`), exact through every stage: DN = clip(round(X), 0, top), X = b + K
+min(N, well) + s z with N ~ Poisson(rate), z ~ N(0, 1). Where neither end is met, the rounding error e = X - round(X) is
+a sawtooth of X, and with phi(t) = E exp(i t X) (Fourier series of e and e^2)
     E[e]   = sum over k >= 1 of (-1)^(k+1) / (pi k) Im phi(2 pi k),
     E[e^2] = 1/12 + sum over k of (-1)^k / (pi k)^2 Re phi(2 pi k),
     E[X e] = sum over k of (-1)^(k+1) / (pi k) Im(-i phi'(2 pi k)).
@@ -36,7 +35,7 @@ _ROOT_HALF = math.sqrt(0.5)
 def number_moments(
     rate_e: np.ndarray, base_dn: np.ndarray, sensor: tuple[float, float, float, float, float, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and variance of digital numbers.
+    """Return the mean and variance of digital numbers.
 
     Args:
         rate_e: expected electrons, at least 0, any shape.
@@ -92,9 +91,9 @@ def _rounding(
 
 
 def rounding_limit(rate_e: np.ndarray, sensor: tuple[float, float, float, float, float, float]) -> np.ndarray:
-    """How far rounding may move a number's variance from K^2 (rate + read_noise^2) + 1/12, whatever the offset.
+    """Return how far rounding may move a number's variance from K^2 (rate + read_noise^2) + 1/12, for every offset.
 
-    A limit for every rate from the given one on, by the magnitudes of the series' terms; valid where no end is met.
+    A limit for every rate from the given one on, by the magnitudes of the series' terms; valid if no end is met.
 
     Args:
         rate_e: least expected electrons, any shape.
@@ -255,7 +254,7 @@ class FixedPattern:
         return 1.0 + self.prnu * self._normal(_PRNU_PLANE, first, stop)
 
     def offset_e(self, first: int, stop: int) -> np.ndarray:
-        """Offsets of the pixels first to stop - 1, electrons, float64."""
+        """Return the offsets of the pixels first to stop - 1, electrons, float64."""
         return self.dsnu_e * self._normal(_DSNU_PLANE, first, stop)
 
     def _normal(self, plane: int, first: int, stop: int) -> np.ndarray:
@@ -313,7 +312,7 @@ class Sensor:
         return min(well, (self.top_dn - self.black_level_dn) / self.gain_dn_per_e)
 
     def numbers(self) -> tuple[float, float, float, float, float, float]:
-        """The stages as the kernels of `opusim.camera.kernels` take them."""
+        """Return the stages as the kernels of `opusim.camera.kernels` take them."""
         well = math.inf if self.full_well_e is None else float(self.full_well_e)
         top = -1.0 if self.adc_bits is None else self.top_dn
         shot = 1.0 if self.shot_noise else 0.0
@@ -329,7 +328,7 @@ class Sensor:
     def moments(
         self, rate_e: np.ndarray | float, offset_e: np.ndarray | float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Mean [DN] and variance [DN squared] of a digital number, exact; see `opusim.camera.stages`.
+        """Return the mean [DN] and variance [DN squared] of a digital number, exact; see `opusim.camera.stages`.
 
         Args:
             rate_e: expected electrons, at least 0, any shape.
@@ -342,7 +341,7 @@ class Sensor:
     def variance_dn2(self, rate_e: np.ndarray | float) -> np.ndarray:
         """K^2 (rate + read_noise^2) + 1/12, DN squared, elementwise; terms that are off are left out.
 
-        An approximation where noise is below 0.4 DN, for rounding then correlates with the signal, and where the full
+        An approximation if noise is below 0.4 DN, for rounding then correlates with the signal, and if the full
         well or an end of the converter is met; `moments` is exact, `rounding_limit_dn2` tells how far off this is.
         """
         electrons = np.asarray(rate_e, dtype=np.float64) * float(self.shot_noise) + self.read_noise_e**2
@@ -350,5 +349,5 @@ class Sensor:
         return np.asarray(self.gain_dn_per_e**2 * electrons + rounding)
 
     def rounding_limit_dn2(self, rate_e: np.ndarray | float) -> np.ndarray:
-        """How far `variance_dn2` may be off by rounding at this rate and above, whatever the offset, DN squared."""
+        """How far `variance_dn2` may be off by rounding at this rate and above, for every offset, DN squared."""
         return rounding_limit(np.asarray(rate_e, dtype=np.float64), self.numbers())

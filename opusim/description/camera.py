@@ -80,7 +80,7 @@ class AnchorSettings(StrictSection):
             in every complement; in [0, 1). 0: all carry data, and rows of B then sum to zero.
         frames: anchor frames, and as many blank ones, averaged when the device opens; 0: the anchor is known exactly.
         lowest: pixels whose anchor intensity is below this multiple of the mean are masked (dark speckle), above 0.
-        highest: pixels above this multiple are masked (their frames would saturate); None is off.
+        highest: pixels above this multiple are masked (their frames would saturate), or None for no mask.
         most_saturated: share of the outputs that may be full in the anchor or another frame of a projection; the
             device does not open beyond, because entries of B are not N(0, 1) then. None: 0.01.
     """
@@ -96,7 +96,7 @@ class AnchorSettings(StrictSection):
         if self.lowest > 3 or (self.highest is not None and self.highest < 1.5 * self.lowest):
             raise ValueError(
                 f"lowest = {self.lowest:g}, highest = {self.highest}: lowest must be at most 3 and highest at least "
-                "1.5 times lowest, or hardly a pixel is left"
+                "1.5 times lowest, or almost no pixel is left"
             )
         return self
 
@@ -120,10 +120,10 @@ class CameraSettings(StrictSection):
         light: mean light, exposure and quantum efficiency.
         sensor: counts, wells, noise, gain and converter.
         anchor: how the linear projection is recovered.
-        dark: dark current; None is off.
-        drift: drift of the medium; None is off.
-        grain_correlation: correlation of the fields of neighbouring pixels, where speckle grains are larger than a
-            pixel, in [0, 0.5]; 0 is off.
+        dark: dark current, or None if it is off.
+        drift: drift of the medium, or None if there is none.
+        grain_correlation: correlation of the fields of neighbouring pixels, in [0, 0.5]; above 0 if speckle grains are
+            larger than a pixel.
     """
 
     light: LightSettings
@@ -134,7 +134,7 @@ class CameraSettings(StrictSection):
     grain_correlation: float = Field(default=0.0, ge=0, le=0.5)
 
     def dark_law(self) -> DarkCurrent | None:
-        """The law of the dark current, or None if it is off.
+        """Return the law of the dark current, or None if it is off.
 
         Raises:
             ValueError: its numbers contradict each other.

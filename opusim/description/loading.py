@@ -64,13 +64,13 @@ def parse_description(file: str, content: Mapping[str, Any]) -> DeviceDescriptio
 
 
 def packaged_names() -> tuple[str, ...]:
-    """The names of the descriptions that come with opusim, in order."""
+    """Return the names of the descriptions that come with opusim, in order."""
     files = resources.files("hw_configs").iterdir()
     return tuple(sorted(file.name[: -len(".toml")] for file in files if file.name.endswith(".toml")))
 
 
 def _read(file: str) -> dict[str, Any]:
-    """The raw content of a packaged description or of a path."""
+    """Return the raw content of a packaged description or of a path."""
     try:
         if file.endswith(".toml"):
             return parse_toml(read_text(file))
@@ -86,7 +86,7 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _overridden(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The content with overrides laid over it, and with their provenance."""
+    """Return the content with overrides laid over it, and with their provenance."""
     given = {*_sections(overrides), *flat(overrides)}
     removed = {other for group in _ALTERNATIVES if group & given for other in group - given}
     result = _pruned(merged(content, overrides), removed)
@@ -101,7 +101,7 @@ def _overridden(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
 
 
 def _sections(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The dotted names of all sections."""
+    """Return the dotted names of all sections."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield f"{prefix}{key}"
@@ -109,7 +109,7 @@ def _sections(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _pruned(values: Mapping[str, Any], removed: set[str], prefix: str = "") -> dict[str, Any]:
-    """The values without the removed keys and without those that are None."""
+    """Return the values without the removed keys and without those that are None."""
     return {
         key: _pruned(value, removed, f"{prefix}{key}.") if isinstance(value, Mapping) else value
         for key, value in values.items()

@@ -4,9 +4,7 @@ Every number of a device has its unit in its name, and a source and a status in 
 stage of a camera that is switched off by 0 needs none.
 The meaning of a key never changes under one `schema` number.
 
-What a description says of a device behind lightonml.
-
-How a device is used: how long it may take, who else may have it, and how it is watched.
+It also holds the sections for a device behind lightonml, for time-outs and exclusive use, and for the monitor.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ class LightonSettings(StrictSection):
         simulated: lightonml's own simulated device, a noiseless product, instead of hardware.
         config_file: lightonml's configuration of the appliance, a path from / or an http address; empty for the one
             that the machine names under /etc/lighton.
-        exposure_us: exposure of the camera, microseconds; None leaves lightonml's own.
+        exposure_us: exposure of the camera, microseconds, or None for the default of lightonml.
     """
 
     simulated: bool = False
@@ -37,10 +35,10 @@ class LightonSettings(StrictSection):
 
 
 class AccessSettings(StrictSection):
-    """Patience with a device; the defaults are those of a simulation, which never fails.
+    """Time-outs, retries and exclusive use; the defaults are those of a simulation, which never fails.
 
     Attributes:
-        timeout_s: longest time of one call, seconds; None waits for ever.
+        timeout_s: longest time of one call, seconds, or None to wait without limit.
         attempts: how often a call is tried, reconnecting in between, before its failure is reported.
         backoff_s: wait before the second try, seconds; it doubles from try to try.
         exclusive: whether only one process on this machine may have the device open.
@@ -89,7 +87,7 @@ Number = int | float | list[float]
 EXEMPT_FROM_PROVENANCE = ("schema", "medium", "access", "monitor")
 """Numbers that describe the file, the simulation or its use, not a physical device."""
 _OWN_SECTION = {"camera": "camera", "gaussian": None, "ideal": None, "lighton": "lighton"}
-"""The section that describes each of opusim's own kinds beyond the shared ones; a registered kind may take either."""
+"""The section that each of opusim's kinds needs beyond the shared ones; a registered kind may use either."""
 
 LARGEST_SIGMA = 1e12
 """Squares and sums of such noise stay far below the largest float32, 3e38."""
@@ -158,7 +156,7 @@ class TemperatureSettings(StrictSection):
         return self
 
     def law(self) -> TemperatureLaw:
-        """The law, without the operating temperature.
+        """Return the law, without the operating temperature.
 
         Raises:
             ValueError: its numbers contradict each other.
@@ -199,7 +197,7 @@ class NoiseSettings(StrictSection):
         return self
 
     def value(self) -> float:
-        """The standard deviation in projection units."""
+        """Return the standard deviation in projection units."""
         if self.temperature_law is not None:
             return self.temperature_law.law().std(self.temperature_law.temperature_c)
         return float(self.sigma or 0.0)
@@ -222,18 +220,18 @@ class DeviceDescription(StrictSection):
 
     Attributes:
         schema_version: version of the keys' meaning; written ``schema`` in files.
-        name: the device's own name.
+        name: the device's name.
         kind: which class runs it: ``ideal``, ``gaussian``, ``camera``, or a registered kind.
-        title: one line for people.
+        title: what the device is, in one line.
         n_inputs: largest number of inputs; a caller may open a smaller window.
         n_outputs: largest number of outputs, likewise.
-        medium: the simulated medium; None for hardware.
+        medium: the simulated medium, or None for hardware.
         frames: time and energy.
-        noise: noise of a reading; None where the kind has no noise or brings its own.
+        noise: noise of a reading, or None if the kind has no noise or defines its own.
         camera: the physical twin's numbers, for the kind ``camera`` and registered subclasses of `CameraDevice`.
         lighton: which OPU lightonml drives, for the kind ``lighton`` and registered subclasses of `LightonDevice`.
-        access: patience with a device that may fail, and who may have it.
-        monitor: how it is watched; None for a device that is not.
+        access: time-outs, retries and exclusive use.
+        monitor: how the device is monitored, or None if it is not.
         options: keys of a registered kind, checked by its factory.
         provenance: for each dotted key that holds a number, its status and source.
     """
@@ -277,7 +275,7 @@ class DeviceDescription(StrictSection):
                 if (getattr(self, section) is not None) != (_OWN_SECTION[self.kind] == section):
                     raise ValueError(
                         f'a section [{section}] and kind = "{section}" belong together; give both or neither, '
-                        "or the kind that your own class is registered under"
+                        "or the kind that your class is registered under"
                     )
         elif self.camera is not None and self.lighton is not None:
             raise ValueError("sections [camera] and [lighton] describe two devices; remove one")
@@ -299,18 +297,18 @@ class DeviceDescription(StrictSection):
         return self
 
     def dump(self) -> dict[str, Any]:
-        """Plain values under the files' keys, fit for TOML and JSON; the loader takes them back."""
+        """Return plain values under the files' keys, fit for TOML and JSON; the loader takes them back."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def numbers(self) -> dict[str, Number]:
-        """Every number, and every list of numbers, under its dotted key, in the files' order."""
+        """Return every number, and every list of numbers, under its dotted key, in the files' order."""
         content = self.dump()
         content.pop("provenance", None)
         return dict(_numbers("", content))
 
 
 def _numbers(prefix: str, content: Mapping[str, Any]) -> list[tuple[str, Number]]:
-    """The dotted keys that hold a number or a list of them, in order."""
+    """Return the dotted keys that hold a number or a list of them, in order."""
     found: list[tuple[str, Number]] = []
     for key, value in content.items():
         dotted = f"{prefix}{key}"

@@ -111,12 +111,12 @@ def first_problem(
 
 
 def keys_of(section: type[BaseModel]) -> tuple[str, ...]:
-    """The keys of a section, as files name them."""
+    """Return the keys of a section, as files name them."""
     return tuple(field.alias or name for name, field in section.model_fields.items())
 
 
 def variants_of(annotation: Any) -> tuple[type[BaseModel], ...]:
-    """The sections that an annotation allows, `None` left out; empty for a plain value."""
+    """Return the sections that an annotation allows, `None` left out; empty for a plain value."""
     parts = get_args(annotation) or (annotation,)
     kinds = tuple(part for part in parts if part is not type(None))
     return kinds if all(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds) else ()
@@ -156,7 +156,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _reason(problem: Mapping[str, Any]) -> str:
-    """What is wrong with a value, with the value itself if it is short of a section."""
+    """Return what is wrong with a value, with the value itself if it is short of a section."""
     message, value = str(problem["msg"]).removeprefix("Value error, "), problem.get("input")
     if problem["type"] == "value_error" or isinstance(value, BaseModel):
         return message
@@ -174,7 +174,7 @@ def _has_key(model: type[BaseModel], key: str) -> bool:
 def _walk(
     model: type[BaseModel], location: Sequence[str | int], sections: Mapping[str, type[BaseModel]]
 ) -> tuple[type[BaseModel] | None, list[str]]:
-    """The section that holds the last key of an error's location, or None if that is no section, and the keys.
+    """Return the section that holds the last key of an error's location, or None if that is no section, and the keys.
 
     pydantic puts the kind of a discriminated union between the keys; it is left out.
     """
@@ -198,13 +198,13 @@ def _walk(
 
 
 def _field(section: type[BaseModel], key: str) -> Any:
-    """The field under a key, by its alias or its name."""
+    """Return the field under a key, by its alias or its name."""
     by_alias = (field for field in section.model_fields.values() if field.alias == key)
     return next(by_alias, section.model_fields.get(key))
 
 
 def _tags(variant: type[BaseModel], discriminator: Any) -> tuple[str, ...]:
-    """The words by which a discriminated union tells a variant."""
+    """Return the words by which a discriminated union tells a variant."""
     name = discriminator if isinstance(discriminator, str) else "kind"
     field = variant.model_fields.get(name)
     return () if field is None else tuple(map(str, get_args(field.annotation)))

@@ -1,1 +1,1 @@
-"""Which devices can be opened? `registry` opens them by name, `base` says what every one of them does."""
+"""Devices: `registry` opens them by name, `kinds` finds their classes, `base` is what all of them do."""

@@ -1,6 +1,7 @@
-"""Patience with a device that may fail: a time-out for each call, reconnection with growing waits, and one holder.
+"""Reach a device that may fail: time-outs, retries with growing waits, and one holder at a time.
 
-One process at a time: the lock of a physical device, which names its holder.
+An exclusive device is locked by a file that names its holder (`ExclusiveUse`). `require_present` tells whether a device
+can be opened on this machine at all, before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FOLDER_VARIABLE = "OPUSIM_LOCKS"
 class ExclusiveUse:
     """The right to use a device, for this process only.
 
-    The lock is a file in the folder that OPUSIM_LOCKS names, else in a folder of the user's own (`lock_folder`). If
+    The lock is a file in the folder that OPUSIM_LOCKS names, else in a private folder (`lock_folder`). If
     several users share a device, all must set OPUSIM_LOCKS to one folder that all can write. The kernel gives the lock
     back when its holder dies.
 
@@ -44,7 +45,7 @@ class ExclusiveUse:
         self._lock: AbstractContextManager[None] | None = None
 
     def acquire(self) -> None:
-        """Takes the device; nothing happens if this object has it.
+        """Acquire the device; nothing happens if this object holds it.
 
         Raises:
             DeviceBusy: another process has it, or another object of this one; the message says which.
@@ -69,14 +70,14 @@ class ExclusiveUse:
         self._lock = lock
 
     def release(self) -> None:
-        """Gives the device back."""
+        """Release the device."""
         if self._lock is not None:
             self._lock.__exit__(None, None, None)
             self._lock = None
 
 
 def lock_file(name: str) -> Path:
-    """Where the lock of a device is."""
+    """Return where the lock of a device is."""
     return lock_folder() / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.lock"
 
 
@@ -95,7 +96,7 @@ def lock_folder() -> Path:
 
 
 def _make(folder: Path) -> None:
-    """Make the folder of the locks; one of the user's own must be closed to others.
+    """Make the folder of the locks; a private one must be closed to other users.
 
     Raises:
         OSError: It cannot be made, is a link, or belongs to another user.
@@ -109,7 +110,7 @@ def _make(folder: Path) -> None:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether a path is a folder, not a link, that belongs to this user and that no other user may enter."""
+    """Return whether a path is a folder, not a link, that belongs to this user and that no other user may enter."""
     try:
         facts = folder.lstat()
     except OSError:
@@ -124,12 +125,12 @@ _LONGEST_WAIT_S = 86_400.0
 
 
 class Access:
-    """Calls a device with patience.
+    """Calls a device with time-outs and retries.
 
     Args:
-        settings: how much of it.
+        settings: how long and how often.
         name: the device's name, for messages and the lock.
-        reconnect: closes the device, whatever state it is in, and opens it again.
+        reconnect: closes the device in any state and opens it again.
     """
 
     def __init__(self, settings: AccessSettings, name: str, reconnect: Callable[[], None]) -> None:
@@ -140,19 +141,19 @@ class Access:
         self._use = ExclusiveUse(name)
 
     def acquire(self) -> None:
-        """Takes the device for this process, if its description wants one holder; errors as `ExclusiveUse.acquire`."""
+        """Acquire the device if its description allows one holder only; errors as `ExclusiveUse.acquire`."""
         if self._settings.exclusive:
             self._use.acquire()
 
     def release(self) -> None:
-        """Gives the device back."""
+        """Release the device."""
         if self._caller is not None:
             self._caller.stop()
             self._caller = None
         self._use.release()
 
     def call(self, act: Callable[[], Result]) -> Result:
-        """The result of a call, repeated after a failure that may pass; the device is reconnected in between.
+        """Return the result of a call, repeated after a failure that may pass; the device is reconnected in between.
 
         Raises:
             DeviceTimeout, DeviceUnavailable, DeviceBusy: the last failure, if every attempt failed.
@@ -169,7 +170,7 @@ class Access:
         raise AssertionError("an attempt returns or raises")
 
     def _attempts(self) -> Retrying:
-        """As many attempts as the description allows, with waits that double."""
+        """Return as many attempts as the description allows, with waits that double."""
         return Retrying(
             retry=retry_if_exception_type(TRANSIENT),
             stop=stop_after_attempt(self._settings.attempts),
@@ -178,10 +179,10 @@ class Access:
         )
 
     def once(self, act: Callable[[], Result]) -> Result:
-        """The result of one call.
+        """Return the result of one call.
 
         Raises:
-            DeviceTimeout: it took longer than `timeout_s`; the call is left to itself.
+            DeviceTimeout: it took longer than `timeout_s`; the call is abandoned.
         """
         timeout = self._settings.timeout_s
         if timeout is None:
@@ -191,7 +192,7 @@ class Access:
         try:
             result: Result = self._caller.call(act, timeout)
         except queue.Empty:
-            self._caller.stop()  # its thread hangs in the call; a new one takes the next
+            self._caller.stop()  # its thread hangs in the call; a new one serves the next
             self._caller = None
             raise DeviceTimeout(
                 f"device {self._name!r} did not answer within {timeout:g} s; check its cables and power"
@@ -200,7 +201,7 @@ class Access:
 
 
 class _Caller:
-    """A thread that makes calls one by one, so that the caller can stop waiting for one."""
+    """A thread that makes calls one by one, so that a caller can stop waiting."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
@@ -208,7 +209,7 @@ class _Caller:
         threading.Thread(target=self._work, daemon=True, name="opusim-device").start()
 
     def call(self, act: Callable[[], Any], timeout_s: float) -> Any:
-        """The call's result, or its error; queue.Empty when the time is over."""
+        """Return the call's result, or its error; queue.Empty when the time is over."""
         self._calls.put(act)
         result, error = self._answers.get(timeout=timeout_s)
         if error is not None:
@@ -216,14 +217,14 @@ class _Caller:
         return result
 
     def stop(self) -> None:
-        """Lets the thread end behind its last call."""
+        """End the thread after its last call."""
         self._calls.put(None)
 
     def _work(self) -> None:
         while (act := self._calls.get()) is not None:
             try:
                 self._answers.put((act(), None))
-            except BaseException as error:  # handed to the caller, whatever it is
+            except BaseException as error:  # handed to the caller unchanged
                 self._answers.put((None, error))
 
 
@@ -231,7 +232,7 @@ INSTALL_LIGHTONML = "pip install 'opusim[lighton]', and then pip install --no-de
 
 
 def require_present(description: DeviceDescription) -> None:
-    """Refuses a device that is missing or taken; the device itself is not touched.
+    """Refuse a device that is missing or taken; the device itself is not touched.
 
     Raises:
         DeviceUnavailable: its driver is not installed.
@@ -247,7 +248,7 @@ def require_present(description: DeviceDescription) -> None:
 
 
 def require_lightonml(name: str, *, simulated: bool) -> None:
-    """Refuses a device behind lightonml where lightonml, or the appliance's driver, is not installed.
+    """Refuse a device behind lightonml if lightonml, or the appliance's driver, is not installed.
 
     Args:
         name: the device's name.
@@ -268,11 +269,12 @@ def require_lightonml(name: str, *, simulated: bool) -> None:
 
 
 def require_configuration(name: str, file: str) -> None:
-    """Refuses an appliance whose own configuration (of lightonml, not of this project) cannot be used.
+    """Refuse an appliance whose own configuration (of lightonml, not of this project) cannot be used.
 
     Args:
         name: the device's name.
-        file: the configuration: empty for the machine's own, an http address (left to lightonml), or a path from /.
+        file: the configuration: empty for the one of the machine, an http address (left to lightonml), or a path from
+            /.
 
     Raises:
         DeviceUnavailable: it is no JSON table.
@@ -287,9 +289,9 @@ def require_configuration(name: str, file: str) -> None:
         ) from error
     except ValueError as error:
         raise DeviceUnavailable(
-            f"device {name!r}: lighton.config_file = {file!r} is not JSON ({error}); mend it"
+            f"device {name!r}: lighton.config_file = {file!r} is not JSON ({error}); correct it"
         ) from error
     if not isinstance(content, dict) or not file.startswith("/"):
         raise DeviceUnavailable(
-            f"device {name!r}: lighton.config_file = {file!r} must be a JSON table at a path from /; mend it"
+            f"device {name!r}: lighton.config_file = {file!r} must be a JSON table at a path from /; correct it"
         )

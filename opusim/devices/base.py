@@ -1,4 +1,4 @@
-"""The noisy device: what every trainer, calibration and audit knows of a device, and nothing more."""
+"""The base of all devices: the interface that trainers, calibrations and audits use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from opusim.usage import Usage, UsageMeter
 
 
 class NoisyDevice(ABC):
-    """A matrix B that is applied by physics: B x + noise, a fresh noise for every reading.
+    """A matrix B that physics applies: B x + noise, with fresh noise for every reading.
 
     Entries of B are N(0, 1) in projection units on every device; B is fixed for the device's life unless its
     description says that it drifts. Trainers own their gain. A subclass gives `described_noise`, `_project` and
@@ -47,11 +47,11 @@ class NoisyDevice(ABC):
 
     Args:
         description: the device's description.
-        n_inputs: width of the window to open, at most the description's; None for all.
+        n_inputs: width of the window to open, at most the description's, or None for all.
         n_outputs: number of outputs to open, likewise.
         mode: ``experiment`` (replayable noise) or ``release`` (noise from the operating system's entropy).
         seed: seed of the noise in ``experiment``, in [0, 2^64).
-        torch_device: where a simulation computes; inputs may live elsewhere.
+        torch_device: on which a simulation computes; inputs may live elsewhere.
 
     Raises:
         TypeError, ValueError: an argument out of range.
@@ -90,7 +90,7 @@ class NoisyDevice(ABC):
 
     @classmethod
     def capabilities_of(cls, description: DeviceDescription) -> frozenset[Capability]:
-        """What a device of this description can do; override it if that depends on the description."""
+        """Return what a device of this description can do; override it if that depends on the description."""
         return cls.can
 
     @property
@@ -125,11 +125,11 @@ class NoisyDevice(ABC):
             f"device {self.name!r} (kind {self.kind!r}) lacks the capability {capability!r}; {others} can"
         )
 
-    # What a device tells
+    # Properties
 
     @property
     def name(self) -> str:
-        """The device's own name."""
+        """The device's name."""
         return self._description.name
 
     @property
@@ -139,7 +139,7 @@ class NoisyDevice(ABC):
 
     @property
     def description(self) -> DeviceDescription:
-        """The frozen description it was made from."""
+        """The frozen description that it was made from."""
         return self._description
 
     @property
@@ -174,7 +174,7 @@ class NoisyDevice(ABC):
 
     @property
     def stated_noise(self) -> NoiseModel | None:
-        """`noise`, or None where nobody knows it yet."""
+        """`noise`, or None if it is not known yet."""
         try:
             return self.noise
         except NoiseUnknown:
@@ -186,7 +186,7 @@ class NoisyDevice(ABC):
         """The law as the description gives it, in projection units."""
 
     def attach_certificate(self, certificate: Certificate) -> None:
-        """Lets `noise` state what a calibration found, with its limits and their beta; readings stay the same.
+        """Make `noise` state the limits that a calibration found, and their beta; readings stay the same.
 
         Raises:
             ConfigError: the certificate is another device's, or certifies another law.
@@ -197,12 +197,12 @@ class NoisyDevice(ABC):
     # Opening and closing
 
     def open(self) -> Self:
-        """Gets hold of the device; nothing happens if it is open.
+        """Open the device; nothing happens if it is open.
 
-        A device with a section ``[monitor]`` is looked at once: later checks compare with what is found here.
+        If the description has a section ``[monitor]``, a baseline is measured, with which later checks compare.
 
         Raises:
-            DeviceError: the device cannot be had; an exclusive one that somebody holds is `DeviceBusy`.
+            DeviceError: the device cannot be opened; `DeviceBusy` if another process holds an exclusive one.
         """
         if self._is_open:
             return self
@@ -223,7 +223,7 @@ class NoisyDevice(ABC):
         return self
 
     def close(self) -> None:
-        """Lets go of the device; nothing happens if it is closed."""
+        """Close the device; nothing happens if it is closed."""
         if self._is_open:
             self._is_open = False
             try:
@@ -240,7 +240,7 @@ class NoisyDevice(ABC):
     ) -> None:
         self.close()
 
-    # The two things a device does
+    # Reading
 
     def project(self, x: Array) -> Array:  # (batch, n_inputs) -> (batch, n_outputs)
         """B x + fresh noise, a row for each row of x.
@@ -262,7 +262,7 @@ class NoisyDevice(ABC):
         return like_input(self._read(lambda: self._project(batch), (batch.shape[0], self._n_outputs)), x)
 
     def draw(self, shape: Sequence[int]) -> torch.Tensor:
-        """Fresh noise alone, of the law that `project` adds, from blank or reference frames.
+        """Return fresh noise only, of the law that `project` adds, from blank or reference frames.
 
         Args:
             shape: (batch, n_outputs): one reading for each row, or any leading lengths. Where the law is
@@ -284,7 +284,7 @@ class NoisyDevice(ABC):
         return self._read(lambda: self._draw(lengths), lengths)
 
     def seek(self, step: int) -> None:
-        """Tells the device that a training step begins.
+        """Tell the device that a training step begins.
 
         In ``experiment`` mode the noise is keyed by step and reading, so a re-executed step repeats its
         noise. In ``release`` mode, and on hardware, nothing is repeated. A monitored device is checked at every
@@ -304,15 +304,15 @@ class NoisyDevice(ABC):
         if self._monitor is not None and self._monitor.due(step):
             self._monitor.check()
 
-    # Being watched
+    # Monitoring
 
     @property
     def baseline(self) -> Baseline | None:
-        """What the monitor compares with: the device as it was when it was opened; None for one without a monitor."""
+        """What the monitor compares with: the device as it was when it was opened, or None without a monitor."""
         return None if self._monitor is None else self._monitor.baseline
 
     def smallest_changes(self, checks: int) -> dict[str, float]:
-        """What the monitor finds within so many checks of a change; see `opusim.devices.monitor.Monitor`.
+        """Return the smallest changes that the monitor finds within some checks; see `opusim.devices.monitor.Monitor`.
 
         Raises:
             DeviceUnavailable: the device is closed, or its description has no section [monitor].
@@ -323,7 +323,7 @@ class NoisyDevice(ABC):
         return self._monitor.smallest_changes(checks)
 
     def compare_with(self, baseline: Baseline) -> None:
-        """Lets the monitor compare with an earlier look than this opening's, such as that of a run that goes on.
+        """Compare with an earlier baseline than this opening's, such as that of a run that is resumed.
 
         Raises:
             DeviceFault, NoiseBelowCertificate: the device has changed since.
@@ -334,7 +334,7 @@ class NoisyDevice(ABC):
         if self._monitor is not None:
             self._monitor.check()
 
-    # What a subclass gives
+    # For subclasses
 
     def _saturated_share(self, vectors: torch.Tensor) -> float | None:
         """Largest share of saturated outputs in any frame of these vectors' projections, or None without frames.
@@ -345,27 +345,27 @@ class NoisyDevice(ABC):
         return None
 
     def _open(self) -> None:  # noqa: B027  # optional hook
-        """Gets hold of the device; a simulation needs nothing."""
+        """Connect to the device; a simulation needs nothing."""
 
     def _close(self) -> None:  # noqa: B027  # optional hook
-        """Lets go of the device; a simulation needs nothing."""
+        """Disconnect from the device; a simulation needs nothing."""
 
     @abstractmethod
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         """B x + noise for a checked float32 batch on the device's torch device."""
 
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Fresh noise of a checked shape; by default readings of nothing, as many as fill it."""
+        """Return fresh noise of a checked shape; by default readings of nothing, as many as fill it."""
         numbers = math.prod(shape)
         blank = torch.zeros((-(-numbers // self._n_outputs), self._n_inputs), device=self._torch_device)
         return self._project(blank).flatten()[:numbers].reshape(shape)
 
     @abstractmethod
     def _seek(self, step: int) -> None:
-        """Positions the noise at a checked step."""
+        """Position the noise at a checked step."""
 
     def _read(self, act: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-        """A checked reading, with patience where the description asks for it; counts its frames."""
+        """Return a checked reading, with the retries that the description asks for, and count its frames."""
         with torch.no_grad():
             y = act() if self._access is None else self._access.call(act)
         check_reading(y, shape, self.name)
@@ -374,7 +374,7 @@ class NoisyDevice(ABC):
         return y
 
     def _reconnect(self) -> None:
-        """Closes the device, whatever state it is in, and opens it again; the lock stays."""
+        """Close the device in any state and open it again; the lock stays."""
         with contextlib.suppress(DeviceError):  # it may be lost already
             self._close()
         if self._access is not None:
@@ -395,7 +395,7 @@ class NoisyDevice(ABC):
         )
 
     def _read_vectors(self, vectors: torch.Tensor) -> np.ndarray:
-        """Readings of ternary vectors for the monitor, float64."""
+        """Return readings of ternary vectors for the monitor, float64."""
         batch = vectors.to(self._torch_device)
         y = self._read(lambda: self._project(batch), (batch.shape[0], self._n_outputs))
         return y.cpu().double().numpy()
@@ -408,7 +408,7 @@ class NoisyDevice(ABC):
 
 
 def _window(description: DeviceDescription, key: str, wanted: int | None, largest: int) -> int:
-    """The checked size of a window of the device."""
+    """Return the checked size of a window of the device."""
     if wanted is None:
         return largest
     named: dict[str, Any] = {key: wanted}

@@ -1,13 +1,12 @@
-"""What a monitor remembers of a device as it was opened.
+"""What a monitor compares a device with: its baseline, and sequential tests of whether it has changed.
 
-Sequential tests of whether a device has changed, with a stated probability of a false alarm over a whole run.
-
-Both tests keep e-values: numbers at least 0 whose conditional mean, as long as the device stays within its tolerance,
-is at most 1. The product of e-values from any look on exceeds 1/p with probability at most p (Ville), and a test
-that begins at most K such products in K looks gives a false alarm with probability at most p when it waits for K/p.
-The e-values are those of Gaussian statistics whose standard errors are known to within 20 % and whose first look errs
-by less than six of its own; tests count false alarms of whole devices.
-Source: Shin, Ramdas and Rinaldo, "E-detectors" (arXiv 2203.03532); the sum of products and the CUSUM are theirs.
+The tests have a stated probability of a false alarm over a whole run. Both keep e-values: numbers at least 0 whose
+conditional mean, as long as the device stays within its tolerance, is at most 1. The product of e-values from any check
+on exceeds 1/p with probability at most p (Ville), and a test that begins at most K such products in K looks gives a
+false alarm with probability at most p when it waits for K/p. The e-values are those of Gaussian statistics whose
+standard errors are known to within 20 % and whose first look errs by less than six of its own; tests count false alarms
+of whole devices. Source: Shin, Ramdas and Rinaldo, "E-detectors" (arXiv 2203.03532); the sum of products and the CUSUM
+are theirs.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Baseline:
         variance: noise variance of each output, from the other half.
         reference_variance: noise variance of each output in readings of the reference vectors, averaged over them.
         spread: standard deviation of the square of one blank reading over its mean, outputs weighed by `weights`;
-            sqrt 2 for Gaussian noise of one variance, larger where outputs or tails differ.
+            sqrt 2 for Gaussian noise of one variance, larger if outputs or tails differ.
         repeat: logarithm of the probability that two blank readings agree at every output; large and negative but for
             narrow windows of coarse converters, and 0 without noise.
     """
@@ -62,13 +61,13 @@ class Baseline:
         return float((variance * self.weights).mean() / (self.variance * self.weights).mean())
 
     def to_array(self) -> np.ndarray:
-        """Everything as one array, float64, shape (vectors + 6, n_outputs): to be kept with a run."""
+        """Return everything as one array, float64, shape (vectors + 6, n_outputs): to be kept with a run."""
         rows = [np.full_like(self.weights, number) for number in (self.power, self.spread, self.repeat)]
         return np.vstack([self.reference, *rows, self.weights, self.variance, self.reference_variance])
 
     @classmethod
     def from_array(cls, array: np.ndarray) -> Baseline:
-        """What `to_array` made.
+        """Return what `to_array` made.
 
         Raises:
             ValueError: it has too few rows, as arrays of earlier versions have.
@@ -92,7 +91,7 @@ class Baseline:
 def measure_baseline(
     read: Callable[[torch.Tensor], np.ndarray], vectors: torch.Tensor, readings: int
 ) -> Baseline:
-    """Takes the first look.
+    """Take the first look.
 
     Args:
         read: takes readings of ternary vectors, a row each.
@@ -125,7 +124,7 @@ def _log_repeat(blank: np.ndarray) -> float:
 
 
 def _spread(blank: np.ndarray, weights: np.ndarray) -> float:
-    """Standard deviation of a squared blank reading over its mean, at least sqrt 2; see `Baseline`."""
+    """Return the standard deviation of a squared blank reading over its mean, at least sqrt 2; see `Baseline`."""
     squares = weights * np.square(blank - blank.mean(axis=0))
     mean = float(squares.mean())
     return math.sqrt(2) if mean <= 0 else max(math.sqrt(2), float(squares.std()) / mean)
@@ -137,13 +136,13 @@ def blank_readings(readings: int, n_outputs: int) -> int:
 
 
 def noise_variance(readings: np.ndarray) -> np.ndarray:
-    """Unbiased variance of each output over readings of one vector, shape (readings, n_outputs)."""
+    """Return the unbiased variance of each output over readings of one vector, shape (readings, n_outputs)."""
     variance: np.ndarray = readings.var(axis=0, ddof=1)
     return variance
 
 
 def reference_vectors(count: int, n_inputs: int) -> torch.Tensor:
-    """Fixed ternary vectors without a zero, shape (count, n_inputs)."""
+    """Return fixed ternary vectors without a zero, shape (count, n_inputs)."""
     generator = torch.Generator().manual_seed(_SEED)
     return torch.randint(0, 2, (count, n_inputs), generator=generator).mul_(2).sub_(1).float()
 
@@ -161,7 +160,7 @@ _FLOOR = 1e-6
 _FOUND = 0.99
 """Probability with which a test finds its smallest change."""
 SURE = 6.0
-"""Standard errors of the first look that are let pass on top of a tolerance."""
+"""Standard errors of the first look that are allowed on top of a tolerance."""
 _MOST_TILT = 3.0
 _LEAST_ROOM = 0.25
 
@@ -172,7 +171,7 @@ class ShiftTest:
     z = (statistic - tolerance - 6 first_error) / (1.2 error). A CUSUM restarts at 0 from below, and rings at `level`.
 
     Args:
-        tolerance: largest mean of the statistic that is let pass.
+        tolerance: largest mean of the statistic that is tolerated.
         error: standard error of the statistic in one look.
         first_error: standard error of what the first look adds to the statistic of every later one.
         level: log(K tests / p), see `log_level`; the number of tilts is added here.
@@ -198,7 +197,7 @@ class ShiftTest:
         self._looks = np.zeros(self._tilts.size)
 
     def observe(self, value: float) -> bool:
-        """Takes the statistic of a look; whether the test rings."""
+        """Take the statistic of a check; return whether it gives an alarm."""
         z = (value - self.tolerance) / self.error
         fresh = self._sums <= 0
         self._sums = np.where(fresh, 0.0, self._sums) + self._tilts * z - 0.5 * self._tilts**2
@@ -213,7 +212,7 @@ class ShiftTest:
         return float(self._totals[best] / max(self._looks[best], 1))
 
     def smallest(self, looks: int) -> float:
-        """The smallest statistic that is found within so many looks after the change, with probability 0.99."""
+        """Return the smallest statistic that is found within so many checks after the change, with probability 0.99."""
         needed = np.min(self._level / (looks * self._tilts) + 0.5 * self._tilts)
         missed = -ndtri(1 - _FOUND) * math.hypot(self.error / math.sqrt(looks), self._first_error)
         return float(self.tolerance + self.error * needed + missed)
@@ -229,7 +228,7 @@ class ResponseTest:
 
     Args:
         error: standard error of each output's response in a look, shape (n_outputs,), finite.
-        tolerance: a_j, the loss that is let pass, errors of the first look included, of the same shape. Outputs whose
+        tolerance: a_j, the loss that is tolerated, errors of the first look included, of the same shape. Outputs whose
             tolerance exceeds 0.75 are left out: their noise hides what they respond.
         tolerated: outputs that may stop.
         level: as for `ShiftTest`.
@@ -250,7 +249,7 @@ class ResponseTest:
         self._loudest = 0
 
     def observe(self, responses: np.ndarray) -> bool:
-        """Takes every output's response in a look, shape (n_outputs,); whether the test rings."""
+        """Take every output's response in a look, shape (n_outputs,); return whether it gives an alarm."""
         if not np.any(self.judged):
             return False
         found = responses[self.judged]
@@ -278,9 +277,9 @@ class ResponseTest:
         return float(self.silent.sum() / max(int(self.judged.sum()), 1))
 
     def smallest(self, looks: int) -> float:
-        """The smallest share of silent outputs that is found within so many looks; NaN: none.
+        """Return the smallest share of silent outputs that is found within so many looks; NaN: none.
 
-        Outputs count with what the lowest tenth of them adds to the e-value, since the largest factors are taken off,
+        Outputs count with what the lowest tenth of them adds to the e-value, since the largest factors are removed,
         and with readings that err by 2.3 standard errors on the other side. It holds for outputs that stop at the
         beginning of a block of looks; others may take a block longer.
         """
@@ -295,11 +294,11 @@ class ResponseTest:
         return (math.floor(count) + 1) / size if count < size else math.nan
 
     def _factors(self, logs: np.ndarray) -> np.ndarray:
-        """Logarithms of 1 - w + w e_j."""
+        """Return the logarithms of 1 - w + w e_j."""
         return np.logaddexp(math.log1p(-self._share), math.log(self._share) + np.minimum(logs, 500.0))
 
     def _value(self, logs: np.ndarray) -> float:
-        """Logarithm of the e-value."""
+        """Return the logarithm of the e-value."""
         factors = self._factors(logs)
         if self._tolerated >= factors.size:
             return -math.inf
@@ -308,10 +307,10 @@ class ResponseTest:
 
 
 def log_level(false_alarm: float, looks: int, tests: int) -> float:
-    """log(looks tests / p): where one of several tests rings by mistake with probability at most p within the looks."""
+    """Return log(looks tests / p), at which all tests give a false alarm with probability at most p in all looks."""
     return math.log(looks) + math.log(tests) - math.log(false_alarm)
 
 
 def relative_error(spread: float, numbers: Sequence[int]) -> float:
-    """Relative error of a mean square: the relative spread of one square over the root of their number."""
+    """Return the relative error of a mean square: the relative spread of one square over the root of their number."""
     return spread / math.sqrt(max(math.prod(numbers), 1))

@@ -1,4 +1,4 @@
-"""The physical twin: a camera that looks at speckle, and a projection recovered from what it sees."""
+"""The physical twin of an OPU: a camera that looks at speckle, and a projection recovered from its frames."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from opusim.camera.exposure import (
     Recovery,
     saturated_shares,
 )
+from opusim.camera.from_description import camera_sections, exposure_of, speckle_law_of
 from opusim.camera.speckle import IMAGINARY_PLANE, REAL_PLANE, Speckle
-from opusim.camera.twin import camera_sections, exposure_of, speckle_law_of
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import binary_batch
@@ -38,7 +38,7 @@ class CameraDevice(NoisyDevice):
     (`opusim.camera.exposure`), with the noise that the camera's stages make (`opusim.camera.stages`). `draw` does the
     same for the vector 0. `intensities` gives the digital numbers of binary frames, a frame each.
 
-    The noise is Poisson counts, whose rates depend on what is shown; read noise comes on top. `noise` is the
+    The noise is Poisson counts, whose rates depend on what is shown; read noise is added. `noise` is the
     law of the counts with a box for each rate; `reading_variance` is the variance of a reading of a given x. Opening
     the device measures the anchor (``camera.anchor.frames`` frames and as many blank ones), whose error stays: it is
     part of B, and `matrix` tells that B.
@@ -66,7 +66,7 @@ class CameraDevice(NoisyDevice):
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
         self._recovery: Recovery | None = None
 
-    # What it tells
+    # Properties
 
     @cached_property
     def exposure(self) -> Exposure:
@@ -94,7 +94,7 @@ class CameraDevice(NoisyDevice):
         the exact anchor, not on its measurement, so that every opening tells the same.
 
         Raises:
-            NoiseUnknown: the medium drifts, and the rates leave every box with it.
+            NoiseUnknown: the medium drifts, so no box holds the rates.
         """
         if self._settings.drift is not None:
             raise NoiseUnknown(
@@ -115,7 +115,7 @@ class CameraDevice(NoisyDevice):
         )
 
     def _rest_of_a_frame(self) -> tuple[np.ndarray, np.ndarray]:
-        """Least and largest variance of a number beyond K^2 rate, DN squared, whatever is shown; see `rounding_limit`.
+        """Least and largest variance of a number beyond K^2 rate, DN squared, for every frame; see `rounding_limit`.
 
         Where dark frames reach the converter's lower end, their exact variance is the least.
         """
@@ -127,9 +127,9 @@ class CameraDevice(NoisyDevice):
         return np.maximum(least, 0.0), middle + limit
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
-        """The B that readings are noisy readings of: float32, shape (n_outputs, n_inputs).
+        """Return the B that readings are noisy readings of: float32, shape (n_outputs, n_inputs).
 
-        From the medium, the measured anchor and the fixed pattern; hardware cannot tell it. Exact where no frame
+        From the medium, the measured anchor and the fixed pattern; hardware cannot tell it. Exact if no frame
         saturates and nothing is rounded.
 
         Raises:
@@ -163,11 +163,11 @@ class CameraDevice(NoisyDevice):
         return torch.from_numpy(scale * total - shift[:, None] * offset)
 
     def _frame_moments(self, x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and variance of the numbers of the four frames, each of shape (4, batch, n_outputs)."""
+        """Return the mean and variance of the numbers of the four frames, each of shape (4, batch, n_outputs)."""
         return self.exposure.sensor.moments(self.frame_rates(x), self.exposure.offset_e)
 
     def frame_rates(self, x: torch.Tensor) -> np.ndarray:  # (batch, n_inputs)
-        """Expected electrons of the four frames of each vector, float64, shape (4, batch, n_outputs)."""
+        """Return the expected electrons of the four frames of each vector, float64, shape (4, batch, n_outputs)."""
         shown, rates = binary_batch(x, self.n_inputs, self._torch_device, ternary=True), []
         for part in (shown.clamp(min=0), shown.neg().clamp(min=0)):
             field = self._speckle.fields(part).double().numpy()
@@ -178,7 +178,7 @@ class CameraDevice(NoisyDevice):
         return np.stack(rates)
 
     def count_law(self, x: torch.Tensor) -> CountLaw:  # (vectors, n_inputs)
-        """The law of the counts in readings of some ternary vectors, at any operating point.
+        """Return the law of the counts in readings of some ternary vectors, at any operating point.
 
         Raises:
             ConfigError: the description switches shot noise off, and counts without it have no law.
@@ -203,7 +203,7 @@ class CameraDevice(NoisyDevice):
         )
 
     def temperature_law(self, x: torch.Tensor) -> TemperatureLaw:  # (vectors, n_inputs)
-        """How temperature sets the noise of readings, averaged over some ternary vectors and all outputs.
+        """Return how temperature sets the noise of readings, averaged over some ternary vectors and all outputs.
 
         Raises:
             ConfigError: the description has no dark current, or counts without shot noise.
@@ -228,7 +228,7 @@ class CameraDevice(NoisyDevice):
         )
 
     def ideal_recovery(self) -> Recovery:
-        """How readings would be decoded if the anchor were known exactly."""
+        """Return how readings would be decoded if the anchor were known exactly."""
         exposure, gain = self.exposure, self.exposure.sensor.gain_dn_per_e
         intensity = exposure.gain_e * np.sum(np.square(self._speckle.anchor), axis=0)
         return Recovery(
@@ -238,13 +238,13 @@ class CameraDevice(NoisyDevice):
     # The camera itself
 
     def intensities(self, frames: torch.Tensor | np.ndarray) -> torch.Tensor:
-        """Digital numbers of binary frames: |R x|^2 through the camera's stages, fresh noise in each.
+        """Return the digital numbers of binary frames: |R x|^2 through the camera's stages, fresh noise in each.
 
         Args:
             frames: shape (frames, n_inputs), entries 0 and 1, of any real dtype.
 
         Returns:
-            float32, shape (frames, n_outputs), DN: whole numbers where the converter is on.
+            float32, shape (frames, n_outputs), DN: whole numbers if the converter is on.
 
         Raises:
             TypeError, ValueError: another type, shape or entry.
@@ -268,13 +268,13 @@ class CameraDevice(NoisyDevice):
         exposure_us: float | None = None,
         temperature_c: float | None = None,
     ) -> np.ndarray:
-        """Frames under uniform light instead of speckle, as EMVA 1288 wants them.
+        """Return frames under uniform light instead of speckle, as EMVA 1288 wants them.
 
         Args:
             count: frames, at least 1.
             photons: mean photons on a pixel during the exposure, at least 0; bias light comes on top.
-            exposure_us: exposure; None for the description's.
-            temperature_c: of the sensor; None for the description's.
+            exposure_us: exposure, or None for the description's.
+            temperature_c: of the sensor, or None for the description's.
 
         Returns:
             float32, shape (count, n_outputs), DN.
@@ -298,7 +298,7 @@ class CameraDevice(NoisyDevice):
         return numbers
 
     def anchor_frames(self, count: int) -> np.ndarray:
-        """Frames of the anchor, every mirror of the window on.
+        """Return frames of the anchor, every mirror of the window on.
 
         Args:
             count: frames, at least 1.
@@ -317,12 +317,12 @@ class CameraDevice(NoisyDevice):
         return self.exposure.expose(field.expand(2, count, -1), self._stream).numpy()
 
     def measure_anchor(self) -> None:
-        """Measures the anchor anew, at the medium's present state, and counts the frames."""
+        """Measure the anchor again, at the medium's present state, and count the frames."""
         self._require_open()
         self._measure_anchor()
 
     def drift_to(self, time_s: float) -> None:
-        """Moves the medium to a time since time 0, seconds; the anchor stays as it was measured.
+        """Move the medium to a time since time 0, seconds; the anchor stays as it was measured.
 
         Entries of the field's two real media are stationary Ornstein-Uhlenbeck processes with correlation
         exp(-|t - s| / decorrelation_s) between any two times (`opusim.camera.speckle`).
@@ -336,14 +336,14 @@ class CameraDevice(NoisyDevice):
             raise ConfigError(self.name, "camera.drift", "missing; this medium does not drift")
         self._speckle.drift_to(time_s / self._settings.drift.decorrelation_s)
 
-    # What NoisyDevice asks for
+    # The interface of NoisyDevice
 
     def _open(self) -> None:
         self._refuse_saturation()
         self._measure_anchor()
 
     def _refuse_saturation(self) -> None:
-        """Refuses a configuration whose frames are full at too many outputs."""
+        """Refuse a configuration whose frames are full at too many outputs."""
         allowed = self._settings.anchor.most_saturated or MOST_SATURATED
         shares = saturated_shares(self.exposure, self._speckle.anchor)
         worst = max(shares, key=lambda f: shares[f])
@@ -393,7 +393,7 @@ class CameraDevice(NoisyDevice):
             self.drift_to(step * self._settings.drift.seconds_per_step)
 
     def _measure_anchor(self) -> None:
-        """Averages anchor frames and blank frames, with noise of a stream of their own."""
+        """Average anchor frames and blank frames, with noise of a separate stream."""
         ideal, frames = self.ideal_recovery(), self._settings.anchor.frames
         if frames == 0:
             self._recovery = ideal

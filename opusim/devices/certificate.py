@@ -1,4 +1,4 @@
-"""The dated certificate of a device: which law its noise has, with which limits, and how sure they are."""
+"""The dated certificate of a device: the law of its noise, the limits of its numbers, and their confidence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
 
 
 class Limits(StrictSection):
-    """An estimate with two-sided limits, each interval by itself at the certificate's confidence."""
+    """An estimate with two-sided limits, each at the certificate's confidence."""
 
     value: float
     low: float
@@ -81,7 +81,7 @@ class OtherLaw(StrictSection, extra="allow"):
     law: str
 
     def model(self) -> NoiseModel:
-        """The law itself.
+        """Return the law itself.
 
         Raises:
             ValueError, TypeError: it is unknown, or its numbers are not those that it needs.
@@ -90,7 +90,7 @@ class OtherLaw(StrictSection, extra="allow"):
 
 
 def _kind_of_law(value: Any) -> str:
-    """Which section describes a law: its own, or the one for laws of other packages."""
+    """Return which section describes a law: its own, or the one for laws of other packages."""
     law = value.get("law") if isinstance(value, dict) else getattr(value, "law", None)
     return str(law) if law in ("gaussian", "photon_count") else "other"
 
@@ -114,12 +114,12 @@ class Certificate(StrictSection):
         n_inputs: width of the window.
         n_outputs: outputs of the window.
         frames: frames it rests on.
-        confidence: of each interval in `estimates` by itself.
+        confidence: of each single interval in `estimates`.
         beta: probability that any number of `noise` is wrong; a guarantee adds it to its delta.
         noise: the certified law, or None if the frames speak against every law that this device could have.
         estimates: constants of the device.
         tests: what speaks for or against the law.
-        remarks: what the certificate does not cover, for people.
+        remarks: what the certificate does not cover, as text.
     """
 
     schema_version: Literal[2] = Field(default=2, alias="schema")
@@ -137,7 +137,7 @@ class Certificate(StrictSection):
     remarks: list[str] = Field(default_factory=list)
 
     def check_device(self, description: DeviceDescription, *, n_outputs: int) -> None:
-        """Refuses a certificate of another device, of another state of its description or of fewer outputs.
+        """Refuse a certificate of another device, of another state of its description or of fewer outputs.
 
         Args:
             description: the device's.
@@ -164,7 +164,7 @@ class Certificate(StrictSection):
             )
 
     def certified(self, noise: NoiseModel) -> NoiseModel:
-        """The law with the certificate's limits in place of the description's numbers.
+        """Return the law with the certificate's limits in place of the description's numbers.
 
         Raises:
             ConfigError: the certificate has no law, or another one.
@@ -188,7 +188,7 @@ class Certificate(StrictSection):
         raise ConfigError(self.device, "certificate", f"certifies {law}, the device has {noise.law!r}")
 
     def _other(self, law: OtherLaw, noise: NoiseModel) -> NoiseModel:
-        """The certified law of another package, if it is the device's."""
+        """Return the certified law of another package, if it is the device's."""
         try:
             found = law.model()
         except (TypeError, ValueError) as error:
@@ -203,14 +203,14 @@ class Certificate(StrictSection):
         return found
 
     def write(self, path: Path) -> None:
-        """Writes a TOML file."""
+        """Write a TOML file."""
         path.write_text(
             _toml(self.model_dump(mode="json", by_alias=True, exclude_none=True)), encoding="utf-8"
         )
 
 
 def load_certificate(path: str | Path) -> Certificate:
-    """Reads what `Certificate.write` wrote.
+    """Read what `Certificate.write` wrote.
 
     Raises:
         ConfigError: the file cannot be read, is no certificate, or one of an earlier version's weaker tests.
@@ -239,7 +239,7 @@ def digest_of(description: DeviceDescription) -> str:
 
 
 def _toml(content: dict[str, Any], prefix: str = "") -> str:
-    """Plain values as TOML: keys first, then tables; JSON strings and numbers are TOML's."""
+    """Return plain values as TOML: keys first, then tables; JSON strings and numbers are TOML's."""
     lines = [f"{key} = {json.dumps(value)}" for key, value in content.items() if not _is_table(value)]
     for key, value in content.items():
         if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""The one check of what a device hands back.
+"""Check what a caller gives to a device and what the device returns.
 
-The one check of what a caller hands to a device, and the way back to the caller's array library.
+These are the only checks: a device class gets checked batches, and callers get checked readings in their array library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = TypeVar("Array", torch.Tensor, np.ndarray)
 
 
 def ternary_batch(x: torch.Tensor | np.ndarray, n_inputs: int, device: torch.device) -> torch.Tensor:
-    """A checked batch as a float32 tensor on the device's torch device.
+    """Return a checked batch as a float32 tensor on the device's torch device.
 
     Args:
         x: shape (batch, n_inputs), any real, integer or boolean dtype, entries in {-1, 0, 1}.
@@ -69,12 +69,12 @@ def binary_batch(
 
 
 def like_input(y: torch.Tensor, x: Array) -> Array:
-    """The result in the caller's library and on the caller's torch device."""
+    """Return the result in the caller's library and on the caller's torch device."""
     return y.cpu().numpy() if isinstance(x, np.ndarray) else y.to(x.device)
 
 
 def drawn_shape(shape: Sequence[int], n_outputs: int, *, uniform: bool) -> tuple[int, ...]:
-    """A checked shape of drawn noise.
+    """Return a checked shape of drawn noise.
 
     Args:
         shape: lengths of at least 0; the last one n_outputs unless the law is the same at every output.
@@ -95,7 +95,7 @@ def drawn_shape(shape: Sequence[int], n_outputs: int, *, uniform: bool) -> tuple
 
 
 def check_reading(y: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
-    """Refuses what no reading can be.
+    """Refuse what no reading can be.
 
     Args:
         y: what the device's class returned.
@@ -107,11 +107,11 @@ def check_reading(y: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
     """
     if not isinstance(y, torch.Tensor) or y.dtype != torch.float32:
         found = f"a tensor of {y.dtype}" if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
-        raise DeviceFault(f"device {name!r} returned {found}, not a float32 tensor; mend its class")
+        raise DeviceFault(f"device {name!r} returned {found}, not a float32 tensor; correct its class")
     if tuple(y.shape) != shape:
         raise DeviceFault(
-            f"device {name!r} returned shape {tuple(y.shape)} where {shape} was asked for; reset the device"
+            f"device {name!r} returned shape {tuple(y.shape)} instead of {shape}; reset the device"
         )
-    # one bad entry spoils the sum, which is cheap; a sum that overflows is looked at entry by entry
+    # one bad entry spoils the sum, which is cheap to compute; if it overflows, entries are checked one by one
     if y.numel() and not math.isfinite(float(y.sum())) and not bool(torch.isfinite(y).all()):
         raise DeviceFault(f"device {name!r} returned NaN or infinity; reset the device")

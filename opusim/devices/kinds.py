@@ -45,14 +45,14 @@ class Draws(Protocol):
     """A device with the capability `draw`."""
 
     def draw(self, shape: Sequence[int]) -> torch.Tensor:
-        """Fresh noise of the law that `project` adds, float32, in projection units."""
+        """Return fresh noise of the law that `project` adds, float32, in projection units."""
 
 
 class ShowsIntensities(Protocol):
     """A device with the capability `intensities`."""
 
     def intensities(self, frames: torch.Tensor | np.ndarray) -> torch.Tensor:
-        """Digital numbers of binary frames, float32, shape (frames, n_outputs), DN."""
+        """Return the digital numbers of binary frames, float32, shape (frames, n_outputs), DN."""
 
 
 class TellsMatrix(Protocol):
@@ -99,7 +99,7 @@ def register_device(kind: str, factory: DeviceFactory) -> None:
     An installed package uses the entry-point group ``opusim.devices`` instead.
 
     Args:
-        kind: the word that descriptions use; no kind of opusim's own.
+        kind: the word that descriptions use; not one that opusim brings.
         factory: a subclass of `NoisyDevice`, or a function with its signature.
 
     Raises:
@@ -114,14 +114,14 @@ def register_device(kind: str, factory: DeviceFactory) -> None:
 
 
 def device_kinds() -> dict[str, str]:
-    """Every kind that can be opened, in order, and the package that brings it."""
+    """Return every kind that can be opened, in order, and the package that brings it."""
     found = dict.fromkeys(_registered, "registered by this process")
     found |= {point.name: "" if point.dist is None else point.dist.name for point in _points()}
     return {kind: found[kind] for kind in sorted(found)}
 
 
 def device_factory(file: str, kind: str) -> DeviceFactory:
-    """The factory of a kind: opusim's own, then registered, then of other packages.
+    """Return the factory of a kind: first opusim's, then registered ones, then those of other packages.
 
     Args:
         file: what to call the description in errors.
@@ -150,7 +150,7 @@ def device_factory(file: str, kind: str) -> DeviceFactory:
 
 
 def capabilities_of(description: DeviceDescription) -> tuple[Capability, ...]:
-    """What a device of this description can do, in the order of `CAPABILITIES`; imports its class."""
+    """Return what a device of this description can do, in the order of `CAPABILITIES`; imports its class."""
     factory = device_factory(description.name, description.kind)
     declared = getattr(factory, "capabilities_of", None)
     found = {"project", "draw"} if declared is None else declared(description)
@@ -158,12 +158,12 @@ def capabilities_of(description: DeviceDescription) -> tuple[Capability, ...]:
 
 
 def devices_that(capability: Capability) -> tuple[str, ...]:
-    """The names of the packaged devices that have a capability."""
+    """Return the names of the packaged devices that have a capability."""
     return tuple(name for name in packaged_names() if capability in capabilities_of(load_description(name)))
 
 
 def _points(kind: str | None = None) -> list[EntryPoint]:
-    """The installed entry points of a kind, or of all."""
+    """Return the installed entry points of a kind, or of all."""
     found = entry_points(group=ENTRY_POINT_GROUP)
     return [point for point in found if kind is None or point.name == kind]
 

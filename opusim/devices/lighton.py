@@ -46,10 +46,10 @@ class LightonDevice(NoisyDevice):
 
     lightonml's linear_transform gives R x with entries of R of variance 1/n on n inputs (the appliance by its factory
     calibration, rescale="variance"; the simulated device by construction, rescale="none"), so that the factor sqrt(n)
-    brings entries of B to variance 1. One fitted OPU object serves all readings; the fit looks at no data.
+    brings entries of B to variance 1. One fitted OPU object serves all readings; the fit uses no data.
 
     The simulated device is a noiseless product whose matrix comes from the description's medium.seed; ``[noise]`` adds
-    Gaussian noise to it in software. The appliance brings its own noise, whose law nobody published: `noise` is what
+    Gaussian noise to it in software. The appliance has noise of an unpublished law: `noise` is what
     ``[noise]`` assumes or a certificate found, and without either it is refused.
 
     Args:
@@ -75,7 +75,7 @@ class LightonDevice(NoisyDevice):
 
     @classmethod
     def capabilities_of(cls, description: DeviceDescription) -> frozenset[Capability]:
-        """The simulated device tells its matrix; hardware cannot."""
+        """Declare the capability `matrix` for the simulated device only; hardware cannot tell its matrix."""
         is_simulated = description.lighton is not None and description.lighton.simulated
         return cls.can | {"matrix"} if is_simulated else cls.can
 
@@ -88,7 +88,7 @@ class LightonDevice(NoisyDevice):
         """
         if self._std is None:
             raise NoiseUnknown(
-                f"device {self.name!r}: nothing is known of its noise; measure it by "
+                f"device {self.name!r}: its noise is not known; measure it by "
                 "`opusim device calibrate`, or assume a noise.sigma"
             )
         return GaussianNoise(std=self._std, n_outputs=self.n_outputs)
@@ -105,7 +105,7 @@ class LightonDevice(NoisyDevice):
         return torch.from_numpy(np.ascontiguousarray(b, dtype=np.float32)).to(self._torch_device)
 
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
-        """Variance of readings of x as the law states it, float64."""
+        """Return the variance of readings of x as the law states it, float64."""
         variance = torch.as_tensor(np.array(self.noise.variance_bounds()[1]))
         return variance.expand(x.shape[0], self.n_outputs)
 
@@ -137,7 +137,7 @@ class LightonDevice(NoisyDevice):
         return lightonml.OPU(opu_device=simulated, rescale="none", **options)
 
     def _matrix_seed(self) -> list[int]:
-        """The medium's seed as the 32-bit words that numpy's old generator takes."""
+        """Return the medium's seed as the 32-bit words that numpy's old generator takes."""
         medium = self._description.medium
         seed = 0 if medium is None else medium.seed
         return [seed % _WORD, seed // _WORD]
@@ -166,7 +166,7 @@ class LightonDevice(NoisyDevice):
         self._stream.seek(step)
 
     def _with_noise(self, y: torch.Tensor) -> torch.Tensor:
-        """The simulated device's software noise; hardware brings its own."""
+        """Return the simulated device's software noise; hardware has physical noise."""
         if self._settings.simulated and self._std:
             return self._stream.add_to(y, self._std)
         return y
@@ -192,7 +192,7 @@ def import_lightonml() -> types.ModuleType:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps lightonml's prints and deprecation warnings off the terminal."""
+    """Keep lightonml's prints and deprecation warnings off the terminal."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -200,7 +200,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def translated(name: str) -> Iterator[None]:
-    """Turns whatever lightonml raises into an error of this project; Ctrl-C passes.
+    """Turn every exception of lightonml into an error of this project; Ctrl-C passes.
 
     Args:
         name: the device's name, for messages.
@@ -240,7 +240,7 @@ def _translation(name: str, error: BaseException) -> Exception:
 
 
 def _pkg_resources() -> types.ModuleType:
-    """The few names of pkg_resources that lightonml uses."""
+    """Return the few names of pkg_resources that lightonml uses."""
     module: Any = types.ModuleType("pkg_resources")
 
     class ResolutionError(Exception):

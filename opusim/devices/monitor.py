@@ -1,6 +1,6 @@
-"""Whether a device is still what it was when it was opened, from blank and reference frames only.
+"""Detect whether a device has changed since it was opened, from blank and reference frames only.
 
-A monitor never looks at frames of data: a stop that they trigger would tell something about them, which no guarantee
+A monitor never looks at frames of data: a stop that they trigger would reveal something about them that no guarantee
 covers. It looks at readings of nothing, whose scatter is the noise; at readings of a few fixed vectors, whose size and
 pattern are the light and the medium; and, at a camera, at every frame that a linear projection of these vectors shows,
 the anchor included.
@@ -18,7 +18,7 @@ the anchor included.
 The last five are sequential (`opusim.devices.baseline`): small changes add up over checks. Within its tolerances is
 a device of which each output, but for `silent_outputs` of them, keeps a slope of 1 - `gain_tolerance` -
 (1 - `least_correlation`). A medium at `least_correlation` moves single slopes by more, by sqrt(2 (1 -
-`least_correlation`) / `reference_vectors`) or 7 % rms at the defaults: where noise is low, the outputs' test stops it
+`least_correlation`) / `reference_vectors`) or 7 % rms at the defaults: if noise is low, the outputs' test stops it
 before the medium's does.
 
 All tests together stop a device that stays within its tolerances with probability `false_alarm_per_run` at most in its
@@ -57,7 +57,7 @@ from opusim.noise import NoiseModel
 _DARK = 0.05
 """Share of the first light below which a device is dark."""
 _LEAST_TIED = 3
-"""Outputs at one extreme value below which nothing is called saturated."""
+"""Outputs at one extreme value below which no output counts as saturated."""
 _NUMBERS = 4096
 """Numbers that the blank readings of a check hold at least."""
 _TESTS = 8
@@ -65,14 +65,14 @@ _TESTS = 8
 
 
 class Readings(Protocol):
-    """What a monitor asks a device for; never data."""
+    """How a monitor takes readings of a device; never of data."""
 
     def __call__(self, vectors: torch.Tensor) -> np.ndarray:
-        """Readings of these ternary vectors, float64, a row each."""
+        """Return readings of these ternary vectors, float64, a row each."""
 
 
 class Monitor:
-    """Compares a device with itself as it was opened, and with the law that it states.
+    """Compares a device with its baseline and with the law that it states.
 
     Args:
         settings: how often, how much, and how sure.
@@ -82,7 +82,7 @@ class Monitor:
         law: tells the law that the device states now, or None if it states none.
         saturated: tells the largest share of saturated outputs in any frame of the projection of some vectors, or None
             if the device shows no frames.
-        baseline: the device as it was when a run began; None measures it now.
+        baseline: the device as it was when a run began, or None to measure it now.
 
     Raises:
         ValueError: the baseline holds another number of reference vectors.
@@ -155,11 +155,11 @@ class Monitor:
         self._quieter = ShiftTest(let_pass, error, first_error, level, numbers)
 
     def due(self, step: int) -> bool:
-        """Whether a check belongs before this step."""
+        """Return whether a check belongs before this step."""
         return step % self._settings.every_steps == 0
 
     def check(self) -> None:
-        """Looks at fresh blank and reference readings.
+        """Look at fresh blank and reference readings.
 
         Raises:
             NoiseBelowCertificate: the noise is weaker than the law that a privacy statement rests on.
@@ -179,7 +179,7 @@ class Monitor:
             self._check_change(variance)
 
     def smallest_changes(self, checks: int) -> dict[str, float]:
-        """What each sequential test finds within so many checks after the change, with probability 0.99.
+        """Return the smallest change that each sequential test finds within some checks, with probability 0.99.
 
         Args:
             checks: at least 1.
@@ -203,7 +203,7 @@ class Monitor:
         }
 
     def _check_frozen(self, blank: np.ndarray) -> None:
-        """Readings with noise repeat no more often than chance lets them; most never do."""
+        """Refuse readings that repeat more often than chance allows."""
         rows = blank if self._last is None else np.vstack([self._last, blank])
         self._last = blank[-1:]
         pairs, repeats = len(rows) - 1, int(np.sum(np.all(rows[1:] == rows[:-1], axis=1)))
@@ -227,24 +227,24 @@ class Monitor:
                 )
 
     def _check_reference(self, reference: np.ndarray) -> None:
-        """Light, medium and outputs, by the readings of the reference vectors."""
+        """Test light, medium and outputs by the readings of the reference vectors."""
         first = self.baseline
         product = reference * first.reference
         slope = float(product.mean()) / first.power
         difference = float(np.mean(np.square(reference - first.reference))) - self._expected_difference
-        rings = [
+        alarms = [
             self._brighter.observe(slope - 1),
             self._dimmer.observe(1 - slope),
             self._other.observe(difference / first.power),
             self._responses.observe(product.sum(axis=0) / self._weight),
         ]
-        if any(rings):
-            raise self._light_fault(reference, *rings)
+        if any(alarms):
+            raise self._light_fault(reference, *alarms)
 
     def _light_fault(
         self, reference: np.ndarray, brighter: bool, dimmer: bool, other: bool, silent: bool
     ) -> DeviceFault:
-        """What the tests that rang say: darkness, another medium, silent outputs, or another light."""
+        """Return what the alarms mean: darkness, another medium, silent outputs, or another light."""
         size = max(1 + self._brighter.mean if brighter else 1 - self._dimmer.mean, 0.0)
         power = size**2 + max(self._other.mean - (1 - size) ** 2, 0.0)  # of the signal, relative to the first
         if dimmer and power < _DARK + self._other.error:
@@ -270,7 +270,7 @@ class Monitor:
         )
 
     def _correlation_of_others(self, reference: np.ndarray) -> float:
-        """Correlation with the first look of the outputs that respond, in this look; noise is taken out."""
+        """Return the correlation with the first look of the outputs that respond, in this look; noise is taken out."""
         kept, first = ~self._responses.silent, self.baseline
         before, now, noise = first.reference[:, kept], reference[:, kept], first.reference_variance[kept]
         powers = [float(np.mean(values**2 - share * noise)) for values, share in ((before, 0.0), (now, 1.0))]
@@ -281,7 +281,7 @@ class Monitor:
         )
 
     def _check_law(self, variance: np.ndarray, law: NoiseModel) -> None:
-        """The noise against the smallest variance that the law admits, by the mean over outputs."""
+        """Compare the noise with the smallest variance that the law admits, by the mean over outputs."""
         low = np.broadcast_to(law.variance_bounds()[0], variance.shape)
         ratio = variance[low > 0] / low[low > 0]
         if ratio.size and self._weaker.observe(1 - float(ratio.mean())):
@@ -291,7 +291,7 @@ class Monitor:
             )
 
     def _check_change(self, variance: np.ndarray) -> None:
-        """The noise against what it was, whatever its law."""
+        """Compare the noise with its first value; this needs no law."""
         if not np.any(self.baseline.weights * self.baseline.variance):
             return
         ratio = self.baseline.noise_ratio(variance)

@@ -16,7 +16,7 @@ from opusim.devices.kinds import device_factory
 
 
 def list_devices() -> tuple[DeviceDescription, ...]:
-    """The descriptions that come with opusim, ordered by name."""
+    """Return the descriptions that come with opusim, ordered by name."""
     return tuple(load_description(name) for name in packaged_names())
 
 
@@ -31,7 +31,7 @@ def open_device(
     certificate: str | Path | None = None,
     **overrides: Any,
 ) -> NoisyDevice:
-    """Opens a device; use the result as a context manager.
+    """Open a device; use the result as a context manager.
 
         >>> with open_device("gaussian", n_inputs=4, n_outputs=6, noise={"sigma": 0.2}) as device:
         ...     device.noise.describe()
@@ -40,13 +40,13 @@ def open_device(
     Args:
         name_or_path: name of a packaged description, or a path ending in ``.toml``.
         mode: ``experiment`` or ``release`` (see `opusim.randomness.streams`).
-        seed: seed of the noise in ``experiment``, in [0, 2^64). The medium's own seed is part of the
+        seed: seed of the noise in ``experiment``, in [0, 2^64). The medium's seed is part of the
             description.
-        torch_device: where a simulation computes.
+        torch_device: on which a simulation computes.
         n_inputs: width of the window, None for the whole device.
-        n_outputs: outputs of the window, None for all.
+        n_outputs: outputs of the window, or None for all.
         certificate: path of a certificate (`opusim device calibrate`) whose limits `noise` is to state; None for the
-            description's own numbers.
+            description's numbers.
         **overrides: sections laid over the description's, such as ``noise={"sigma": 0.2}``.
 
     Returns:
@@ -80,10 +80,21 @@ def open_described(
     n_outputs: int | None = None,
     certificate: str | Path | None = None,
 ) -> NoisyDevice:
-    """Opens a device from a description that was read before; arguments and errors as for `open_device`."""
+    """Open a device from a description that was read before; arguments and errors as for `open_device`."""
     device: NoisyDevice = device_factory(description.name, description.kind)(
         description, n_inputs=n_inputs, n_outputs=n_outputs, mode=mode, seed=seed, torch_device=torch_device
     )
     if certificate is not None:
         device.attach_certificate(load_certificate(certificate))
     return device.open()
+
+
+def open_window(name: str, inputs: int, outputs: int, seed: int) -> NoisyDevice:
+    """Open a window of a device, no larger than the device is."""
+    description = load_description(name)
+    return open_described(
+        description,
+        n_inputs=min(inputs, description.n_inputs),
+        n_outputs=min(outputs, description.n_outputs),
+        seed=seed,
+    )

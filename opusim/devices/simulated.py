@@ -1,8 +1,7 @@
-"""The Gaussian device: equation 10 of the photonic DFA paper (arXiv 2106.03645).
+"""Simulated devices with a medium computed from its seed: noiseless, or with Gaussian noise.
 
-What simulated devices share: a medium computed from its seed.
-
-The noiseless device: the baseline of every imperfection.
+`GaussianDevice` is equation 10 of the photonic DFA paper (arXiv 2106.03645). `IdealDevice` is the baseline of every
+imperfection.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class SimulatedDevice(NoisyDevice):
         return self._medium.dense(self._torch_device).T
 
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
-        """Variance of readings of x, squared projection units, float64; the same for every x.
+        """Return the variance of readings of x, squared projection units, float64; the same for every x.
 
         Hardware cannot tell it; a calibration estimates it.
         """
@@ -78,8 +77,8 @@ class SimulatedDevice(NoisyDevice):
 class IdealDevice(SimulatedDevice):
     """y = B x, exact; `draw` gives zeros.
 
-    Its noise is the Gaussian law of standard deviation 0, from which accounting concludes that nothing is
-    protected.
+    Its noise is the Gaussian law of standard deviation 0, from which accounting concludes that no privacy is
+    earned.
 
     Args:
         description: one without a section ``[noise]``.

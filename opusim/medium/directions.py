@@ -2,7 +2,7 @@
 
 Entry j of tensor t of the direction of a seed is entry (j, t) of the `Medium` of that seed: N(0, 1) up
 to the rounding and the tail cut of its table (4.32 standard deviations). It depends on nothing else, neither on the
-thread count nor on the processor or the torch device, so whoever knows the seed knows the direction. Directions are
+thread count nor on the processor or the torch device, so the seed determines the direction. Directions are
 public; the tail cut makes them unfit as privacy noise.
 """
 
@@ -21,7 +21,7 @@ from opusim.medium.transmission import gaussian_table
 from opusim.randomness.kernels import run_split
 from opusim.randomness.philox import MAX_SEED, philox_torch, split_key
 
-_STRIDES_PER_THREAD = 64  # below 131,072 entries a second thread costs more than it brings
+_STRIDES_PER_THREAD = 64  # below 131,072 entries a second thread costs more than it saves
 _PIECE_STRIDES = 16  # entries of another type than float32 that are moved at a time: 128 KiB
 _TORCH_STRIDES = 256  # entries drawn at a time by the torch path, in strides: 2 MiB of float32
 
@@ -39,7 +39,7 @@ class Direction:
         self._key = split_key(self.seed)
 
     def add_to(self, tensor: Tensor, number: int, scale: float, *, start: int = 0) -> None:
-        """Adds scale z to a tensor, in place; each operation rounds to float32, the last to the tensor's type.
+        """Add scale z to a tensor, in place; each operation rounds to float32, the last to the tensor's type.
 
         Args:
             tensor: Any floating type and shape, contiguous, on any torch device.
@@ -85,7 +85,7 @@ class Direction:
             part.copy_(part.float().add_(z * float(first)).mul_(float(second)).add_(z.mul_(float(third))))
 
     def _parts(self, flat: Tensor, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pieces of a tensor's memory with their entries."""
+        """Return pieces of a tensor's memory with their entries."""
         for low in range(0, len(flat), _TORCH_STRIDES * STRIDE):
             part = flat[low : low + _TORCH_STRIDES * STRIDE]
             yield part, self.entries(number, start + low, len(part), part.device)
@@ -93,7 +93,7 @@ class Direction:
     def entries(
         self, number: int, start: int, count: int, device: torch.device | str = "cpu"
     ) -> Tensor:  # (count,)
-        """Entries start .. start + count - 1 of a tensor's direction, by torch operations alone.
+        """Return the entries start .. start + count - 1 of a tensor's direction, by torch operations only.
 
         Args:
             number: Which tensor.
@@ -132,7 +132,7 @@ def _moved_by_kernel(flat: Tensor, start: int, move: Callable[[np.ndarray, int],
         pieces = range(low, high, max(high - low, 1) if flat.dtype == torch.float32 else _PIECE_STRIDES)
         for first in pieces:
             part = flat[first * STRIDE : min(first + pieces.step, high) * STRIDE]
-            piece = part.float()  # the tensor's own memory, where it is float32
+            piece = part.float()  # the tensor's own memory if it is float32
             move(piece.numpy(), start + first * STRIDE)
             if flat.dtype != torch.float32:
                 part.copy_(piece)
@@ -141,7 +141,7 @@ def _moved_by_kernel(flat: Tensor, start: int, move: Callable[[np.ndarray, int],
 
 
 def _flat(tensor: Tensor, number: int, start: int) -> Tensor:
-    """The tensor's memory as one axis, without a copy and without a graph.
+    """Return the tensor's memory as one axis, without a copy and without a graph.
 
     Raises:
         TypeError, ValueError: It holds no floating-point numbers, or not in one piece; or the number is out of range.

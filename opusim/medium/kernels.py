@@ -1,11 +1,8 @@
-"""Numba kernels that move an array along a counter-based Gaussian direction, without a second array of its size.
+"""Numba kernels that write tiles of a counter-based Gaussian medium, or move an array along one of its directions.
 
-The rule of the entries: `opusim.medium.directions`. Every number is one multiplication and one addition away from
-what was there, each rounded to float32 and never fused, so the result has the same bits on every processor.
-
-Numba kernel that writes tiles of the counter-based medium.
-
-The rule of the entries stands in `opusim.medium`.
+`opusim.medium.transmission` states the rule of the entries, `opusim.medium.directions` that of a direction. A move
+takes no second array of the array's size. Every number is one multiplication and one addition away from what was there,
+each rounded to float32 and never fused, so the result has the same bits on every processor.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ def encrypt_blocks(
 
 @numba.njit(nogil=True, error_model="numpy")
 def look_up(row: np.ndarray, words: np.ndarray, count: int, table: np.ndarray) -> None:
-    """Fills a row of 8 outputs a block with the table's values at the words' halves, low half of word 0 first."""
+    """Fill a row of 8 outputs a block with the table's values at the words' halves, low half of word 0 first."""
     row_0, row_1, row_2, row_3 = words[0], words[1], words[2], words[3]
     for i in range(count):
         j = OUTPUTS_PER_BLOCK * i
@@ -68,7 +65,7 @@ def fill_tile(
     epoch: int,
     key: tuple[int, int],
 ) -> None:
-    """Writes a tile of the transposed medium.
+    """Write a tile of the transposed medium.
 
     Args:
         tile: float32, shape (inputs, outputs), is overwritten.
@@ -117,7 +114,7 @@ def _draw(
 def add_direction(
     out: np.ndarray, scale: np.float32, table: np.ndarray, first: int, tensor: int, key: tuple[int, int]
 ) -> None:
-    """Adds scale * z to out.
+    """Add scale * z to out.
 
     Args:
         out: float32, one axis; its element 0 is element `first` of the tensor.

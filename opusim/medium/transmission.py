@@ -26,7 +26,7 @@ _TORCH_ROWS = 2**19  # counters encrypted at a time by the torch path; each take
 
 @cache
 def gaussian_table() -> np.ndarray:
-    """The 65,536 values that an entry of the medium can take, float32, read-only.
+    """Return the 65,536 values that an entry of the medium can take, float32, read-only.
 
     Value k is Phi^-1((k + 1/2) / 65536), divided by the root mean square of all values, then rounded to a
     multiple of 2^-12. The table is odd (value 65535 - k is minus value k). Measured on the table: mean 0
@@ -46,7 +46,7 @@ class Medium:
 
     In law, that is, up to the rounding and the tail cut of `gaussian_table`.
 
-    Rule of the entries, fixed for ever: entry (j, i) is ``gaussian_table()[h]``, where h is the 16-bit half
+    Rule of the entries, which never changes: entry (j, i) is ``gaussian_table()[h]``, where h is the 16-bit half
     number j mod 8 (low half of word 0 first) of the Philox4x32-10 block with the counter (j // 8, i, plane,
     epoch) and the seed as key. Entries never depend on n_inputs or n_outputs: a window of a larger device has
     the same entries. They are small integers over 4096, equal to the last bit on every processor, thread
@@ -101,7 +101,7 @@ class Medium:
     def tile(
         self, outputs: slice | range, inputs: slice | range, device: torch.device | str = "cpu"
     ) -> torch.Tensor:  # (inputs, outputs)
-        """A tile of the transposed matrix, computed afresh.
+        """Compute a tile of the transposed matrix.
 
         Args:
             outputs: contiguous outputs, step 1.
@@ -123,7 +123,7 @@ class Medium:
         return tile
 
     def _fill(self, array: np.ndarray, columns: range, rows: range) -> None:
-        """Writes a tile into an array of its shape, on the CPU."""
+        """Write a tile into an array of its shape, on the CPU."""
         table, key = gaussian_table(), split_key(self.seed)
 
         def work(start: int, stop: int) -> None:
@@ -134,7 +134,7 @@ class Medium:
         run_split(work, len(rows), grain=max(1, 2**17 // max(1, len(columns))))
 
     def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:  # (n_inputs, n_outputs)
-        """The whole transposed matrix, float32, shape (n_inputs, n_outputs), kept after the first call.
+        """Return the whole transposed matrix, float32, shape (n_inputs, n_outputs), kept after the first call.
 
         Raises:
             ValueError: it exceeds dense_limit_mib.
@@ -158,7 +158,7 @@ class Medium:
 
         Args:
             x: float32, shape (batch, n_inputs), on any torch device.
-            outputs: contiguous outputs to compute, step 1; None for all.
+            outputs: contiguous outputs to compute, step 1; or None for all.
 
         Returns:
             float32, shape (batch, number of outputs), on the same device. Exact for a ternary x (see the class), else
@@ -198,7 +198,7 @@ class Medium:
         return exact_product(x, tile, len(columns))
 
     def _torch_tile(self, columns: range, rows: range, device: torch.device) -> torch.Tensor:
-        """A tile through torch operations, a bounded number of rows at a time."""
+        """Return a tile through torch operations, a bounded number of rows at a time."""
         table = torch.from_numpy(gaussian_table().copy()).to(device)
         first = columns.start // OUTPUTS_PER_BLOCK
         last = -(-columns.stop // OUTPUTS_PER_BLOCK)
@@ -219,7 +219,7 @@ class Medium:
 def exact_product(
     x: torch.Tensor, tile: Callable[[range], torch.Tensor], n_outputs: int
 ) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
-    """The product of x with a matrix in tiles, added up in float64 from blocks of 2^17 inputs and rounded once.
+    """Return the product of x with a matrix in tiles, added up in float64 from blocks of 2^17 inputs and rounded once.
 
     Args:
         x: float32, shape (batch, n_inputs).
@@ -246,7 +246,7 @@ def _blocks(length: int, size: int) -> Iterator[range]:
 
 
 def _window(name: str, window: slice | range, length: int) -> range:
-    """A contiguous window of [0, length) as a range."""
+    """Return a contiguous window of [0, length) as a range."""
     named: dict[str, Any] = {name: window}
     checks.instance((slice, range), **named)
     resolved = range(*window.indices(length)) if isinstance(window, slice) else window

@@ -1,4 +1,4 @@
-"""Which law does a device's noise have? All that privacy accounting sees of a device; needs numpy only."""
+"""Laws of a device's noise: all that privacy accounting sees of a device. Needs numpy only."""
 
 from opusim.noise.laws import GaussianNoise as GaussianNoise
 from opusim.noise.laws import JsonObject as JsonObject

@@ -35,7 +35,7 @@ class NoiseModel(ABC):
     the same numbers. `to_json` gives plain JSON values and `NoiseModel.from_json` takes them back without loss.
 
     Attributes:
-        law: the name of the law, fixed for ever, used in run folders and certificates.
+        law: the name of the law, fixed, used in run folders and certificates.
         beta: probability that the numbers of the law are wrong, if they come from a calibration.
     """
 
@@ -56,14 +56,14 @@ class NoiseModel(ABC):
 
     @abstractmethod
     def variance_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Lowest and highest variance that the law allows, elementwise, squared units of the reading."""
+        """Return the lowest and highest variance that the law allows, elementwise, squared units of the reading."""
 
     @abstractmethod
     def describe(self) -> str:
-        """The law in one line of text."""
+        """Return the law in one line of text."""
 
     def to_json(self) -> JsonObject:
-        """The law and its numbers as JSON values (arrays become nested lists)."""
+        """Return the law and its numbers as JSON values (arrays become nested lists)."""
         content: JsonObject = {"law": self.law}
         for field in fields(self):  # type: ignore[arg-type]  # every law is a dataclass
             value = getattr(self, field.name)
@@ -71,7 +71,7 @@ class NoiseModel(ABC):
         return content
 
     def summary(self) -> JsonObject:
-        """The law in four short values, for records that cannot hold all its numbers.
+        """Return the law in four short values, for records that cannot hold all its numbers.
 
         Returns:
             Its name, its description, beta, and the digest (BLAKE2b of 16 bytes of what `to_json` gives), by which
@@ -83,7 +83,7 @@ class NoiseModel(ABC):
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> NoiseModel:
-        """The model that `to_json` wrote.
+        """Return the model that `to_json` wrote.
 
         Raises:
             ValueError: the law is unknown, or its numbers are out of range.
@@ -151,7 +151,7 @@ class GaussianNoise(NoiseModel):
         return std.ndim == 0 or bool(np.all(std == std[0]))
 
     def scaled(self, gain: float) -> GaussianNoise:
-        """The law of gain times the noise, for a public constant gain other than 0.
+        """Return the law of gain times the noise, for a public constant gain other than 0.
 
         Raises:
             ValueError: gain is 0, infinite or NaN.
@@ -164,11 +164,11 @@ class GaussianNoise(NoiseModel):
         return np.square(self.std)
 
     def variance_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """The variance twice: the law leaves nothing open."""
+        """Return the variance twice: the law leaves nothing open."""
         return self.variance(), self.variance()
 
     def describe(self) -> str:
-        """The law in one line of text."""
+        """Return the law in one line of text."""
         if self.is_uniform:
             return f"Gaussian, standard deviation {self.min_std:g} at each of {self.n_outputs} outputs"
         low, high = self.min_std, float(np.max(self.std))
@@ -244,7 +244,7 @@ class PhotonCountNoise(NoiseModel):
         return rates if self.weight is None else np.sum(np.square(self.weight) * rates, axis=0)
 
     def describe(self) -> str:
-        """The law in one line of text."""
+        """Return the law in one line of text."""
         low, high = float(np.min(self.rate_low)), float(np.max(self.rate_high))
         return f"Poisson counts, rates between {low:g} and {high:g} electrons per pixel and frame"
 
@@ -255,7 +255,7 @@ def _check_beta(beta: float) -> None:
 
 
 def _frozen(value: Any) -> np.ndarray:
-    """A read-only float64 copy."""
+    """Return a read-only float64 copy."""
     array = np.array(value, dtype=np.float64)
     array.flags.writeable = False
     return array

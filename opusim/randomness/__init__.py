@@ -1,1 +1,1 @@
-"""Random numbers: counter-based generators, streams that can be rewound, streams of the system."""
+"""Random numbers: counter-based generators, streams that can be rewound, streams of the operating system."""

@@ -1,28 +1,25 @@
-"""Numba kernels that turn random words into standard normal numbers, without libm.
+"""Numba kernels of the random numbers: Philox, and standard normal numbers from random words, without libm.
 
-Box and Muller (1958): with U, V uniform, sqrt(-2 ln U) (cos 2 pi V, sin 2 pi V) are two independent N(0, 1).
-From given words (release mode) U has 64 bits, so the radius reaches sqrt(2 ln 2^65) = 9.49, and V has 32. From Philox
-(experiment mode) a block of 128 bits makes two pairs, U with 40 bits and V with 24: the radius reaches
-sqrt(2 ln 2^41) = 7.54, beyond which lies 5e-13 of the law, and angles are 2^-24 of a turn apart. Logarithm,
-sine and cosine are branch-free float32 polynomials (coefficients of Moshier's Cephes library, logf and sinf),
-which LLVM turns into vector instructions. Only correctly rounded operations are used and none is fused, so
-the numbers are the same bits on every processor. Against exact arithmetic on the same words the error is
-below 4e-7 times the radius (tests/opusim/randomness/test_randomness.py measures it).
+**Normal numbers.** Box and Muller (1958): with U, V uniform, sqrt(-2 ln U) (cos 2 pi V, sin 2 pi V) are two independent
+N(0, 1). From given words (release mode) U has 64 bits, so the radius reaches sqrt(2 ln 2^65) = 9.49, and V has 32. From
+Philox (experiment mode) a block of 128 bits makes two pairs, U with 40 bits and V with 24: the radius reaches sqrt(2 ln
+2^41) = 7.54, beyond which lies 5e-13 of the law, and angles are 2^-24 of a turn apart. Logarithm, sine and cosine are
+branch-free float32 polynomials (coefficients of Moshier's Cephes library, logf and sinf), which LLVM turns into vector
+instructions. Only correctly rounded operations are used and none is fused, so the numbers are the same bits on every
+processor. Against exact arithmetic on the same words the error is below 4e-7 times the radius
+(tests/opusim/randomness/test_randomness.py measures it).
 
 Numbers come in chunks of 1024: 512 pairs, first their cosine halves, then their sine halves. An element
-therefore depends on its index alone.
+therefore depends on its index only.
 
-Numba kernels of Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011; the Random123 library).
+**Philox4x32-10** (Salmon, Moraes, Dror, Shaw 2011; the Random123 library). Words of 32 bits are held in the low halves
+of 64-bit lanes, because a round needs 64-bit products: so LLVM keeps a whole block of counters in vector registers with
+no packing between rounds. The high halves may hold anything: a product takes the low half of its word, for which
+processors have one instruction, and storing a word cuts it. The rounds are written out, since a loop would stop the
+vectorisation. Storing each of the four words in an array of its own is six times as fast as storing them side by side.
+The torch version is `opusim.randomness.philox.philox_torch`; tests/oracles has a plain Python twin.
 
-Words of 32 bits are held in the low halves of 64-bit lanes, because a round needs 64-bit products: so LLVM keeps a
-whole block of counters in vector registers with no packing between rounds. The high halves may hold anything: a product
-takes the low half of its word, for which processors have one instruction, and whoever stores a word cuts it. The rounds
-are written out, since a loop would stop the vectorisation. Storing each of the four words in an array of
-its own is six times as fast as storing them side by side. The torch version is
-`opusim.philox.philox_torch`; a plain Python twin stands beside the tests.
-
-Splitting the work of a kernel over threads, as many as torch uses, in a way that survives a fork.
-
+**Threads.** `run_split` splits the work of a kernel over as many threads as torch uses, in a way that survives a fork.
 Kernels release the interpreter lock, so plain threads suffice; numba's own threading layers are not safe to
 enter from two threads at once, nor after a fork. Counter-based kernels give the same numbers for every split.
 """
@@ -57,7 +54,7 @@ def _round(
 
 @numba.njit(nogil=True, forceinline=True)
 def _next_key(k0: np.uint64, k1: np.uint64) -> tuple[np.uint64, np.uint64]:
-    """The key of the next round: a Weyl sequence per word."""
+    """Return the key of the next round: a Weyl sequence per word."""
     return k0 + _WEYL_0, k1 + _WEYL_1
 
 
@@ -65,7 +62,7 @@ def _next_key(k0: np.uint64, k1: np.uint64) -> tuple[np.uint64, np.uint64]:
 def philox_block(
     c0: np.uint64, c1: np.uint64, c2: np.uint64, c3: np.uint64, k0: np.uint64, k1: np.uint64
 ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
-    """Encrypts one counter by ten rounds; only the low 32 bits of every word, going in and coming out, mean anything.
+    """Encrypt one counter by ten rounds; only the low 32 bits of every word, going in and coming out, mean anything.
 
     Args:
         c0: word 0 of the counter.
@@ -100,32 +97,6 @@ def philox_block(
     return c0, c1, c2, c3
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
-def encrypt_counters(counters: np.ndarray, words: np.ndarray, k0: int, k1: int) -> None:
-    """Encrypts given counters one by one.
-
-    Args:
-        counters: uint32, shape (n, 4).
-        words: uint32, shape (n, 4), is overwritten.
-        k0: low 32 bits of the key.
-        k1: high 32 bits.
-    """
-    key_0, key_1 = np.uint64(k0), np.uint64(k1)
-    for i in range(counters.shape[0]):
-        a, b, c, d = philox_block(
-            np.uint64(counters[i, 0]),
-            np.uint64(counters[i, 1]),
-            np.uint64(counters[i, 2]),
-            np.uint64(counters[i, 3]),
-            key_0,
-            key_1,
-        )
-        words[i, 0] = np.uint32(a)
-        words[i, 1] = np.uint32(b)
-        words[i, 2] = np.uint32(c)
-        words[i, 3] = np.uint32(d)
-
-
 PAIRS = 512
 BLOCKS = PAIRS // 2
 CHUNK = 2 * PAIRS
@@ -146,19 +117,19 @@ _EIGHTH_TURN = np.float32(0.7853981633974483 * 2.0**-31)
 
 @numba.njit(nogil=True, forceinline=True)
 def _float_bits(x: np.float32) -> np.int32:
-    """The bits of a float32."""
+    """Return the bits of a float32."""
     return np.float32(x).view(np.int32)
 
 
 @numba.njit(nogil=True, forceinline=True)
 def _bits_float(bits: np.int32) -> np.float32:
-    """The float32 of these bits."""
+    """Return the float32 of these bits."""
     return np.int32(bits).view(np.float32)
 
 
 @numba.njit(nogil=True, forceinline=True)
 def _signed(bits: np.uint32) -> np.int32:
-    """The int32 of these bits."""
+    """Return the int32 of these bits."""
     return np.uint32(bits).view(np.int32)
 
 
@@ -180,7 +151,7 @@ def _log1p(f: np.float32) -> np.float32:
 
 @numba.njit(nogil=True, forceinline=True)
 def _log_uniform(high: np.uint32, low: np.uint32) -> np.float32:
-    """The logarithm of U = (high 2^32 + low + 1/2) / 2^64, precise at both ends.
+    """Return the logarithm of U = (high 2^32 + low + 1/2) / 2^64, precise at both ends.
 
     Above 1/2 the distance to 1 is kept instead of U, from the complemented words, so small radii keep all
     their digits.
@@ -258,7 +229,7 @@ def _transform(words: np.ndarray, out: np.ndarray) -> None:
 def fill_from_philox(
     out: np.ndarray, first_chunk: int, reading: int, step_low: int, step_high: int, k0: int, k1: int
 ) -> None:
-    """Fills out with N(0, 1): block b of the draw is the counter (b, reading, step_low, step_high) encrypted.
+    """Fill out with N(0, 1): block b of the draw is the counter (b, reading, step_low, step_high) encrypted.
 
     Args:
         out: float32, one axis of any length; the last chunk may be cut short.
@@ -292,7 +263,7 @@ def add_from_philox(
     k0: int,
     k1: int,
 ) -> None:
-    """Adds scale times the numbers of `fill_from_philox` to out, without a second array of its size.
+    """Add scale times the numbers of `fill_from_philox` to out, without a second array of its size.
 
     Args:
         out: float32, one axis of any length.
@@ -317,7 +288,7 @@ def add_from_philox(
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def fill_from_words(out: np.ndarray, words: np.ndarray) -> None:
-    """Fills out with N(0, 1) from given random words.
+    """Fill out with N(0, 1) from given random words.
 
     Args:
         out: float32, one axis; the last chunk may be cut short.
@@ -338,7 +309,7 @@ os.register_at_fork(after_in_child=_pools.clear)  # a child inherits the pool ob
 
 
 def run_split(work: Callable[[int, int], None], count: int, *, grain: int) -> None:
-    """Calls work(start, stop) on ranges that cover [0, count), in parallel when there is enough to do.
+    """Call work(start, stop) on ranges that cover [0, count), in parallel when there is enough to do.
 
     Args:
         work: the function; must not depend on how the range is cut.

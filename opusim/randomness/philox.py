@@ -3,7 +3,7 @@
 A counter of four 32-bit words is encrypted under a 64-bit key into four 32-bit words; any counter can be
 asked for at any time, hence results never depend on tiling, thread count or order. Source: Salmon, Moraes,
 Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, and its known-answer vectors
-(Random123). Philox is a statistical generator, not a cryptographic one: noise that must protect somebody
+(Random123). Philox is a statistical generator, not a cryptographic one: noise that protects data
 comes from `opusim.randomness.streams.SystemStream`.
 """
 
@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import hashlib
 
-import numpy as np
 import torch
 
 from opusim import checks
-from opusim.randomness.kernels import encrypt_counters
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -27,11 +25,11 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def derive_seed(seed: int, *labels: str | int) -> int:
-    """A 64-bit seed for one named use: blake2b(seed, labels), so that uses never share a stream.
+    """Return a 64-bit seed for one named use: blake2b(seed, labels), so that uses never share a stream.
 
     Args:
         seed: the seed of the run, in [0, 2^64).
-        labels: what the derived seed is for; strings and integers are told apart.
+        labels: what the derived seed is for; a string and an integer give different seeds.
 
     Returns:
         An integer in [0, 2^64).
@@ -41,43 +39,19 @@ def derive_seed(seed: int, *labels: str | int) -> int:
     """
     checks.integer(seed=seed, minimum=0, maximum=MAX_SEED)
     parts = [f"s{len(label)}:{label}" if isinstance(label, str) else f"i{int(label)}" for label in labels]
-    text = "|".join([str(int(seed)), *parts])  # lengths keep labels apart whatever they contain
+    text = "|".join([str(int(seed)), *parts])  # lengths separate labels of any content
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def split_key(key: int) -> tuple[int, int]:
-    """The low and the high 32 bits of a 64-bit key."""
+    """Return the low and the high 32 bits of a 64-bit key."""
     return key & _LOW, key >> 32
-
-
-def philox_numpy(counters: np.ndarray, key: int) -> np.ndarray:
-    """Encrypts counters with the numba kernel.
-
-    Args:
-        counters: uint32, shape (n, 4).
-        key: integer in [0, 2^64).
-
-    Returns:
-        uint32, shape (n, 4).
-
-    Raises:
-        TypeError, ValueError: wrong dtype or shape, or a key out of range.
-    """
-    checks.integer(key=key, minimum=0, maximum=MAX_SEED)
-    checks.shape((None, 4), counters=counters)
-    if counters.dtype != np.uint32:
-        raise TypeError(
-            f"counters has dtype {counters.dtype}: must be uint32; cast it with astype(numpy.uint32)"
-        )
-    words = np.empty_like(counters, order="C")
-    encrypt_counters(np.ascontiguousarray(counters), words, *split_key(key))
-    return words
 
 
 def philox_torch(
     c0: torch.Tensor, c1: torch.Tensor | int, c2: torch.Tensor | int, c3: torch.Tensor | int, key: int
 ) -> Words:
-    """Encrypts counters with torch operations, on any torch device, bit for bit as the kernel does.
+    """Encrypt counters with torch operations, on any torch device, bit for bit as the kernel does.
 
     Words are int64 tensors in [0, 2^32). A product of two words wraps to a negative int64, whose arithmetic
     shift is masked back: the bits are those of the unsigned product.

@@ -1,8 +1,8 @@
 """Streams of standard normal noise: seeded and replayable, or from the operating system and never replayable.
 
 Two modes, named in every run's configuration. `experiment`: a `SeededStream`, whose noise can be rebuilt from
-the seed and is therefore not for release. `release`: a `SystemStream`, whose key nobody keeps. A stream is
-not to be shared by threads.
+the seed and is therefore not for release. `release`: a `SystemStream`, whose key is never stored. A stream
+must not be shared by threads.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class NoiseStream(ABC):
 
     @abstractmethod
     def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A fresh reading: independent N(0, 1), float32, of the given shape, on the given torch device.
+        """Return a fresh reading: independent N(0, 1), float32, of the given shape, on the given torch device.
 
         Raises:
             TypeError, ValueError: a length is not an integer of at least 0, or the draw exceeds 2^33 numbers.
         """
 
     def add_to(self, y: torch.Tensor, std: float) -> torch.Tensor:
-        """Adds std times a fresh reading of y's shape to y, in place; the numbers are those of `normal`.
+        """Add std times a fresh reading of y's shape to y, in place; the numbers are those of `normal`.
 
         Args:
             y: float32 tensor that needs no gradient.
@@ -74,7 +74,7 @@ class NoiseStream(ABC):
 
     @abstractmethod
     def seek(self, step: int) -> None:
-        """Positions the stream at the start of a training step, in [0, 2^64)."""
+        """Position the stream at the start of a training step, in [0, 2^64)."""
 
 
 class SeededStream(NoiseStream):
@@ -100,13 +100,13 @@ class SeededStream(NoiseStream):
         self._reading = 0
 
     def seek(self, step: int) -> None:
-        """Positions the stream at reading 0 of a training step, in [0, 2^64)."""
+        """Position the stream at reading 0 of a training step, in [0, 2^64)."""
         checks.integer(step=step, minimum=0, maximum=2**64 - 1)
         self._step = int(step)
         self._reading = 0
 
     def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The next reading of this step; see the base class."""
+        """Return the next reading of this step; see the base class."""
         _check_shape(shape)
         where = torch.device(device)
         if where.type == "cpu":
@@ -119,7 +119,7 @@ class SeededStream(NoiseStream):
         return torch.randn(tuple(shape), generator=generator, device=where, dtype=torch.float32)
 
     def add_to(self, y: torch.Tensor, std: float) -> torch.Tensor:
-        """Adds std times the next reading to y, in place; on the CPU without a second array."""
+        """Add std times the next reading to y, in place; on the CPU without a second array."""
         if y.device.type != "cpu" or y.dtype != torch.float32 or not y.is_contiguous():
             return super().add_to(y, std)
         _check_shape(y.shape)
@@ -127,7 +127,7 @@ class SeededStream(NoiseStream):
         return y
 
     def _run(self, out: np.ndarray, kernel: Callable[..., None]) -> None:
-        """Runs a kernel over a flat array with the numbers of the next reading, in parallel if it is long."""
+        """Run a kernel over a flat array with the numbers of the next reading, in parallel if it is long."""
         keys = (self._next_reading(), *split_key(self._step), *self._key)
 
         def work(start: int, stop: int) -> None:
@@ -136,7 +136,7 @@ class SeededStream(NoiseStream):
         run_split(work, -(-out.size // CHUNK), grain=_CHUNKS_PER_THREAD)
 
     def _next_reading(self) -> int:
-        """The number of this reading within the step."""
+        """Return the number of this reading within the step."""
         if self._reading >= _MAX_READINGS:
             raise ValueError("a step holds at most 2^32 readings; call seek(step) at the start of every step")
         self._reading += 1
@@ -144,9 +144,9 @@ class SeededStream(NoiseStream):
 
 
 class SystemStream(NoiseStream):
-    """Noise that nobody can replay: AES-256 in counter mode under a key from the operating system's entropy.
+    """Noise that cannot be replayed: AES-256 in counter mode under a key from the operating system's entropy.
 
-    The key is drawn from `os.urandom`, lives in memory only, and is drawn anew in a forked child, so two
+    The key is drawn from `os.urandom`, lives in memory only, and is drawn again in a forked child, so two
     processes never share noise. The words go through the same Box-Muller kernel as the seeded stream's. Other
     torch devices get their numbers copied from the CPU. Out of scope: attacks on the floating-point
     representation of the released numbers (Mironov 2012); float32 noise added to a real number is not the
@@ -158,11 +158,11 @@ class SystemStream(NoiseStream):
         self._cipher: CipherContext | None = None
 
     def seek(self, step: int) -> None:
-        """Checks the step and changes nothing: a re-executed step draws afresh."""
+        """Check the step only: a re-executed step draws fresh noise."""
         checks.integer(step=step, minimum=0, maximum=2**64 - 1)
 
     def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Fresh noise; see the base class."""
+        """Return fresh noise; see the base class."""
         _check_shape(shape)
         out = torch.empty(tuple(shape), dtype=torch.float32)
         flat = out.view(-1).numpy()
@@ -173,24 +173,24 @@ class SystemStream(NoiseStream):
         return out.to(device)
 
     def _words(self, chunks: int) -> np.ndarray:
-        """Random words, uint32, shape (chunks, 3, PAIRS)."""
+        """Return random words, uint32, shape (chunks, 3, PAIRS)."""
         stream = self._current_cipher().update(bytes(chunks * 3 * PAIRS * 4))
         return np.frombuffer(stream, dtype=np.uint32).reshape(chunks, 3, PAIRS)
 
     def _current_cipher(self) -> CipherContext:
-        """The cipher of the running process; a fork gets a key of its own."""
+        """Return the cipher of the running process; a fork gets another key."""
         if self._cipher is None or self._owner != os.getpid():
             self._owner = os.getpid()
             self._cipher = Cipher(algorithms.AES(os.urandom(32)), modes.CTR(os.urandom(16))).encryptor()
         return self._cipher
 
     def __reduce__(self) -> tuple[type[SystemStream], tuple[()]]:
-        """Pickles as a new stream: the key never leaves the process."""
+        """Pickle as a new stream: the key never leaves the process."""
         return type(self), ()
 
 
 def noise_stream(mode: str, seed: int | None, purpose: str) -> NoiseStream:
-    """The stream of a mode.
+    """Return the stream of a mode.
 
     Args:
         mode: ``experiment`` (seeded, replayable) or ``release`` (from the operating system).
@@ -214,14 +214,14 @@ class SystemUniforms:
     """Uniform numbers in [0, 1) from the operating system's cryptographic generator; never replayable."""
 
     def random(self, size: int | tuple[int, ...]) -> np.ndarray:
-        """Multiples of 2^-53, float64, of the given shape."""
+        """Return multiples of 2^-53, float64, of the given shape."""
         shape = size if isinstance(size, tuple) else (size,)
         words = np.frombuffer(os.urandom(8 * math.prod(shape)), dtype=np.uint64).reshape(shape)
         return (words >> np.uint64(11)) * 2.0**-53
 
 
 def _checked_std(std: float) -> float:
-    """The standard deviation, if float32 holds it as a normal number or it is 0."""
+    """Return the standard deviation, if float32 holds it as a normal number or it is 0."""
     if std and not _LEAST_STD <= std <= _LARGEST_STD:
         raise ValueError(
             f"std = {std:g}: must be 0 or lie in [{_LEAST_STD:g}, {_LARGEST_STD:g}], the normal float32 numbers; "

@@ -1,4 +1,4 @@
-"""Does a device keep to its contract? Tests to inherit for devices of others, and faults to inject into them.
+"""Tests that every device must pass, to be inherited by other packages, and faults to inject into devices.
 
 `contract.DeviceContract` needs pytest; `faults` needs nothing.
 """

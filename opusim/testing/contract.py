@@ -1,4 +1,4 @@
-"""The tests that every noisy device passes, to be inherited.
+"""The tests that every noisy device must pass, to be inherited.
 
     class TestMyDevice(DeviceContract):
         def open_window(self, **options):
@@ -28,7 +28,7 @@ _READINGS = 500
 
 
 def ternary_batch() -> torch.Tensor:
-    """Fixed ternary vectors, shape (5, 12)."""
+    """Return fixed ternary vectors, shape (5, 12)."""
     return torch.randint(-1, 2, (BATCH, N_INPUTS), generator=torch.Generator().manual_seed(2))
 
 
@@ -39,10 +39,10 @@ class DeviceContract:
     """Whether `seek` repeats the noise of a step in experiment mode; False for hardware."""
 
     def open_window(self, **options: Any) -> NoisyDevice:
-        """Opens the device with 12 inputs and 40 outputs; options are those of `opusim.open_device`."""
+        """Open the device with 12 inputs and 40 outputs; options are those of `opusim.open_device`."""
         raise NotImplementedError("give open_window in your test class")
 
-    # What it tells
+    # Properties
 
     def test_it_tells_what_it_is(self) -> None:
         with self.open_window() as device:
@@ -368,14 +368,14 @@ def scatter_fits(differences: np.ndarray, low: np.ndarray, high: np.ndarray) -> 
 
 
 def _mean(device: NoisyDevice, x: torch.Tensor) -> np.ndarray:
-    """Mean of many readings of one vector, float64, shape (n_outputs,)."""
+    """Return the mean of many readings of one vector, float64, shape (n_outputs,)."""
     rows = x.float().reshape(1, -1).repeat(_READINGS, 1)
     mean: np.ndarray = device.project(rows).double().numpy().mean(axis=0)
     return mean
 
 
 def _real_matrix() -> torch.Tensor:
-    """A fixed matrix with entries in [-1, 1]."""
+    """Return a fixed matrix with entries in [-1, 1]."""
     return torch.rand((N_OUTPUTS, N_INPUTS), generator=torch.Generator().manual_seed(3)).mul_(2).sub_(1)
 
 

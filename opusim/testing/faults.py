@@ -1,4 +1,4 @@
-"""A device that breaks on demand: every fault that a real one has, injected into a working one."""
+"""A device that fails on demand: the faults of real devices, injected into a working one."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _RESCALED = (Fault.NOISE_HALVED, Fault.HOTTER)
 
 
 def faulty_device(description: DeviceDescription, **window: Any) -> NoisyDevice:
-    """A device of the kind that [options] names, which fails from a stated step on until it is repaired.
+    """Return a device of the kind that [options] names, which fails from a stated step on until it is repaired.
 
     Options: ``kind``, that of the device; ``fault``, one of `Fault`; ``at_step``, the first step it is there;
     ``amount``, how strong it is, where `Fault` names one; ``lasts_calls``, how many calls fail (UNPLUGGED, TIMEOUT and
@@ -119,15 +119,15 @@ class _Plan:
         self.rest = options
 
     def active(self, *faults: Fault) -> bool:
-        """Whether one of these faults is there now."""
+        """Return whether one of these faults is there now."""
         return self.fault in faults and self.step >= self._at_step and not FaultyDevice.repaired
 
     def hit(self, n_outputs: int) -> np.ndarray:
-        """Which outputs the fault hits: the amount is their share, and they are spread evenly."""
+        """Return which outputs the fault hits: the amount is their share, and they are spread evenly."""
         return np.arange(n_outputs) * self.amount % 1.0 < self.amount - 1e-9
 
     def fail_to_answer(self) -> None:
-        """Raises, or hangs, where the device does not answer."""
+        """Raise or hang if the device does not answer."""
         if not self.active(Fault.UNPLUGGED, Fault.TIMEOUT, Fault.BUSY):
             return
         if self._calls_left is not None:
@@ -149,7 +149,7 @@ class _Spoiler:
         self._last: torch.Tensor | None = None
 
     def spoil(self, y: torch.Tensor) -> torch.Tensor:
-        """The reading that reaches the caller."""
+        """Return the reading that reaches the caller."""
         if self._plan.active(Fault.FROZEN) and y.numel():
             frame = y[:1] if self._last is None else self._last
             self._last = frame.clone()
@@ -174,7 +174,7 @@ class FaultyDevice(NoisyDevice):
     """
 
     repaired = False
-    """Set on this class: whether what was broken is mended, at cameras too."""
+    """Set on this class: whether the fault is repaired, at cameras too."""
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
@@ -265,7 +265,7 @@ class _CameraFaults(CameraDevice):
 
     @property
     def exposure(self) -> Exposure:
-        """The camera's stages, with what is broken of them."""
+        """The camera's stages, with the fault in them."""
         sound = super().exposure
         plan = self._plan
         if plan.active(Fault.LIGHT_CHANGED, Fault.SATURATED, Fault.DARK):
@@ -323,7 +323,7 @@ def _signal(device: NoisyDevice, x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_medium(description: DeviceDescription) -> DeviceDescription:
-    """The description with another medium."""
+    """Return the description with another medium."""
     if description.medium is None:
         return description
     medium = description.medium.model_copy(update={"seed": description.medium.seed + 1})

@@ -14,7 +14,7 @@ from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
 from accounting.composition import guarantees
 from accounting.explanation import explain, most_hits
 from accounting.ledger.ledger import Ledger
-from accounting.mechanisms import Gaussian
+from accounting.records.additive_noise import Gaussian
 from accounting.records.mechanisms import RecordCentral, Unprotected
 from training.cli import main
 
@@ -167,7 +167,12 @@ def test_a_ledger_of_two_kinds_is_refused(account: Account, tmp_path: Path) -> N
 def test_every_option_is_explained(account: Account) -> None:
     _, out, _ = account("record-central", "--help")
     text = " ".join(out.replace("│", " ").split())
-    for words in ("q in (0, 1].", "C > 0.", "[sum over a Poisson batch", "How often it ran, at least 1."):
+    for words in (
+        "q in (0, 1], the probability",
+        "C > 0, the largest norm",
+        "[sum over a Poisson batch",
+        "How often it ran, at least 1.",
+    ):
         assert words in text
 
 

@@ -12,16 +12,12 @@ from accounting.calibration import calibrate
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Status
-from accounting.mechanisms import (
-    Gaussian,
-    PoissonGaussian,
-    PoissonLaplace,
-    RandomizedResponse,
-    mechanism_from_json,
-)
-from accounting.schemes import require_scheme
-from accounting.standard import gaussian_bounds
-from accounting.zeroth_order.scalar_noise import composed_pure_epsilon
+from accounting.labels.mechanisms import RandomizedResponse
+from accounting.mechanisms import mechanism_from_json
+from accounting.numerics import gaussian_bounds
+from accounting.records.additive_noise import Gaussian, PoissonGaussian, PoissonLaplace
+from accounting.theorems import require_scheme
+from accounting.zeroth_order.mechanisms import composed_pure_epsilon
 
 
 def only(mechanism: object, delta: float) -> Guarantee:

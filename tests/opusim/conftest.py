@@ -1,17 +1,9 @@
 from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device
-from tests.oracles import naive_philox
-
-
-@pytest.fixture(scope="session")
-def naive() -> ModuleType:
-    """The slow twins of the kernels."""
-    return naive_philox
 
 
 @pytest.fixture(

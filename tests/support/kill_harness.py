@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import training
-from tests.support.killing import Killer, Moment, read_moments, status_of
+from tests.support.killing import Killer, Moment, read_moments, skip_syncs, status_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
 from training.zeroth_order.step_log import replay
@@ -100,6 +100,7 @@ def outcome(folder: Path) -> tuple[object, ...]:
 def main() -> int:
     root, trainer = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "pdfa"
     torch.set_num_threads(1)
+    skip_syncs()
     train(root / "warm", trainer)  # imports and compiles in the parent, once for all children
     if attempt(root / "unbroken", trainer, None) != 0:
         print("the unbroken run failed")

@@ -49,7 +49,6 @@ def ctrl_c_at() -> type[StopAt]:
 def _reseal(folder: Path) -> None:
     newest = list_checkpoints(folder / "checkpoints")[-1]
     seal = read_header(newest).seal
-    assert seal is not None
     reseal_checkpoint(newest, replace(seal, files=RunFolder(folder).digests()))
 
 

@@ -9,7 +9,7 @@ from training.attacks.base import Attack
 from training.attacks.replay import AuditedRun, NoiselessStep
 from training.attacks.update_attacks import CovarianceAttack, DifferenceAttack, RowSpaceAttack
 from training.engine.plan import RunPlan
-from training.feedback.config import DfaConfig, FeedbackConfig, PdfaConfig, TdfaConfig
+from training.feedback.config import FeedbackConfig, PdfaConfig
 from training.networks.clipping import ActivationClipping
 from training.networks.network import LayerShape
 from training.ulr.config import UlrConfig
@@ -90,7 +90,7 @@ def _noised_readings(options: object) -> bool:
         return False
     if isinstance(options, PdfaConfig):
         return options.encoding == "ternary"
-    return isinstance(options, DfaConfig | TdfaConfig) and options.sigma > 0
+    return options.feedback_matrix and options.digital_sigma > 0
 
 
 def _covariance(

@@ -38,7 +38,7 @@ def steps_needed(options: OptimizerConfig) -> int:
         raise ConfigError(
             "configuration",
             "optimizer.name",
-            f"{options.name!r}: the audit undoes the momentum and the weight decay of 'sgd' alone; audit a run with "
+            f"{options.name!r}: the audit undoes the momentum and the weight decay of 'sgd' only; audit a run with "
             "optimizer.name=sgd (what no theorem protects under sgd is not protected here either)",
         )
     if options.momentum == 0:
@@ -139,7 +139,7 @@ class Candidates:
 
     Attributes:
         member: In the batch in the first world.
-        replacement: In its place in the second world, where a record is replaced; None where it is left out.
+        replacement: The record in its place in the second world, or None if it is left out there.
     """
 
     member: Records
@@ -193,7 +193,7 @@ class Attack(ABC):
 
     Attributes:
         name: In a word or two.
-        knows: What the attacker knows beside what is released.
+        knows: What the attacker knows besides what is released.
     """
 
     name: str
@@ -201,7 +201,7 @@ class Attack(ABC):
 
     @abstractmethod
     def score(self, observation: Observation, candidates: Candidates) -> float:
-        """Higher where the first world looks likelier; finite.
+        """Return a finite score, higher if the first world looks likelier.
 
         Args:
             observation: What is seen.

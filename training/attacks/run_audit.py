@@ -69,11 +69,11 @@ def audit_run(
         path: The run folder.
         data: The records, if the run was trained on user-supplied ones.
         model: A module like the run's, if its folder cannot describe that one.
-        out: The folder for `audit.json`; None for the run's own. A release run needs one, which only its owner may
-            enter: what an attack finds of private records is covered by no guarantee, and not for release.
+        out: The folder for `audit.json`, or None for the run's own. A release run needs one that only its owner may
+            enter: no guarantee covers what an attack finds about private records.
         trials: Trials of the game on the run, at least 40; the controls take up to 200 each.
-        seed: Repeats the audit, in [0, 2^63), where the noise does not come from the system; None draws one, which is
-            kept in the result.
+        seed: Repeats the audit, in [0, 2^63), unless its noise comes from the system; None draws one, which the result
+            keeps.
         delta: Of the bounds; None takes the run's.
         on_start: Told how many trials there will be.
         on_trial: Called after each.

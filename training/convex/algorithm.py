@@ -15,8 +15,8 @@ from training.convex.gated import GatedNetwork, GatedRelu, seeded_hyperplanes
 from training.convex.planning import (
     final_noise,
     largest_gradient,
+    last_iterate,
     mean_batch,
-    mechanism_of,
     require_contraction,
     require_last_iterate_scheme,
     require_plain_descent,
@@ -108,4 +108,6 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
 
     def mechanism(self, noise_multiplier: float) -> Mechanism:
         """See Algorithm.mechanism."""
-        return mechanism_of(self.plan, self.options, noise_multiplier)
+        if self.plan.config.protection.last_iterate:
+            return last_iterate(self.plan, self.options, noise_multiplier)
+        return self.clipped_records(noise_multiplier, divisor=mean_batch(self.plan))

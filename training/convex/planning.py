@@ -7,14 +7,13 @@ import math
 import numpy as np
 
 from accounting.convex.constants import log_expansion, residual_bound
-from accounting.convex.mechanisms import ConvexLastIterate, RecordReplaced
+from accounting.convex.mechanisms import ConvexLastIterate
 from accounting.errors import NoGuarantee
-from accounting.records.mechanisms import RecordCentral
 from opusim.errors import ConfigError
 from training.config.run import RunConfig
 from training.config.sections import ModelConfig
 from training.convex.config import ConvexConfig
-from training.protections.planning import Plan, clipped_records, divisor_of
+from training.protections.planning import Plan, divisor_of
 
 LAST_ITERATE_SCHEMES = ("disjoint-cyclic", "full-batch")
 
@@ -39,37 +38,28 @@ def mean_batch(plan: Plan) -> float:
     )
 
 
-def mechanism_of(
-    plan: Plan, options: ConvexConfig, noise_multiplier: float
-) -> ConvexLastIterate | RecordCentral | RecordReplaced:
-    """Return what a protected run releases: its last iterate, or one update on a secret batch.
+def last_iterate(plan: Plan, options: ConvexConfig, noise_multiplier: float) -> ConvexLastIterate:
+    """Return the release of only the last iterate.
 
     Args:
         plan: The run.
         options: Its section `trainer`.
         noise_multiplier: z, the noise's standard deviation over C.
     """
-    config, sampler, n_classes = plan.config, plan.sampler, plan.network.model.n_classes
-    if config.protection.last_iterate:
-        return ConvexLastIterate(
-            objective=options.objective,
-            clip=options.residual_clip,
-            n_classes=n_classes,
-            learning_rate=config.optimizer.lr,
-            schedule=config.optimizer.schedule,
-            regularisation=options.regularisation,
-            batches=sampler.steps_per_epoch,
-            epochs=config.epochs,
-            noise_multiplier=noise_multiplier,
-            final_noise=final_noise(plan, options),
-            hyperplanes=options.hyperplanes,
-            device_noise=config.protection.noise == "device",
-        )
-    return clipped_records(
-        plan,
+    config = plan.config
+    return ConvexLastIterate(
+        objective=options.objective,
+        clip=options.residual_clip,
+        n_classes=plan.dataset.n_classes,
+        learning_rate=config.optimizer.lr,
+        schedule=config.optimizer.schedule,
+        regularisation=options.regularisation,
+        batches=plan.sampler.steps_per_epoch,
+        epochs=config.epochs,
         noise_multiplier=noise_multiplier,
-        clip_norm=largest_gradient(options, n_classes),
-        divisor=mean_batch(plan),
+        final_noise=final_noise(plan, options),
+        hyperplanes=options.hyperplanes,
+        device_noise=config.protection.noise == "device",
     )
 
 

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from opusim.errors import ConfigError
-from training.config.sections import OWN_ARRAYS as OWN_ARRAYS
-from training.config.sections import DataConfig, SplitRule
+from training.config.sections import OWN_ARRAYS, DataConfig, SplitRule
 from training.data.arrays import from_arrays
 from training.data.dataset import DataError, Dataset, Standardisation
 from training.data.formats import ARCHIVE, VARIABLE, Parts, read_cifar10, read_labelled_images

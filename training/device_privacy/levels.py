@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from accounting.calibration import calibrate
 from accounting.composition import guarantees
-from accounting.labels.leverage import label_distance
-from accounting.labels.mechanisms import LabelOnce
+from accounting.labels.budget import label_distance
+from accounting.labels.mechanisms import LabelReadout
 from accounting.tables import number
 from opusim.description.schema import DeviceDescription
 from opusim.devices.registry import open_described
@@ -72,13 +72,15 @@ def device_levels(
     own, temperature = settings.value(), settings.temperature_law
     levels = []
     if own > 0:
-        (guarantee,) = guarantees([LabelOnce(mu=distance / own, device_law=True)], delta=delta)
+        (guarantee,) = guarantees([LabelReadout(mu=distance / own, device_law=True)], delta=delta)
         now = None if temperature is None else temperature.temperature_c
         levels.append(
             DeviceLevel(sigma=own, epsilon=guarantee.epsilon, temperature_c=now, remark="as described")
         )
     for target in targets:
-        found, guarantee = calibrate(LabelOnce(mu=1.0, device_law=True), target_epsilon=target, delta=delta)
+        found, guarantee = calibrate(
+            LabelReadout(mu=1.0, device_law=True), target_epsilon=target, delta=delta
+        )
         sigma = distance / found.mu
         wanted, remark = _way_to(sigma, own, None if temperature is None else temperature.law())
         levels.append(

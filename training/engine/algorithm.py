@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from torch import Tensor, nn
 
+from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
-from accounting.records.mechanisms import Unprotected
+from accounting.records.mechanisms import RecordCentral, RecordReplaced, Unprotected
 from opusim.devices.base import NoisyDevice
 from opusim.noise import NoiseModel
 from training.config.run import RunConfig
@@ -22,7 +23,7 @@ from training.data.splits import Ids
 from training.engine.trainer import Trainer
 from training.networks.base import Network
 from training.protections.base import Protection, SoftLabels
-from training.protections.planning import Plan, Updates, clipped_records, divisor_of
+from training.protections.planning import Plan, Updates, divisor_of, sampling_probability
 from training.runs.folder import RunFolder
 
 Array = np.ndarray | Tensor
@@ -181,12 +182,30 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         Raises:
             NoGuarantee: The sampler has no sampling probability.
         """
-        return clipped_records(
-            self.plan,
-            noise_multiplier=noise_multiplier,
-            clip_norm=self.clip_norm(self.plan.config, self.plan.dataset.n_classes),
-            divisor=divisor_of(self.plan.config),
-        )
+        return self.clipped_records(noise_multiplier, divisor=divisor_of(self.plan.config))
+
+    def clipped_records(self, noise_multiplier: float, *, divisor: float) -> RecordCentral | RecordReplaced:
+        """Return one step of clipped records with central Gaussian noise, under the run's relation.
+
+        Args:
+            noise_multiplier: z, the noise's standard deviation over C.
+            divisor: The constant that the noisy sum is divided by.
+
+        Raises:
+            NoGuarantee: The sampling scheme has no sampling probability.
+        """
+        config = self.plan.config
+        relation = config.relation or Adjacency.ZERO_OUT
+        parameters: dict[str, Any] = {
+            "noise_multiplier": noise_multiplier,
+            "sampling_probability": sampling_probability(self.plan),
+            "clip_norm": self.clip_norm(config, self.plan.dataset.n_classes),
+            "divisor": divisor,
+            "device_noise": config.protection.noise == "device",
+        }
+        if relation is Adjacency.REPLACE_ONE:
+            return RecordReplaced(**parameters)
+        return RecordCentral(relation=relation, **parameters)
 
     def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:
         """Return what one step releases; nothing if the run pays for everything upfront.

@@ -36,7 +36,7 @@ from training.runs.run import evaluate_split
 from training.runs.seal import Seal, read_header
 
 _OBSERVED_STEPS = 5
-"""Steps at the end of each epoch whose diagnostics are averaged: each costs about a step more."""
+"""Steps at the end of each epoch whose diagnostics are averaged; each costs about another step."""
 
 
 class Watcher(Protocol):
@@ -70,9 +70,7 @@ class Engine:
     ) -> None:
         config = plan.config
         self._identity = config.digest()
-        self._private = (
-            config.mode == "release"
-        )  # write no figure that depends on the data and has no guarantee
+        self._private = config.mode == "release"  # then no figure is written that depends on the data
         self._trainer = trainer
         self._dataset = to_device(plan.dataset, config.torch_device)
         self._sampler = plan.sampler
@@ -101,7 +99,7 @@ class Engine:
         self.checkpoint()
 
     def resume(self, *, moved: bool = False) -> str:
-        """Go back to the newest checkpoint.
+        """Restore the newest checkpoint.
 
         Args:
             moved: Whether the user confirms that no copy of this folder resumes.
@@ -136,8 +134,8 @@ class Engine:
 
         Args:
             ledger: Where every step is paid for before it is computed.
-            mechanisms: What one step releases; none where everything was paid for before.
-            interrupted: Looked at after each step; set by Ctrl-C (see `deferred_interrupt`).
+            mechanisms: What one step releases; empty if everything was paid for upfront.
+            interrupted: Checked after each step; Ctrl-C sets it (see `deferred_interrupt`).
 
         Raises:
             BudgetExceeded: The next step would cost more than the budget; the run ends here, with its summary.
@@ -165,7 +163,7 @@ class Engine:
         return summary
 
     def _train(self, ledger: Ledger, mechanisms: Sequence[Mechanism], interrupted: threading.Event) -> None:
-        """Do the steps that are left, or those until Ctrl-C."""
+        """Do the remaining steps, or those until Ctrl-C."""
         while self._step < self.total_steps:
             if mechanisms:
                 self._pay(ledger, mechanisms)
@@ -196,7 +194,7 @@ class Engine:
     def _stop_cleanly(self, ledger: Ledger, *, paid_at_start: bool) -> None:
         """Return what was reserved, keep the steps done, and tell the ledger, so that a resumed run does not pay twice.
 
-        No step was begun whose result the checkpoint lacks; a step in which the device failed has no result.
+        The checkpoint holds the result of every step that was started; a step in which the device failed has none.
         """
         ledger.give_back()
         digest = self.checkpoint()
@@ -216,7 +214,7 @@ class Engine:
             ) from error
 
     def _advance_or_keep(self, ledger: Ledger, *, paid_at_start: bool) -> None:
-        """Do one step; a device that fails in it leaves a checkpoint of the steps before, so that none is lost.
+        """Do one step; if the device fails in it, write a checkpoint of the steps before, so that none is lost.
 
         A step reads its device before it changes the model. If it did not, because a user-supplied module reads another
         device, the trainer is not intact, and the newest checkpoint stays the last one.
@@ -236,7 +234,7 @@ class Engine:
             ) from error
 
     def _advance(self) -> None:
-        """Do one step and what is due behind it."""
+        """Do one step, then the metrics and the checkpoint that are due."""
         index = self._sampler.indices(self._step).to(self._dataset.train.x.device)
         left_in_epoch = -(self._step + 1) % self._sampler.steps_per_epoch
         ends_epoch = left_in_epoch == 0
@@ -262,7 +260,7 @@ class Engine:
             metrics |= self._figures_of_epoch()
         _require_finite(metrics)
         self._folder.append_metrics(metrics)
-        if not self._private:  # times tell batch sizes
+        if not self._private:  # times reveal batch sizes
             now = time.perf_counter()
             self._folder.append_timing(
                 {"epoch": metrics["epoch"], "step": self._step, "wall_s": now - self._epoch_started}
@@ -273,7 +271,7 @@ class Engine:
             self._watcher.on_epoch(metrics)
 
     def _figures_of_epoch(self) -> dict[str, Any]:
-        """What an epoch did: figures that depend on the data."""
+        """Return the figures of an epoch, which depend on the data."""
         figures: dict[str, Any] = {f"train_{key}": value for key, value in self._sums.means().items()}
         if len(self._dataset.validation):
             validation = evaluate_split(self._trainer.model, self._dataset.validation, self._loss)
@@ -299,11 +297,11 @@ class Engine:
         return header.digest
 
     def _usage(self) -> Usage:
-        """The device's usage, which tells batch sizes: none of it in a private run."""
+        """Return the device's usage; nothing in a private run, since it reveals batch sizes."""
         return Usage() if self._private else self._earlier_usage + self._trainer.usage
 
     def _summary(self) -> dict[str, Any]:
-        """Final figures; the test set is looked at here, once."""
+        """Return the final figures; the only place that evaluates the test set."""
         summary: dict[str, Any] = {"steps": self._step}
         if self._private:
             return summary
@@ -317,7 +315,7 @@ class Engine:
 
 
 def _require_finite(figures: Mapping[str, Any]) -> None:
-    """Refuse a model whose losses have left the numbers."""
+    """Refuse figures that are not finite."""
     for name, value in figures.items():
         numbers = value if isinstance(value, list) else [value]
         if not all(math.isfinite(number) for number in numbers):
@@ -327,12 +325,12 @@ def _require_finite(figures: Mapping[str, Any]) -> None:
 
 
 def _rounded(usage: Usage) -> dict[str, float]:
-    """Usage to the microsecond and microjoule, where the order of additions no longer shows."""
+    """Return usage to the microsecond and microjoule, so that the order of additions does not show."""
     return {"frames": usage.frames, "seconds": round(usage.seconds, 6), "joules": round(usage.joules, 6)}
 
 
 class _EpochSums:
-    """Running sums of an epoch's batches, kept on the device that computes them."""
+    """Running sums over an epoch's batches, on the torch device that computes them."""
 
     def __init__(self, place: torch.device) -> None:
         self._place = place
@@ -352,13 +350,13 @@ class _EpochSums:
             self._observed.append(record.diagnostics)
 
     def means(self) -> dict[str, float]:
-        """Mean loss and accuracy, each record measured just before its batch's update."""
+        """Return mean loss and accuracy; each record is measured just before its batch's update."""
         if not self._records:
             return {}
         return {"loss": float(self._loss) / self._records, "accuracy": int(self._correct) / self._records}
 
     def diagnostics(self) -> dict[str, list[float]]:
-        """Each diagnostic's mean over the observed steps, layer by layer."""
+        """Return each diagnostic's mean over the observed steps, by layer."""
         if not self._observed:
             return {}
         return {
@@ -401,10 +399,10 @@ def torch_threads(wanted: int | None) -> Iterator[int]:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into an event that is looked at between steps; a second one acts at once.
+    """Turn the first Ctrl-C into an event that is checked between steps; a second one acts at once.
 
-    It begins before the ledger is opened, which uses up a clean stop: a process that then ended without another one
-    could not be resumed under a label budget.
+    Enter it before the ledger is opened. Opening uses up the last clean stop, so a process that ended without another
+    one could not resume under a label budget.
     """
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():

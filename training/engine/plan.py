@@ -156,9 +156,10 @@ class RunPlan:
         """Return the plan under another configuration, on the same data set and network."""
         return replace(self, config=config, sampler=build_sampler(config, self.dataset))
 
-    def with_device_noise(self, noise: NoiseModel | None) -> Self:
-        """Return the plan with the law that the open device states."""
-        return replace(self, noise=noise)
+    def started(self, *, threads: int, device: NoisyDevice | None) -> Self:
+        """Return the plan with what only the start tells: torch's threads and the law that the open device states."""
+        noise = None if device is None else device.stated_noise
+        return replace(self, config=self.config.replaced(threads=threads), noise=noise)
 
     def on_network(self, network: Network) -> Self:
         """Return the plan with another network of the same shape."""

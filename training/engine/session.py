@@ -118,8 +118,7 @@ def _train_in(
 ) -> None:
     """Train in a folder whose lock is held."""
     with torch_threads(plan.config.threads) as threads, plan.opened_device() as device:
-        plan = plan.replaced(threads=threads)
-        plan = plan.with_device_noise(None if device is None else device.stated_noise)
+        plan = plan.started(threads=threads, device=device)
         plan.network.model.to(plan.config.torch_device)
         algorithm, protection = plan.algorithm, plan.protection
         trainer = algorithm.trainer(device, protection.soft_labels(device, folder))

@@ -1,4 +1,4 @@
-"""What the engine asks of a trainer."""
+"""What the engine asks of a trainer: its parameters, one step, and its usage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opusim.usage import Usage
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What one step saw, measured before its update.
+    """What one step measured before its update.
 
     Attributes:
         loss_sum: Sum of the records' losses, float64 scalar tensor.
@@ -35,8 +35,8 @@ class Trainer(ABC):
         kind: Its name.
         model: What is trained.
         optimizer: Carries the learning rate.
-        intact: Whether the parameters are, to the bit, those behind the last finished step, so that a checkpoint may
-            be written; no longer where a step broke off in the midst of moving them.
+        intact: Whether the parameters are, to the bit, those after the last finished step, so that a checkpoint may be
+            written. False if a step was interrupted while it moved them.
     """
 
     kind: str
@@ -73,9 +73,9 @@ class Trainer(ABC):
         """Frames, seconds and joules used so far; zero for a trainer without a device."""
 
     def before_checkpoint(self) -> None:  # noqa: B027  # optional hook
-        """Bring parameters and files to a point from which a run can go on; called before each checkpoint."""
+        """Bring parameters and files to a point from which a run can resume; called before each checkpoint."""
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What else a resumed run must have back, by name; restored by copying into these tensors."""
+        """Everything else that a resumed run needs, by name; a checkpoint is restored by copying into these tensors."""
         return {}

@@ -17,7 +17,7 @@ from training.config.run import RunConfig
 from training.config.seeds import seed_for
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
-from training.feedback.config import BpConfig, FeedbackConfig
+from training.feedback.config import FeedbackConfig
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.functions import ACTIVATIONS
 from training.networks.network import FullyConnected, build_network
@@ -69,7 +69,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected, FeedbackTraine
     def updates(self) -> Updates:
         """See Algorithm.updates; backpropagation may stretch the error on its way to the output layer."""
         options = self.options
-        if not isinstance(options, BpConfig):
+        if options.kind != "bp":
             return Updates()
         unbounded = options.scale == "sphere"  # a ball (eq. 9) stretches nothing
         return Updates(output_gain=math.inf if unbounded else options.signal_gain)

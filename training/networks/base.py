@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from training.data import Dataset
-from training.networks.clipping import Clip
 
 
 class Network(ABC):
@@ -37,50 +36,6 @@ class Network(ABC):
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """The network in `config.json`, enough to rebuild or recognise it: JSON values, "n_inputs" among them."""
-
-
-class LayeredNetwork(Network):
-    """Layers that measure and sum per-record gradients J_i^T delta_i without forming them.
-
-    J_i is the Jacobian of layer l's output at record i with respect to the layer's own parameters. A protection that
-    clips contributions and adds noise works on every such network.
-    """
-
-    @property
-    @abstractmethod
-    def depth(self) -> int:
-        """Number of layers L; layers are numbered from 0 in all other members."""
-
-    @abstractmethod
-    def layer_parameters(self, layer: int) -> list[nn.Parameter]:
-        """Return the parameters of a layer, in a fixed order."""
-
-    @abstractmethod
-    def squared_norms(self, layer: int, delta: Tensor, h: Tensor) -> Tensor:
-        """Return ||J_i^T delta_i||^2 of each record, or a bound on it, float64, shape (batch,).
-
-        It bounds the contributions that `set_gradient` computes, with their rounding. Finite for every finite record
-        whose contribution float32 can hold, NaN or infinite for others.
-
-        Args:
-            layer: Layer number, 0 .. L-1.
-            delta: Signal at the layer's output, shape (batch, ...).
-            h: The layer's input, shape (batch, ...).
-        """
-
-    @abstractmethod
-    def set_gradient(
-        self, layer: int, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None = None
-    ) -> None:
-        """Write (1/divisor) sum_i f_i J_i^T delta_i into the gradients of the layer's parameters.
-
-        Args:
-            layer: Layer number, 0 .. L-1.
-            delta: Signal at the layer's output, shape (batch, ...).
-            h: The layer's input as the update uses it, shape (batch, ...).
-            divisor: The batch size, or a constant in its place.
-            clip: The factors f_i, and norms that no contribution may exceed; None for factors of 1.
-        """
 
 
 class DescribedModule(nn.Module):
@@ -181,34 +136,6 @@ def require_class_scores(model: Callable[[Tensor], object], records: Tensor, n_c
             f"model gives {found} for {len(records)} records of {n_classes} classes; it must give class scores of "
             "shape (batch, n_classes)"
         )
-
-
-def require_trainable(layers: Sequence[Sequence[nn.Parameter]], *, if_frozen: str) -> None:
-    """Refuse layers whose parameters a step cannot update independently of other layers.
-
-    Args:
-        layers: The parameters of each layer.
-        if_frozen: What to do about a frozen layer.
-
-    Raises:
-        ValueError: Two layers share a parameter, or one is frozen or not float32.
-    """
-    seen: set[int] = set()
-    for number, parameters in enumerate(layers, start=1):
-        for parameter in parameters:
-            if id(parameter) in seen:
-                raise ValueError(
-                    f"model: layer {number} shares parameters with an earlier layer; give each layer its own"
-                )
-            seen.add(id(parameter))
-            if not parameter.requires_grad:
-                raise ValueError(
-                    f"model: layer {number} is frozen (requires_grad is False), but every layer is trained; {if_frozen}"
-                )
-            if parameter.dtype != torch.float32:
-                raise ValueError(
-                    f"model: layer {number} has dtype {parameter.dtype}; train in torch.float32 (model.float())"
-                )
 
 
 def parameters_digest(tensors: Mapping[str, Tensor]) -> str:

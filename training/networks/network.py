@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from training.config.run import RunConfig
 from training.config.seeds import generator_for
 from training.data import Dataset
-from training.networks.base import LayeredNetwork, require_trainable
-from training.networks.clipping import Clip, ClippedNeurons, norm_bounds, scaled_rows
+from training.networks.clipping import ClippedNeurons
 from training.networks.functions import ACTIVATIONS, Activation, activation_of
+from training.networks.layers import LayeredNetwork, LinearJacobian, require_trainable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,7 @@ class FullyConnected(LayeredNetwork):
             )
         self.model = model
         self.linears, self.activations, self.clips = _split_layers(model)
+        self.jacobians = [LinearJacobian(linear) for linear in self.linears]
         _check_layers(self.linears)
 
     @classmethod
@@ -89,11 +90,6 @@ class FullyConnected(LayeredNetwork):
     def facts(self) -> dict[str, Any]:
         """See Network.facts."""
         return {"n_inputs": self.n_inputs, "layers": [asdict(layer) for layer in self.layers]}
-
-    @property
-    def depth(self) -> int:
-        """Number of layers L."""
-        return len(self.linears)
 
     @property
     def n_inputs(self) -> int:
@@ -118,20 +114,6 @@ class FullyConnected(LayeredNetwork):
             )
             for linear, phi, clip in zip(self.linears, self.activations, self.clips, strict=True)
         ]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """W_1, b_1, W_2, ... in order, without the missing biases."""
-        return [parameter for linear in self.linears for parameter in linear.parameters()]
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The parameters by position, "layer1.weight", "layer1.bias", ..., whatever the names of the modules."""
-        return {
-            f"layer{number}.{name}": parameter.detach()
-            for number, linear in enumerate(self.linears, start=1)
-            for name, parameter in linear.named_parameters()
-        }
 
     def forward(self, x: Tensor) -> ForwardPass:
         """Run the forward pass and keep the values that gradients need.
@@ -176,62 +158,10 @@ class FullyConnected(LayeredNetwork):
         signal = phi.multiply(signal, z, h)
         return signal.mul_(clip.passes(h)) if clip is not None and through_clip else signal
 
-    def set_gradient(
-        self, layer: int, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None = None
-    ) -> None:
-        """See LayeredNetwork: (1/divisor) sum_i f_i delta_i (h_i, 1)^T."""
-        write_linear_gradient(self.layer_parameters(layer), delta, h, divisor, clip)
-
-    def layer_parameters(self, layer: int) -> list[nn.Parameter]:
-        """W_l, and b_l if there is one."""
-        return list(self.linears[layer].parameters())
-
-    def squared_norms(self, layer: int, delta: Tensor, h: Tensor) -> Tensor:
-        """See LayeredNetwork: ||delta_i||^2 (||h_i||^2 + 1), the 1 for a bias; delta_i h_i^T is never formed."""
-        return outer_squared_norms(delta, h, bias=self.linears[layer].bias is not None)
-
     def gradients(self, layer: int) -> Tensor:
         """Return the layer's gradient as one flat vector, weight first, then bias."""
-        gradients = [parameter.grad for parameter in self.linears[layer].parameters()]
+        gradients = [parameter.grad for parameter in self.layer_parameters(layer)]
         return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
-
-
-def write_linear_gradient(
-    parameters: Sequence[nn.Parameter], delta: Tensor, h: Tensor, divisor: float, clip: Clip | None = None
-) -> None:
-    """Write (1/divisor) sum_i f_i delta_i (h_i, 1)^T into the gradients of a weight and, if there is one, its bias.
-
-    Args:
-        parameters: The weight, then the bias.
-        delta: Shape (batch, n_l).
-        h: Shape (batch, n_(l-1)).
-        divisor: The batch size, or a constant in its place.
-        clip: The factors f_i; None for factors of 1.
-    """
-    scaled = None if clip is None else scaled_rows(delta, clip.factors)
-    rows, weight = delta if scaled is None else scaled.rows, parameters[0]
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)  # reused: allocating costs more than writing the product
-    torch.addmm(weight.grad, rows.t(), h, beta=0, alpha=1 / divisor, out=weight.grad)
-    for bias in parameters[1:]:
-        bias.grad = rows.sum(dim=0).div_(divisor)
-    if scaled is not None and len(scaled.apart):
-        exact = scaled.exact / divisor
-        totals = exact.t() @ h[scaled.apart].double(), exact.sum(dim=0)
-        for parameter, total in zip(parameters, totals, strict=False):
-            if parameter.grad is not None:
-                parameter.grad.add_(total.float())
-
-
-def outer_squared_norms(delta: Tensor, h: Tensor, *, bias: bool) -> Tensor:
-    """Return a bound on ||delta_i (h_i, 1)^T||^2, at most 4e-4 above it, float64, shape (batch,).
-
-    Args:
-        delta: Shape (batch, n_l).
-        h: Shape (batch, n_(l-1)).
-        bias: Whether the layer has a bias, for which the 1 stands.
-    """
-    return norm_bounds(delta).square_() * norm_bounds(h).square_().add_(float(bias))
 
 
 def build_sequential(

@@ -64,9 +64,8 @@ def require_independent_records(model: nn.Module, records: Tensor) -> None:
     Raises:
         ValueError: A module computes batch statistics, or another record's output changed.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ValueError(f"model: {_module_name(name, module)} mixes the records of a batch: {_REMEDY}")
+    if found := batch_statistics(model):
+        raise ValueError(f"model: {found} mixes the records of a batch: {_REMEDY}")
     small = sum(parameter.numel() for parameter in model.parameters()) <= _FULL_PROBE_LIMIT
     settings, sizes = (_SETTINGS, _BATCH_SIZES) if small else (_SETTINGS - 1, _BATCH_SIZES[:1])
     with _preserved_generators(records.device), torch.no_grad():
@@ -74,6 +73,14 @@ def require_independent_records(model: nn.Module, records: Tensor) -> None:
             state = _state(model, everything=small, setting=setting)
             for count in sizes:
                 _probe(model, state, _first_records(records, count))
+
+
+def batch_statistics(model: nn.Module) -> str | None:
+    """Name the first module that computes statistics of the batch, or return None if there is none."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return _module_name(name, module)
+    return None
 
 
 def probe_records(dataset: Dataset, place: torch.device) -> Tensor:

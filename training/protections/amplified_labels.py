@@ -1,16 +1,16 @@
 """Labels under a secret batch: contributions are clipped in a public geometry and noise has that geometry.
 
-The features are public and labels are protected. Layer l's update of record i is delta_i h_i^T (h with the bias's
-constant). P_l is a positive definite matrix from public rows: their second moment, times the sum of all fan-ins, so
-that a record of ordinary features has sum_l h_l^T P_l^-1 h_l = 1. A step releases
+The features are public, the labels are protected. Record i contributes delta_i h_i^T to layer l, where h includes the
+bias's constant. P_l is a positive definite matrix of public rows: their second moment, times the sum of all fan-ins, so
+that a record of typical features has sum_l h_l^T P_l^-1 h_l = 1. A step releases
 
     [sum over a secret Poisson(q) batch of min(1, C / c_i) delta_li h_li^T + z C Xi_l P_l^(1/2)] / divisor,
     c_i^2 = sum_l ||delta_li||^2 h_li^T P_l^-1 h_li,
 
-Xi_l independent N(0, 1). All of it is computed in float64, since whitening magnifies float32 rounding by the root of
-P_l's condition, up to 900 at a floor of 0.001; float32 only rounds what is released. Whitened by P_l, each record's
-contribution has norm C at most under every label, whatever a device's noise did to delta: the Poisson-subsampled
-Gaussian mechanism with multiplier z under replace_one.
+with independent Xi_l of N(0, 1). Everything is computed in float64, because whitening magnifies float32 rounding by the
+root of P_l's condition number, up to 900 at a floor of 0.001; float32 only rounds what is released. Whitened by P_l,
+each record's contribution has norm at most C under every label, whatever a device's noise did to delta. This is the
+Poisson-subsampled Gaussian mechanism with multiplier z under replace_one.
 Source: docs/privacy.md, section 6 (a secret batch and noise of a public covariance).
 """
 
@@ -41,7 +41,7 @@ from training.protections.planning import divisor_of, sampling_probability
 _EQUALISING_ROUNDS = 30
 
 
-class AmplifiedLabelProtection(PoissonProtection[LabelAmplifiedConfig]):
+class AmplifiedLabelProtection(PoissonProtection):
     """Labels: clipping and noise in the geometry of public features, secret Poisson batches."""
 
     def mechanism(self, noise_multiplier: float) -> LabelAmplified:
@@ -54,7 +54,7 @@ class AmplifiedLabelProtection(PoissonProtection[LabelAmplifiedConfig]):
 
     def gradients(self, device: NoisyDevice | None) -> AmplifiedLabels:
         """See Protection.gradients."""
-        options = self.section
+        options = self._plan.config.protection_as(LabelAmplifiedConfig)
         return AmplifiedLabels(
             clip_norm=options.clip,
             noise_multiplier=self.noise_multiplier,
@@ -68,8 +68,9 @@ class AmplifiedLabelProtection(PoissonProtection[LabelAmplifiedConfig]):
     def _reference(self) -> Tensor:
         """Return features of training records that stand for all: public, since only the labels are protected."""
         config, x = self._plan.config, self._plan.dataset.train.x
+        size = config.protection_as(LabelAmplifiedConfig).reference_size
         generator = torch.Generator().manual_seed(config.data.split_seed)
-        chosen = torch.randperm(len(x), generator=generator)[: self.section.reference_size]
+        chosen = torch.randperm(len(x), generator=generator)[:size]
         return x[chosen].to(config.torch_device)
 
 
@@ -81,8 +82,8 @@ class AmplifiedLabels(PrivateGradients):
         noise_multiplier: z >= 0.
         divisor: The constant that the noisy sum is divided by, in [1e-12, 1e12]; never the realised batch size.
         floor: lambda of P_l over the mean of its diagonal, > 0.
-        reference: Features of public records, shape (n, n_0): training records, whose features are public here.
-        equalise: Whether the first layer weighs them by the D-optimal design.
+        reference: Public features, shape (n, n_0): those of training records, since only their labels are protected.
+        equalise: Whether the first layer weights them by the D-optimal design.
         noise: Source of independent N(0, 1).
     """
 
@@ -136,7 +137,7 @@ class AmplifiedLabels(PrivateGradients):
             write_gradient(network, layer, total.div_(self._divisor).float())
 
     def _metrics(self, public: Sequence[Tensor]) -> list[Metric]:
-        """P_l of every layer, scaled by the sum of fan-ins."""
+        """Return P_l of every layer, scaled by the sum of fan-ins."""
         scale = sum(row.shape[1] for row in public) ** 0.5
         if self._first is None:
             weights = None
@@ -148,7 +149,7 @@ class AmplifiedLabels(PrivateGradients):
 
 
 def whitened_norms(deltas: Sequence[Tensor], rows: Sequence[Tensor], metrics: Sequence[Metric]) -> Tensor:
-    """c_i = sqrt(sum_l ||delta_li||^2 h_li^T P_l^-1 h_li), float64, shape (batch,).
+    """Return c_i = sqrt(sum_l ||delta_li||^2 h_li^T P_l^-1 h_li), float64, shape (batch,).
 
     Args:
         deltas: delta_l of each layer, shapes (batch, n_l).

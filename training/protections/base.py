@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +22,8 @@ from opusim.randomness.streams import NoiseStream, noise_stream
 from training.config.sections import ProtectionSection
 from training.config.seeds import seed_for
 from training.networks.network import FullyConnected
-from training.protections.config import NoProtectionConfig
 from training.protections.planning import Plan, Steps, require_covered, total_steps
 from training.runs.folder import RunFolder
-
-SectionT = TypeVar("SectionT", bound=ProtectionSection)
 
 
 class SoftLabels(ABC):
@@ -43,7 +40,7 @@ class SoftLabels(ABC):
         """
 
 
-class Protection(Generic[SectionT]):
+class Protection:
     """How a run protects its records or labels.
 
     A new protection is a subclass of this and of `ProtectionSection`, whose `implementation` returns it. It overrides
@@ -63,9 +60,9 @@ class Protection(Generic[SectionT]):
         self._plan, self._algorithm = plan, algorithm
 
     @property
-    def section(self) -> SectionT:
+    def section(self) -> ProtectionSection:
         """The section `protection` of the configuration."""
-        return cast(SectionT, self._plan.config.protection)
+        return self._plan.config.protection
 
     @property
     def noise_multiplier(self) -> float:
@@ -139,14 +136,14 @@ class Protection(Generic[SectionT]):
         return None
 
 
-class NoProtection(Protection[NoProtectionConfig]):
-    """Noise only where the trainer puts it: nothing is refused, nothing is promised."""
+class NoProtection(Protection):
+    """No protection: the trainer may add noise, and no guarantee is stated."""
 
     def require_covered(self) -> None:
         """Accept every run."""
 
 
-class PoissonProtection(Protection[SectionT], ABC):
+class PoissonProtection(Protection, ABC):
     """Clipped sums on secret Poisson batches with central noise; every step is paid for."""
 
     @abstractmethod
@@ -187,7 +184,7 @@ class PrivateGradients(ABC):
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What a resumed run must have back, by name; restored by copying into these tensors."""
+        """Everything that a resumed run needs, by name; a checkpoint is restored by copying into these tensors."""
         return {}
 
     @abstractmethod
@@ -212,9 +209,9 @@ class PrivateGradients(ABC):
 
 
 CLIP_RANGE = (1e-12, 1e12)
-"""What a clip norm and a divisor may be: within it, clipped float32 rows and their sums keep all their digits."""
+"""Range of a clip norm and of a divisor in which clipped float32 rows and their sums keep all their digits."""
 NOISE_RANGE = (1e-30, 1e30)
-"""What a standard deviation of noise may be: far from the numbers that float32 rounds to 0 or to infinity."""
+"""Range of a standard deviation of noise, far from the numbers that float32 rounds to 0 or to infinity."""
 
 
 def noise_std(*, clip_norm: float, noise_multiplier: float, divisor: float = 1.0) -> float:
@@ -223,7 +220,7 @@ def noise_std(*, clip_norm: float, noise_multiplier: float, divisor: float = 1.0
     Args:
         clip_norm: C.
         noise_multiplier: z, at least 0; 0 for no noise.
-        divisor: What the noisy sum is divided by.
+        divisor: The constant that the noisy sum is divided by.
 
     Raises:
         ValueError: C or the divisor lies outside `CLIP_RANGE`, or z C or z C / divisor outside `NOISE_RANGE`: the clip
@@ -248,12 +245,12 @@ def noise_std(*, clip_norm: float, noise_multiplier: float, divisor: float = 1.0
 
 
 def with_constant(h: Tensor, *, bias: bool) -> Tensor:
-    """Layer inputs with the constant 1 that the bias multiplies, shape (batch, n + 1); h itself without a bias."""
+    """Return layer inputs with the bias's constant 1, shape (batch, n + 1), or h itself without a bias."""
     return torch.cat([h, h.new_ones(len(h), 1)], dim=1) if bias else h
 
 
 def write_gradient(network: FullyConnected, layer: int, gradient: Tensor) -> None:
-    """Hand a layer its gradient, shape (n_l, n_(l-1) + 1) with a bias and (n_l, n_(l-1)) without."""
+    """Write the gradient of a layer, shape (n_l, n_(l-1) + 1) with a bias and (n_l, n_(l-1)) without."""
     linear = network.linears[layer]
     if linear.bias is None:
         linear.weight.grad = gradient
@@ -263,11 +260,11 @@ def write_gradient(network: FullyConnected, layer: int, gradient: Tensor) -> Non
 
 
 def creditable_law(device: NoisyDevice, *, key: str = "protection.noise") -> GaussianNoise:
-    """The device's law, where a protection or a likelihood ratio may rest on it.
+    """Return the law of a device whose noise a protection or a likelihood ratio may rest on.
 
     Args:
-        device: Open or not.
-        key: What asked for the device's noise, for the message.
+        device: The device, open or closed.
+        key: The key that asks for its noise, for the message.
 
     Raises:
         ConfigError: It is not Gaussian, is 0 at some output, or rests on a certificate, whose own error no protection
@@ -287,10 +284,10 @@ def creditable_law(device: NoisyDevice, *, key: str = "protection.noise") -> Gau
 class DeviceNormals(NoiseStream):
     """N(0, 1) numbers from a device's blank readings, each divided by its output's standard deviation.
 
-    Sound for a Gaussian law alone: readings of another law, scaled up, prove nothing.
+    Sound only for a Gaussian law: scaled readings of another law prove nothing.
 
     Args:
-        device: Open, with noise of a Gaussian law above 0 at every output. Its steps are set by the trainer.
+        device: Open, with Gaussian noise above 0 at every output. The trainer sets its steps.
         key: As for `creditable_law`.
 
     Raises:
@@ -310,7 +307,7 @@ class DeviceNormals(NoiseStream):
         return readings.flatten()[:size].reshape(tuple(shape)).to(device)
 
     def seek(self, step: int) -> None:
-        """Nothing: the trainer sets the device's step."""
+        """Do nothing: the trainer sets the device's step."""
 
 
 def central_noise(plan: Plan, device: NoisyDevice | None) -> NoiseStream:

@@ -1,14 +1,14 @@
 """Labels with a budget for each record: noise on every layer's signal, accounted by leverages and a filter.
 
-The features are public and labels are protected. Layer l's signal of record i is delta_li (slopes included), brought
-into the ball of radius tau; noise is added to it afterwards, and to every weight:
+The features are public, the labels are protected. The signal delta_li of record i at layer l, slopes included, is
+shortened to norm tau. Then noise is added to it, and to every weight:
 
     U_l = sum_i (delta_li + g_li) h_li^T + sqrt(lambda) sigma Xi_l,  g ~ N(0, sigma^2), sigma = z tau,
 
-so a changed label of record i shifts it by at most Delta_l times h_i, Delta_l = 2 tau and at the output also at most
-the error's own largest distance, against the covariance sigma^2 (H^T H + lambda I) of every row:
-mu_i^2 = sum_l Delta_l^2 lev_li / sigma^2. Before the step is computed the filter charges mu_i^2 to each record; one
-that cannot pay keeps its noise and loses its signal, and so does a signal that is not finite.
+Another label of record i shifts U_l by at most Delta_l h_i, with Delta_l = 2 tau, and at the output also at most the
+largest distance of two errors. Every row of U_l has covariance sigma^2 (H^T H + lambda I), so
+mu_i^2 = sum_l Delta_l^2 lev_li / sigma^2. Before the step is computed, the filter charges mu_i^2 to each record. A
+record that cannot pay keeps its noise and loses its signal, and so does a signal that is not finite.
 Source: docs/privacy.md, sections 4 and 5 (leverage scores, a budget for each record).
 """
 
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from accounting.calibration import calibrate
-from accounting.labels.budget import LabelFilter
-from accounting.labels.leverage import step_mu_bound
+from accounting.labels.budget import PerRecordBudget, step_mu_bound
 from accounting.labels.mechanisms import LabelBudget
 from accounting.ledger.ledger import Ledger
 from opusim.devices.base import NoisyDevice
@@ -51,7 +50,7 @@ _SPENDING = 0.8
 """Share of a label budget that an average record is meant to spend; the rest is for records of high leverage."""
 
 
-class LabelBudgetProtection(Protection[LabelBudgetConfig]):
+class LabelBudgetProtection(Protection):
     """Labels: noise on every layer's signal, and a budget for each record, which is paid for once."""
 
     def calibrated(self) -> float | None:
@@ -78,7 +77,7 @@ class LabelBudgetProtection(Protection[LabelBudgetConfig]):
 
     def gradients(self, device: NoisyDevice | None) -> BudgetedLabels:
         """See Protection.gradients."""
-        options = self.section
+        options = self._plan.config.protection_as(LabelBudgetConfig)
         return BudgetedLabels(
             budget_mu=self._budget().budget_mu,
             n_records=len(self._plan.dataset.train),
@@ -124,7 +123,7 @@ class BudgetedLabels(PrivateGradients):
     ) -> None:
         super().__init__(noise)
         self._output_distance = _ERROR_DISTANCE * output_gain
-        self._filter = LabelFilter(budget_mu=budget_mu, n_records=n_records)
+        self._filter = PerRecordBudget(budget_mu=budget_mu, n_records=n_records)
         self._spent = torch.zeros(n_records, dtype=torch.float64)
         self._clip_norm = clip_norm
         self._noise_std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier)
@@ -164,18 +163,18 @@ class BudgetedLabels(PrivateGradients):
             )
 
     def _leverages(self, rows: Sequence[Tensor]) -> tuple[list[np.ndarray], list[float]]:
-        """Leverages of every layer, shapes (batch, 1), and lambda."""
+        """Return the leverages of every layer, shapes (batch, 1), and lambda."""
         if not len(rows[0]):
             return [np.zeros((0, 1)) for _ in rows], [self._floor for _ in rows]
         pairs = [batch_leverages(row, floor=self._floor) for row in rows]
         return [scores.cpu().numpy()[:, None] for scores, _ in pairs], [ridge for _, ridge in pairs]
 
     def _charge(self, records: Tensor, scores: Sequence[np.ndarray], output_slope: float) -> Tensor:
-        """Which records can pay for the step, shape (batch,), bool; the slope bounds that of the output layer."""
+        """Return which records can pay, shape (batch,), bool; the slope bounds that of the output layer."""
         distances = [2 * self._clip_norm] * len(scores)
         distances[-1] = min(distances[-1], self._output_distance * output_slope)
         mu = step_mu_bound(distances, scores, [self._noise_std] * len(scores))
         self._filter.restore(self._spent.numpy())
-        keeps = self._filter.admit(records.cpu().numpy(), mu)
+        keeps = self._filter.charge(records.cpu().numpy(), mu)
         self._spent.copy_(torch.from_numpy(self._filter.spent))
         return torch.from_numpy(keeps).to(records.device)

@@ -1,8 +1,8 @@
-"""The geometry that label noise lives in: a positive definite matrix over a layer's inputs, and its leverages.
+"""The geometry of label noise: a positive definite matrix over a layer's inputs, and its leverages.
 
-P = sum_r w_r h_r h_r^T + lambda I over public rows h_r (the constant 1 of the bias included), lambda a stated share of
-the mean of the sum's diagonal. The leverage of a row is h^T P^-1 h. Both are computed in float64, and noise is drawn
-with the same factor L (P = L L^T) that the leverages come from.
+P = sum_r w_r h_r h_r^T + lambda I over public rows h_r, which include the bias's constant 1; lambda is a stated share
+of the mean of the sum's diagonal. The leverage of a row is h^T P^-1 h. Both are computed in float64. The noise is drawn
+with the same factor L (P = L L^T) from which the leverages are computed.
 Source: docs/privacy.md, sections 4 and 6 (leverage scores).
 """
 
@@ -26,11 +26,11 @@ class Metric:
 
     @classmethod
     def of_rows(cls, rows: Tensor, *, weights: Tensor | None = None, floor: float) -> Metric:
-        """P of rows that are public.
+        """Return P of public rows.
 
         Args:
             rows: h_r with the bias's constant, shape (n, d).
-            weights: w_r >= 0, shape (n,); None for 1 / n each.
+            weights: w_r >= 0, shape (n,), or None for 1 / n each.
             floor: lambda over the mean of the sum's diagonal, above 0.
         """
         h = rows.double()
@@ -41,7 +41,7 @@ class Metric:
         return cls(factor=torch.linalg.cholesky(p))
 
     def leverages(self, rows: Tensor) -> Tensor:
-        """h^T P^-1 h of each row, float64, shape (batch,).
+        """Return h^T P^-1 h of each row, float64, shape (batch,).
 
         Args:
             rows: h with the bias's constant, shape (batch, d).
@@ -50,15 +50,15 @@ class Metric:
         return whitened.square().sum(dim=0)
 
     def colour(self, white: Tensor) -> Tensor:
-        """Rows with covariance P out of rows of independent N(0, 1), float64, shape (n, d)."""
+        """Return rows with covariance P, made of rows of independent N(0, 1), float64, shape (n, d)."""
         return white.double() @ self.factor.t()
 
 
 def equalised_weights(rows: Tensor, *, rounds: int, floor: float) -> Tensor:
-    """Kiefer-Wolfowitz weights of the D-optimal design, float64, sum 1, shape (n,).
+    """Return Kiefer-Wolfowitz weights of the D-optimal design, float64, sum 1, shape (n,).
 
-    Each round multiplies w_r by lev_r / sum_k w_k lev_k; the largest leverage falls towards d, which is the least that
-    it can be. The weights see public features only.
+    Each round multiplies w_r by lev_r / sum_k w_k lev_k; the largest leverage falls towards its minimum d. The
+    weights depend only on public features.
 
     Args:
         rows: h_r with the bias's constant, shape (n, d).
@@ -73,7 +73,7 @@ def equalised_weights(rows: Tensor, *, rounds: int, floor: float) -> Tensor:
 
 
 def batch_leverages(rows: Tensor, *, floor: float) -> tuple[Tensor, float]:
-    """lev_i = h_i^T (sum_k h_k h_k^T + lambda I)^-1 h_i of a batch in itself, and lambda.
+    """Return lev_i = h_i^T (sum_k h_k h_k^T + lambda I)^-1 h_i of a batch in itself, and lambda.
 
     Through the smaller of the two Gram matrices; the other form is lev = 1 - lambda diag((H H^T + lambda I)^-1).
     That one is rounded up by what cancellation may cost: 2^-50 of the largest condition of the matrix, d / floor + 1.

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,19 +21,23 @@ from torch import Tensor
 
 from accounting.calibration import calibrate
 from accounting.errors import LedgerCorrupt
-from accounting.labels.leverage import label_distance
-from accounting.labels.mechanisms import LabelOnce
-from accounting.labels.once import reading_log_likelihood
-from accounting.labels.randomized_response import UniformSource, respond, response_log_likelihood
+from accounting.labels.budget import label_distance
+from accounting.labels.mechanisms import LabelReadout, RandomizedResponse
+from accounting.labels.observations import (
+    UniformSource,
+    reading_log_likelihood,
+    respond,
+    response_log_likelihood,
+)
 from accounting.ledger.ledger import Ledger
-from accounting.mechanisms import Mechanism, RandomizedResponse
+from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from training.config.seeds import seed_for
 from training.protections.base import Protection, SoftLabels, creditable_law
-from training.protections.config import LabelRandomizedResponseConfig, LabelReadoutConfig
+from training.protections.config import OneLookConfig
 from training.protections.planning import epsilon_of, total_steps
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array, write_array
@@ -48,10 +51,8 @@ _PAYMENT = "labels"
 Pay = Callable[[Mechanism], None]
 """Puts what is about to be released on record; called before anything is drawn."""
 
-OneLookT = TypeVar("OneLookT", LabelReadoutConfig, LabelRandomizedResponseConfig)
 
-
-class OneLookProtection(Protection[OneLookT], ABC):
+class OneLookProtection(Protection, ABC):
     """Labels that are looked at once; the run folder keeps what was observed."""
 
     @abstractmethod
@@ -76,11 +77,13 @@ class OneLookProtection(Protection[OneLookT], ABC):
 
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
         """See Protection.soft_labels."""
-        flat_steps = math.ceil(self.section.flat_prior * total_steps(self._plan))
+        flat_steps = math.ceil(
+            self._plan.config.protection_as(OneLookConfig).flat_prior * total_steps(self._plan)
+        )
         return StoredLabels(folder, place=self._plan.config.torch_device, flat_steps=flat_steps)
 
 
-class LabelReadoutProtection(OneLookProtection[LabelReadoutConfig]):
+class LabelReadoutProtection(OneLookProtection):
     """Labels: one noisy reading of each, at the run's epsilon."""
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
@@ -88,7 +91,7 @@ class LabelReadoutProtection(OneLookProtection[LabelReadoutConfig]):
         config, dataset = self._plan.config, self._plan.dataset
         noise = noise_stream(config.mode, seed_for(config, "label-noise"), "label-noise")
         found, _ = calibrate(
-            LabelOnce(mu=1.0), target_epsilon=epsilon_of(self.section), delta=self.section.delta
+            LabelReadout(mu=1.0), target_epsilon=epsilon_of(self.section), delta=self.section.delta
         )
         labels, k = dataset.train.y.cpu(), dataset.n_classes
         if self.section.noise == "device" and device is not None:
@@ -102,7 +105,7 @@ class LabelReadoutProtection(OneLookProtection[LabelReadoutConfig]):
         return super().soft_labels(device, folder)
 
 
-class RandomizedResponseProtection(OneLookProtection[LabelRandomizedResponseConfig]):
+class RandomizedResponseProtection(OneLookProtection):
     """Labels: k-ary randomized response at the run's epsilon."""
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
@@ -172,7 +175,7 @@ def read_once(labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream, 
     Returns:
         The log-likelihood of every class, shape (n, k).
     """
-    pay(LabelOnce(mu=mu))
+    pay(LabelReadout(mu=mu))
     noise.seek(LABEL_STEP)
     sigma = math.sqrt(2) / mu
     readings = noise.add_to(_one_hot(labels, n_classes), sigma)
@@ -205,7 +208,7 @@ def read_once_through(
     own = law.min_std
     top_up = math.sqrt(max((distance / mu) ** 2 - own**2, 0.0))
     sigmas = np.sqrt(np.broadcast_to(law.variance(), len(codes)) + top_up**2)
-    pay(LabelOnce(mu=min(distance / math.hypot(top_up, own), mu), device_law=True))
+    pay(LabelReadout(mu=min(distance / math.hypot(top_up, own), mu), device_law=True))
     device.seek(LABEL_STEP)
     noise.seek(LABEL_STEP)
     scores = []

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from accounting.composition import Budget
-from accounting.convex.mechanisms import RecordReplaced
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
-from accounting.records.mechanisms import RecordCentral
-from accounting.schemes import require_scheme
+from accounting.theorems import require_scheme
 from training.config.run import RunConfig, split_refusal
 from training.config.sections import ProtectionSection
 from training.data import Dataset
@@ -137,30 +134,3 @@ def sampling_probability(plan: Plan) -> float:
             f"sampler.scheme = {plan.sampler.scheme!r} has no sampling probability; use 'poisson'"
         )
     return probability
-
-
-def clipped_records(
-    plan: Plan, *, noise_multiplier: float, clip_norm: float, divisor: float
-) -> RecordCentral | RecordReplaced:
-    """Return one step of clipped records with central Gaussian noise, under the run's relation.
-
-    Args:
-        plan: The run.
-        noise_multiplier: z, the noise's standard deviation over C.
-        clip_norm: C, the largest norm of a record's contribution.
-        divisor: The constant that the noisy sum is divided by.
-
-    Raises:
-        NoGuarantee: The sampling scheme has no sampling probability.
-    """
-    relation = plan.config.relation or Adjacency.ZERO_OUT
-    parameters: dict[str, Any] = {
-        "noise_multiplier": noise_multiplier,
-        "sampling_probability": sampling_probability(plan),
-        "clip_norm": clip_norm,
-        "divisor": divisor,
-        "device_noise": plan.config.protection.noise == "device",
-    }
-    if relation is Adjacency.REPLACE_ONE:
-        return RecordReplaced(**parameters)
-    return RecordCentral(relation=relation, **parameters)

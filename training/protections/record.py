@@ -22,8 +22,8 @@ from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import NoiseStream
-from training.networks.base import LayeredNetwork
 from training.networks.clipping import Clip, bounded_factors, finite_rows, full_precision
+from training.networks.layers import LayeredNetwork
 from training.protections.base import (
     PoissonProtection,
     PrivateGradients,
@@ -31,7 +31,6 @@ from training.protections.base import (
     central_noise,
     noise_std,
 )
-from training.protections.config import LastIterateConfig, RecordConfig
 from training.protections.planning import divisor_of
 from training.runs.folder import RunFolder
 
@@ -39,7 +38,7 @@ LAST_ITERATE = "last iterate"
 """What a ledger calls the one model that a run of the last iterate releases."""
 
 
-class RecordProtection(PoissonProtection[RecordConfig]):
+class RecordProtection(PoissonProtection):
     """Whole records: clipped contributions, central Gaussian noise, secret Poisson batches.
 
     The algorithm says what a step releases, since the clip and the noised quantity are its own.
@@ -60,7 +59,7 @@ class RecordProtection(PoissonProtection[RecordConfig]):
         )
 
 
-class LastIterateProtection(Protection[LastIterateConfig]):
+class LastIterateProtection(Protection):
     """Whole records, of which only the final model is published; the algorithm states its mechanism."""
 
     def calibrated(self) -> float | None:
@@ -104,8 +103,8 @@ class RecordGradients(PrivateGradients):
         - an empty batch takes the same noisy step.
 
     Attributes:
-        left_out: Contributions so far that were not finite. It depends on private records, so it stays in memory: no
-            file of a run holds it.
+        left_out: Number of contributions so far that were not finite. It depends on private records, so no file of a
+            run holds it.
 
     Args:
         clip_norm: C, in [1e-12, 1e12].
@@ -162,8 +161,8 @@ class RecordGradients(PrivateGradients):
                     self._noise.add_to(parameter.grad, self._noise_std / self._divisor)
 
     def _factors(self, norms: Tensor) -> Tensor:
-        """What each layer of each record is multiplied by, float64, shape (layers, batch)."""
-        whole = norms.square().sum(dim=0).sqrt()  # infinite, so its factor is 0, where any layer's is
+        """Return the factor of each layer of each record, float64, shape (layers, batch)."""
+        whole = norms.square().sum(dim=0).sqrt()  # infinite if any layer's is, so that its factor is 0
         if not self._by_layer:
             return bounded_factors(whole, self._clip_norm).expand(len(norms), -1)
         factors = bounded_factors(norms, self._clip_norm / len(norms) ** 0.5)

@@ -17,7 +17,6 @@ from accounting.ledger.ledger import LEDGER_FILE, LedgerContent, read_ledger
 from opusim.errors import ConfigError
 from opusim.files import make_folder, read_bytes, write_file
 from training.config.reading import stored_config
-from training.config.run import SCHEMA_VERSION as CONFIG_VERSION
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.locking import LOCK_FILE, only_writer, require_kind
@@ -32,6 +31,8 @@ from training.runs.storage import (
     write_json,
 )
 
+CONFIG_VERSION = 2
+"""Schema of `config.json`."""
 METRICS_VERSION = 1
 """Schema of the lines of `metrics.jsonl` and `timing.jsonl`."""
 SUMMARY_VERSION = 2
@@ -288,7 +289,8 @@ class RunFolder:
             try:
                 return read_header(checkpoints[-1])
             except RunFolderError:
-                if checkpoints[-1].exists():  # otherwise a writer has just replaced it
+                # a file that is no longer listed was replaced by a writer; `exists` would miss a broken link
+                if checkpoints[-1] in list_checkpoints(self.checkpoints):
                     raise
         return None
 

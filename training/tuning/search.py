@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accounting import numerics
 from accounting.calibration import calibrate
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from accounting.ledger.ledger import LEDGER_FILE, Ledger
-from accounting.selection.mechanism import PrivateSelection
-from accounting.standard import gaussian_bounds
+from accounting.selection.mechanisms import PrivateSelection
 from opusim.errors import ConfigError
 from opusim.files import make_folder, write_file
 from opusim.randomness.streams import derive_seed, noise_stream
@@ -332,7 +332,7 @@ def selection_within(config: RunConfig, mean: float) -> PrivateSelection:
 
 def _base(config: RunConfig, mu: float) -> RunConfig:
     """Return the configuration of a trial, with the epsilon of mu-GDP."""
-    bounds = gaussian_bounds(mu * (1 - 1e-6), config.protection.delta)
+    bounds = numerics.gaussian_bounds(mu * (1 - 1e-6), config.protection.delta)
     if not bounds.lower > 0:
         raise NoGuarantee(
             f"epsilon = {config.protection.epsilon}: leaves no budget for a trial; raise it, or ask for fewer trials"

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.networks.base import LayeredNetwork, require_trainable
-from training.networks.clipping import Clip
-from training.networks.jacobians import Jacobian, LinearJacobian, jacobian_of
-from training.networks.network import FullyConnected, write_linear_gradient
+from training.networks.layers import Jacobian, LayeredNetwork, jacobian_of, require_trainable
+from training.networks.network import FullyConnected
+from training.networks.record_independence import batch_statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class ModuleSequence(LayeredNetwork):
 
     A module without parameters may be any map from a batch of records to a batch of records: an activation without
     derivative, a quantiser, a call to another process. A module with parameters needs only the Jacobian of its own
-    output (`training.networks.jacobians`).
+    output (`training.networks.layers`).
 
     Args:
         model: The sequence. Every module processes records independently. It is put into evaluation mode (no dropout),
@@ -53,7 +52,11 @@ class ModuleSequence(LayeredNetwork):
                 f"model must be an nn.Sequential of modules, got {type(model).__name__}; wrap its modules in "
                 "nn.Sequential(...)"
             )
-        _refuse_batch_statistics(model)
+        if found := batch_statistics(model):
+            raise TypeError(
+                f"model: {found} mixes the records of a batch, so no record has its own estimate; use nn.GroupNorm or "
+                "nn.LayerNorm"
+            )
         self.model: nn.Module = model.eval()
         self._n_inputs = n_inputs
         self._head, self.jacobians, self._tails = _split(model)
@@ -63,28 +66,9 @@ class ModuleSequence(LayeredNetwork):
         )
 
     @property
-    def depth(self) -> int:
-        """Number of modules with parameters."""
-        return len(self.jacobians)
-
-    @property
     def n_inputs(self) -> int:
         """Number of features of a record."""
         return self._n_inputs
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all layers, in order."""
-        return [parameter for jacobian in self.jacobians for parameter in jacobian.parameters]
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The parameters by position, "layer1.weight", "layer1.bias", ..., whatever the names of the modules."""
-        return {
-            f"layer{number}.{name}": parameter.detach()
-            for number, jacobian in enumerate(self.jacobians, start=1)
-            for name, parameter in jacobian.module.named_parameters()
-        }
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -96,25 +80,6 @@ class ModuleSequence(LayeredNetwork):
                 "n_inputs": self.n_inputs,
                 "modules": [" ".join(repr(m).split()) for m in self.model.children()],
             }
-
-    def layer_parameters(self, layer: int) -> list[nn.Parameter]:
-        """See LayeredNetwork."""
-        return self.jacobians[layer].parameters
-
-    def squared_norms(self, layer: int, delta: Tensor, h: Tensor) -> Tensor:
-        """See LayeredNetwork."""
-        return self.jacobians[layer].squared_norms(delta, h)
-
-    def set_gradient(
-        self, layer: int, delta: Tensor, h: Tensor, divisor: float, clip: Clip | None = None
-    ) -> None:
-        """See LayeredNetwork."""
-        jacobian = self.jacobians[layer]
-        if isinstance(jacobian, LinearJacobian) and delta.ndim == 2:
-            write_linear_gradient(jacobian.parameters, delta, h, divisor, clip)
-            return
-        for parameter, total in zip(jacobian.parameters, jacobian.total(delta, h, clip), strict=True):
-            parameter.grad = total.div_(divisor).float()
 
     def forward(self, x: Tensor) -> Outputs:
         """Run the model without noise.
@@ -167,13 +132,3 @@ def _split(model: nn.Sequential) -> tuple[list[nn.Module], list[Jacobian], list[
     if not jacobians:
         raise ValueError("model holds no module with parameters; there is nothing to train")
     return head, jacobians, tails
-
-
-def _refuse_batch_statistics(model: nn.Module) -> None:
-    """Refuse batch normalisation, with parameters or without: one record would change the others' contributions."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise TypeError(
-                f"model: {type(module).__name__} mixes the records of a batch, so no record has its own estimate; use "
-                "nn.GroupNorm or nn.LayerNorm"
-            )

@@ -8,6 +8,7 @@ is trained, or low-rank updates of it (LoRA, Hu et al. 2022).
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import warnings
 from collections.abc import Sequence
@@ -335,7 +336,7 @@ def _accepted(model: nn.Module) -> set[str]:
 
 def _library(name: str) -> Any:
     try:
-        return __import__(name)
+        return importlib.import_module(name)
     except ImportError as error:
         raise ModuleNotFoundError(
             f"{name} is missing; language models need it: pip install opusim[llm]"

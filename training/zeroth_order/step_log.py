@@ -109,7 +109,7 @@ class StepLog:
         self.header, start = read_header(path)
         if self.header != header:
             raise StepLogCorrupt(f"{path}: is the log of another run; restore it from a copy")
-        found = list(_records(path, self.header, start, _first_digest(path, start), at_most=steps))
+        found = list(_records(path, self.header, start, at_most=steps))
         if len(found) < steps:
             raise StepLogCorrupt(
                 f"{path}: holds {len(found)} of the {steps} steps done; restore it from a copy"
@@ -171,7 +171,7 @@ class LogContent:
             StepLogCorrupt: The log was changed, cut or reordered; the message names file and step.
         """
         header, start = read_header(path)
-        found = list(_records(path, header, start, _first_digest(path, start)))
+        found = list(_records(path, header, start))
         entries = [entry for entry, _ in found]
         parameters = None
         if mark_file(path).exists():
@@ -217,12 +217,13 @@ def read_header(path: Path) -> tuple[LogHeader, int]:
 
 
 def _records(
-    path: Path, header: LogHeader, start: int, digest: bytes, *, at_most: float = math.inf
+    path: Path, header: LogHeader, start: int, *, at_most: float = math.inf
 ) -> Iterator[tuple[StepEntry, bytes]]:
     """Yield steps with their digests; skip a last record that is incomplete, as a killed process leaves it."""
     size, number = header.record_size, 0
     with path.open("rb") as file:
-        file.seek(start)
+        file.seek(start - _HEADER_DIGEST)
+        digest = file.read(_HEADER_DIGEST)
         while number < at_most and len(record := file.read(size)) == size:
             number += 1
             body = record[:-_DIGEST]
@@ -243,12 +244,6 @@ def _records(
 def _body(entry: StepEntry) -> bytes:
     pairs = (struct.pack("<Qf", s, v) for s, v in zip(entry.seeds, entry.scalars, strict=True))
     return struct.pack("<f", entry.rate) + b"".join(pairs)
-
-
-def _first_digest(path: Path, start: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(start - _HEADER_DIGEST)
-        return file.read(_HEADER_DIGEST)
 
 
 def _read_mark(path: Path) -> dict[str, Any]:

@@ -12,20 +12,18 @@ from dp_accounting import get_epsilon_gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accounting.devices.photon_counts import (
+from accounting.devices.readings import (
     ORDERS,
+    DeviceReadings,
     box_rdp,
     box_variation,
+    device_readings_guarantee,
     epsilon_of_curve,
     epsilon_of_divergence,
+    known_counts_guarantee,
     pattern_rdp,
     pattern_variation,
     poisson_divergence,
-)
-from accounting.devices.readings import (
-    DeviceReadings,
-    device_readings_guarantee,
-    known_counts_guarantee,
 )
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Status

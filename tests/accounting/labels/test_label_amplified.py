@@ -1,9 +1,10 @@
-"""Labels under amplification: the dominating pair against exact mixtures, attacks in more dimensions, leverages."""
+"""Labels under amplification: the dominating pair against exact mixtures, the clip of the code that runs."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from dp_accounting import NeighboringRelation, get_epsilon_gaussian
 from dp_accounting.pld import privacy_loss_distribution as pld
 from hypothesis import given, settings
@@ -12,8 +13,10 @@ from scipy.stats import norm
 
 from accounting.composition import guarantees
 from accounting.guarantee import Guarantee, Status, Unit
-from accounting.labels.amplified import equalised_weights, record_weights, whitened_norms
 from accounting.labels.mechanisms import LabelAmplified
+from training.networks.clipping import bounded_factors
+from training.protections.amplified_labels import whitened_norms
+from training.protections.metric import Metric
 
 EPSILONS = np.array([0.0, 0.1, 0.5, 1.0, 2.0, 4.0])
 LINE = np.linspace(-14, 14, 20_001)
@@ -162,23 +165,13 @@ def test_more_noise_never_raises_and_more_steps_never_lower(q: float, clip: floa
 
 
 def test_weighted_contributions_stay_within_the_clip(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    signals = [generator.standard_normal((50, 4, n)) for n in (6, 4)]
-    scores = [generator.exponential(size=(50, 6)), generator.exponential(size=(50, 1))]
-    weights = record_weights(whitened_norms(signals, scores, [0.5, 2.0]), 1.7)
-    scaled = [signal * weights[:, None, None] for signal in signals]
-    assert whitened_norms(scaled, scores, [0.5, 2.0]).max() <= 1.7 * (1 + 1e-12)
-    assert (weights == 1).any() or (weights < 1).all()
-    assert record_weights(np.zeros(2), 1.0).tolist() == [1.0, 1.0]
-
-
-def test_kiefer_wolfowitz_weights_equalise_leverages(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    h = generator.standard_normal((2000, 8)) * generator.exponential(size=(2000, 1))
-
-    def largest(weights: np.ndarray) -> float:
-        return float(np.einsum("id,de,ie->i", h, np.linalg.inv(h.T @ (h * weights[:, None])), h).max() / 8)
-
-    before, after = largest(np.full(2000, 1 / 2000)), largest(equalised_weights(h))
-    assert before > 5
-    assert 1 <= after < 1.1
+    """The torch code that training runs: factors bring every whitened contribution, label by label, within the clip."""
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    rows = [torch.randn(50, d, generator=generator).exp() for d in (7, 5)]
+    metrics = [Metric.of_rows(row[:9], floor=0.01) for row in rows]
+    for _ in range(4):
+        deltas = [torch.randn(50, n, generator=generator) for n in (6, 4)]
+        factors = bounded_factors(whitened_norms(deltas, rows, metrics), 1.7)
+        scaled = [delta.double() * factors[:, None] for delta in deltas]
+        assert whitened_norms(scaled, rows, metrics).max() <= 1.7 * (1 + 1e-9)
+        assert ((factors > 0) & (factors <= 1)).all()

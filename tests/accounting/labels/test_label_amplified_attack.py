@@ -6,61 +6,63 @@ log-likelihood ratio L is exact, and delta(epsilon) = E (1 - e^(epsilon - L))_+ 
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy.stats import norm
 
-from accounting.labels.amplified import record_weights, whitened_norms
-from accounting.labels.leverage import LayerReadings, public_leverages
-
-_SPEC = importlib.util.spec_from_file_location(
-    "label_simulation", Path(__file__).parents[2] / "oracles" / "label_simulation.py"
-)
-simulation = sys.modules["label_simulation"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(simulation)
+from tests.oracles import label_simulation as simulation
+from training.networks.clipping import bounded_factors
+from training.protections.amplified_labels import whitened_norms
+from training.protections.metric import Metric
 
 Q, CLIP, STEPS, TRIALS = 0.4, 0.6, 3, 20_000
 EPSILONS = np.array([0.25, 0.5, 1.0, 1.5])
 
 
 def _layers(generator: np.random.Generator) -> list[simulation.Layer]:
-    """Record 0's two labels send opposite signals, large enough to be clipped."""
-    layers = simulation.random_layers(generator, m=8, labels=2, floor=0.5)
+    """Record 0's two labels send opposite signals, slopes included, large enough to be clipped."""
+    layers = simulation.random_layers(generator, m=8, labels=2, floor=0.5, after=True)
     for layer in layers:
+        layer.slopes[:] = 1.0
         layer.signals[0] = 10 * layer.signals[0] / np.linalg.norm(layer.signals[0], axis=1, keepdims=True)
         layer.signals[0, 1] = -layer.signals[0, 0]
     return [replace(layer, sigma=2 * layer.sigma) for layer in layers]
 
 
-def _public_scores(layers: list[simulation.Layer]) -> list[np.ndarray]:
-    """Leverages in the covariance of the first four records' features, which are public and fixed."""
-    scores = []
-    for layer in layers:
-        records = LayerReadings(activations=layer.h[:, :-1], slopes=layer.slopes)
-        reference = LayerReadings(activations=layer.h[:4, :-1], slopes=layer.slopes[:4], floor=layer.floor)
-        scores.append(public_leverages(records, reference, 2.0))
-    return scores
+def _metrics(layers: list[simulation.Layer]) -> list[Metric]:
+    """The covariance that training draws noise with, of the first four records' features, which are public."""
+    return [Metric.of_rows(torch.from_numpy(layer.h[:4]), floor=layer.floor) for layer in layers]
+
+
+def _factors(layers: list[simulation.Layer], metrics: list[Metric]) -> tuple[np.ndarray, np.ndarray]:
+    """Norms and factors of every record by the code that trains; record 0's two labels have equal norms."""
+    deltas = [torch.from_numpy(layer.signals[:, 0] / layer.sigma) for layer in layers]
+    norms = whitened_norms(deltas, [torch.from_numpy(layer.h) for layer in layers], metrics)
+    return norms.numpy(), bounded_factors(norms, CLIP).numpy()
 
 
 def _step_ratio(
-    layers: list[simulation.Layer], weights: np.ndarray, generator: np.random.Generator
+    layers: list[simulation.Layer],
+    metrics: list[Metric],
+    weights: np.ndarray,
+    generator: np.random.Generator,
 ) -> np.ndarray:
     """The attacker's log-likelihood ratio of label 0 against label 1 of record 0, when it is 0, shape (TRIALS,)."""
     joins = (generator.random(TRIALS) < Q)[:, None]
     exponents = np.zeros((3, TRIALS))  # record 0 absent, present with label 0, present with label 1
-    for layer in layers:
+    for layer, metric in zip(layers, metrics, strict=True):
+        public = layer.h[:4].T @ layer.h[:4] / 4
+        ridge = layer.floor * np.trace(public) / len(public)
+        covariance = layer.sigma**2 * (public + ridge * np.eye(len(public)))
         for j in range(layer.slopes.shape[1]):
-            rows = layer.slopes[:, [j]] * layer.h
-            covariance = layer.sigma**2 * (2.0 * rows[:4].T @ rows[:4] + layer.floor * np.eye(rows.shape[1]))
-            first, second = (weights[0] * layer.signals[0, label, j] * rows[0] for label in (0, 1))
-            noise = generator.standard_normal((TRIALS, len(first))) @ np.linalg.cholesky(covariance).T
+            first, second = (weights[0] * layer.signals[0, label, j] * layer.h[0] for label in (0, 1))
+            white = torch.from_numpy(generator.standard_normal((TRIALS, len(first))))
+            noise = layer.sigma * metric.colour(white).numpy()
             released = noise + joins * first
             for k, mean in enumerate((np.zeros_like(first), first, second)):
                 away = released - mean
@@ -88,16 +90,15 @@ def _claimed(relation: NeighboringRelation = NeighboringRelation.REPLACE_ONE) ->
 def test_the_strongest_attack_stays_within_the_account_and_reaches_it(case: int, seed: int) -> None:
     generator = np.random.default_rng([seed, case])
     layers = _layers(generator)
-    scores = _public_scores(layers)
-    norms = whitened_norms([layer.signals for layer in layers], scores, [layer.sigma for layer in layers])
-    weights = record_weights(norms, CLIP)
+    metrics = _metrics(layers)
+    norms, weights = _factors(layers, metrics)
     assert norms[0] > CLIP  # so record 0 sits at the bound, with opposite contributions: the worst pair
-    ratios = sum(_step_ratio(layers, weights, generator) for _ in range(STEPS))
+    ratios = sum(_step_ratio(layers, metrics, weights, generator) for _ in range(STEPS))
     assert _excess(ratios, _claimed()) < 5
     assert (
         _excess(ratios, _claimed(NeighboringRelation.ADD_OR_REMOVE_ONE)) > 10
     )  # planted: the wrong relation
-    unclipped = sum(_step_ratio(layers, np.ones(8), generator) for _ in range(STEPS))
+    unclipped = sum(_step_ratio(layers, metrics, np.ones(8), generator) for _ in range(STEPS))
     assert _excess(unclipped, _claimed()) > 10  # planted: weights left out
 
 

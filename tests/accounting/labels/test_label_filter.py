@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from accounting.composition import guarantees
 from accounting.guarantee import Guarantee, Status, Unit
-from accounting.labels.budget import LabelFilter
+from accounting.labels.budget import PerRecordBudget
 from accounting.labels.mechanisms import LabelBudget
 
 
@@ -24,21 +24,21 @@ def _only(mechanism: LabelBudget, delta: float = 1e-5) -> Guarantee:
     st.lists(st.lists(st.floats(0, 2), min_size=4, max_size=4), min_size=1, max_size=30), st.floats(0.1, 5)
 )
 def test_no_record_ever_exceeds_the_budget(steps: list[list[float]], budget: float) -> None:
-    label_filter = LabelFilter(budget_mu=budget, n_records=4)
+    label_filter = PerRecordBudget(budget_mu=budget, n_records=4)
     spent = np.zeros(4)
     for mu in steps:
-        kept = label_filter.admit(np.arange(4), np.array(mu))
+        kept = label_filter.charge(np.arange(4), np.array(mu))
         spent += kept * np.square(mu)
     assert np.all(spent <= budget**2)
     assert np.all(label_filter.spent >= spent * (1 - 1e-15))
 
 
 def test_a_refused_record_is_charged_nothing_and_may_come_back() -> None:
-    label_filter = LabelFilter(budget_mu=1.0, n_records=3)
-    assert label_filter.admit(np.array([0, 2]), np.array([0.8, 1.1])).tolist() == [True, False]
-    assert label_filter.admit(np.array([0, 2]), np.array([0.8, 0.9])).tolist() == [False, True]
+    label_filter = PerRecordBudget(budget_mu=1.0, n_records=3)
+    assert label_filter.charge(np.array([0, 2]), np.array([0.8, 1.1])).tolist() == [True, False]
+    assert label_filter.charge(np.array([0, 2]), np.array([0.8, 0.9])).tolist() == [False, True]
     assert label_filter.spent[1] == 0
-    copy = LabelFilter(budget_mu=1.0, n_records=3)
+    copy = PerRecordBudget(budget_mu=1.0, n_records=3)
     copy.restore(label_filter.spent)
     assert np.array_equal(copy.spent, label_filter.spent)
 
@@ -92,4 +92,4 @@ def test_adaptive_spending_stays_within_the_gaussian_law(seed: int) -> None:
 )
 def test_bad_input_is_named(records: list[int], mu: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LabelFilter(budget_mu=1.0, n_records=3).admit(np.array(records), np.array(mu))
+        PerRecordBudget(budget_mu=1.0, n_records=3).charge(np.array(records), np.array(mu))

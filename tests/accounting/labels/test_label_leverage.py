@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import norm
 
-from accounting.labels.leverage import (
+from accounting.labels.budget import label_distance, step_mu_bound
+from tests.oracles import label_simulation as simulation
+from tests.oracles.label_leverage import (
     LayerReadings,
-    label_distance,
     leverages,
     public_leverages,
     step_mu,
-    step_mu_bound,
     ternary_distance,
 )
-
-# Loaded by path, because tests are no package; known to sys.modules, because its dataclass looks there.
-_SPEC = importlib.util.spec_from_file_location(
-    "label_simulation", Path(__file__).parents[2] / "oracles" / "label_simulation.py"
-)
-simulation = sys.modules["label_simulation"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(simulation)
+from training.protections.metric import Metric, batch_leverages
 
 LIMIT = 5.0
 FAMILY_LIMIT = float(norm.isf(norm.sf(LIMIT) / 144))  # 12 cases, 6 label pairs, mean and variance
@@ -34,18 +26,27 @@ TRIALS = 4000
 AFTER = pytest.mark.parametrize("after", [False, True], ids=["noise before the slope", "noise after it"])
 
 
+def _batch_scores(h: np.ndarray, floor: float) -> np.ndarray:
+    """The leverages that training computes, in torch, for an absolute floor lambda; shape (m,)."""
+    share = floor * h.shape[1] / np.square(h).sum()
+    scores, ridge = batch_leverages(torch.from_numpy(h), floor=share)
+    assert ridge == pytest.approx(floor, rel=1e-12)
+    return scores.numpy()
+
+
 def _scores(layers: list[simulation.Layer], *, bias: bool = True) -> list[np.ndarray]:
-    return [
-        leverages(
-            LayerReadings(
-                activations=layer.h[:, :-1],
-                slopes=None if layer.after else layer.slopes,
-                bias=bias,
-                floor=layer.floor,
+    """Of each layer: the code that trains for noise after the slope, the oracle for noise before it."""
+    scores = []
+    for layer in layers:
+        h = layer.h if bias else layer.h[:, :-1]
+        if layer.after:
+            scores.append(_batch_scores(h, layer.floor)[:, None])
+        else:
+            readings = LayerReadings(
+                activations=layer.h[:, :-1], slopes=layer.slopes, bias=bias, floor=layer.floor
             )
-        )
-        for layer in layers
-    ]
+            scores.append(leverages(readings))
+    return scores
 
 
 def _signals(layers: list[simulation.Layer]) -> list[np.ndarray]:
@@ -110,6 +111,29 @@ def test_leverages_equal_the_inverse_and_lie_in_the_unit_interval(seed: int) -> 
         assert score.min() >= 0
         assert score.max() <= 1
         assert score.sum(axis=0).max() <= layer.h.shape[1] + 1e-9  # fan-in + 1
+
+
+@pytest.mark.parametrize("m", [3, 7, 30])
+def test_the_leverages_that_train_are_those_of_the_oracle(m: int, seed: int) -> None:
+    """Below and above the fan-in; rounding may raise a leverage, never lower it by more than 1e-9."""
+    generator = np.random.default_rng([seed, m])
+    h = generator.standard_normal((m, 7)) * generator.exponential(size=(m, 1))
+    for floor in (1e-4, 0.3, 10.0):
+        exact = leverages(LayerReadings(activations=h, slopes=None, bias=False, floor=floor))[:, 0]
+        np.testing.assert_allclose(_batch_scores(h, floor), exact, rtol=1e-8, atol=1e-9)
+
+
+def test_the_public_metric_that_trains_is_that_of_the_oracle(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    h, base = generator.standard_normal((9, 5)), generator.standard_normal((20, 5))
+    metric = Metric.of_rows(torch.from_numpy(base), floor=0.2)
+    floor = 0.2 * np.square(base).sum() / 20 / 5
+    exact = public_leverages(
+        LayerReadings(activations=h, slopes=None, bias=False),
+        LayerReadings(activations=base, slopes=None, bias=False, floor=floor),
+        1 / 20,
+    )[:, 0]
+    np.testing.assert_allclose(metric.leverages(torch.from_numpy(h)).numpy(), exact, rtol=1e-9)
 
 
 def test_no_floor_and_too_few_records_give_leverage_one() -> None:
@@ -217,9 +241,7 @@ def test_planted_scale_after_the_reading_is_caught(seed: int) -> None:
     """h = 1, no slope: others' readings of norm 100 tB shrink their noise; the claim takes it for whole."""
     generator = np.random.default_rng(seed)
     m, n, sigma = 100, 4, 0.5
-    claimed = step_mu_bound(
-        [2.0], [leverages(LayerReadings(activations=np.ones((m, 1)), slopes=None, bias=False))], [sigma]
-    )[0]
+    claimed = step_mu_bound([2.0], [_batch_scores(np.ones((m, 1)), 1e-9)[:, None]], [sigma])[0]
     assert claimed == pytest.approx(0.4)
     coins = generator.integers(0, 2, size=2000)
     for after, caught in ((False, False), (True, True)):
@@ -260,10 +282,8 @@ def test_planted_pseudo_inverse_and_ridge_understate_a_faint_pixel() -> None:
     pinv = h[0] @ np.linalg.pinv(gram, rcond=1e-6) @ h[0]
     assert exact == pytest.approx(1.0, abs=1e-9)
     assert max(ridge, pinv) < 0.3
-    with_floor = leverages(LayerReadings(activations=h, slopes=None, bias=False, floor=1e-6))[0, 0]
-    assert with_floor == pytest.approx(
-        ridge, rel=1e-9
-    )  # the same number is right once the noise is really there
+    # the same number is right once the noise is really there, as training has it
+    assert _batch_scores(h, 1e-6)[0] == pytest.approx(ridge, rel=1e-6)
 
 
 def test_planted_unweighted_leverage_understates_slopes_near_zero() -> None:
@@ -295,24 +315,9 @@ def test_planted_sum_over_layers_that_share_readings_is_caught(seed: int) -> Non
     first[0] = 0.3
     second = first.copy()
     second[0] = -first[0]
-    alone = [leverages(LayerReadings(activations=h, slopes=None, bias=False))[0, 0] for h in (first, second)]
-    stacked = LayerReadings(activations=np.hstack([first, second]), slopes=None, bias=False)
+    alone = [_batch_scores(h, 1e-9)[0] for h in (first, second)]
     assert sum(alone) < 0.02
-    assert leverages(stacked)[0, 0] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"floor": -1.0}, "floor = -1.0: must be finite and at least 0"),
-        ({"slopes": np.ones((4, 2))}, r"slopes has shape \(4, 2\): must be \(3, any\)"),
-        ({"activations": np.full((3, 2), np.nan)}, "activations = .*: must be finite"),
-    ],
-)
-def test_bad_readings_are_named(change: dict[str, object], message: str) -> None:
-    values = {"activations": np.ones((3, 2)), "slopes": None} | change
-    with pytest.raises(ValueError, match=message):
-        LayerReadings(**values)
+    assert _batch_scores(np.hstack([first, second]), 1e-9)[0] == pytest.approx(1.0)
 
 
 def _to_ball(rows: np.ndarray) -> np.ndarray:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from dp_accounting import get_epsilon_gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accounting.composition import guarantees
 from accounting.guarantee import Guarantee, Status, Unit
-from accounting.labels.mechanisms import LabelOnce
-from accounting.labels.once import label_once_mu, posterior_targets, reading_log_likelihood
-from accounting.labels.randomized_response import keep_probability, respond, response_log_likelihood
+from accounting.labels.mechanisms import LabelReadout
+from accounting.labels.observations import (
+    keep_probability,
+    reading_log_likelihood,
+    respond,
+    response_log_likelihood,
+)
+from tests.oracles.label_leverage import label_once_mu
+from training.protections.noisy_labels import NoisyLabels
 
 
-def _only(mechanism: LabelOnce, delta: float = 1e-5) -> Guarantee:
+def _only(mechanism: LabelReadout, delta: float = 1e-5) -> Guarantee:
     (guarantee,) = guarantees([mechanism], delta=delta)
     return guarantee
 
@@ -52,32 +59,34 @@ def test_log_likelihood_ratio_has_the_law_of_mu(seed: int) -> None:
 
 
 def test_guarantee_and_the_certificates_share_of_delta() -> None:
-    guarantee = _only(LabelOnce(mu=0.719))
+    guarantee = _only(LabelReadout(mu=0.719))
     assert guarantee.epsilon == pytest.approx(3.0, abs=5e-3)
     assert (guarantee.unit, guarantee.status) == (Unit.LABEL, Status.PROVEN)
-    device = _only(LabelOnce(mu=0.5, device_law=True, beta=5e-6))
+    device = _only(LabelReadout(mu=0.5, device_law=True, beta=5e-6))
     assert device.status is Status.PROVEN_UNDER_DEVICE_MODEL
     assert device.epsilon == pytest.approx(get_epsilon_gaussian(2.0, 5e-6))
-    assert "must exceed beta" in str(_only(LabelOnce(mu=0.5, beta=1e-5)).reason)
+    assert "must exceed beta" in str(_only(LabelReadout(mu=0.5, beta=1e-5)).reason)
 
 
 def test_readings_of_two_runs_add_their_squares() -> None:
-    (both,) = guarantees([LabelOnce(mu=0.6), LabelOnce(mu=0.4, steps=4)], delta=1e-5)
+    (both,) = guarantees([LabelReadout(mu=0.6), LabelReadout(mu=0.4, steps=4)], delta=1e-5)
     assert both.epsilon == pytest.approx(get_epsilon_gaussian(1.0, 1e-5))
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.floats(0.01, 20), st.floats(1.001, 3))
 def test_more_noise_never_raises_epsilon(mu: float, factor: float) -> None:
-    weaker = _only(LabelOnce(mu=mu / factor)).epsilon
-    assert weaker <= _only(LabelOnce(mu=mu)).epsilon
+    weaker = _only(LabelReadout(mu=mu / factor)).epsilon
+    assert weaker <= _only(LabelReadout(mu=mu)).epsilon
 
 
 def test_posterior_is_bayes_rule_by_hand() -> None:
-    """Prior (0.7, 0.3), likelihoods 1 : 4, posterior 7 : 12; a constant added to a row changes nothing."""
-    logits = np.log([[0.7, 0.3]]) + 5.0
-    target = posterior_targets(logits, np.log([[0.1, 0.4]]))
-    np.testing.assert_allclose(target, [[7 / 19, 12 / 19]])
+    """Prior (0.7, 0.3), likelihoods 1 : 4, posterior 7 : 12, by the code that trains; flat at first."""
+    labels = NoisyLabels(log_likelihood=torch.tensor([[0.1, 0.4]]).log(), flat_steps=1)
+    logits = torch.tensor([[0.7, 0.3]]).log() + 5.0  # a constant added to a row changes nothing
+    flat, informed = (labels.targets(logits, torch.tensor([0]), step) for step in (0, 1))
+    np.testing.assert_allclose(flat, [[1 / 5, 4 / 5]], rtol=1e-6)
+    np.testing.assert_allclose(informed, [[7 / 19, 12 / 19]], rtol=1e-6)
 
 
 def test_reading_likelihood_equals_the_gaussian_density(seed: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from accounting.labels.leverage import LayerReadings, leverages
-from accounting.labels.ulr_labels import fresh_noise_mu, jacobian_leverages
+from tests.oracles.label_leverage import LayerReadings, leverages
+from tests.oracles.ulr_labels import fresh_noise_mu, jacobian_leverages
 
 CLIP, NOISE, TAU = 0.6, 0.9, 0.4
 

@@ -15,7 +15,7 @@ from accounting.errors import BudgetExceeded, LedgerCorrupt
 from accounting.labels.mechanisms import LabelBudget
 from accounting.ledger.journal import Journal, Position, Witness, read_journal, read_position
 from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.mechanisms import PoissonGaussian
+from accounting.records.additive_noise import PoissonGaussian
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 TOTAL = 40

@@ -10,7 +10,7 @@ import pytest
 from accounting.composition import Budget
 from accounting.errors import BudgetExceeded, LedgerCorrupt
 from accounting.ledger.ledger import Ledger, read_ledger
-from accounting.mechanisms import PoissonGaussian
+from accounting.records.additive_noise import PoissonGaussian
 
 STEP = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1)
 

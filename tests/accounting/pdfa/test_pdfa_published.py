@@ -10,10 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accounting.composition import guarantees
 from accounting.guarantee import Status
-from accounting.pdfa.column import column_bound_published, column_bound_two_sided, column_divergence
-from accounting.pdfa.mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
-from accounting.pdfa.published import guarantees, published_guarantee, published_rdp, published_value
+from accounting.pdfa.mechanisms import (
+    PdfaWithoutFormula,
+    PublishedLayer,
+    PublishedPdfa,
+    column_bound_published,
+    published_guarantee,
+    published_rdp,
+    published_value,
+)
+from tests.oracles.pdfa_column import column_bound_two_sided, column_divergence
 
 DELTA = 1e-5
 

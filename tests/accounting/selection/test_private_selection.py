@@ -13,8 +13,8 @@ from scipy.stats import norm
 
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency, Release, Status
-from accounting.selection.mechanism import PrivateSelection
-from accounting.selection.private_selection import (
+from accounting.selection.mechanisms import (
+    PrivateSelection,
     gaussian_delta,
     refined_delta,
     refined_epsilon,

@@ -11,12 +11,11 @@ import pytest
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from scipy.stats import binom, norm
 
+from accounting import numerics
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency, Status
-from accounting.mechanisms import Gaussian
-from accounting.ulr.mechanisms import PublishedUlr, RejectionGaussian
-from accounting.ulr.published import published_rdp
-from accounting.ulr.rejection import mixture_of, renyi_curve
+from accounting.records.additive_noise import Gaussian
+from accounting.ulr.mechanisms import PublishedUlr, RejectionGaussian, published_rdp
 
 CASES = ((24, 0.2, 4, 4.0), (100, 0.2, 20, 4.0), (100, 0.2, 20, 1.0), (50, 0.05, 5, 0.7), (40, 0.5, 1, 2.0))
 """N, q, N_B, z."""
@@ -56,10 +55,14 @@ def test_no_neighbours_exceed_the_bound_in_either_direction(case: tuple[int, flo
     exceeded = False
     for others, new in product(ALL_VALUES, (-1.0, 1.0)):
         step, without, with_new = densities(*case, others, new)
-        for order, bound in zip((2.0, 4.0, 8.0), renyi_curve(run_of(*case), (2.0, 4.0, 8.0)), strict=True):
+        for order, bound in zip(
+            (2.0, 4.0, 8.0),
+            numerics.mixture_renyi_curve(run_of(*case).as_mixture(), (2.0, 4.0, 8.0)),
+            strict=True,
+        ):
             exact = max(renyi(order, step, without, with_new), renyi(order, step, with_new, without))
             assert exact <= bound * (1 + 1e-6)
-            plain = renyi_curve(run_of(case[0], case[1], 1, case[3]), (order,))[
+            plain = numerics.mixture_renyi_curve(run_of(case[0], case[1], 1, case[3]).as_mixture(), (order,))[
                 0
             ]  # planted: rejection ignored
             exceeded |= exact > plain * (1 + 1e-6)
@@ -68,7 +71,7 @@ def test_no_neighbours_exceed_the_bound_in_either_direction(case: tuple[int, flo
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_hockey_sticks_stay_below_the_mixture_that_is_composed(case: tuple[int, float, int, float]) -> None:
-    mixture, z = mixture_of(case[1], case[0], case[2]), case[3]
+    mixture, z = run_of(case[0], case[1], case[2], 1.0).as_mixture(), case[3]
     for others, new in product(ALL_VALUES, (-1.0, 1.0)):
         step, without, with_new = densities(*case, others, new)
         for direction, p, q in (
@@ -95,7 +98,9 @@ def test_the_reference_cases() -> None:
         step, without, with_new = densities(*case, others, new)
         found += [renyi(4.0, step, without, with_new), renyi(4.0, step, with_new, without)]
     assert max(found) == pytest.approx(1.59e-2, rel=5e-3)
-    assert renyi_curve(run_of(*case), (4.0,))[0] == pytest.approx(2.28e-2, rel=5e-3)
+    assert numerics.mixture_renyi_curve(run_of(*case).as_mixture(), (4.0,))[0] == pytest.approx(
+        2.28e-2, rel=5e-3
+    )
     paper = PublishedUlr(
         target_std=4,
         sampling_probability=0.2,
@@ -117,16 +122,16 @@ def test_composed_epsilon_is_at_most_the_references(z: float, renyi_value: float
 
 
 def test_no_rejection_is_the_plain_sampled_gaussian() -> None:
-    mixture = mixture_of(0.1, 1000, 1)
+    mixture = run_of(1000, 0.1, 1, 1.0).as_mixture()
     assert mixture.probability == pytest.approx(0.1, rel=1e-9)
     assert mixture.share < 1e-9
-    assert mixture_of(1.0, 50, 20).share == 0
+    assert run_of(50, 1.0, 20, 1.0).as_mixture().share == 0
 
 
 @pytest.mark.parametrize(("q", "least"), [(0.01, 10), (0.05, 50), (0.2, 150), (0.5, 480)])
 def test_both_parameters_fall_as_the_data_set_grows(q: float, least: int) -> None:
     """What lets N be a lower limit."""
-    found = [mixture_of(q, n, least) for n in range(1000, 3000, 50)]
+    found = [run_of(n, q, least, 1.0).as_mixture() for n in range(1000, 3000, 50)]
     for earlier, later in pairwise(found):
         assert later.probability <= earlier.probability * (1 + 1e-9)
         assert later.share <= earlier.share + 1e-9
@@ -138,7 +143,7 @@ def test_parameters_against_sums_over_batch_sizes() -> None:
     above, near = mass[least:].sum(), mass[least - 1 :].sum()
     mean = (np.arange(least, n + 1) * mass[least:]).sum() / above
     mean_near = (np.arange(least - 1, n + 1) * mass[least - 1 :]).sum() / near
-    mixture = mixture_of(q, n, least)
+    mixture = run_of(n, q, least, 1.0).as_mixture()
     assert mixture.probability == pytest.approx(q * near / (q * near + (1 - q) * above), rel=1e-9)
     assert mixture.share == pytest.approx(mean - mean_near, rel=1e-9)
 

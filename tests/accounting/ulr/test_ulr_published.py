@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from accounting.composition import guarantees
 from accounting.guarantee import Status
-from accounting.ulr.mechanisms import PublishedUlr
-from accounting.ulr.published import admissible, published_rdp, published_value
+from accounting.ulr.mechanisms import PublishedUlr, admissible, published_rdp, published_value
 
 DELTA = 1e-5
 PAPER = PublishedUlr(

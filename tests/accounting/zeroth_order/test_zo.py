@@ -12,8 +12,10 @@ import pytest
 
 from accounting import Adjacency, Status, Unit, ZoGaussian, ZoLaplace, calibrate, guarantees
 from accounting.guarantee import Guarantee
-from accounting.mechanisms import Mechanism, PoissonGaussian, PoissonLaplace, mechanism_from_json
-from accounting.zeroth_order.scalar_noise import composed_pure_epsilon, cut_delta, sampled_pure_epsilon
+from accounting.mechanisms import Mechanism, mechanism_from_json
+from accounting.records.additive_noise import PoissonGaussian, PoissonLaplace
+from accounting.zeroth_order.mechanisms import composed_pure_epsilon, cut_delta, sampled_pure_epsilon
+from tests.oracles.dp_events import event
 
 DELTA = 1e-5
 GAUSSIAN = ZoGaussian(
@@ -164,10 +166,10 @@ def test_events_compose_directions_within_the_sample() -> None:
     from dp_accounting.pld import PLDAccountant
 
     ran = replace(GAUSSIAN, directions=4, steps=100)
-    theirs = PLDAccountant().compose(ran.event()).get_epsilon(DELTA)
+    theirs = PLDAccountant().compose(event(ran)).get_epsilon(DELTA)
     assert _only(ran, DELTA).epsilon == pytest.approx(theirs, rel=5e-3)
-    assert not PLDAccountant().supports(replace(LAPLACE, directions=2).event())
-    assert PLDAccountant().supports(replace(LAPLACE, directions=1).event())
+    assert not PLDAccountant().supports(event(replace(LAPLACE, directions=2)))
+    assert PLDAccountant().supports(event(replace(LAPLACE, directions=1)))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Counts and digital numbers of single pixels: laws, limits, and the naive twin."""
-
-from types import ModuleType
+"""Counts and digital numbers of single pixels: laws, limits, and the naive twin of the kernels."""
 
 import numpy as np
 import pytest
@@ -9,11 +7,6 @@ from scipy.stats import poisson
 
 from opusim.camera.kernels import fill_counts, fill_numbers
 from tests.oracles import naive_camera
-
-
-@pytest.fixture(scope="module")
-def twin() -> ModuleType:
-    return naive_camera
 
 
 def counts_at(rate: float, w: np.ndarray) -> np.ndarray:
@@ -45,13 +38,15 @@ def test_a_rounded_normal_count_would_be_thousands_of_times_further_off() -> Non
     assert 0.5 * np.sum(np.abs(masses - poisson.pmf(n, 64))) > 9000 * 1e-6
 
 
-def test_counts_equal_the_naive_twins(twin: ModuleType, seed: int) -> None:
+def test_counts_equal_the_naive_twins(seed: int) -> None:
     random = np.random.default_rng(seed)
     w = random.standard_normal(4000).astype(np.float32)
     rates = random.exponential(80.0, 4000)
     counts = np.empty(4000)
     fill_counts(counts, rates, w)
-    wrong = counts != [twin.count(rate, value) for rate, value in zip(rates, w.astype(float), strict=True)]
+    wrong = counts != [
+        naive_camera.count(rate, value) for rate, value in zip(rates, w.astype(float), strict=True)
+    ]
     assert not np.any(wrong)
 
 
@@ -64,7 +59,7 @@ def test_counts_grow_with_the_rate_and_with_w() -> None:
     assert np.all(counts_at(0.0, w) == 0)
 
 
-def test_numbers_go_through_the_stages_in_order(twin: ModuleType, seed: int) -> None:
+def test_numbers_go_through_the_stages_in_order(seed: int) -> None:
     random = np.random.default_rng(seed)
     size = 300
     rates, offset = random.exponential(30.0, size), random.normal(0, 2, size)
@@ -73,7 +68,7 @@ def test_numbers_go_through_the_stages_in_order(twin: ModuleType, seed: int) -> 
     fill_numbers(got, rates, offset, w, z, (1.0, 55.0, 2.7, 3.3, 20.0, 180.0))
     fixed = {"well": 55.0, "read": 2.7, "black": 20.0, "gain": 3.3, "top": 180.0}
     parts = zip(rates, w.astype(float), z.astype(float), offset, strict=True)
-    expected = [twin.digital_number(r, a, b, fixed | {"offset": o}) for r, a, b, o in parts]
+    expected = [naive_camera.digital_number(r, a, b, fixed | {"offset": o}) for r, a, b, o in parts]
     np.testing.assert_array_equal(got, expected)
 
 

@@ -209,7 +209,7 @@ def test_frames_hold_whole_numbers_of_the_converter(seed: int) -> None:
         ({"camera": {"light": {"exposure_us": 600.0}}}, "camera.light.exposure_us: 600: is longer than"),
         ({"frames": {"frames_per_projection": 2}}, "a camera shows 4"),
         ({"noise": {"sigma": 0.1}}, "a camera's noise comes from its stages"),
-        ({"camera": {"anchor": {"lowest": 3.0}}}, "hardly a pixel is left"),
+        ({"camera": {"anchor": {"lowest": 3.0}}}, "almost no pixel is left"),
         ({"camera": {"sensor": {"read_nois_e": 1.0}}}, "unknown key; did you mean 'read_noise_e'?"),
         ({"kind": "gaussian"}, "belong together"),
         ({"n_inputs": 1, "camera": {"anchor": {"reference_share": 0.0}}}, "an anchor of one mirror"),

@@ -1,4 +1,4 @@
-"""The device that docs/devices.md writes: installed by pip, found by its entry point, tested and trained with."""
+"""The package of docs/extending.md: installed by pip, found by its entry point, tested and trained with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[3] / "docs" / "devices.md"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs" / "extending.md"
+PACKAGE = ROOT / "tests" / "support" / "third_party_device"
 
 
 def files() -> dict[str, str]:
-    """The files that the page spells out, by the name in their first line."""
-    blocks = re.findall(r"```(?:toml|python)\n# (\S+\.(?:toml|py))\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    return dict(blocks)
+    """The files that the page shows: spelled out with their name in the first line, or included from PACKAGE."""
+    page = DOCS.read_text()
+    blocks = re.findall(r"```(?:toml|python)\n# (\S+\.(?:toml|py))\n(.*?)```", page, re.DOTALL)
+    included = re.findall(r"```\{literalinclude\} \.\./tests/support/third_party_device/(\S+)", page)
+    return {**dict(blocks), **{name: (PACKAGE / name).read_text() for name in included}}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    paths = [str(folder / "site"), str(DOCS.parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(folder / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
@@ -44,17 +48,15 @@ def run(folder: Path, *command: str) -> str:
 
 def test_the_page_has_all_four_files_and_a_short_class() -> None:
     found = files()
-    assert set(found) == {"pyproject.toml", "lab_device.py", "lab.toml", "test_lab_device.py"}
-    assert len(found["lab_device.py"].splitlines()) < 60
+    assert set(found) == {"pyproject.toml", "lab_bench.py", "bench.toml", "test_lab_bench.py"}
+    assert len(found["lab_bench.py"].splitlines()) < 60
 
 
 def test_it_passes_the_contract(installed: Path) -> None:
-    said = run(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_lab_device.py")
+    said = run(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_lab_bench.py")
     assert re.search(r"\d\d passed", said)
 
 
-def test_it_trains(installed: Path) -> None:
-    options = ["--data", "digits", "--device", "lab.toml", "--epochs", "2", "--out", "run", "--quiet"]
+def test_its_description_is_shown(installed: Path) -> None:
     code = "from training.cli import main; main()"
-    assert run(installed, "-c", code, "train", "pdfa", *options).strip().endswith("run")
-    assert "accuracy" in run(installed, "-c", code, "evaluate", "run")
+    assert "lab_bench" in run(installed, "-c", code, "device", "show", "bench.toml")

@@ -1,6 +1,5 @@
 import multiprocessing
 import pickle
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from opusim.randomness import philox
 from opusim.randomness import streams as randomness
 from opusim.randomness.kernels import PAIRS, fill_from_words
 from opusim.randomness.streams import SeededStream, SystemStream, noise_stream
+from tests.oracles import naive_philox
 
 
 def transform(words: np.ndarray) -> np.ndarray:
@@ -20,20 +20,20 @@ def transform(words: np.ndarray) -> np.ndarray:
     return out.reshape(2, PAIRS).T
 
 
-def test_kernel_follows_the_naive_twin(naive: ModuleType, seed: int) -> None:
+def test_kernel_follows_the_naive_twin(seed: int) -> None:
     out = np.empty(1500, dtype=np.float32)
     normal_kernels.fill_from_philox(out, 0, 7, 3, 5, 11, 13)
-    twin = naive.normals(1500, reading=7, step=3 + (5 << 32), key=11 + (13 << 32))
+    twin = naive_philox.normals(1500, reading=7, step=3 + (5 << 32), key=11 + (13 << 32))
     np.testing.assert_allclose(out, twin, rtol=0, atol=4e-7 * 5)
 
 
-def test_error_is_below_what_the_docstring_states(naive: ModuleType, seed: int) -> None:
+def test_error_is_below_what_the_docstring_states(seed: int) -> None:
     words = np.random.default_rng(seed).integers(0, 2**32, (3, PAIRS), dtype=np.uint32)
     words[:2, :8] = np.array([0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 2, 2**32 - 1, 3037000499])
     words[0, 8:40] = 2 ** np.arange(32, dtype=np.uint32)
     words[0, 40:72] = 2**32 - 1 - 2 ** np.arange(32, dtype=np.uint32)
     words[2, 72:76] = np.array([0, 2**29, 2**30, 2**31])
-    twin = np.array([naive.normal_pair(*(int(word) for word in column)) for column in words.T])
+    twin = np.array([naive_philox.normal_pair(*(int(word) for word in column)) for column in words.T])
     radius = np.hypot(twin[:, 0], twin[:, 1])
     error = np.abs(transform(words) - twin).max(axis=1)
     assert np.max(error / radius) < 4e-7
@@ -48,10 +48,10 @@ def test_the_tails_reach_nine_standard_deviations() -> None:
 
 
 def test_a_block_makes_two_pairs_whose_tails_reach_seven_standard_deviations(
-    naive: ModuleType, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(naive, "philox4x32", lambda counter, key: (0, 0, 2**32 - 1, 2**32 - 1))
-    longest, shortest = naive.normals(512, reading=0, step=0, key=0)[0:512:256]
+    monkeypatch.setattr(naive_philox, "philox4x32", lambda counter, key: (0, 0, 2**32 - 1, 2**32 - 1))
+    longest, shortest = naive_philox.normals(512, reading=0, step=0, key=0)[0:512:256]
     assert longest == pytest.approx(np.sqrt(2 * 41 * np.log(2)), rel=1e-6)
     assert abs(shortest) < 2e-6
 

@@ -19,7 +19,7 @@ from accounting.errors import NoGuarantee
 from accounting.explanation import explain
 from accounting.guarantee import Adjacency
 from accounting.ledger.ledger import read_ledger
-from accounting.statement import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
+from accounting.theorems import NUMBER_IS_PUBLIC, NUMBER_IS_UNUSED
 from opusim.errors import ConfigError
 from training.attacks.run_audit import audit_run
 from training.config.reading import load_config, merged

@@ -1,4 +1,4 @@
-"""Files that promise much, hold more, or are of another kind cost neither memory nor time."""
+"""Files that promise much, hold more or are of another kind cost neither memory nor time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Principal components: the map, its file, and runs that take raw features all the same."""
+"""Principal components: the map, its file, and runs that still take raw features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged, odd and hostile files at every reader of the command: exit code 2 and one line, soon, never a traceback."""
+"""Damaged, odd and hostile files at every reader of the command: exit code 2 and one line at once, no traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samplers: exact properties of every scheme, and what a configuration can get wrong."""
+"""Samplers: exact properties of every scheme, and errors in a configuration."""
 
 from __future__ import annotations
 

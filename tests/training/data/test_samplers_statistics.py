@@ -1,4 +1,4 @@
-"""The laws of the random samplers, each beside a sampler that breaks it and must be caught.
+"""Test the laws of the random samplers, each together with a sampler that breaks it and must be caught.
 
 A statistic of many steps is compared with its exact mean, in standard errors of its variance under the law.
 The limit is that of 5 standard errors for one normal variable (probability 5.7e-7), and is moved outwards
@@ -158,7 +158,7 @@ def test_a_forgotten_last_record_is_caught() -> None:
 
 def test_records_that_come_in_pairs_are_caught() -> None:
     faulty = _faulty(lambda generator: np.flatnonzero(np.repeat(generator.random(N // 2) < Q, 2)))
-    assert _inclusion_deviation(faulty, Q) < 1  # each record alone looks right
+    assert _inclusion_deviation(faulty, Q) < 1  # each single record looks right
     assert _pair_deviation(faulty, Q**2) > 2
 
 

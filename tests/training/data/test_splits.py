@@ -1,4 +1,4 @@
-"""Holding records out by content and by ID: each record's side is a function of that record alone."""
+"""Splits by content and by ID: each record's part depends on that record only."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_split_by_index_replaces_a_record() -> None:
 @settings(max_examples=60, deadline=None)
 @given(FLOATS, st.data())
 def test_a_side_depends_on_the_record_alone(x: np.ndarray, data: st.DataObject) -> None:
-    """Any subset in any order, alone or among copies: the same record falls on the same side."""
+    """A record falls into the same part in any subset and order, with copies or without."""
     all_sides = sides(x)
     order = data.draw(st.permutations(range(len(x))))
     chosen = order[: data.draw(st.integers(1, len(x)))]

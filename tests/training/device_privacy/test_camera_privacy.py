@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from accounting.composition import guarantees
 from accounting.guarantee import Status, Unit
-from accounting.labels.leverage import label_distance
-from accounting.labels.mechanisms import LabelOnce
+from accounting.labels.budget import label_distance
+from accounting.labels.mechanisms import LabelReadout
 from opusim.camera.exposure import OperatingPoint
 from opusim.description.loading import load_description
 from opusim.devices.registry import open_device
@@ -56,7 +56,7 @@ def test_the_counts_leak_no_more_than_stated_and_more_than_sigma_would_say(
     assert delta <= DELTA + 5 * error
     with open_device("camera_low_light", n_inputs=3, n_outputs=64) as device:
         mu = label_distance(device.matrix().double().numpy()) / counts.law.std(HOT)
-    (gaussian,) = guarantees([LabelOnce(mu=mu, device_law=True)], delta=DELTA)
+    (gaussian,) = guarantees([LabelReadout(mu=mu, device_law=True)], delta=DELTA)
     assert gaussian.epsilon < counts.epsilon(HOT)
     delta, error = realised_delta(counts, HOT, gaussian.epsilon, seed)  # planted fault: a variance for a law
     assert delta > DELTA + 10 * error

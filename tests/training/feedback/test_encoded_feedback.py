@@ -1,4 +1,4 @@
-"""The error in bit planes through a device, and an output layer that starts as the feedback."""
+"""Send the error in bit planes through a device, and start the output layer from the feedback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches the hidden layers, against the formulas of the PDFA paper written out."""
+"""Compare the signals of the hidden layers with the formulas of the PDFA paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No record contributes more than the clip, whatever finite numbers it holds: measured on what the code adds."""
+"""No record contributes more than the clip, whatever finite numbers it holds; measured on the sums that are formed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.support.ulr_models import MODELS, Residual
 from training.convex.gated import GatedNetwork, GatedRelu
 from training.convex.trainer import ConvexTrainer, Descent, Objective
 from training.feedback.rules import _sum
-from training.networks.base import LayeredNetwork
 from training.networks.clipping import (
     ball_factors,
     full_precision,
@@ -27,6 +26,7 @@ from training.networks.clipping import (
     scaled_rows,
     sphere_factors,
 )
+from training.networks.layers import LayeredNetwork
 from training.networks.network import FullyConnected
 from training.protections.amplified_labels import AmplifiedLabels
 from training.protections.base import with_constant

@@ -1,4 +1,4 @@
-"""Closed-form gradients against autograd, which shares no code with them."""
+"""Compare closed-form gradients with autograd, which shares no code with them."""
 
 import pytest
 import torch

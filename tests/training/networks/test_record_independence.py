@@ -1,4 +1,4 @@
-"""The probe for modules that mix records: what it must find, what it must let pass, and what it must leave alone."""
+"""The probe for modules that mix records: what it finds, what it accepts, and what it leaves unchanged."""
 
 from __future__ import annotations
 

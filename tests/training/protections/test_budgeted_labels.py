@@ -16,10 +16,10 @@ from torch import nn
 
 import training
 from accounting.errors import BudgetExceeded
-from accounting.labels.leverage import LayerReadings, leverages
 from accounting.ledger.ledger import read_ledger
 from opusim import open_device
 from opusim.randomness.streams import NoiseStream, SeededStream, noise_stream
+from tests.oracles.label_leverage import LayerReadings, leverages
 from training.config import RunConfig, load_config
 from training.config.sections import OptimizerConfig
 from training.engine.plan import RunPlan, build_sampler
@@ -429,7 +429,7 @@ def test_planted_fault_a_forgotten_spending_is_caught(
     training.train(LABEL, data=data(), folder=tmp_path / "unbroken")
     with pytest.raises(KeyboardInterrupt):
         training.train(LABEL, data=data(), folder=tmp_path / "broken", watcher=stop_at(10))
-    monkeypatch.setattr(budgeted_labels.LabelFilter, "restore", lambda self, spent: None)
+    monkeypatch.setattr(budgeted_labels.PerRecordBudget, "restore", lambda self, spent: None)
     training.train(data=data(), folder=tmp_path / "broken", resume=True)
     expected, found = last_tensors(tmp_path / "unbroken"), last_tensors(tmp_path / "broken")
     assert not all(torch.equal(expected[name], found[name]) for name in expected)

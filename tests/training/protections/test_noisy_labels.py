@@ -14,13 +14,13 @@ from scipy.stats import norm
 
 import training
 from accounting.errors import BudgetExceeded, LedgerCorrupt
-from accounting.labels.mechanisms import LabelOnce
-from accounting.labels.once import posterior_targets
+from accounting.labels.mechanisms import LabelReadout, RandomizedResponse
 from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms import Mechanism, RandomizedResponse
+from accounting.mechanisms import Mechanism
 from opusim import open_device
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
+from tests.oracles.label_leverage import posterior_targets
 from tests.support.discrete_noise import DiscreteNoise
 from training.feedback.rules import _CALIBRATION_STEP
 from training.protections import noisy_labels
@@ -73,7 +73,7 @@ def test_one_digital_reading_has_the_law_that_is_paid_for(seed: int) -> None:
     paid: list[Mechanism] = []
     labels = torch.arange(N) % K
     scores = read_once(labels, K, mu=MU, noise=stream(seed), pay=paid.append)
-    assert paid == [LabelOnce(mu=MU)]
+    assert paid == [LabelReadout(mu=MU)]
     sigma = math.sqrt(2) / MU
     readings = scores.double().numpy() * sigma**2 + 0.5  # ||e_a||^2 / 2 = 1 / 2
     noise = readings - np.eye(K)[labels.numpy()]
@@ -112,7 +112,7 @@ def test_a_reading_through_the_device_has_the_law_that_is_paid_for(
     labels = torch.full((N,), int(first))
     scores = read_once_through(device, labels, K, mu=MU, noise=stream(seed), pay=paid.append)
     (mechanism,) = paid
-    assert isinstance(mechanism, LabelOnce)
+    assert isinstance(mechanism, LabelReadout)
     assert mechanism.device_law
     assert mechanism.mu == pytest.approx(expected, rel=1e-9)
     assert mechanism.mu <= MU
@@ -287,7 +287,7 @@ def test_planted_fault_true_labels_in_training_are_caught(
 
 
 def _paid(pay: Any, scores: torch.Tensor) -> torch.Tensor:
-    pay(LabelOnce(mu=0.1))
+    pay(LabelReadout(mu=0.1))
     return scores
 
 

@@ -19,7 +19,8 @@ from training.config.sections import OptimizerConfig
 from training.engine.plan import load_data
 from training.feedback.config import BpConfig, TdfaConfig
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.network import FullyConnected, outer_squared_norms
+from training.networks.layers import outer_squared_norms
+from training.networks.network import FullyConnected
 from training.networks.optimizers import make_optimizer
 from training.protections.record import RecordGradients, layer_norms
 

@@ -82,7 +82,7 @@ def test_one_epoch_stands_on_an_axis_of_whole_epochs(one_epoch: Run) -> None:
         assert axes.get_xlim() == (0.5, 1.5)
 
 
-def test_accuracies_that_hardly_differ_do_not_fill_the_axis(one_epoch: Run) -> None:
+def test_accuracies_that_barely_differ_do_not_fill_the_axis(one_epoch: Run) -> None:
     drawn = figures.learning_curves([one_epoch], ["a"])
     assert drawn is not None
     low, high = drawn.axes[0].get_ylim()

@@ -447,7 +447,7 @@ def test_ctrl_c_before_the_first_step_keeps_the_label_budget(tmp_path: Path, ctr
 def test_a_clean_stop_lets_the_label_budget_go_on_once(
     tmp_path: Path, ctrl_c_at: type, dies_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process that went on died after it began a step: its spending is lost, so a second one may not go on."""
+    """The resumed process died after it started a step: its spending is lost, so a second one may not resume."""
     with pytest.raises(RunInterrupted):
         train(tmp_path, LABEL, watcher=ctrl_c_at(3))
     dies = {"the start": 3, "a later step": 4}[dies_at]

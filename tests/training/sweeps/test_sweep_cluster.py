@@ -75,7 +75,7 @@ def answers(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_an_address_where_nobody_answers_is_one_clear_line(tmp_path: Path) -> None:
+def test_an_address_without_a_scheduler_is_one_clear_line(tmp_path: Path) -> None:
     _, points = swept_points(tmp_path)
     address = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(SweepStopped, match=f"no Dask scheduler answers at {address}"):

@@ -1,4 +1,4 @@
-"""A sweep makes each run once, keeps failures as rows, draws what is there, and goes on after any death."""
+"""A sweep makes each run once, keeps failures as rows, draws what is there, and resumes after any death."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A private search: what it draws, what it prints, what it keeps, and that it goes on where it was stopped."""
+"""A private search: what it draws, what it prints, what it keeps, and how it resumes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import training
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Status
 from accounting.ledger.ledger import read_ledger
-from accounting.selection.mechanism import PrivateSelection
-from accounting.selection.private_selection import selection_bounds
+from accounting.selection.mechanisms import PrivateSelection, selection_bounds
 from opusim.errors import ConfigError
 from training.cli import main
 from training.config import load_config

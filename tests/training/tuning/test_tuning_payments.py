@@ -13,7 +13,7 @@ import pytest
 
 import training
 from accounting.ledger.ledger import read_ledger
-from accounting.selection.mechanism import PrivateSelection
+from accounting.selection.mechanisms import PrivateSelection
 from training.cli import main
 from training.config import load_config
 from training.config.run import RunConfig

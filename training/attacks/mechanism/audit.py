@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from accounting.errors import NoGuarantee
+from accounting.labels.mechanisms import RandomizedResponse
+from accounting.ledger.ledger import read_ledger
 from opusim import checks
 from opusim.description.loading import load_description
 from opusim.errors import ConfigError
@@ -121,7 +123,7 @@ def audit_mechanism(
         level=level,
         cpu_s=time.process_time() - started,
         checks=found,
-        one_look=config.protection.kind in _LABELS,
+        one_look=config.protection.one_look,
     )
 
 
@@ -138,7 +140,7 @@ def _trained(
     train(
         config.replaced(seed=own),
         data=dataset,
-        model=None if config.protection.kind in _LABELS else subject.model(_clip(config, subject)),
+        model=None if config.protection.one_look else subject.model(_clip(config, subject)),
         folder=folder.path,
         watcher=_Steps(on_step),
     )
@@ -149,10 +151,9 @@ def _compared(
     folders: Sequence[RunFolder], subject: Subject, dataset: Dataset, level: float
 ) -> tuple[tuple[Check, ...], tuple[int, int], str]:
     """Return the checks of finished runs, their steps (or records) and noise-only components, and the mechanism."""
-    config = folders[0].read_config()
-    if config.protection.kind == "label-randomized-response":
-        shifts = [responses(folder, dataset)[0] for folder in folders]
-        mechanism = responses(folders[0], dataset)[1]
+    mechanism = read_ledger(folders[0].ledger_file).mechanisms[0]
+    if isinstance(mechanism, RandomizedResponse):
+        shifts = [responses(folder, dataset) for folder in folders]
         accounted = mechanism.repeated(1).describe()
         return response_checks(shifts, mechanism, level), (len(dataset.train), 1), accounted
     released = [_released(folder, subject, dataset) for folder in folders]
@@ -162,7 +163,7 @@ def _compared(
 
 def _released(folder: RunFolder, subject: Subject, dataset: Dataset) -> Released:
     config = folder.read_config()
-    if config.protection.kind == "label-readout":
+    if config.protection.one_look:
         return noisy_readings(folder, dataset)
     return released_steps(folder, config, subject, dataset)
 

@@ -10,12 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import scipy.stats
 from scipy.special import kolmogorov, ndtr
 
+from accounting import RandomizedResponse
 from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, doubt, normal_p_value
 from training.attacks.mechanism.report import Check
 
@@ -330,7 +330,9 @@ def _batches_apart(sums: Sequence[Sums]) -> Check:
     return _correlation("batch size: any two steps", r, dimension, bonferroni(p, len(found)), text)
 
 
-def response_checks(shifts: Sequence[np.ndarray], mechanism: Any, level: float) -> tuple[Check, ...]:
+def response_checks(
+    shifts: Sequence[np.ndarray], mechanism: RandomizedResponse, level: float
+) -> tuple[Check, ...]:
     """Check randomized response: each label is kept with probability p, else replaced uniformly by another class.
 
     Args:

@@ -29,7 +29,7 @@ from training.convex.config import ConvexConfig
 from training.data import Dataset
 from training.engine.plan import RunPlan
 from training.networks.functions import LOSSES
-from training.protections.config import LabelBudgetConfig, NoProtectionConfig
+from training.protections.config import LabelNoiseConfig, NoProtectionConfig
 from training.protections.planning import divisor_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
@@ -57,7 +57,7 @@ def released_steps(folder: RunFolder, config: RunConfig, subject: Subject, datas
         ValueError: A record's gradient does not exceed the clip in every layer.
     """
     mechanism = read_ledger(folder.ledger_file).mechanisms[0]
-    kind, protection = config.trainer.kind, config.protection.kind
+    kind = config.trainer.kind
     if kind == "zo":
         return _scalars(folder, config, mechanism, dataset)
     states = _states(folder)
@@ -67,7 +67,7 @@ def released_steps(folder: RunFolder, config: RunConfig, subject: Subject, datas
             sums, [_convex_contribution(config, dataset, mechanism)] * len(sums), dataset, mechanism
         )
     gradients = _gradients(folder, config, subject, dataset, states[:-1])
-    if protection == "record":
+    if config.protection.protects == "records":
         norms = [float(np.linalg.norm(_flat(gradients[0], names))) for names in _layers(list(gradients[0]))]
         _require_beyond(norms, config.protection.clip)
         by_layer = kind == "ulr" and getattr(config.trainer, "clip", "joint") == "module"
@@ -86,7 +86,7 @@ def _noisy_sums(
 ) -> list[Gradient]:  # by step
     """Return the noisy sum G of each step."""
     divisor = getattr(mechanism, "divisor", None) or divisor_of(config)
-    if isinstance(config.protection, LabelBudgetConfig):  # batch sizes are public and divide the sums
+    if config.protection.protects == "labels" and not config.protection.poisson:  # public batch sizes divide
         divisor = config.sampler.batch_size
     factor = divisor / config.optimizer.lr
     return [
@@ -316,7 +316,7 @@ def _label_sums(
     and the bias's constant 1. The records contribute along delta h^T. Two parts are pure noise: the entries at zero
     features in the first layer, and in each layer the component along h for outputs orthogonal to delta.
     """
-    protection, amplified = config.protection, config.protection.kind == "label-amplified"
+    protection, amplified = config.protection, config.protection.poisson
     batch = (
         BatchLaw.binomial(len(dataset.train), float(mechanism.sampling_probability))
         if amplified
@@ -359,8 +359,8 @@ def _whitened(
         (outputs - layers,); along contributions, shape (layers,); norms of a contribution before the clip, shape
         (layers,).
     """
-    protection: Any = config.protection
-    amplified, floor = protection.poisson, protection.floor
+    options = config.protection_as(LabelNoiseConfig)
+    amplified, floor = options.poisson, options.floor
     inputs = _layer_inputs(state, dataset)
     fan_ins = sum(len(h) for h in inputs)
     free, across, sums, norms = [], [], [], []
@@ -416,8 +416,7 @@ def noisy_readings(folder: RunFolder, dataset: Dataset) -> Released:
     )
 
 
-def responses(folder: RunFolder, dataset: Dataset) -> tuple[np.ndarray, Any]:
-    """Return each record's randomized class as a shift from its own, shape (n,), and the accounted mechanism."""
+def responses(folder: RunFolder, dataset: Dataset) -> np.ndarray:
+    """Return each record's randomized class as a shift from its own, shape (n,)."""
     observed = np.argmax(read_array(folder.labels_file), axis=1)
-    mechanism = read_ledger(folder.ledger_file).mechanisms[0]
-    return (observed - dataset.train.y.numpy()) % dataset.n_classes, mechanism
+    return np.asarray((observed - dataset.train.y.numpy()) % dataset.n_classes)

@@ -1,0 +1,17 @@
+from .closed_forms import beta_quantile as beta_quantile
+from .closed_forms import binomial as binomial
+from .closed_forms import find_root as find_root
+from .closed_forms import gaussian_bounds as gaussian_bounds
+from .closed_forms import log_normal_cdf as log_normal_cdf
+from .closed_forms import logistic as logistic
+from .closed_forms import normal_cdf as normal_cdf
+from .closed_forms import normal_quantile as normal_quantile
+from .closed_forms import renyi_to_epsilon as renyi_to_epsilon
+from .closed_forms import response_bounds as response_bounds
+from .loss_bounds import compose_bounds as compose_bounds
+from .loss_bounds import compose_upper as compose_upper
+from .sampled_noise import GaussianMixture as GaussianMixture
+from .sampled_noise import NoisySum as NoisySum
+from .sampled_noise import mixture_bounds as mixture_bounds
+from .sampled_noise import mixture_renyi_curve as mixture_renyi_curve
+from .sampled_noise import noise_bounds as noise_bounds

@@ -1,0 +1,189 @@
+"""Theorems by name: what they state, on which hypotheses, why they hold, and which code applies them.
+
+Each subject defines its theorems next to its mechanisms. A guarantee cites the theorem by name, and `opusim explain`
+prints the rest, so that an installed package can show what an epsilon rests on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency, Assumption
+
+_KNOWN: dict[str, Theorem] = {}
+
+NUMBER_IS_PUBLIC = (
+    "the number of records is public and the same for both data sets: in one of them a record is replaced by a null "
+    "record that contributes nothing; the sampling probability, the number of steps, the noise and the divisor may "
+    "come from that number"
+)
+NUMBER_IS_UNUSED = (
+    "the sampling probability, the number of steps, the noise and the divisor are constants that do not come from the "
+    "data, and whether a record is held out does not depend on the others"
+)
+NOISE_IS_SECRET = (
+    "neither the noise nor its seed is revealed, and the rounding of floating-point numbers is not attacked"
+)
+DEVICE_NOISE_IS_GAUSSIAN = (
+    "the device's noise is Gaussian, independent of data and between entries, at least as strong as stated"
+)
+"""Hypotheses that several theorems share."""
+
+SCHEMES = {
+    "poisson": "every record enters every batch independently",
+    "poisson-min-batch": "batches are redrawn until they are large enough, so records depend on each other",
+    "fixed-size": "batches have a fixed size, so records depend on each other",
+    "shuffled-epochs": "every record is used exactly once per epoch, and no theorem amplifies that",
+    "disjoint-cyclic": "nothing about these batches is random",
+    "full-batch": "every record is in every batch, as in Poisson sampling with probability 1",
+}
+"""Sampling schemes by name, each with what a theorem about Poisson sampling needs to know."""
+
+POISSON = ("poisson", "full-batch")
+"""Schemes that are Poisson sampling with some probability."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Theorem:
+    """A named theorem behind guarantees; creating one registers it for `opusim explain`.
+
+    Attributes:
+        name: A short name in lower case with hyphens.
+        title: One line: the mechanism and the tool.
+        statement: What holds, with its formula.
+        proof: The proof in a few steps.
+        reference: Papers.
+        code: The function or class that computes the number, dotted.
+        page: Where the documentation derives it, such as "privacy.md, section 3"; empty if nowhere.
+        checked_by_code: Hypotheses that training code can check or enforce.
+        trusted: Hypotheses that no code can check.
+
+    Raises:
+        ValueError: The name belongs to another theorem.
+    """
+
+    name: str
+    title: str
+    statement: str
+    proof: str
+    reference: str
+    code: str
+    page: str = ""
+    checked_by_code: tuple[str, ...] = ()
+    trusted: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if _KNOWN.setdefault(self.name, self) != self:
+            raise ValueError(f"theorem {self.name!r}: the name is taken; choose another")
+
+    @property
+    def citation(self) -> str:
+        """What a guarantee's source says."""
+        return f"theorem {self.name} ({self.title}; {self.reference})"
+
+    def assumptions(
+        self,
+        *,
+        enforced: bool,
+        checked_by_code: Sequence[str] = (),
+        trusted: Sequence[str] = (),
+    ) -> tuple[Assumption, ...]:
+        """Return the hypotheses as assumptions of a guarantee.
+
+        Args:
+            enforced: Whether the code that ran checked what code can check.
+            checked_by_code: Further hypotheses of this case that code can check.
+            trusted: Further hypotheses of this case that no code can check.
+        """
+        return assumptions(
+            (*self.checked_by_code, *checked_by_code), (*self.trusted, *trusted), enforced=enforced
+        )
+
+
+def theorem(name: str) -> Theorem:
+    """Return a theorem of the modules imported so far.
+
+    Raises:
+        ValueError: No theorem has this name.
+    """
+    if name not in _KNOWN:
+        raise ValueError(f"theorem {name!r}: is not known; choose one of {', '.join(sorted(_KNOWN))}")
+    return _KNOWN[name]
+
+
+def known_theorems() -> list[Theorem]:
+    """Return the theorems of the modules imported so far, by name."""
+    return [_KNOWN[name] for name in sorted(_KNOWN)]
+
+
+def assumptions(
+    checked_by_code: Sequence[str], trusted: Sequence[str] = (), *, enforced: bool
+) -> tuple[Assumption, ...]:
+    """Return hypotheses as assumptions: those that code can check hold if it did, the others are taken on trust.
+
+    Args:
+        checked_by_code: What code that runs the mechanism can check or enforce.
+        trusted: What no code can check.
+        enforced: Whether such code ran it.
+    """
+    holds = True if enforced else None
+    return (
+        *(Assumption(text=text, holds=holds) for text in checked_by_code),
+        *(Assumption(text=text) for text in trusted),
+    )
+
+
+def about_relation(relation: Adjacency, *, enforced: bool) -> tuple[Assumption, ...]:
+    """Return what a statement about a relation assumes about the number of records.
+
+    Args:
+        relation: The statement's relation.
+        enforced: Whether the code that ran refuses constants that come from the data.
+    """
+    if relation is Adjacency.ZERO_OUT:
+        return (Assumption(text=NUMBER_IS_PUBLIC),)
+    if relation is Adjacency.ADD_OR_REMOVE_ONE:
+        return assumptions((NUMBER_IS_UNUSED,), enforced=enforced)
+    return ()
+
+
+def weaker(relations: Iterable[Adjacency]) -> Adjacency:
+    """Return what holds for all of several relations: zero_out, unless all are add_or_remove_one.
+
+    If no constant comes from the data, a run with a null record equals the run without that record, so a guarantee for
+    add_or_remove_one is one for zero_out.
+    """
+    return Adjacency.ZERO_OUT if Adjacency.ZERO_OUT in set(relations) else Adjacency.ADD_OR_REMOVE_ONE
+
+
+def leaving_out(**relations: str) -> None:
+    """Require add_or_remove_one or zero_out, the relations under which a record's contribution is left out.
+
+    Raises:
+        ValueError: A relation is another one.
+    """
+    for name, relation in relations.items():
+        if relation not in (Adjacency.ADD_OR_REMOVE_ONE, Adjacency.ZERO_OUT):
+            raise ValueError(f"{name} = {str(relation)!r}: must be 'add_or_remove_one' or 'zero_out'")
+
+
+def require_scheme(scheme: str, *, theorem: str, needed: Collection[str] = POISSON) -> None:
+    """Refuse a sampling scheme that a theorem does not cover; no scheme is approximated by another.
+
+    Args:
+        scheme: The sampler's declared scheme.
+        theorem: The theorem in words, such as "the Poisson-sampled Gaussian mechanism".
+        needed: Schemes that it covers.
+
+    Raises:
+        NoGuarantee: The scheme is not covered; the message names it and those that are.
+    """
+    if scheme in needed:
+        return
+    why = SCHEMES.get(scheme, "nothing is known about it")
+    raise NoGuarantee(
+        f"sampling scheme = {scheme!r}: {theorem} has no theorem for it ({why}); "
+        f"use {' or '.join(repr(name) for name in needed)}"
+    )

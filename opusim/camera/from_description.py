@@ -1,0 +1,160 @@
+"""Build the parts of a camera from its description, and say in text what a description holds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from opusim.camera.exposure import Exposure
+from opusim.camera.speckle import SpeckleLaw
+from opusim.camera.stages import FixedPattern, Light, Sensor
+from opusim.description.camera import CameraSettings
+from opusim.description.schema import DeviceDescription, MediumSettings
+from opusim.errors import ConfigError
+from opusim.randomness.philox import derive_seed
+from opusim.tables import unit_of
+
+
+def speckle_law_of(description: DeviceDescription, n_inputs: int) -> SpeckleLaw:
+    """Return the law of the fields for a window of n_inputs mirrors.
+
+    The reference mirrors are as many as give them their share of the window: share / (1 - share) n_inputs, rounded.
+
+    Raises:
+        ConfigError: the anchor would have fewer than two mirrors.
+    """
+    camera, medium = camera_sections(description)
+    share = camera.anchor.reference_share
+    law = SpeckleLaw(
+        n_inputs=n_inputs,
+        reference=round(n_inputs * share / (1 - share)),
+        seed=medium.seed,
+        lowest=camera.anchor.lowest,
+        highest=math.inf if camera.anchor.highest is None else camera.anchor.highest,
+        grain_correlation=camera.grain_correlation,
+        dense_limit_mib=medium.dense_limit_mib,
+    )
+    if law.mirrors < 2:
+        reason = (
+            f"a window of {n_inputs} input has an anchor of one mirror; raise reference_share to 0.5 or more"
+        )
+        raise ConfigError(description.name, "camera.anchor.reference_share", reason)
+    return law
+
+
+def exposure_of(
+    description: DeviceDescription,
+    mirrors: int,
+    pixels: np.ndarray,
+    exposure_us: float | None = None,
+    temperature_c: float | None = None,
+) -> Exposure:
+    """Return the camera's stages at some pixels.
+
+    Args:
+        description: one with a camera.
+        mirrors: mirrors of the anchor.
+        pixels: numbers of the pixels, int64, increasing.
+        exposure_us: another exposure than the description's, microseconds.
+        temperature_c: another temperature, degrees Celsius.
+    """
+    camera, medium = camera_sections(description)
+    light = Light(**camera.light.model_dump() | ({} if exposure_us is None else {"exposure_us": exposure_us}))
+    pattern = FixedPattern(
+        prnu=camera.sensor.prnu, dsnu_e=camera.sensor.dsnu_e, seed=derive_seed(medium.seed, "fixed pattern")
+    )
+    window = int(pixels[0]), int(pixels[-1]) + 1
+    return Exposure(
+        light=light,
+        sensor=sensor_of(camera),
+        mirrors=mirrors,
+        dark_current_e=dark_charge_e(camera, light.exposure_us, temperature_c),
+        response=pattern.response(*window)[pixels - window[0]],
+        offset_e=pattern.offset_e(*window)[pixels - window[0]],
+    )
+
+
+def sensor_of(camera: CameraSettings) -> Sensor:
+    """Return the stages behind the light, without the fixed pattern."""
+    return Sensor(**camera.sensor.model_dump(exclude={"prnu", "dsnu_e"}))
+
+
+def dark_charge_e(camera: CameraSettings, exposure_us: float, temperature_c: float | None = None) -> float:
+    """Return the dark charge of a frame, electrons: current times exposure; 0 if dark current is off.
+
+    Raises:
+        ValueError: the sensor does not work at this temperature.
+    """
+    law = camera.dark_law()
+    if camera.dark is None or law is None:
+        return 0.0
+    wanted = camera.dark.temperature_c if temperature_c is None else temperature_c
+    return law.current_e_per_s(wanted) * exposure_us * 1e-6
+
+
+def camera_sections(description: DeviceDescription) -> tuple[CameraSettings, MediumSettings]:
+    """Return the two sections that a twin needs.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    if description.camera is None or description.medium is None:
+        key = "medium" if description.medium is None else "camera"
+        raise ConfigError(description.name, key, "missing; a camera needs [medium] and [camera]")
+    return description.camera, description.medium
+
+
+def camera_lines(camera: CameraSettings) -> str:
+    """Return where the light of a mean pixel goes, and what share of its variance each stage makes."""
+    light, sensor = Light(**camera.light.model_dump()), sensor_of(camera)
+    dark = dark_charge_e(camera, light.exposure_us)
+    shot = sensor.variance_dn2(1.0) - sensor.variance_dn2(0.0)  # DN² per electron
+    parts = {
+        "photon shot noise": shot * light.anchor_e,
+        "bias light": shot * light.bias_e,
+        "dark current": shot * dark,
+        "read noise": (sensor.gain_dn_per_e * sensor.read_noise_e) ** 2,
+        "rounding": 0.0 if sensor.adc_bits is None else 1 / 12,
+    }
+    total = sum(float(part) for part in parts.values())
+    shares = (
+        ", ".join(f"{name} {float(part) / total:.3%}" for name, part in parts.items()) if total else "none"
+    )
+    at = "" if camera.dark is None else f" at {camera.dark.temperature_c:g} °C"
+    return (
+        f"a mean pixel of the anchor frame: {light.anchor_e:.4g} e⁻ of light, {light.bias_e:.4g} e⁻ of bias light, "
+        f"{dark:.4g} e⁻ of dark charge{at}; {sensor.gain_dn_per_e * light.anchor_e:.4g} DN above black, saturated at "
+        f"{sensor.saturation_e:.5g} e⁻\nvariance of a frame there: {total:.4g} DN²: {shares}\n"
+        "noise: Poisson counts, whose rates depend on what is shown; a reading takes four frames"
+    )
+
+
+def number_rows(description: DeviceDescription) -> list[tuple[str, ...]]:
+    """Return key, value, unit, status and source of every number."""
+    rows: list[tuple[str, ...]] = []
+    for key, value in description.numbers().items():
+        origin = description.provenance.get(key)
+        status, source = (origin.status, origin.source) if origin else ("", "")
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        rows.append((key, shown, unit_of(key), status or ("off" if value == 0 else ""), source))
+    return rows
+
+
+def noise_line(description: DeviceDescription) -> str:
+    """Return what the noise of a reading is, as text."""
+    noise = description.noise
+    if description.camera is not None:
+        return camera_lines(description.camera)
+    if noise is None:
+        return (
+            "noise: none"
+            if description.kind == "ideal"
+            else f"noise: as the kind {description.kind!r} defines it"
+        )
+    line = f"noise: Gaussian, standard deviation {noise.value():.6g} projection units at each output"
+    if noise.temperature_law is not None:
+        temperature_c = noise.temperature_law.temperature_c
+        share = noise.temperature_law.law().dark_share(temperature_c)
+        line += f"; at {temperature_c:g} °C the dark current makes {share:.3%} of its variance"
+    return line

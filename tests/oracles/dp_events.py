@@ -1,0 +1,56 @@
+"""Mechanisms as events of dp_accounting, for its own accountants: a second opinion on every number."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+import dp_accounting as dp
+
+from accounting.labels.mechanisms import LabelAmplified, LabelBudget, LabelReadout
+from accounting.mechanisms import Mechanism
+from accounting.records.additive_noise import PoissonGaussian
+from accounting.records.mechanisms import ClippedRecords
+from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
+
+
+@singledispatch
+def event(mechanism: Mechanism) -> dp.DpEvent:
+    """The event of all steps."""
+    raise NotImplementedError(type(mechanism).__name__)
+
+
+@event.register(PoissonGaussian)
+@event.register(ClippedRecords)
+@event.register(LabelAmplified)
+def _(mechanism: PoissonGaussian | ClippedRecords | LabelAmplified) -> dp.DpEvent:
+    """z over C, which dp_accounting's PLD takes for every relation."""
+    noise = dp.GaussianDpEvent(mechanism.noise_multiplier)
+    return dp.SelfComposedDpEvent(
+        dp.PoissonSampledDpEvent(mechanism.sampling_probability, noise), mechanism.steps
+    )
+
+
+@event.register(LabelBudget)
+@event.register(LabelReadout)
+def _(mechanism: LabelBudget | LabelReadout) -> dp.DpEvent:
+    """N(0, 1) against N(mu, 1): the Gaussian event of multiplier 1 / mu under add_or_remove_one."""
+    return dp.SelfComposedDpEvent(dp.GaussianDpEvent(mechanism.noise), mechanism.steps)
+
+
+@event.register(ZoGaussian)
+def _(mechanism: ZoGaussian) -> dp.DpEvent:
+    one = dp.GaussianDpEvent(mechanism.noise_multiplier / mechanism.directions**0.5)
+    return dp.SelfComposedDpEvent(
+        dp.PoissonSampledDpEvent(mechanism.sampling_probability, one), mechanism.steps
+    )
+
+
+@event.register(ZoLaplace)
+def _(mechanism: ZoLaplace) -> dp.DpEvent:
+    """The directions composed within the sample."""
+    one: dp.DpEvent = dp.LaplaceDpEvent(mechanism.scale)
+    if mechanism.directions > 1:
+        one = dp.SelfComposedDpEvent(one, mechanism.directions)
+    return dp.SelfComposedDpEvent(
+        dp.PoissonSampledDpEvent(mechanism.sampling_probability, one), mechanism.steps
+    )

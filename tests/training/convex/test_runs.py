@@ -1,0 +1,339 @@
+"""Convex runs: guarantees, refusals, contents of the folder, resuming after a kill, devices."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import training
+from accounting.convex.mechanisms import ConvexLastIterate, proven_mu
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency, Release, Status
+from accounting.ledger.ledger import read_ledger
+from opusim.errors import ConfigError
+from training.cli import main
+from training.cli.app import app
+from training.config.reading import merged
+from training.convex.trainer import ConvexTrainer
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
+
+CONFIG: dict[str, Any] = {
+    "epochs": 3,
+    "threads": 1,
+    "data": {"n_classes": 3, "mean": 0.0, "std": 1.0, "validation_fraction": 0.0},
+    "trainer": {"kind": "convex", "hyperplanes": 6},
+    "optimizer": {"lr": 1.5, "momentum": 0.0},
+    "sampler": {"scheme": "disjoint-cyclic", "batch_size": 10},
+    "protection": {"kind": "last-iterate", "epsilon": 3.0},
+}
+DEVICE = {"device": {"name": "gaussian", "noise": {"sigma": 0.5}}}
+
+
+def data(n: int = 66) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(1)
+    return generator.normal(size=(n, 5)), np.arange(n) % 3
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
+
+
+def test_a_run_states_what_its_last_iterate_guarantees(tmp_path: Path) -> None:
+    run = training.train(CONFIG, data=data(), folder=tmp_path)
+    proven, claimed = run.guarantees
+    assert (proven.status, proven.release) == (Status.PROVEN, Release.LAST_ITERATE)
+    assert proven.adjacency is Adjacency.REPLACE_ONE
+    assert 2.99 < proven.epsilon <= 3.0
+    assert {assumption.holds for assumption in proven.assumptions} == {True, None}
+    assert claimed.status is Status.CLAIMED
+    assert math.isinf(claimed.epsilon)
+    (mechanism,) = read_ledger(tmp_path).mechanisms
+    assert isinstance(mechanism, ConvexLastIterate)
+    assert (mechanism.batches, mechanism.epochs, mechanism.final_noise) == (6, 3, math.sqrt(5))
+    x, y = data()
+    assert training.load_run(tmp_path).predict(x).shape == y.shape
+
+
+def test_the_noise_of_a_run_is_what_its_ledger_says(tmp_path: Path) -> None:
+    """With records that have no features nothing but noise moves the weights: its variance is known in closed form."""
+    x, y = data()
+    config = merged(CONFIG, {"trainer": {"hyperplanes": 400}, "optimizer": {"schedule": "linear"}})
+    training.train(config, data=(np.zeros_like(x), y), folder=tmp_path)
+    (mechanism,) = read_ledger(tmp_path).mechanisms
+    assert isinstance(mechanism, ConvexLastIterate)
+    unit = 1.5 * mechanism.noise_multiplier * 0.5 / 10  # eta z C / b
+    shares = 1 - np.arange(18) / 18
+    expected = unit**2 * (float(np.sum(shares**2)) + mechanism.final_noise**2)
+    weight = tensors(tmp_path)["model.weight"].double()
+    ratio = float(weight.square().mean()) / expected
+    assert abs(ratio - 1) < 5 * math.sqrt(2 / weight.numel())
+    without_final = unit**2 * float(np.sum(shares**2))
+    assert abs(float(weight.square().mean()) / without_final - 1) > 10 * math.sqrt(2 / weight.numel())
+
+
+def test_poisson_batches_release_every_update_for_replacing_a_record(tmp_path: Path) -> None:
+    config = merged(CONFIG, {"sampler": {"scheme": "poisson"}, "protection": {"kind": "record"}})
+    run = training.train(config, data=data(), folder=tmp_path)
+    (guarantee,) = run.guarantees
+    assert (guarantee.release, guarantee.adjacency) == (Release.EVERY_UPDATE, Adjacency.REPLACE_ONE)
+    assert guarantee.status is Status.PROVEN
+    assert 2.99 < guarantee.epsilon <= 3.0
+
+
+def test_full_batches_are_batches_too(tmp_path: Path) -> None:
+    config = {**CONFIG, "sampler": {"scheme": "full-batch"}}
+    run = training.train(config, data=data(), folder=tmp_path)
+    (mechanism,) = read_ledger(tmp_path).mechanisms
+    assert isinstance(mechanism, ConvexLastIterate)
+    assert mechanism.batches == 1
+    assert proven_mu(mechanism) == pytest.approx(2 * math.sqrt(3) / mechanism.noise_multiplier)
+    assert run.guarantees[0].is_proven
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"optimizer": {"lr": 2.0}},
+        NoGuarantee,
+        r"learning_rate = 2: must be below 2 / \(beta \+ regularisation\) = 2",
+    ),
+    ({"trainer": {"regularisation": 0.5}}, NoGuarantee, "learning_rate = 1.5: must be below .* = 1.33"),
+    ({"optimizer": {"momentum": 0.9}}, ConfigError, "optimizer.momentum: 0.9 is not for .*set it to 0"),
+    ({"model": {"hidden": [8]}}, ConfigError, "model: .* set trainer.hyperplanes"),
+    ({"optimizer": {"weight_decay": 0.1}}, ConfigError, "use trainer.regularisation"),
+    ({"optimizer": {"name": "adam"}}, ConfigError, "optimizer.name: 'adam'"),
+    ({"optimizer": {"averaged_tail": 0.5}}, ConfigError, "a mean of iterates is not the last iterate"),
+    ({"protection": {"divisor": 5.0}}, ConfigError, "the theorem divides by the batch size"),
+    ({"protection": {"clip_norm": 1.0}}, ConfigError, "use trainer.clip"),
+    ({"sampler": {"scheme": "shuffled-epochs"}}, NoGuarantee, "fixed disjoint batches in a fixed order"),
+    ({"sampler": {"scheme": "poisson"}}, NoGuarantee, "fixed disjoint batches in a fixed order"),
+    ({"protection": {"kind": "record"}}, NoGuarantee, "'disjoint-cyclic'.*use 'poisson'"),
+    ({"protection": {"kind": "label-budget"}}, ConfigError, "it takes none, record, last-iterate"),
+    ({"data": {"components": 2}}, NoGuarantee, "principal components are computed from the private records"),
+    ({"data": {"n_classes": None}}, NoGuarantee, "data.n_classes is missing"),
+    (
+        {"trainer": {"gate_readings": 3}},
+        ConfigError,
+        "gate_readings: 3 does nothing here: it needs trainer.gates = 'device'",
+    ),
+    (
+        {"protection": {"noise": "device"}, "device": {"name": "ideal"}},
+        ConfigError,
+        "'device' credits the noise",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), REFUSED)
+def test_what_no_theorem_covers_is_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    config = merged(CONFIG, change)
+    if change.get("device"):
+        config["device"] = change["device"]
+    with pytest.raises(error, match=message):
+        training.train(config, data=data(), folder=tmp_path)
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_a_module_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"must be a training.convex.gated.GatedRelu, got Linear"):
+        training.train(CONFIG, data=data(), model=torch.nn.Linear(5, 3), folder=tmp_path)
+
+
+def test_another_trainer_has_no_last_iterate(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'last-iterate' is not for trainer.kind = 'bp'"):
+        training.train({"trainer": {"kind": "bp"}, "protection": CONFIG["protection"]}, folder=tmp_path)
+
+
+@pytest.mark.parametrize("source", ["seed", "device"])
+def test_a_stopped_run_goes_on_bit_for_bit_and_pays_once(tmp_path: Path, source: str, stop_at: type) -> None:
+    config = merged(CONFIG, {"trainer": {"gates": source}, "checkpoint": {"every_steps": 4}})
+    config["protection"]["noise"] = "device" if source == "device" else "digital"
+    config |= DEVICE if source == "device" else {}
+    training.train(config, data=data(), folder=tmp_path / "unbroken")
+    with pytest.raises(KeyboardInterrupt):
+        training.train(config, data=data(), folder=tmp_path / "broken", watcher=stop_at(10))
+    run = training.train(data=data(), folder=tmp_path / "broken", resume=True)
+    expected, found = tensors(tmp_path / "unbroken"), tensors(tmp_path / "broken")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert run.guarantees[0].epsilon <= 3.0
+
+
+def test_planted_fault_unkeyed_noise_is_caught(
+    tmp_path: Path, stop_at: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.train(CONFIG, data=data(), folder=tmp_path / "unbroken")
+    with pytest.raises(KeyboardInterrupt):
+        training.train(CONFIG, data=data(), folder=tmp_path / "broken", watcher=stop_at(10))
+    monkeypatch.setattr("opusim.randomness.streams.SeededStream.seek", lambda self, step: None)
+    training.train(data=data(), folder=tmp_path / "broken", resume=True)
+    weights = [tensors(tmp_path / name)["model.weight"] for name in ("unbroken", "broken")]
+    assert not torch.equal(*weights)
+
+
+def test_a_release_run_keeps_no_intermediate_model(tmp_path: Path, stop_at: type) -> None:
+    """Killed and gone on with, it pays once: one last model leaves, whatever was computed on the way."""
+    config = merged(CONFIG, {"mode": "release", "checkpoint": {"every_steps": 2}})
+    with pytest.raises(ConfigError, match="checkpoint.keep: 5 keeps iterates before the last one"):
+        training.train(merged(config, {"checkpoint": {"keep": 5}}), data=data(), folder=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        training.train(config, data=data(), folder=tmp_path, watcher=stop_at(9))
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
+        "step-0000000008.safetensors"
+    ]
+    assert "unfinished" in CliRunner().invoke(app, ["account", "run", str(tmp_path)]).output
+    run = training.train(data=data(), folder=tmp_path, resume=True)
+    assert "unfinished" not in CliRunner().invoke(app, ["account", "run", str(tmp_path)]).output
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
+        "step-0000000018.safetensors"
+    ]
+    assert len(read_ledger(tmp_path).payments) == 1
+    assert run.guarantees[0].epsilon <= 3.0
+    assert set(run.summary or {}) == {"schema_version", "steps"}
+    assert all(set(line) == {"schema_version", "epoch", "step"} for line in run.metrics)
+    assert not list(tmp_path.glob("timing*"))
+
+
+@pytest.mark.slow
+def test_sigkill_and_resume_from_outside(tmp_path: Path) -> None:
+    """A command that is killed after a checkpoint resumes to the same bits."""
+    command = [sys.executable, "-c", "from training.cli import main; main()", "train"]
+    options = [
+        "convex",
+        "--data",
+        "digits",
+        "--epsilon",
+        "3",
+        "--epochs",
+        "60",
+        "--quiet",
+        "--set",
+        "threads=1",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    folders = {name: tmp_path / name for name in ("unbroken", "broken")}
+    subprocess.run([*command, *options, "--out", str(folders["unbroken"])], check=True, env=environment)
+    process = subprocess.Popen([*command, *options, "--out", str(folders["broken"])], env=environment)
+    deadline = time.monotonic() + 60
+    while not any(
+        "step-00000000" in p.name and p.stem > "step-0000000001" for p in folders["broken"].glob("*/*")
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    subprocess.run([*command, "resume", str(folders["broken"]), "--quiet"], check=True, env=environment)
+    expected, found = (tensors(folders[name]) for name in ("unbroken", "broken"))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_gates_and_noise_of_a_device_learn_like_those_of_a_seed(tmp_path: Path) -> None:
+    """Means of five seeds on digits, each source with its own; tolerance five standard errors of the difference."""
+    accuracies: dict[str, list[float]] = {"seed": [], "device": []}
+    for source, found in accuracies.items():
+        for seed in range(5):
+            config = {
+                **CONFIG,
+                "seed": seed,
+                "epochs": 10,
+                "data": {"name": "digits"},
+                "trainer": {"kind": "convex", "hyperplanes": 64, "gates": source},
+                "sampler": {"scheme": "disjoint-cyclic", "batch_size": 50},
+                "protection": {
+                    "kind": "last-iterate",
+                    "epsilon": 8.0,
+                    "noise": "device" if source == "device" else "digital",
+                },
+            }
+            if source == "device":  # the packaged medium is one matrix: each seed takes another device
+                config["device"] = {"name": "gaussian", "medium": {"seed": 1000 + seed}}
+            run = training.train(config, folder=tmp_path / f"{source}-{seed}")
+            found.append((run.summary or {})["test_accuracy"])
+            status = Status.PROVEN_UNDER_DEVICE_MODEL if source == "device" else Status.PROVEN
+            assert run.guarantees[0].status is status
+    means = {source: np.mean(values) for source, values in accuracies.items()}
+    error = math.sqrt(sum(np.var(values, ddof=1) / 5 for values in accuracies.values()))
+    assert abs(means["seed"] - means["device"]) < 5 * error
+    assert min(means.values()) > 0.85
+
+
+def test_the_planted_fault_of_blind_gates_would_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were the device's hyperplanes never read, all would be 0 and every gate open."""
+    monkeypatch.setattr(ConvexTrainer, "recover_hyperplanes", lambda self, readings: None)
+    config = merged(CONFIG, {"trainer": {"gates": "device"}, **DEVICE})
+    training.train(config, data=data(), folder=tmp_path / "blind")
+    monkeypatch.undo()
+    training.train(config, data=data(), folder=tmp_path / "seeing")
+    planes = [tensors(tmp_path / name)["model.hyperplanes"] for name in ("blind", "seeing")]
+    assert not torch.equal(*planes)
+
+
+def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["opusim", *arguments])
+    main()
+
+
+@pytest.mark.parametrize("method", ["cyclic", "full", "poisson"])
+def test_the_command(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # so that no cell is folded
+    with pytest.raises(SystemExit) as stop:
+        run_command(
+            f"train convex --data digits --epsilon 5 --method {method} --epochs 2 --set threads=1 "
+            f"--out {tmp_path / 'run'}".split(),
+            monkeypatch,
+        )
+    assert not stop.value.code
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "replace_one" in printed
+    assert ("every update" if method == "poisson" else "last iterate") in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "scheme"),
+    [
+        ([], "record", "poisson"),
+        (["--method", "poisson"], "record", "poisson"),
+        (["--method", "cyclic"], "last-iterate", "disjoint-cyclic"),
+    ],
+)
+def test_a_file_says_how_it_descends_unless_a_method_is_given(
+    tmp_path: Path, given: list[str], kind: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "run"
+    file.write_text(
+        'epochs = 1\nthreads = 1\ntrainer = { kind = "convex", hyperplanes = 8 }\n'
+        'optimizer = { lr = 1.0, momentum = 0.0 }\nsampler = { scheme = "poisson", batch_size = 100 }\n'
+        'protection = { kind = "record", epsilon = 2.0 }\n'
+    )
+    call = ["train", "convex", "--config", str(file), "--epsilon", "5", "--out", str(out), "--quiet"]
+    with pytest.raises(SystemExit) as stop:
+        run_command([*call, *given], monkeypatch)
+    assert not stop.value.code
+    config = training.load_run(out).config
+    assert (config.protection.kind, config.protection.epsilon, config.sampler.scheme) == (kind, 5.0, scheme)
+
+
+@pytest.mark.parametrize("others", [[], ["--config", "run.toml"]])
+def test_an_unknown_method_is_one_line(
+    others: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run_command(["train", "convex", "--method", "random", *others], monkeypatch)
+    assert stop.value.code == 2
+    assert "--method random: must be one of cyclic, full, poisson" in capsys.readouterr().err

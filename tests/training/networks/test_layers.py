@@ -1,0 +1,127 @@
+"""Compare J_i^T delta_i of every kind of module with per-record gradients by autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.ulr_models import MODELS, new_network, records
+from training.networks.layers import (
+    ConvolutionJacobian,
+    FunctionalJacobian,
+    LinearJacobian,
+    jacobian_of,
+    outer_sum_bounds,
+)
+from training.ulr.network import ModuleSequence
+
+
+def by_autograd(network: ModuleSequence, layer: int, delta: Tensor, h: Tensor) -> list[list[Tensor]]:
+    """One record at a time: the gradient of <delta_i, v_i> for every parameter."""
+    jacobian = network.jacobians[layer]
+    return [
+        list(torch.autograd.grad((jacobian.module(x[None])[0] * d).sum(), jacobian.parameters))
+        for d, x in zip(delta, h, strict=True)
+    ]
+
+
+def signals(network: ModuleSequence, n: int = 7) -> tuple[list[Tensor], list[Tensor]]:
+    outputs = network.forward(records(n, network.n_inputs)[0])
+    generator = torch.Generator().manual_seed(9)
+    return [torch.randn(v.shape, generator=generator) for v in outputs.values], outputs.inputs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_and_sums_equal_autograd_record_by_record(name: str) -> None:
+    network = new_network(name)
+    deltas, inputs = signals(network)
+    for layer, (delta, h) in enumerate(zip(deltas, inputs, strict=True)):
+        expected = by_autograd(network, layer, delta, h)
+        squares = torch.stack([sum(g.square().sum() for g in record) for record in expected])
+        found = network.squared_norms(layer, delta, h)
+        torch.testing.assert_close(found, squares.double(), rtol=1e-4, atol=1e-5)
+        network.set_gradient(layer, delta, h, 3.7)
+        for number, parameter in enumerate(network.layer_parameters(layer)):
+            total = sum(record[number] for record in expected) / 3.7
+            torch.testing.assert_close(parameter.grad, total, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_factor_rows_give_the_covariance_of_the_gradient(name: str) -> None:
+    """J^T J = I (x) sum_p u_p u_p^T: its trace and its largest eigenvalue against the Jacobian itself."""
+    network = new_network(name)
+    outputs = network.forward(records(1, network.n_inputs)[0])
+    for layer, jacobian in enumerate(network.jacobians):
+        h = outputs.inputs[layer]
+        rows = jacobian.factor_rows(h)
+        if rows is None:
+            assert isinstance(jacobian, FunctionalJacobian | ConvolutionJacobian)
+            continue
+        value = outputs.values[layer]
+        units = torch.eye(value.numel()).view(-1, *value.shape[1:])
+        full = torch.stack(
+            [
+                torch.cat([g.flatten() for g in r])
+                for r in by_autograd(network, layer, units, h.expand(len(units), *h.shape[1:]))
+            ]
+        )
+        expected = torch.linalg.matrix_norm(full, ord=2)
+        torch.testing.assert_close(torch.linalg.matrix_norm(rows[0], ord=2), expected, rtol=1e-4, atol=1e-5)
+        outputs_alike = full.square().sum() / rows[0].square().sum()
+        assert float(outputs_alike) == pytest.approx(network.layer_parameters(layer)[0].shape[0], rel=1e-4)
+
+
+def test_closed_forms_are_taken_where_there_are_some() -> None:
+    assert isinstance(jacobian_of(nn.Linear(2, 3)), LinearJacobian)
+    assert isinstance(jacobian_of(nn.Conv2d(1, 2, 3)), ConvolutionJacobian)
+    assert isinstance(jacobian_of(nn.Conv2d(1, 2, 3, padding_mode="circular", padding=1)), FunctionalJacobian)
+    assert isinstance(jacobian_of(nn.LayerNorm(4)), FunctionalJacobian)
+
+
+@pytest.mark.parametrize("positions", [1, 40])
+def test_both_ways_to_a_norm_agree(positions: int) -> None:
+    """Few positions take the Gram matrices, many the product; both against loops."""
+    generator = torch.Generator().manual_seed(3)
+    signal = torch.randn(5, 6, positions, generator=generator)
+    patch = torch.randn(5, 7, positions, generator=generator)
+    expected = [
+        sum(torch.outer(s[:, p], u[:, p]) for p in range(positions))
+        for s, u in zip(signal, patch, strict=True)
+    ]
+    torch.testing.assert_close(
+        outer_sum_bounds(signal, patch),
+        torch.stack([m.double().norm() for m in expected]),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_records_are_taken_in_parts_without_changing_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("convolution", "residual block"):
+        network = new_network(name)
+        deltas, inputs = signals(network)
+        whole = network.squared_norms(0, deltas[0], inputs[0])
+        monkeypatch.setattr("training.networks.layers._NUMBERS_LIMIT", 1)
+        torch.testing.assert_close(network.squared_norms(0, deltas[0], inputs[0]), whole)
+
+
+def test_models_that_cannot_be_trained_so_are_named() -> None:
+    shared = nn.Linear(4, 4)
+    frozen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    frozen[0].weight.requires_grad_(False)
+    for model, error, message in (
+        (nn.Linear(4, 3), TypeError, "must be an nn.Sequential"),
+        (nn.Sequential(nn.Tanh()), ValueError, "no module with parameters"),
+        (nn.Sequential(shared, nn.Tanh(), shared), ValueError, "layer 2 shares parameters"),
+        (frozen, ValueError, "layer 1 is frozen"),
+        (nn.Sequential(nn.Linear(4, 3).double()), ValueError, "dtype torch.float64"),
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), TypeError, "BatchNorm1d .*mixes the records"),
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3)),
+            TypeError,
+            "BatchNorm1d .*mixes the records",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            ModuleSequence(model, n_inputs=4)

@@ -1,0 +1,201 @@
+"""A failed step leaves the state before it, from which the run resumes as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import training
+from benchmarks.devices.faults import AT_STEP, description_file
+from opusim.devices.kinds import register_device
+from opusim.errors import DeviceError, DeviceFault
+from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
+from training.errors import RunInterrupted
+from training.networks.record_independence import require_independent_records
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from training.runs.folder import RunFolder
+from training.zeroth_order.step_log import LOG_FILE, LogContent, replay
+
+FAULTS = (Fault.UNPLUGGED, Fault.BUSY, Fault.WRONG_SHAPE, Fault.NOT_A_NUMBER)
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    register_device(KIND, faulty_device)
+    FaultyDevice.repaired = False
+    yield
+    FaultyDevice.repaired = False
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    y = np.arange(100) % 3
+    return generator.normal(size=(100, 6)) + 2 * np.eye(6)[y], y
+
+
+class Typed(nn.Module):
+    """Class scores by parameters of a type of their own; the classes' offsets stay float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.head = nn.Linear(6, 3, bias=False).to(dtype)
+        self.offset = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.to(self.head.weight.dtype)).float() + self.offset
+
+
+def config(device: Path | None = None, *, directions: int = 1, settle_every: int = 64) -> dict[str, Any]:
+    """30 steps; AT_STEP is none at which a checkpoint is written."""
+    protection: dict[str, Any] = {"kind": "record", "noise_multiplier": 2.0}
+    return {
+        "epochs": 3,
+        "threads": 1,
+        "data": {"n_classes": 3, "validation_fraction": 0.0},
+        "sampler": {"scheme": "poisson", "batch_size": 10},
+        "trainer": {"kind": "zo", "directions": directions, "settle_every": settle_every},
+        "optimizer": {"lr": 0.5, "weight_decay": 0.01},
+        "protection": protection | ({} if device is None else {"noise": "device"}),
+        "checkpoint": {"keep": 100},
+        "device": {} if device is None else {"name": str(device)},
+    }
+
+
+def newest(folder: Path) -> dict[str, torch.Tensor]:
+    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def figures(folder: Path) -> list[dict[str, Any]]:
+    """The metrics but what the device used, which a second opening adds to."""
+    used = ("frames", "seconds", "joules")
+    return [{k: v for k, v in line.items() if k not in used} for line in RunFolder(folder).read_metrics()]
+
+
+class Snapshots:
+    """A watcher who keeps the parameters behind every step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.kept = model, {}
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        pass
+
+    def on_step(self, *, step: int) -> None:
+        self.kept[step] = {f"model.{n}": p.detach().clone() for n, p in self.model.named_parameters()}
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("directions", [1, 3])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_device_that_fails_leaves_the_last_finished_step(
+    tmp_path: Path, fault: Fault, directions: int
+) -> None:
+    """Equal to the bit: the interrupted weights, the end of the log, and the resumed run."""
+    model = Typed(torch.float32)
+    watcher = Snapshots(model)
+    whole = config(description_file(tmp_path, None), directions=directions)
+    training.train(whole, data=data(), model=model, folder=tmp_path / "whole", watcher=watcher)
+    broken, model = tmp_path / "broken", Typed(torch.float32)
+    failing = config(description_file(tmp_path, fault), directions=directions)
+    with pytest.raises(DeviceError, match=f"Step {AT_STEP} of 30 was not done, all before it are kept"):
+        training.train(failing, data=data(), model=model, folder=broken)
+    found = {name: tensor for name, tensor in newest(broken).items() if name.startswith("model.")}
+    assert equal(found, watcher.kept[AT_STEP])
+    assert not equal(found, watcher.kept[AT_STEP - 1])
+    assert equal({f"model.{n}": p.detach() for n, p in model.named_parameters()}, found)
+    assert len(LogContent.read(broken / LOG_FILE).entries) == AT_STEP
+    assert replay(broken).arrived
+    FaultyDevice.repaired = True
+    training.train(data=data(), model=Typed(torch.float32), folder=broken, resume=True)
+    assert equal(newest(broken), newest(tmp_path / "whole"))
+    assert (broken / LOG_FILE).read_bytes() == (tmp_path / "whole" / LOG_FILE).read_bytes()
+    assert figures(broken) == figures(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_goes_on_where_roundings_had_led(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The device fails between two settlings; the checkpoint is settled, and the way there is not lost."""
+    whole = config(description_file(tmp_path, None), settle_every=9)
+    training.train(whole, data=data(), model=Typed(dtype), folder=tmp_path / "whole")
+    broken = tmp_path / "broken"
+    failing = config(description_file(tmp_path, Fault.UNPLUGGED), settle_every=9)
+    with pytest.raises(DeviceError):
+        training.train(failing, data=data(), model=Typed(dtype), folder=broken)
+    tensors = newest(broken)
+    assert replay(broken).arrived
+    assert torch.equal(tensors["model.head.weight"], tensors["state.zo.float32.head.weight"].to(dtype))
+    assert not torch.equal(tensors["model.head.weight"], tensors["state.zo.drifted.head.weight"])
+    FaultyDevice.repaired = True
+    training.train(data=data(), model=Typed(dtype), folder=broken, resume=True)
+    assert equal(newest(broken), newest(tmp_path / "whole"))
+    assert (broken / LOG_FILE).read_bytes() == (tmp_path / "whole" / LOG_FILE).read_bytes()
+    assert replay(broken).arrived
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoints_change_nothing_of_a_run(tmp_path: Path, dtype: torch.dtype, ctrl_c_at: type) -> None:
+    """Nor does a stop by Ctrl-C, which writes one where none was due."""
+    options = config(settle_every=7)
+    training.train(options, data=data(), model=Typed(dtype), folder=tmp_path / "few")
+    often = options | {"checkpoint": {"every_steps": 1}}
+    training.train(often, data=data(), model=Typed(dtype), folder=tmp_path / "often")
+    stopped = tmp_path / "stopped"
+    with pytest.raises(RunInterrupted):
+        training.train(options, data=data(), model=Typed(dtype), folder=stopped, watcher=ctrl_c_at(12))
+    training.train(data=data(), model=Typed(dtype), folder=stopped, resume=True)
+    wanted = newest(tmp_path / "few")
+    assert equal(newest(tmp_path / "often"), wanted)
+    assert equal(newest(stopped), wanted)
+
+
+class Breaking(Typed):
+    """Raises at one of its looks at a batch."""
+
+    def __init__(self, dtype: torch.dtype, error: BaseException, at_look: int) -> None:
+        super().__init__(dtype)
+        self._error, self._left = error, at_look
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled() and len(x) != 2:  # the first look at a model is at two records
+            self._left -= 1
+            if self._left == 0:
+                raise self._error
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("at_look", [51, 52, 53, 54])
+@pytest.mark.parametrize("error", [DeviceFault("the layer's own device is gone"), KeyboardInterrupt()])
+def test_a_step_that_breaks_off_amid_the_parameters(
+    tmp_path: Path, error: BaseException, at_look: int
+) -> None:
+    """The newest checkpoint serves, and none is written; in memory float32 is back up to roundings."""
+    whole = config(directions=2)
+    training.train(whole, data=data(), model=Typed(torch.float32), folder=tmp_path / "whole")
+    probed = Breaking(torch.float32, error, 0)
+    require_independent_records(probed, torch.from_numpy(data()[0][:33]).float())
+    looks = -probed._left  # before the first step
+    broken, model = tmp_path / "broken", Breaking(torch.float32, error, looks + at_look)
+    watcher = Snapshots(model)
+    with pytest.raises(type(error)):
+        training.train(whole, data=data(), model=model, folder=broken, watcher=watcher)
+    assert list_checkpoints(broken / "checkpoints")[-1].stem == "step-0000000010"
+    before = watcher.kept[max(watcher.kept)]
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter, before[f"model.{name}"], rtol=0, atol=1e-6)  # phi is 1e-3
+    again = Breaking(torch.float32, error, 0)  # never
+    training.train(data=data(), model=again, folder=broken, resume=True)
+    assert equal(newest(broken), newest(tmp_path / "whole"))

@@ -1,0 +1,243 @@
+"""Language models under zeroth-order training: prompts, padding, LoRA, runs and resuming."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import training
+from opusim.errors import ConfigError
+from training.data.dataset import DataError
+from training.engine.loop import Engine
+from training.errors import RunFolderError, RunInterrupted
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from training.zeroth_order.language import (
+    PAD,
+    Lora,
+    Prompt,
+    class_tokens,
+    encode,
+    load_classifier,
+    read_texts,
+)
+from training.zeroth_order.step_log import replay
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+from tests.support.tiny_language import LABELS, TEXTS, make
+
+CAUSAL, MASKED = Prompt(), Prompt(template="{text} It was {mask}")
+KINDS = {"gpt2": CAUSAL, "opt": CAUSAL, "bert": MASKED}
+TARGETS = {"gpt2": ("c_attn",), "opt": ("q_proj", "v_proj"), "bert": ("query", "value")}
+CONFIG = {
+    "epochs": 2,
+    "threads": 1,
+    "data": {"n_classes": 2, "validation_fraction": 0.0},
+    "sampler": {"scheme": "poisson", "batch_size": 6},
+    "trainer": {"kind": "zo"},
+    "protection": {"kind": "record", "noise_multiplier": 1.0},
+}
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_scores_are_the_logits_of_the_class_words(tmp_path: Path, kind: str) -> None:
+    """Against the model of transformers on one prompt without any padding; padding changes nothing but roundings."""
+    prompt = KINDS[kind]
+    model, tokenizer = load_classifier(make(tmp_path, kind), prompt, local_only=True)
+    encoded = encode(tokenizer, TEXTS, prompt)
+    scores = model(encoded)
+    assert scores.shape == (len(TEXTS), 2)
+    tokens = [tokenizer.convert_tokens_to_ids(word) for word in ("terrible", "great")]
+    for number in (0, 2, 5):
+        ids = encoded[number][encoded[number] != PAD].long()[None]
+        logits = model.model(input_ids=ids).logits[0]
+        place = int((ids[0] == tokenizer.mask_token_id).nonzero()) if prompt.masked else -1
+        assert torch.allclose(scores[number], logits[place, tokens], atol=1e-5)
+        assert not torch.allclose(scores[number], logits[place, tokens[::-1]], atol=1e-5)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_run_learns_is_replayed_and_read_back(tmp_path: Path, kind: str, lora: bool) -> None:
+    prompt = KINDS[kind]
+    wanted = Lora(rank=2, targets=TARGETS[kind]) if lora else None
+    model, tokenizer = load_classifier(make(tmp_path / "model", kind), prompt, lora=wanted)
+    x, y = encode(tokenizer, TEXTS, prompt), np.array(LABELS)
+    before = model(x).detach()
+    trained = training.train(CONFIG, data=(x, y), model=model, folder=tmp_path / "run")
+    names = list(replay(trained.folder.path).tensors)
+    assert all(("lora_" in name) == lora for name in names)
+    assert not torch.equal(model(x).detach(), before)
+    again = training.load_run(trained.folder.path)  # the folder knows the model's own folder
+    assert (again.predict(x) == trained.predict(x)).all()
+    assert 0 <= again.evaluate(x, y)["accuracy"] <= 1
+    assert trained.guarantees[0].is_proven
+
+
+def test_lora_starts_where_the_model_is_and_is_float32(tmp_path: Path) -> None:
+    folder = make(tmp_path, "opt")
+    whole, tokenizer = load_classifier(folder, CAUSAL)
+    part, _ = load_classifier(folder, CAUSAL, lora=Lora(rank=2), dtype="bfloat16")
+    x = encode(tokenizer, TEXTS, CAUSAL)
+    assert torch.allclose(whole(x), part(x).float(), atol=0.02)
+    kinds = {p.dtype for p in part.parameters() if p.requires_grad}
+    assert kinds == {torch.float32}
+
+
+def test_long_texts_lose_their_end_not_the_question(tmp_path: Path) -> None:
+    _, tokenizer = load_classifier(make(tmp_path), CAUSAL)
+    encoded = encode(tokenizer, ["good " * 50], Prompt(max_tokens=10))
+    assert encoded.shape == (1, 10)
+    assert tokenizer.decode(encoded[0, -2:].long().tolist()) == "it was"
+
+
+def test_what_a_run_stores_tells_no_texts_length(tmp_path: Path, kind: str) -> None:
+    """The width of the records stands in `config.json`; and texts of any length can be classified later."""
+    prompt = KINDS[kind]
+    model, tokenizer = load_classifier(make(tmp_path / "model", kind), prompt)
+    x, y = encode(tokenizer, TEXTS, prompt), np.array(LABELS)
+    run = training.train({**CONFIG, "mode": "release"}, data=(x, y), model=model, folder=tmp_path / "run")
+    assert run.facts["network"]["n_inputs"] == prompt.max_tokens
+    assert run.predict(encode(tokenizer, ["good", "good " * 9], prompt)).shape == (2,)
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    _, tokenizer = load_classifier(make(tmp_path / "m"), CAUSAL)
+    with pytest.raises(ValueError, match="classes: 'wonderful' is 1 tokens or unknown"):
+        class_tokens(tokenizer, Prompt(classes=("great", "wonderful")))
+    with pytest.raises(ValueError, match="classes: 'very good' is 2 tokens"):
+        class_tokens(tokenizer, Prompt(classes=("great", "very good")))
+    with pytest.raises(ValueError, match=r"must hold \{text\} once"):
+        Prompt(template="It was")
+    with pytest.raises(ValueError, match="language model .*nowhere: cannot be loaded"):
+        load_classifier(tmp_path / "nowhere", CAUSAL, local_only=True)
+    file = tmp_path / "texts.tsv"
+    file.write_text("good film\t1\nno label\n")
+    with pytest.raises(DataError, match="line 2 is not: text, tab, class number"):
+        read_texts(file)
+
+
+def opusim(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """Run the command line in this process."""
+    from training.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["opusim", *arguments, "--quiet"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code in (0, None)
+
+
+def command(tmp_path: Path, run: str, kind: str, *, lora: bool) -> list[str]:
+    """Fine-tune a tiny model for 12 steps; the paths are relative, as a person types them."""
+    make(tmp_path / "model", kind)
+    lines = [f"{text}\t{label}" for text, label in zip(TEXTS, LABELS, strict=True)]
+    (tmp_path / "texts.tsv").write_text("\n".join(lines) + "\n")
+    options = [
+        "train",
+        "zo",
+        "--language-model",
+        "model",
+        "--text",
+        "texts.tsv",
+        "--out",
+        run,
+        "--epochs",
+        "2",
+    ]
+    options += ["--lora-rank", "2", "--lora-targets", ",".join(TARGETS[kind])] if lora else []
+    options += ["--prompt", KINDS[kind].template] if KINDS[kind].masked else []
+    settings = ("threads=1", "sampler.batch_size=5", "data.validation_fraction=0.1", "optimizer.lr=0.1")
+    return [*options, "--protect", "record", "--epsilon", "8", *(p for s in settings for p in ("--set", s))]
+
+
+def final(folder: Path) -> dict[str, torch.Tensor]:
+    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_command_goes_on_with_a_language_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, lora: bool
+) -> None:
+    """Killed and resumed from another folder with only `opusim train resume`: the same to the bit."""
+    monkeypatch.chdir(tmp_path)
+    begun = command(tmp_path, "whole", kind, lora=lora)
+    opusim(monkeypatch, *begun)
+    (tmp_path / "elsewhere").mkdir()
+    begun[begun.index("whole")] = "broken"
+
+    def killed(self: Engine) -> None:
+        if self._step == 5:
+            self.checkpoint()
+            raise ConnectionAbortedError
+        advance(self)
+
+    advance = Engine._advance
+    with monkeypatch.context() as planted:
+        planted.setattr(Engine, "_advance", killed)
+        planted.setattr(sys, "argv", ["opusim", *begun, "--quiet", "--debug"])
+        from training.cli import main
+
+        with pytest.raises(ConnectionAbortedError):
+            main()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    opusim(monkeypatch, "train", "resume", str(tmp_path / "broken"))
+    one, two = final(tmp_path / "whole"), final(tmp_path / "broken")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert replay(tmp_path / "broken").arrived
+    assert "opusim train zo --config" in (tmp_path / "whole" / "report.html").read_text()
+    read = training.load_run(tmp_path / "broken")
+    assert read.guarantees[0].epsilon <= 8
+    assert read.config.data.n_classes == 2
+
+
+def test_another_base_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type
+) -> None:
+    """LoRA's factors mean nothing on other weights, which no checkpoint holds."""
+    monkeypatch.chdir(tmp_path)
+    options = {
+        "model": str(make(tmp_path / "model", "opt")),
+        "text": str(tmp_path / "texts.tsv"),
+        "lora_rank": 2,
+    }
+    (tmp_path / "texts.tsv").write_text("good\t1\nbad\t0\n" * 20)
+    config = {**CONFIG, "data": {}, "trainer": {"kind": "zo", "language": options}}
+    with pytest.raises(RunInterrupted):
+        training.train(config, folder=tmp_path / "run", watcher=ctrl_c_at(3))
+    kept = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(kept)
+    name = next(name for name in tensors if "q_proj.weight" in name)
+    tensors[name][0, 0] += 1
+    save_file(tensors, kept, metadata={"format": "pt"})
+    with pytest.raises(RunFolderError, match="begun with another network"):
+        training.train(folder=tmp_path / "run", resume=True)
+
+
+def test_a_language_model_without_texts_is_named(tmp_path: Path) -> None:
+    options = {"model": str(make(tmp_path / "model"))}
+    with pytest.raises(ConfigError, match="trainer.language.text: is missing"):
+        training.train({"trainer": {"kind": "zo", "language": options}}, folder=tmp_path / "run")
+    options["text"] = str(tmp_path / "texts.tsv")
+    with pytest.raises(
+        ConfigError, match="data.n_classes: 3 differs from the number of trainer.language.classes, 2"
+    ):
+        training.train(
+            {"data": {"n_classes": 3}, "trainer": {"kind": "zo", "language": options}},
+            folder=tmp_path / "run",
+        )
+
+
+def test_a_masked_model_needs_a_mask_in_the_prompt(tmp_path: Path) -> None:
+    folder = make(tmp_path, "bert")
+    with pytest.raises(ValueError, match=r"type 'bert' predicts a masked word; put \{mask\}"):
+        load_classifier(folder, Prompt(template="{text} it was"), local_only=True)
+    load_classifier(folder, Prompt(template="{text} it was {mask}"), local_only=True)

@@ -1,0 +1,187 @@
+"""Clipped differences, scalar noise, perturbation in place, and half precision."""
+
+from __future__ import annotations
+
+import math
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kstest
+
+from opusim.medium.directions import Direction
+from opusim.randomness.kernels import PAIRS
+from opusim.randomness.streams import SeededStream, SystemStream, noise_stream
+from training.zeroth_order.perturbation import InPlacePerturbation, MemoryMappedTensors, StepEntry
+from training.zeroth_order.trainer import GaussianScalars, LaplaceScalars, loss_differences
+
+NAN, INF = math.nan, math.inf
+
+
+def test_differences_are_clipped_each_by_itself() -> None:
+    found = loss_differences(torch.tensor([1.0, 5.0, 0.0]), torch.tensor([0.9, 0.0, 7.0]), 0.5)
+    assert found.values.tolist() == pytest.approx([0.1, 0.5, -0.5], abs=1e-7)
+    assert (found.clipped, found.non_finite) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("plus", "minus", "expected"),
+    [
+        (NAN, 1.0, 0.5), (INF, 1.0, 0.5), (-INF, 1.0, 0.5), (1.0, NAN, -0.5), (1.0, INF, -0.5),
+        (NAN, NAN, 0.0), (INF, -INF, 0.0),
+    ],
+)  # fmt: skip
+def test_losses_that_are_not_finite_count_as_the_bound(plus: float, minus: float, expected: float) -> None:
+    found = loss_differences(torch.tensor([plus]), torch.tensor([minus]), 0.5)
+    assert found.values.tolist() == [expected]
+    assert found.non_finite == 1
+    assert loss_differences(torch.tensor([plus]), torch.tensor([minus]), None).values.tolist() == [0.0]
+
+
+def test_one_record_moves_the_sum_by_at_most_the_clip(seed: int) -> None:
+    """Whatever the losses: infinities, NaN and huge numbers among them."""
+    generator = np.random.default_rng(seed)
+    special = [NAN, INF, -INF, 3e38, -3e38, 0.0]
+    plus, minus = (
+        torch.tensor(generator.choice([*special, *generator.normal(size=20)], 200), dtype=torch.float32)
+        for _ in range(2)
+    )
+    total = float(loss_differences(plus, minus, 0.05).values.sum())
+    for leave in range(200):
+        kept = torch.arange(200) != leave
+        rest = float(loss_differences(plus[kept], minus[kept], 0.05).values.sum())
+        assert abs(total - rest) <= 0.05 * (1 + 1e-9)
+
+
+def test_an_empty_batch_has_no_differences() -> None:
+    found = loss_differences(torch.zeros(0), torch.zeros(0), 1.0)
+    assert (float(found.values.sum()), found.clipped, found.non_finite) == (0.0, 0, 0)
+
+
+def test_scalar_noise_has_its_law(seed: int) -> None:
+    """Kolmogorov-Smirnov at five standard errors' probability; the other law, the planted fault, is refused."""
+    level = 5.7e-7
+    gauss = GaussianScalars(SeededStream(seed, "test")).draw(0, 20_000)
+    laplace = LaplaceScalars(SeededStream(seed, "test")).draw(0, 20_000)
+    assert kstest(gauss, "norm").pvalue > level
+    assert kstest(laplace, "laplace").pvalue > level
+    assert kstest(np.array(gauss) * math.sqrt(2), "laplace").pvalue < level
+    size = len(laplace)
+    assert abs(np.var(laplace) - 2) < 5 * 2 * math.sqrt(5 / size)  # kurtosis 6
+
+
+def test_noise_repeats_in_experiment_mode_and_never_in_release() -> None:
+    for law in (GaussianScalars, LaplaceScalars):
+        seeded = law(noise_stream("experiment", 3, "scalar-noise"))
+        assert seeded.draw(5, 2) == seeded.draw(5, 2) != seeded.draw(6, 2)
+        fresh = law(noise_stream("release", None, "scalar-noise"))
+        assert fresh.draw(5, 2) != fresh.draw(5, 2)
+
+
+class _Extremes(SystemStream):
+    """A release stream whose every random word is 0: the largest radius, an angle of 0."""
+
+    def _words(self, chunks: int) -> np.ndarray:
+        return np.zeros((chunks, 3, PAIRS), dtype=np.uint32)
+
+
+def test_a_release_streams_radii_end_where_the_statement_says() -> None:
+    """|a| is the radius here, so a^2 / 2 is the exponential at its cut, beyond which lies 2^-65; four times."""
+    (a, *_) = _Extremes().normal((4,)).double().tolist()
+    assert a * a / 2 == pytest.approx(65 * math.log(2), rel=1e-5)
+    assert 4 * math.exp(-a * a / 2) == pytest.approx(2.0**-63, rel=1e-3)
+    assert LaplaceScalars(_Extremes()).draw(0, 1) == [0.0]  # all four alike
+
+
+def _entries(count: int, directions: int = 1) -> list[StepEntry]:
+    generator = np.random.default_rng(0)
+    return [
+        StepEntry.rounded(
+            rate=0.01,
+            seeds=tuple(int(s) for s in generator.integers(2**60, size=directions)),
+            scalars=tuple(generator.normal(size=directions)),
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("directions", [1, 3])
+def test_a_step_goes_along_its_directions(directions: int) -> None:
+    """Against the update in exact arithmetic; a move of the other sign, the planted fault, is far off."""
+    start = [torch.linspace(-1, 1, 5000), torch.ones(7)]
+    moved = [tensor.clone() for tensor in start]
+    perturbation = InPlacePerturbation(moved, perturbation=1e-3, weight_decay=0.1)
+    (entry,) = _entries(1, directions)
+    perturbation.replay(entry)
+    for number, (before, after) in enumerate(zip(start, moved, strict=True)):
+        expected = before.double() * (1 - 0.01 * 0.1)
+        for seed, scalar in zip(entry.seeds, entry.scalars, strict=True):
+            z = Direction(seed).entries(number, 0, before.numel()).double()
+            expected -= 0.01 * scalar / directions * z
+        assert torch.allclose(after.double(), expected, rtol=0, atol=5e-6)
+        assert not torch.allclose(after.double(), 2 * before.double() - expected, rtol=0, atol=5e-6)
+
+
+def test_float32_returns_to_within_its_last_digits() -> None:
+    """A thousand perturbations at phi 1e-3: the drift is a random walk of roundings, far below phi."""
+    tensor = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 0.05
+    start = tensor.clone()
+    perturbation = InPlacePerturbation([tensor], perturbation=1e-3)
+    for seed in range(1000):
+        perturbation.move_to_plus(seed)
+        perturbation.move_to_minus(seed)
+        perturbation.move_back(seed)
+    drift = float((tensor - start).double().square().mean().sqrt())
+    assert drift < 2e-7
+    assert drift > 0  # it is there, and a log repeats it
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_what_the_entries_say(dtype: torch.dtype) -> None:
+    """Settled parameters are the float32 recursion, rounded once; unsettled ones, the planted fault, drift off."""
+    start = (torch.randn(3000, generator=torch.Generator().manual_seed(1)) * 0.05).to(dtype)
+    entries = _entries(150)
+    settled, drifting = start.clone(), start.clone()
+    for tensor, settle_every in ((settled, 50), (drifting, 10**6)):
+        perturbation = InPlacePerturbation([tensor], perturbation=1e-3, weight_decay=0.01)
+        for step, entry in enumerate(entries, start=1):
+            perturbation.move_to_plus(entry.seeds[0])
+            perturbation.move_to_minus(entry.seeds[0])
+            perturbation.update(entry)
+            if step % settle_every == 0:
+                perturbation.settle()
+    exact = start.float()
+    for entry in entries:
+        keep = entry.keep(0.01)
+        Direction(entry.seeds[0]).return_and_move(exact, 0, back=0.0, keep=keep, move=entry.moves[0])
+    assert torch.equal(settled, exact.to(dtype))
+    assert not torch.equal(drifting, exact.to(dtype))
+    replayed = start.clone()
+    again = InPlacePerturbation([replayed], perturbation=1e-3, weight_decay=0.01)
+    for entry in entries:
+        again.replay(entry)
+    again.settle()
+    assert torch.equal(replayed, settled)
+
+
+def test_copies_on_disk_keep_what_is_written_and_give_their_memory_back() -> None:
+    """Of 64 MiB at least half is resident after writing, and next to nothing after paging out."""
+
+    def resident() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+    like = {0: torch.ones(2**20, dtype=torch.bfloat16), 3: torch.ones(2**23 - 5, 2, dtype=torch.bfloat16)}
+    paged = MemoryMappedTensors(like, dtype=torch.float32)
+    assert paged.tensors[3].shape == (2**23 - 5, 2)
+    assert paged.tensors[3].dtype == torch.float32
+    empty = resident()
+    paged.tensors[3].mul_(3)
+    full = resident()
+    paged.release_memory()
+    assert full - empty > 32
+    assert resident() - empty < 8
+    assert bool((paged.tensors[3] == 3).all())
+    assert bool((paged.tensors[0] == 1).all())
+    assert MemoryMappedTensors({}).tensors == {}

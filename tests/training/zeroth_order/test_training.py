@@ -1,0 +1,362 @@
+"""Zeroth-order runs: the step, guarantees, the step log and its replay, user-supplied modules."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import training
+from accounting.errors import BudgetExceeded, NoGuarantee
+from accounting.guarantee import Status
+from opusim.errors import ConfigError
+from training.config import load_config
+from training.errors import RunFolderError
+from training.networks.network import FullyConnected
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
+from training.zeroth_order.config import ZoConfig
+from training.zeroth_order.step_log import LOG_FILE, LogContent, StepLogCorrupt, mark_file, replay
+from training.zeroth_order.trainer import GaussianScalars, ScalarRelease, ZoTrainer
+
+BASE = {
+    "epochs": 2,
+    "threads": 1,
+    "seed": 3,
+    "loss": "cross-entropy",
+    "model": {"hidden": [8]},
+    "data": {"n_classes": 3, "validation_fraction": 0.1},
+    "sampler": {"scheme": "poisson", "batch_size": 10},
+    "trainer": {"kind": "zo"},
+    "optimizer": {"lr": 0.05, "weight_decay": 0.01},
+}
+PROTECTED = {**BASE, "protection": {"kind": "record", "noise_multiplier": 2.0}}
+RELEASED = {**{key: value for key, value in PROTECTED.items() if key != "seed"}, "mode": "release"}
+
+
+def data(n: int = 100) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    y = np.arange(n) % 3
+    return generator.normal(size=(n, 6)) + 2 * np.eye(6)[y], y
+
+
+def run(tmp_path: Path, config: dict, name: str = "run", **options: object) -> training.Run:
+    return training.train(config, data=data(), folder=tmp_path / name, **options)
+
+
+def final(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = read_checkpoint(list_checkpoints(folder / "checkpoints")[-1]).tensors
+    return {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+
+
+def make_trainer(loss: str = "squared-error", **options: object) -> tuple[ZoTrainer, FullyConnected]:
+    torch.manual_seed(0)
+    network = FullyConnected(nn.Sequential(nn.Linear(4, 3)))
+    config = load_config({"trainer": {"kind": "zo", **options}, "optimizer": {"lr": 0.1}})
+    release = ScalarRelease(clip=None, divisor=1.0)
+    return ZoTrainer(network, config.trainer, config.optimizer, release, loss=loss, root=7), network
+
+
+def test_update_is_the_gradient_seen_along_directions(seed: int) -> None:
+    """The mean of many steps' moves at one point is -eta times the gradient, coordinate by coordinate: five standard
+    errors of that mean; the opposite sign, the planted fault, is far off."""
+    trainer, network = make_trainer(perturbation=1e-2)
+    x, y = torch.randn(1, 4, generator=torch.Generator().manual_seed(seed)), torch.tensor([1])
+    start = {name: tensor.clone() for name, tensor in network.tensors.items()}
+    residual = (network.model(x) - nn.functional.one_hot(y, 3)).detach()
+    gradient = torch.cat([(residual.t() @ x).flatten(), residual.flatten()]).double()
+    moves = []
+    for step in range(2000):
+        trainer.step(x, y, step=step)
+        moves.append(torch.cat([(t - start[n]).flatten() for n, t in network.tensors.items()]).double())
+        for name, tensor in network.tensors.items():
+            tensor.copy_(start[name])
+    sample = -torch.stack(moves) / 0.1
+    error = sample.std(dim=0) / math.sqrt(len(sample))
+    assert ((sample.mean(dim=0) - gradient).abs() < 5 * error).all()
+    assert not ((sample.mean(dim=0) + gradient).abs() < 5 * error).all()
+
+
+def test_training_learns_and_makes_neither_gradients_nor_a_graph(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 3))
+    config = {**BASE, "epochs": 40, "optimizer": {"lr": 0.2}}
+    trained = run(tmp_path, config, model=model)
+    assert trained.summary["train_accuracy"] > 0.6  # chance is a third
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_more_directions_less_variance() -> None:
+    """Averaging n moves divides the variance of a step by n: within five standard errors of a ratio of variances."""
+    x, y = torch.ones(1, 4), torch.tensor([0])
+    spread = {}
+    for directions in (1, 8):
+        trainer, network = make_trainer(directions=directions)
+        start = network.tensors["layer1.weight"].clone()
+        moves = []
+        for step in range(400):
+            trainer.step(x, y, step=step)
+            moves.append((network.tensors["layer1.weight"] - start).flatten().double())
+            network.tensors["layer1.weight"].copy_(start)
+            network.tensors["layer1.bias"].zero_()
+        spread[directions] = float(torch.stack(moves).var(dim=0).mean())
+    ratio = spread[1] / spread[8]
+    assert abs(math.log(ratio / 8)) < 5 * math.sqrt(2 * 2 * 5 / 400)
+    assert abs(math.log(ratio)) > 5 * math.sqrt(2 * 2 * 5 / 400)
+
+
+def test_an_empty_batch_takes_its_noisy_step() -> None:
+    torch.manual_seed(0)
+    network = FullyConnected(nn.Sequential(nn.Linear(4, 3)))
+    config = load_config(PROTECTED)
+    from opusim.randomness.streams import SeededStream
+
+    noise = GaussianScalars(SeededStream(1, "scalar-noise"))
+    release = ScalarRelease(clip=0.05, divisor=10.0, scale=0.1, noise=noise)
+    trainer = ZoTrainer(network, config.trainer, config.optimizer, release, root=7)
+    before = network.tensors["layer1.weight"].clone()
+    record = trainer.step(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), step=0, observe=True)
+    assert record.n_records == 0
+    assert not torch.equal(network.tensors["layer1.weight"], before)
+
+
+def test_a_model_that_breaks_on_some_records_is_counted_and_stops_nothing(tmp_path: Path) -> None:
+    class Fragile(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + torch.where(x[:, :1] > 2, torch.nan, 0.0)
+
+    trained = training.train(
+        {**RELEASED, "data": {"n_classes": 3, "validation_fraction": 0.0}, "epochs": 1},
+        data=data(), model=Fragile(), folder=tmp_path / "run",
+    )  # fmt: skip
+    assert all(bool(torch.isfinite(t).all()) for t in final(trained.folder.path).values())
+
+
+def test_the_statement_of_a_protected_run(tmp_path: Path) -> None:
+    trained = run(tmp_path, {**BASE, "protection": {"kind": "record", "epsilon": 2.0}})
+    (found,) = trained.guarantees
+    assert found.status is Status.PROVEN
+    assert 1.9 < found.epsilon <= 2.0
+    assert "loss differences clipped to 0.05" in found.mechanism
+    assert trained.step == 18
+
+
+def test_pure_privacy_by_laplace_noise(tmp_path: Path) -> None:
+    config = {
+        **BASE,
+        "trainer": {"kind": "zo", "law": "laplace"},
+        "protection": {"kind": "record", "epsilon": 4.0, "delta": 0.0},
+    }
+    trained = run(tmp_path, config)
+    (found,) = trained.guarantees
+    scale, q = trained.config.protection.noise_multiplier, 10 / 90
+    assert found.delta == 0
+    assert found.epsilon == pytest.approx(18 * math.log(1 + q * (math.exp(1 / scale) - 1)))
+    assert 3.99 < found.epsilon <= 4.0
+
+
+def test_directions_of_a_step_are_on_the_ledger(tmp_path: Path) -> None:
+    one = run(tmp_path, PROTECTED, "one").guarantees[0]
+    many = run(tmp_path, {**PROTECTED, "trainer": {"kind": "zo", "directions": 4}}, "many").guarantees[0]
+    assert many.epsilon > one.epsilon
+    assert "4 directions on each Poisson batch" in many.mechanism
+
+
+def test_a_budget_stops_before_the_step_that_would_exceed_it(tmp_path: Path) -> None:
+    config = {**BASE, "protection": {"kind": "record", "epsilon": 1.5, "noise_multiplier": 1.5}}
+    with pytest.raises(BudgetExceeded, match="training ended after step"):
+        run(tmp_path, config)
+    stopped = training.load_run(tmp_path / "run")
+    assert 0 < stopped.step < 18
+    assert stopped.guarantees[0].epsilon <= 1.5
+    assert replay(tmp_path / "run").steps == stopped.step
+
+
+def test_noise_of_a_gaussian_device(tmp_path: Path) -> None:
+    config = {
+        **PROTECTED,
+        "protection": {"kind": "record", "noise_multiplier": 2.0, "noise": "device"},
+        "device": {"name": "gaussian", "noise": {"sigma": 0.7}},
+    }
+    trained = run(tmp_path, config)
+    assert trained.guarantees[0].status is Status.PROVEN_UNDER_DEVICE_MODEL
+    assert trained.summary["frames"] > 0
+    with pytest.raises(ConfigError, match="'laplace' cannot come from a device"):
+        run(tmp_path, {**config, "trainer": {"kind": "zo", "law": "laplace"}}, "refused")
+    camera = {**config, "device": {"name": "camera"}}
+    with pytest.raises(ConfigError, match="takes a Gaussian law"):
+        run(tmp_path, camera, "camera")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"sampler": {"scheme": "shuffled-epochs", "batch_size": 10}}, NoGuarantee, "shuffled-epochs"),
+        ({"optimizer": {"averaged_tail": 0.5}}, ConfigError, "second copy of the parameters"),
+        ({"optimizer": {"momentum": 0.9}}, ConfigError, "neither momentum nor moments"),
+        ({"optimizer": {"name": "adam"}}, ConfigError, "neither momentum nor moments"),
+        ({"protection": {"kind": "label-budget", "epsilon": 1.0}}, ConfigError, "it takes none, record"),
+        ({"protection": {"kind": "record", "epsilon": 1.0, "delta": 0.0}}, NoGuarantee, "use trainer.law"),
+    ],
+)
+def test_what_no_theorem_covers_is_refused(
+    tmp_path: Path, change: dict, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run(tmp_path, {**PROTECTED, **change})
+
+
+def test_noise_and_directions_do_not_share_a_seed(tmp_path: Path) -> None:
+    """Another noise stream leaves the directions; without noise the same seeds give other scalars."""
+    quiet, noisy = run(tmp_path, BASE, "quiet"), run(tmp_path, PROTECTED, "noisy")
+    one, two = (LogContent.read(r.folder.path / LOG_FILE).entries for r in (quiet, noisy))
+    assert [e.seeds for e in one] == [e.seeds for e in two]
+    assert all(a.scalars != b.scalars for a, b in zip(one, two, strict=True))
+
+
+def test_release_mode_keeps_no_secret(tmp_path: Path) -> None:
+    first, second = (run(tmp_path, RELEASED, name) for name in ("a", "b"))
+    logs = [LogContent.read(r.folder.path / LOG_FILE) for r in (first, second)]
+    assert logs[0].header.root != logs[1].header.root
+    assert "seed" not in first.facts["config"]
+    state = read_checkpoint(list_checkpoints(first.folder.path / "checkpoints")[-1]).tensors
+    assert state["state.zo.counts"].tolist() == [18, 0]
+    assert replay(first.folder.path).arrived
+
+
+@pytest.mark.parametrize("directions", [1, 3])
+def test_replay_in_another_process_and_with_other_threads(tmp_path: Path, directions: int) -> None:
+    trained = run(tmp_path, {**PROTECTED, "trainer": {"kind": "zo", "directions": directions}})
+    out = tmp_path / "again.safetensors"
+    code = "import torch; torch.set_num_threads(2)\nfrom training.cli import main; main()"
+    command = [sys.executable, "-c", code, "zo", "replay", str(trained.folder.path), "--out", str(out)]
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"}
+    )
+    assert "18 steps replayed" in printed.stdout
+    assert "to the bit" in printed.stdout
+    from safetensors.torch import load_file
+
+    rebuilt, expected = load_file(out), final(trained.folder.path)
+    assert rebuilt.keys() == expected.keys()
+    assert all(torch.equal(rebuilt[name], expected[name]) for name in expected)
+
+
+def test_a_log_is_a_few_bytes_a_step(tmp_path: Path) -> None:
+    trained = run(tmp_path, PROTECTED)
+    header = LogContent.read(trained.folder.path / LOG_FILE).header
+    assert header.record_size == 24
+    size = (trained.folder.path / LOG_FILE).stat().st_size
+    assert size - 18 * 24 < 1000
+
+
+def _flip(content: bytes, place: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+def test_tampering_is_found(tmp_path: Path) -> None:
+    folder = run(tmp_path, PROTECTED).folder.path
+    log = folder / LOG_FILE
+    content = log.read_bytes()
+    start = len(content) - 18 * 24
+    third, fourth = content[start + 48 : start + 72], content[start + 72 : start + 96]
+    moved = content[: start + 48] + fourth + third + content[start + 96 :]
+    changes = {
+        "step 1: its digest": _flip(content, start + 5),
+        "step 7: its digest": _flip(content, start + 6 * 24 + 13),
+        "step 18: its digest": _flip(content, len(content) - 1),
+        "step 3: its digest": moved,
+        "step 2: its digest": content[: start + 24] + content[start + 48 :],
+        "ends after step 17": content[:-24],
+        "header was changed": _flip(content, 40),
+        "is not a step log": b"something else",
+    }  # fmt: skip
+    for message, changed in changes.items():
+        log.write_bytes(changed)
+        with pytest.raises(StepLogCorrupt, match=message):
+            replay(folder)
+    log.write_bytes(content)
+    mark = mark_file(log)
+    kept = mark.read_text()
+    mark.write_text(kept.replace('"parameters": "', '"parameters": "0'))
+    with pytest.raises(StepLogCorrupt, match="lead to parameters"):
+        replay(folder)
+    mark.write_text(kept)
+    with pytest.raises(ValueError, match="not readable as safetensors"):
+        replay(folder, base=folder / "config.json")
+    assert replay(folder).arrived
+    mark.unlink()
+    assert replay(folder).arrived is None
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    one, two = run(tmp_path, PROTECTED, "one"), run(tmp_path, {**PROTECTED, "seed": 4}, "two")
+    with pytest.raises(StepLogCorrupt, match="is not what the log starts from"):
+        replay(one.folder.path, base=two.folder.path / "base.safetensors")
+
+
+class Own(nn.Module):
+    """A module of one's own: a frozen part, a shared one, no Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 5).requires_grad_(False)
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(torch.relu(self.embed(x))))
+
+
+def test_a_module_of_ones_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Own()
+    frozen = model.embed.weight.clone()
+    trained = run(tmp_path, PROTECTED, model=model)
+    assert torch.equal(model.embed.weight, frozen)
+    assert set(final(trained.folder.path)) == {"norm.weight", "norm.bias", "head.weight", "head.bias"}
+    assert replay(trained.folder.path).arrived
+    with pytest.raises(RunFolderError, match=r"load_run\(path, model=...\)"):
+        training.load_run(trained.folder.path)
+    again = training.load_run(trained.folder.path, model=model)
+    x = data()[0]
+    assert (again.predict(x) == trained.predict(x)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_module_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 3).to(dtype)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x.to(dtype)).float()
+
+    torch.manual_seed(0)
+    trained = run(tmp_path, PROTECTED, model=Half())
+    found = replay(trained.folder.path)
+    assert found.arrived
+    assert found.tensors["head.weight"].dtype == dtype
+
+
+def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must give class scores of shape \(batch, n_classes\)"):
+        run(tmp_path, BASE, model=nn.Sequential(nn.Linear(6, 4)))
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        run(tmp_path, BASE, model=Own().requires_grad_(False))
+
+
+def test_it_takes_part_like_the_others() -> None:
+    assert ZoConfig.protections == ("none", "record")
+    assert load_config({"trainer": {"kind": "zo"}}).uses_device is False

@@ -293,7 +293,8 @@ def _short(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True, validated_data={})
     if default is None or default == () or isinstance(default, bool):
         return f"{first}."
-    shown = ",".join(map(str, default)) if isinstance(default, tuple) else f"{default}"
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    shown = repr(shown) if " " in shown else shown
     return f"{first}; {shown} by default."
 
 

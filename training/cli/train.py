@@ -46,9 +46,9 @@ class TrainGroup(LazyGroup):
     def fill(self) -> None:
         """See LazyGroup.fill."""
         for kind, section in TRAINERS.every().items():
-            self.later(kind, section.summary, partial(_command, kind, section))
+            self.later(kind, section.summary, partial(_command, kind, section), panel="Trainers")
         for name, command in (("resume", resume), ("options", options)):
-            self.later(name, _first_line(command), partial(built, name, command))
+            self.later(name, _first_line(command), partial(built, name, command), panel="Other commands")
 
 
 app = typer.Typer(

@@ -20,11 +20,13 @@ class Import:
         target: The dotted name: `a.b.c` for `from a.b import c`.
         where: "top", "function" (inside a function), or "typing" (under `if TYPE_CHECKING`).
         line: Line of the statement.
+        function: The innermost function around it; empty for none.
     """
 
     target: str
     where: str
     line: int
+    function: str = ""
 
 
 def imports_of(source: str, *, package: str = "") -> list[Import]:
@@ -34,22 +36,21 @@ def imports_of(source: str, *, package: str = "") -> list[Import]:
         source: Python source.
         package: The package that contains the file; relative imports start there.
     """
-    return list(_walk(ast.parse(source), "top", package))
+    return list(_walk(ast.parse(source), "top", "", package))
 
 
-def _walk(node: ast.AST, where: str, package: str) -> Iterator[Import]:
+def _walk(node: ast.AST, where: str, function: str, package: str) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            yield from (Import(alias.name, where, child.lineno) for alias in child.names)
-        elif isinstance(child, ast.ImportFrom):
-            start = _start(child, package)
-            yield from (Import(f"{start}.{alias.name}", where, child.lineno) for alias in child.names)
-        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield from _walk(child, "function", package)
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            start = f"{_start(child, package)}." if isinstance(child, ast.ImportFrom) else ""
+            for alias in child.names:
+                yield Import(f"{start}{alias.name}", where, child.lineno, function)
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _walk(child, "function", child.name, package)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            yield from _walk(child, "typing", package)
+            yield from _walk(child, "typing", function, package)
         else:
-            yield from _walk(child, where, package)
+            yield from _walk(child, where, function, package)
 
 
 def _start(node: ast.ImportFrom, package: str) -> str:
@@ -89,14 +90,24 @@ def module_of(target: str, modules: Mapping[str, object]) -> str | None:
     return target or None
 
 
+def late_binding(module: str, found: Import) -> bool:
+    """Whether a configuration section imports what it builds."""
+    return found.function in ("build", "implementation") and module.rpartition(".")[2] in (
+        "config",
+        "sections",
+    )
+
+
 def graph(imports: Mapping[str, list[Import]]) -> dict[str, set[str]]:
     """Which modules each module imports, at whatever place in the file.
 
-    Only imports that a file states count, not those of the packages above the imported module.
+    Only imports that a file states count, not those of the packages above the imported module. One kind of import is
+    left out: that of an implementation by its configuration section, which does it when a run is built
+    (`late_binding`).
     """
     edges: dict[str, set[str]] = {}
     for name, found in imports.items():
-        targets = {module_of(each.target, imports) for each in found}
+        targets = {module_of(each.target, imports) for each in found if not late_binding(name, each)}
         edges[name] = {target for target in targets if target is not None and target != name}
     return edges
 

@@ -40,7 +40,7 @@ GOALS = {
 TODAY = {
     "circles of files": 3,
     "arrows against the order in opusim": 3,
-    "arrows against the order in accounting": 3,
+    "arrows against the order in accounting": 2,
     "arrows against the order in training": 1,
     "files in a folder": 16,
     "files in the root of accounting": 14,
@@ -64,8 +64,8 @@ FRONT_DOOR = {"opusim/__init__.py", "opusim/__init__.pyi"}
 ORDER = {
     "opusim": (
         ("errors", "units", "p_values"),
-        ("checks", "files", "tables", "progress"),
-        ("encodings", "usage", "locks"),
+        ("checks", "files", "tables"),
+        ("progress", "encodings", "usage", "locks"),
         ("noise", "randomness", "temperature"),
         ("description", "medium"),
         ("camera",),
@@ -78,12 +78,13 @@ ORDER = {
         ("guarantee", "schemes"),
         ("theorems",),
         ("mechanisms", "tables"),
+        ("composition", "explanation"),
         ("numerics",),
+        ("calibration",),
         ("statement",),
         ("standard",),
         ("records", "labels", "pdfa", "ulr", "zeroth_order", "convex", "selection", "devices"),
-        ("composition", "explanation"),
-        ("calibration", "audit", "ledger"),
+        ("audit", "ledger"),
         ("cli",),
     ),
     "training": (

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from accounting.errors import NoGuarantee
-from accounting.json_records import Number, from_json, to_json
+from accounting.json_records import from_json, to_json
 from opusim import checks
 
 
@@ -116,7 +116,7 @@ class Guarantee:
             assumptions fails; a status of none with a finite epsilon.
     """
 
-    epsilon: Number
+    epsilon: float
     delta: float
     unit: Unit
     adjacency: Adjacency
@@ -125,8 +125,8 @@ class Guarantee:
     mechanism: str
     source: str
     assumptions: tuple[Assumption, ...] = ()
-    epsilon_lower: Number | None = None
-    formula_value: Number | None = None
+    epsilon_lower: float | None = None
+    formula_value: float | None = None
     reason: str | None = None
 
     def __post_init__(self) -> None:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from pydantic import PlainSerializer, TypeAdapter, ValidationError
+import lazy_loader
 
-Number = Annotated[
-    float, PlainSerializer(lambda value: "inf" if math.isinf(value) else value, when_used="json")
-]
-"""A number that may be infinite: JSON has no infinity, so it is written as the string "inf"."""
+pydantic = lazy_loader.load("pydantic")  # a tenth of a second, which no command needs for its help
 
 R = TypeVar("R")
 
-_adapters: dict[type[Any], TypeAdapter[Any]] = {}
+_adapters: dict[type[Any], Any] = {}
 
 
 def to_json(record: Any) -> dict[str, Any]:
-    """Return a dataclass as plain JSON values, its fields in their order."""
-    return dict(_adapter_of(type(record)).dump_python(record, mode="json"))
+    """Return a dataclass as plain JSON values, its fields in their order; infinity becomes the string "inf"."""
+    values = _adapter_of(type(record)).dump_python(record, mode="json")
+    return {key: "inf" if value == math.inf else value for key, value in values.items()}
 
 
 def from_json(kind: type[R], content: Mapping[str, Any]) -> R:
@@ -35,7 +33,7 @@ def from_json(kind: type[R], content: Mapping[str, Any]) -> R:
     """
     try:
         return cast(R, _adapter_of(kind).validate_python(dict(content)))
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         problem = error.errors()[0]
         cause = problem.get("ctx", {}).get("error")
         place = ".".join(str(part) for part in problem["loc"])
@@ -44,7 +42,7 @@ def from_json(kind: type[R], content: Mapping[str, Any]) -> R:
         ) from error
 
 
-def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
+def _adapter_of(kind: type[Any]) -> Any:
     if kind not in _adapters:
-        _adapters[kind] = TypeAdapter(kind)
+        _adapters[kind] = pydantic.TypeAdapter(kind)
     return _adapters[kind]

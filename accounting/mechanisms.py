@@ -70,6 +70,7 @@ DeviceNoise = Annotated[bool, Doc("Whether the credited noise is a device's, of 
 """Types of fields with their rules; a field may add its own `Doc`."""
 
 _KINDS: dict[str, type[Mechanism]] = {}
+_INSTALLED: dict[str, EntryPoint] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,8 +229,10 @@ def mechanism_class(kind: str) -> type[Mechanism]:
         ValueError: No class has this kind; the message lists those that do.
     """
     if kind not in _KINDS:
-        for point in entry_points(group=ENTRY_POINT_GROUP, name=kind):
-            _load(point)
+        if kind not in _INSTALLED:
+            mechanism_kinds()
+        if kind in _INSTALLED:
+            _load(_INSTALLED[kind])
     if kind not in _KINDS:
         raise ValueError(
             f"kind = {kind!r}: must be one of {', '.join(mechanism_kinds())}; read it with the opusim that wrote "
@@ -240,7 +243,8 @@ def mechanism_class(kind: str) -> type[Mechanism]:
 
 def mechanism_kinds() -> list[str]:
     """Return the kinds that `mechanism_class` knows, registered or installed, in alphabetical order."""
-    return sorted({*_KINDS, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+    _INSTALLED.update({point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)})
+    return sorted({*_KINDS, *_INSTALLED})
 
 
 def _load(point: EntryPoint) -> None:

@@ -1,6 +1,6 @@
 """Theorems by name: what they state, on which hypotheses, why they hold, and which code applies them.
 
-Each subject defines its theorems next to its mechanisms. A guarantee cites one by name, and `opusim explain NAME`
+Each subject defines its theorems next to its mechanisms. A guarantee cites the theorem by name, and `opusim explain`
 prints the rest, so that an installed package can show what an epsilon rests on.
 """
 

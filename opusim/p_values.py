@@ -39,12 +39,12 @@ def gamma_p_value(value: float, mean: float, variance: float) -> float:
 
 
 def chi_squared_p_value(sum_of_squares: float, degrees: float) -> float:
-    """Return twice the smaller tail of chi-squared, the law of a sum of so many squares of N(0, 1), at most 1."""
+    """Return twice the smaller tail of chi-squared, the law of a sum of `degrees` squares of N(0, 1), at most 1."""
     return gamma_p_value(sum_of_squares, degrees, 2 * degrees)
 
 
 def bonferroni(p_value: np.ndarray | float, tests: int) -> float:
-    """Return the smallest of so many p-values times their number, at most 1; NaN stays NaN."""
+    """Return the smallest of some p-values times their number, at most 1; NaN stays NaN."""
     return min(tests * float(p_value), 1.0)  # in this order: min(1.0, nan) is 1.0
 
 

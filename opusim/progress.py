@@ -37,7 +37,7 @@ class Progress:
     Args:
         label: Name of the command.
         unit: What is counted, in the plural.
-        stream: Where to write; None takes standard error.
+        stream: Where to write, or None for standard error.
         clock: Seconds since some moment.
     """
 
@@ -97,12 +97,12 @@ class Progress:
             self._line(estimate_s, "")
 
     def advance(self, *, done: int | None = None, left_s: float | None = None, news: str = "") -> None:
-        """One more unit is done, or so many in all.
+        """Count one more unit, or set how many are done in all.
 
         Args:
-            done: Units done in all; None counts one more.
-            left_s: What the rest will take; None takes the pace so far.
-            news: A few words more.
+            done: Units done in all, or None to count one more.
+            left_s: What the rest will take, or None to extrapolate the pace so far.
+            news: A few words for the line.
         """
         self._done = self._done + 1 if done is None else done
         if self._bar is not None and self._task is not None:

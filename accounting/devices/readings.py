@@ -107,39 +107,51 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
     checks.in_unit_interval(closed="neither", delta=delta)
     if delta <= readings.beta:
         raise NoGuarantee(f"delta = {delta}: must exceed beta = {readings.beta}, the certificate's own error")
-    noise, left = readings.noise, delta - readings.beta
+    statement = _statement_by_law(readings, delta - readings.beta)
+    return _guarantee(
+        statement,
+        delta,
+        readings.unit,
+        mechanism=f"{counted(readings.readings, 'reading')} with the device's own noise: {readings.noise.describe()}",
+        beta=readings.beta,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Statement:
+    """What a law gives: epsilon, the theorem and its case, the law as a hypothesis, why epsilon may be infinite."""
+
+    epsilon: float
+    source: str
+    law: str
+    reason: str
+
+
+def _statement_by_law(readings: DeviceReadings, delta: float) -> _Statement:
+    noise = readings.noise
     if isinstance(noise, GaussianNoise):
         mu = gaussian_mu(readings)
         variation = math.erf(mu / math.sqrt(8))  # 2 Phi(mu / 2) - 1
-        epsilon = numerics.gaussian_bounds(mu, left).upper if variation > left * (1 - 1e-9) else 0.0
-        law = "the noise is Gaussian, independent between readings and outputs, of one law for every input"
-        source, reason = (
-            f"{GAUSSIAN_READINGS.citation}; mu = {mu:.6g}",
-            "the device adds no noise at some output, or too little for doubles to follow",
+        return _Statement(
+            epsilon=numerics.gaussian_bounds(mu, delta).upper if variation > delta * (1 - 1e-9) else 0.0,
+            source=f"{GAUSSIAN_READINGS.citation}; mu = {mu:.6g}",
+            law=GAUSSIAN_READINGS.trusted[0],
+            reason="the device adds no noise at some output, or too little for doubles to follow",
         )
-    elif isinstance(noise, PhotonCountNoise):
+    if isinstance(noise, PhotonCountNoise):
+        boxes, times = noise, readings.readings
         epsilon = 0.0
-        if box_variation(noise, readings.readings) > left:
-            epsilon = epsilon_of_divergence(lambda order: readings.readings * box_rdp(noise, order), left)
-        law = "counts are independent Poisson counts, and every rate lies in its box"
-        source, reason = (
-            f"{PHOTON_COUNTS.citation}; over boxes of rates",
-            "a rate may be 0 in its box",
+        if box_variation(boxes, times) > delta:
+            epsilon = epsilon_of_divergence(lambda order: times * box_rdp(boxes, order), delta)
+        return _Statement(
+            epsilon=epsilon,
+            source=f"{PHOTON_COUNTS.citation}; over boxes of rates",
+            law=PHOTON_COUNTS.trusted[0],
+            reason="a rate may be 0 in its box",
         )
-    else:
-        raise NoGuarantee(
-            f"noise law {noise.law!r}: no theorem turns readings of it into a guarantee (masses at one offset prove "
-            "nothing); use a Gaussian or a photon_count law"
-        )
-    return _guarantee(
-        epsilon,
-        delta,
-        readings.unit,
-        mechanism=f"{counted(readings.readings, 'reading')} with the device's own noise: {noise.describe()}",
-        source=source,
-        law=law,
-        beta=readings.beta,
-        reason=reason,
+    raise NoGuarantee(
+        f"noise law {noise.law!r}: no theorem turns readings of it into a guarantee (masses at one offset prove "
+        "nothing); use a Gaussian or a photon_count law"
     )
 
 
@@ -166,45 +178,32 @@ def known_counts_guarantee(
     epsilon, left = 0.0, delta - beta
     if pattern_variation(rates) > left:
         epsilon = epsilon_of_divergence(lambda order: pattern_rdp(rates, order), left)
-    return _guarantee(
-        epsilon,
-        delta,
-        unit,
-        mechanism=f"one reading of {len(rates)} possible inputs by {rates.shape[1]:,} photon counts",
+    statement = _Statement(
+        epsilon=epsilon,
         source=f"{PHOTON_COUNTS.citation}; between known rates",
         law="counts are independent Poisson counts, and every input's rates are known",
-        beta=beta,
         reason="a rate may be 0 for one input and not for another",
     )
+    read = f"one reading of {len(rates)} possible inputs by {rates.shape[1]:,} photon counts"
+    return _guarantee(statement, delta, unit, mechanism=read, beta=beta)
 
 
-def _guarantee(
-    epsilon: float,
-    delta: float,
-    unit: Unit,
-    *,
-    mechanism: str,
-    source: str,
-    law: str,
-    beta: float,
-    reason: str,
-) -> Guarantee:
-    """A statement about released readings; the reason counts if epsilon is infinite."""
+def _guarantee(statement: _Statement, delta: float, unit: Unit, *, mechanism: str, beta: float) -> Guarantee:
     return Guarantee(
-        epsilon=epsilon,
+        epsilon=statement.epsilon,
         delta=delta,
         unit=unit,
         adjacency=Adjacency.REPLACE_ONE,
         release=Release.EVERY_READING,
-        status=proven_status(epsilon, device_model=True),
+        status=proven_status(statement.epsilon, device_model=True),
         mechanism=mechanism,
-        source=source,
+        source=statement.source,
         assumptions=(
-            Assumption(text=law),
+            Assumption(text=statement.law),
             Assumption(text=f"the law's numbers are right, but for a probability of {beta:g}"),
             Assumption(text="what is released is a function of the readings"),
         ),
-        reason=reason if math.isinf(epsilon) else None,
+        reason=statement.reason if math.isinf(statement.epsilon) else None,
     )
 
 

@@ -194,7 +194,7 @@ def calibrate(
         device: open; a window of a few thousand outputs is enough.
         plan: how many flat frames; None for the default.
         readings: of each of the constant inputs (`constant_inputs`), at least 30.
-        confidence: of each interval by itself, in (0, 1).
+        confidence: of each single interval, in (0, 1).
         beta: probability that the certified law's numbers are wrong, in [1e-11, 0.5].
 
     Raises:
@@ -264,7 +264,7 @@ _SIMULATED = "a certificate of a simulated device validates the simulation only"
 
 
 def constant_inputs(n_inputs: int) -> torch.Tensor:
-    """Return inputs at which noise is looked at, ternary, shape (4, n_inputs); no data touched them.
+    """Return the inputs at which noise is measured, ternary, shape (4, n_inputs); they do not depend on data.
 
     Plus and minus one in turn; nothing; a random vector without a zero; a random vector with one entry in ten.
     """

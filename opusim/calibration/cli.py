@@ -68,7 +68,7 @@ def calibrate_command(
     inputs: _INPUTS = 64,
     frames: Annotated[int, typer.Option("--frames", help="Frames of a level of light.")] = 64,
     readings: Annotated[int, typer.Option("--readings", help="Readings of each of four inputs.")] = 500,
-    confidence: Annotated[float, typer.Option(help="Of each interval by itself.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="Confidence of each single interval.")] = 0.95,
     warm_c: Annotated[
         float | None,
         typer.Option("--warm-c", help="Second temperature, to measure the dark current's doubling."),

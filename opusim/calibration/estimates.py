@@ -63,7 +63,7 @@ def jackknife(sums: np.ndarray, statistic: Statistic, *, confidence: float) -> d
     Args:
         sums: sums of each group of pixels, shape (groups, ...), at least 10 groups.
         statistic: takes the sums over groups, shape (...), to named numbers.
-        confidence: of each interval by itself, in (0, 1).
+        confidence: of each single interval, in (0, 1).
 
     Raises:
         ValueError: too few groups, or a confidence out of range.
@@ -159,7 +159,7 @@ _FLAT, _FREE = 1e-9, 0.01  # relative curvature, and share of the noise in a dir
 
 
 def dark_noise_dn(frames: np.ndarray, *, confidence: float, is_rounded: bool = True) -> Estimate:
-    """Return the standard deviation of a pixel from frame to frame, DN, rounding taken off.
+    """Return the standard deviation of a pixel from frame to frame, DN, without that of rounding.
 
     Args:
         frames: frames of one setting, at least 4, shape (frames, pixels), DN; whole numbers if is_rounded.

@@ -48,7 +48,7 @@ class FlatSeries:
         levels: the settings.
         frames: frames of each level, F, at least 2.
         sums: shape (groups, levels, 4): over the pixels of a group, their number and the sums of the temporal mean
-            [DN], of the unbiased temporal variance [DN^2], what all pixels of a frame share taken off, and of the
+            [DN], of the unbiased temporal variance [DN^2], without what all pixels of a frame share, and of the
             squared temporal mean. Groups are interleaved.
         frame_means: mean over pixels of each frame, DN, shape (levels, frames).
         looked_at: frames of each level at the first pixels, shape (levels, frames, pixels): what independence is tested
@@ -112,7 +112,7 @@ class _Half:
     Attributes:
         frame_means: shape (frames,).
         mean: temporal mean of each pixel, shape (pixels,).
-        squares: of each pixel, sum over frames of the squared deviation from its mean, frame means taken off.
+        squares: of each pixel, sum over frames of the squared deviation from its mean, without frame means.
         looked_at: shape (frames, at most `PIXELS_LOOKED_AT`).
     """
 

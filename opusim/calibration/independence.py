@@ -58,7 +58,7 @@ def independence_p_values(
         segments: readings of one setting each, in order of time, shape (readings, n_outputs), finite, at least 8
             readings each and the same outputs in all.
         ranked: replaces readings by normal scores of their ranks within output and segment, ties broken at random from
-            a fixed seed. Readings are then exchangeable whatever their law, also if they are whole numbers.
+            a fixed seed. Readings are then exchangeable under every law, also if they are whole numbers.
 
     Returns:
         For each property the p-value of each statistic.
@@ -230,9 +230,7 @@ def _largest_cosine(z: _Standardised) -> float:
         return 1.0
     norms = np.sqrt(np.maximum(np.einsum("ij,ij->i", z.rows, z.rows), 1e-12))
     segment, largest = np.repeat(np.arange(len(z.lengths)), z.lengths), 0.0
-    mean = (outputs / (z.lengths[segment] - 1.0)).astype(
-        np.float32
-    )  # taken off by centring, within a segment
+    mean = (outputs / (z.lengths[segment] - 1.0)).astype(np.float32)  # removed by centring, within a segment
     for i in range(0, count, _BLOCK):
         for j in range(i, count, _BLOCK):
             some, others = slice(i, i + _BLOCK), slice(j, j + _BLOCK)

@@ -5,14 +5,14 @@ With p photons on a pixel, below saturation (EMVA 1288 release 3.1, sections 2 t
     variance  v(m) = v_0 + K (m - m_0)                       [DN^2], v_0 = K^2 (N_dark + read_noise^2) + 1/12
     so the gain K is the slope of the variance on the measured mean, quantum efficiency eta = R / K;
     dark current from dark means against exposure: slope / K;
-    of each pixel's mean, variance over pixels: K^2 dsnu^2 + prnu^2 (R p)^2 (the frames' noise taken off).
+    of each pixel's mean, variance over pixels: K^2 dsnu^2 + prnu^2 (R p)^2 (without the frames' noise).
 If the noise of a level is below 0.6 DN, rounding bends both lines (by up to exp(-2 pi^2 0.36) / pi DN at 0.6); such
 levels are left out, and dark quantities come from the lines' values at p = 0 and from dark frames under a little
 constant light.
 
 Light whose power varies from frame to frame by r (standard deviation over mean) adds r^2 (m - m_0)^2 to the variance,
 and a straight line through that overstates K and understates photons. What all pixels of a frame share is therefore
-taken off before variances are formed (`flat_series`), which leaves the straight line, and the means of frames tell r.
+subtracted before variances are formed (`flat_series`), which leaves the straight line, and the means of frames tell r.
 Fluctuations that pixels do not share, and a response that is not linear, bend the line: v = v_0 + K (m - m_0) +
 c (m - m_0)^2 is fitted too. c is tested, and the limits of a certified law come from the parabola's K, which c does
 not bias. So the read noise of an 8-bit camera is found even at a quarter of a DN, which no variance of a single level
@@ -38,7 +38,7 @@ from opusim.calibration.flat_series import COUNT, MEAN, MEAN_SQUARE, VARIANCE, F
 from opusim.calibration.independence import largest_deviate_p_value
 from opusim.p_values import chi_squared_p_value
 
-_MOST = 10.0  # relative standard deviation beyond which nothing is searched
+_MOST = 10.0  # relative standard deviation beyond which no root is searched
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +49,7 @@ class LightNoise:
         frame_variances: sample variance over frames of the mean over pixels, s^2, DN^2.
         freedom: frames less one.
         own: variance of the mean from the pixels' independent noise, v / P, DN^2, above 0.
-        light: mean light, DN, black level and dark charge taken off.
+        light: mean light, DN, without black level and dark charge.
     """
 
     frame_variances: np.ndarray
@@ -140,7 +140,7 @@ class PhotonTransfer:
         return used
 
     def estimates(self, confidence: float) -> dict[str, Estimate]:
-        """Return the camera's constants, each with limits that hold with the given confidence by itself.
+        """Return the camera's constants, each with limits that hold separately with the given confidence.
 
         Keys: quantum_efficiency [e-/photon], gain_dn_per_e, black_level_dn, read_noise_e, dark_current_e_per_s,
         prnu, dsnu_e, saturation_e, and doubling_k if there is a warm series.

@@ -186,7 +186,7 @@ def print_calibration(found: Calibration) -> None:
 
 
 def print_temperatures(law: TemperatureLaw, name: str, n_inputs: int, steps: int) -> None:
-    """Print how temperature sets the noise, at so many temperatures over the sensor's range."""
+    """Print how temperature sets the noise, at some temperatures over the sensor's range."""
     rows = [
         (
             f"{t:.1f}",
@@ -256,7 +256,7 @@ def _estimates(calibration: Calibration) -> str:
         else (f"<p>Linearity error, largest: {calibration.transfer.linearity_error():.3%}.</p>")
     )
     return (
-        f"<h2>Constants from frames</h2><p>Each interval by itself at {certificate.confidence:.0%}.</p><table><tr>"
+        f"<h2>Constants from frames</h2><p>Each single interval at {certificate.confidence:.0%}.</p><table><tr>"
         f"<th>constant</th><th>estimate</th><th>limits</th><th>unit</th><th>key</th></tr>{rows}</table>{error}"
     )
 

@@ -41,7 +41,7 @@ class Recovery:
 
     Attributes:
         mirrors: mirrors of the anchor, at least 2.
-        anchor_dn: measured intensity of the anchor at each output, black level and dark charge taken off, DN, shape
+        anchor_dn: measured intensity of the anchor at each output, without black level and dark charge, DN, shape
             (n_outputs,), above 0.
         unit_dn: K N_a, the anchor's mean intensity over pixels, DN, above 0.
     """
@@ -72,7 +72,7 @@ class Recovery:
     def variance(self, frame_variances_dn2: np.ndarray) -> np.ndarray:
         """Var[y] = scale^2 times the sum of the four frames' variances.
 
-        The anchor counts as known: its error is the same for every reading, a bias and no noise.
+        The anchor counts as known: its error is the same for every reading, so it is a bias and no noise.
 
         Args:
             frame_variances_dn2: DN squared, shape (4, ..., n_outputs).

@@ -93,7 +93,7 @@ class SpeckleLaw:
 
     The field of pixel j is u_j = sum_i R_ji x_i over the mirrors that are on, R = P + iQ, with entries of the two real
     media P and Q that are N(0, 1): |u|^2 of one mirror has mean 2. Drift and grain mix entries and round them to
-    multiples of 2^-12, so that sums over mirrors stay exact in float32, whatever the order.
+    multiples of 2^-12, so that sums over mirrors stay exact in float32, in any order.
 
     Attributes:
         n_inputs: mirrors that carry data.
@@ -245,7 +245,7 @@ class Speckle:
     def _stored_or_new_tile(
         self, plane: int, outputs: range, device: torch.device, inputs: range
     ) -> torch.Tensor:
-        """Return a view of the dense medium if it is kept, else a fresh tile."""
+        """Return a view of the dense medium if it is kept, else a tile computed again."""
         if self.fits_dense:
             return self.dense(plane, device)[inputs.start : inputs.stop, outputs.start : outputs.stop]
         return self._tile(plane, outputs, inputs).to(device)

@@ -349,5 +349,5 @@ class Sensor:
         return np.asarray(self.gain_dn_per_e**2 * electrons + rounding)
 
     def rounding_limit_dn2(self, rate_e: np.ndarray | float) -> np.ndarray:
-        """How far `variance_dn2` may be off by rounding at this rate and above, whatever the offset, DN squared."""
+        """How far `variance_dn2` may be off by rounding at this rate and above, for every offset, DN squared."""
         return rounding_limit(np.asarray(rate_e, dtype=np.float64), self.numbers())

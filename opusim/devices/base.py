@@ -36,7 +36,7 @@ from opusim.usage import Usage, UsageMeter
 
 
 class NoisyDevice(ABC):
-    """A matrix B that is applied by physics: B x + noise, a fresh noise for every reading.
+    """A matrix B that physics applies: B x + noise, with fresh noise for every reading.
 
     Entries of B are N(0, 1) in projection units on every device; B is fixed for the device's life unless its
     description says that it drifts. Trainers own their gain. A subclass gives `described_noise`, `_project` and
@@ -47,7 +47,7 @@ class NoisyDevice(ABC):
 
     Args:
         description: the device's description.
-        n_inputs: width of the window to open, at most the description's; or None for all.
+        n_inputs: width of the window to open, at most the description's, or None for all.
         n_outputs: number of outputs to open, likewise.
         mode: ``experiment`` (replayable noise) or ``release`` (noise from the operating system's entropy).
         seed: seed of the noise in ``experiment``, in [0, 2^64).
@@ -312,7 +312,7 @@ class NoisyDevice(ABC):
         return None if self._monitor is None else self._monitor.baseline
 
     def smallest_changes(self, checks: int) -> dict[str, float]:
-        """Return what the monitor finds within so many checks of a change; see `opusim.devices.monitor.Monitor`.
+        """Return the smallest changes that the monitor finds within some checks; see `opusim.devices.monitor.Monitor`.
 
         Raises:
             DeviceUnavailable: the device is closed, or its description has no section [monitor].
@@ -374,7 +374,7 @@ class NoisyDevice(ABC):
         return y
 
     def _reconnect(self) -> None:
-        """Close the device, whatever state it is in, and open it again; the lock stays."""
+        """Close the device in any state and open it again; the lock stays."""
         with contextlib.suppress(DeviceError):  # it may be lost already
             self._close()
         if self._access is not None:

@@ -160,7 +160,7 @@ _FLOOR = 1e-6
 _FOUND = 0.99
 """Probability with which a test finds its smallest change."""
 SURE = 6.0
-"""Standard errors of the first look that are let pass on top of a tolerance."""
+"""Standard errors of the first look that are allowed on top of a tolerance."""
 _MOST_TILT = 3.0
 _LEAST_ROOM = 0.25
 
@@ -171,7 +171,7 @@ class ShiftTest:
     z = (statistic - tolerance - 6 first_error) / (1.2 error). A CUSUM restarts at 0 from below, and rings at `level`.
 
     Args:
-        tolerance: largest mean of the statistic that is let pass.
+        tolerance: largest mean of the statistic that is tolerated.
         error: standard error of the statistic in one look.
         first_error: standard error of what the first look adds to the statistic of every later one.
         level: log(K tests / p), see `log_level`; the number of tilts is added here.
@@ -212,7 +212,7 @@ class ShiftTest:
         return float(self._totals[best] / max(self._looks[best], 1))
 
     def smallest(self, looks: int) -> float:
-        """Return the smallest statistic that is found within so many looks after the change, with probability 0.99."""
+        """Return the smallest statistic that is found within so many checks after the change, with probability 0.99."""
         needed = np.min(self._level / (looks * self._tilts) + 0.5 * self._tilts)
         missed = -ndtri(1 - _FOUND) * math.hypot(self.error / math.sqrt(looks), self._first_error)
         return float(self.tolerance + self.error * needed + missed)
@@ -228,7 +228,7 @@ class ResponseTest:
 
     Args:
         error: standard error of each output's response in a look, shape (n_outputs,), finite.
-        tolerance: a_j, the loss that is let pass, errors of the first look included, of the same shape. Outputs whose
+        tolerance: a_j, the loss that is tolerated, errors of the first look included, of the same shape. Outputs whose
             tolerance exceeds 0.75 are left out: their noise hides what they respond.
         tolerated: outputs that may stop.
         level: as for `ShiftTest`.
@@ -279,7 +279,7 @@ class ResponseTest:
     def smallest(self, looks: int) -> float:
         """Return the smallest share of silent outputs that is found within so many looks; NaN: none.
 
-        Outputs count with what the lowest tenth of them adds to the e-value, since the largest factors are taken off,
+        Outputs count with what the lowest tenth of them adds to the e-value, since the largest factors are removed,
         and with readings that err by 2.3 standard errors on the other side. It holds for outputs that stop at the
         beginning of a block of looks; others may take a block longer.
         """

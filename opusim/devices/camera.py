@@ -38,7 +38,7 @@ class CameraDevice(NoisyDevice):
     (`opusim.camera.exposure`), with the noise that the camera's stages make (`opusim.camera.stages`). `draw` does the
     same for the vector 0. `intensities` gives the digital numbers of binary frames, a frame each.
 
-    The noise is Poisson counts, whose rates depend on what is shown; read noise comes on top. `noise` is the
+    The noise is Poisson counts, whose rates depend on what is shown; read noise is added. `noise` is the
     law of the counts with a box for each rate; `reading_variance` is the variance of a reading of a given x. Opening
     the device measures the anchor (``camera.anchor.frames`` frames and as many blank ones), whose error stays: it is
     part of B, and `matrix` tells that B.
@@ -317,7 +317,7 @@ class CameraDevice(NoisyDevice):
         return self.exposure.expose(field.expand(2, count, -1), self._stream).numpy()
 
     def measure_anchor(self) -> None:
-        """Measure the anchor anew, at the medium's present state, and count the frames."""
+        """Measure the anchor again, at the medium's present state, and count the frames."""
         self._require_open()
         self._measure_anchor()
 

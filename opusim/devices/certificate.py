@@ -19,7 +19,7 @@ from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
 
 
 class Limits(StrictSection):
-    """An estimate with two-sided limits, each interval by itself at the certificate's confidence."""
+    """An estimate with two-sided limits, each at the certificate's confidence."""
 
     value: float
     low: float
@@ -114,7 +114,7 @@ class Certificate(StrictSection):
         n_inputs: width of the window.
         n_outputs: outputs of the window.
         frames: frames it rests on.
-        confidence: of each interval in `estimates` by itself.
+        confidence: of each single interval in `estimates`.
         beta: probability that any number of `noise` is wrong; a guarantee adds it to its delta.
         noise: the certified law, or None if the frames speak against every law that this device could have.
         estimates: constants of the device.

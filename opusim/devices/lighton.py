@@ -46,7 +46,7 @@ class LightonDevice(NoisyDevice):
 
     lightonml's linear_transform gives R x with entries of R of variance 1/n on n inputs (the appliance by its factory
     calibration, rescale="variance"; the simulated device by construction, rescale="none"), so that the factor sqrt(n)
-    brings entries of B to variance 1. One fitted OPU object serves all readings; the fit looks at no data.
+    brings entries of B to variance 1. One fitted OPU object serves all readings; the fit uses no data.
 
     The simulated device is a noiseless product whose matrix comes from the description's medium.seed; ``[noise]`` adds
     Gaussian noise to it in software. The appliance has noise of an unpublished law: `noise` is what
@@ -200,7 +200,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def translated(name: str) -> Iterator[None]:
-    """Turn whatever lightonml raises into an error of this project; Ctrl-C passes.
+    """Turn every exception of lightonml into an error of this project; Ctrl-C passes.
 
     Args:
         name: the device's name, for messages.

@@ -57,7 +57,7 @@ from opusim.noise import NoiseModel
 _DARK = 0.05
 """Share of the first light below which a device is dark."""
 _LEAST_TIED = 3
-"""Outputs at one extreme value below which nothing is called saturated."""
+"""Outputs at one extreme value below which no output counts as saturated."""
 _NUMBERS = 4096
 """Numbers that the blank readings of a check hold at least."""
 _TESTS = 8
@@ -82,7 +82,7 @@ class Monitor:
         law: tells the law that the device states now, or None if it states none.
         saturated: tells the largest share of saturated outputs in any frame of the projection of some vectors, or None
             if the device shows no frames.
-        baseline: the device as it was when a run began; None measures it now.
+        baseline: the device as it was when a run began, or None to measure it now.
 
     Raises:
         ValueError: the baseline holds another number of reference vectors.
@@ -179,7 +179,7 @@ class Monitor:
             self._check_change(variance)
 
     def smallest_changes(self, checks: int) -> dict[str, float]:
-        """Return what each sequential test finds within so many checks after the change, with probability 0.99.
+        """Return the smallest change that each sequential test finds within some checks, with probability 0.99.
 
         Args:
             checks: at least 1.
@@ -203,7 +203,7 @@ class Monitor:
         }
 
     def _check_frozen(self, blank: np.ndarray) -> None:
-        """Readings with noise repeat no more often than chance lets them; most never do."""
+        """Refuse readings that repeat more often than chance allows."""
         rows = blank if self._last is None else np.vstack([self._last, blank])
         self._last = blank[-1:]
         pairs, repeats = len(rows) - 1, int(np.sum(np.all(rows[1:] == rows[:-1], axis=1)))
@@ -227,24 +227,24 @@ class Monitor:
                 )
 
     def _check_reference(self, reference: np.ndarray) -> None:
-        """Light, medium and outputs, by the readings of the reference vectors."""
+        """Test light, medium and outputs by the readings of the reference vectors."""
         first = self.baseline
         product = reference * first.reference
         slope = float(product.mean()) / first.power
         difference = float(np.mean(np.square(reference - first.reference))) - self._expected_difference
-        rings = [
+        alarms = [
             self._brighter.observe(slope - 1),
             self._dimmer.observe(1 - slope),
             self._other.observe(difference / first.power),
             self._responses.observe(product.sum(axis=0) / self._weight),
         ]
-        if any(rings):
-            raise self._light_fault(reference, *rings)
+        if any(alarms):
+            raise self._light_fault(reference, *alarms)
 
     def _light_fault(
         self, reference: np.ndarray, brighter: bool, dimmer: bool, other: bool, silent: bool
     ) -> DeviceFault:
-        """Return what the tests that rang say: darkness, another medium, silent outputs, or another light."""
+        """Return what the alarms mean: darkness, another medium, silent outputs, or another light."""
         size = max(1 + self._brighter.mean if brighter else 1 - self._dimmer.mean, 0.0)
         power = size**2 + max(self._other.mean - (1 - size) ** 2, 0.0)  # of the signal, relative to the first
         if dimmer and power < _DARK + self._other.error:
@@ -281,7 +281,7 @@ class Monitor:
         )
 
     def _check_law(self, variance: np.ndarray, law: NoiseModel) -> None:
-        """The noise against the smallest variance that the law admits, by the mean over outputs."""
+        """Compare the noise with the smallest variance that the law admits, by the mean over outputs."""
         low = np.broadcast_to(law.variance_bounds()[0], variance.shape)
         ratio = variance[low > 0] / low[low > 0]
         if ratio.size and self._weaker.observe(1 - float(ratio.mean())):
@@ -291,7 +291,7 @@ class Monitor:
             )
 
     def _check_change(self, variance: np.ndarray) -> None:
-        """The noise against what it was, whatever its law."""
+        """Compare the noise with its first value; this needs no law."""
         if not np.any(self.baseline.weights * self.baseline.variance):
             return
         ratio = self.baseline.noise_ratio(variance)

@@ -77,8 +77,8 @@ class SimulatedDevice(NoisyDevice):
 class IdealDevice(SimulatedDevice):
     """y = B x, exact; `draw` gives zeros.
 
-    Its noise is the Gaussian law of standard deviation 0, from which accounting concludes that nothing is
-    protected.
+    Its noise is the Gaussian law of standard deviation 0, from which accounting concludes that no privacy is
+    earned.
 
     Args:
         description: one without a section ``[noise]``.

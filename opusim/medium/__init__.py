@@ -1,1 +1,1 @@
-"""The scattering medium: its transmission matrix, and directions drawn from it."""
+"""The scattering medium: its transmission matrix, and directions taken from it."""

@@ -21,7 +21,7 @@ from opusim.medium.transmission import gaussian_table
 from opusim.randomness.kernels import run_split
 from opusim.randomness.philox import MAX_SEED, philox_torch, split_key
 
-_STRIDES_PER_THREAD = 64  # below 131,072 entries a second thread costs more than it brings
+_STRIDES_PER_THREAD = 64  # below 131,072 entries a second thread costs more than it saves
 _PIECE_STRIDES = 16  # entries of another type than float32 that are moved at a time: 128 KiB
 _TORCH_STRIDES = 256  # entries drawn at a time by the torch path, in strides: 2 MiB of float32
 

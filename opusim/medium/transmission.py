@@ -46,7 +46,7 @@ class Medium:
 
     In law, that is, up to the rounding and the tail cut of `gaussian_table`.
 
-    Rule of the entries, fixed for ever: entry (j, i) is ``gaussian_table()[h]``, where h is the 16-bit half
+    Rule of the entries, which never changes: entry (j, i) is ``gaussian_table()[h]``, where h is the 16-bit half
     number j mod 8 (low half of word 0 first) of the Philox4x32-10 block with the counter (j // 8, i, plane,
     epoch) and the seed as key. Entries never depend on n_inputs or n_outputs: a window of a larger device has
     the same entries. They are small integers over 4096, equal to the last bit on every processor, thread
@@ -101,7 +101,7 @@ class Medium:
     def tile(
         self, outputs: slice | range, inputs: slice | range, device: torch.device | str = "cpu"
     ) -> torch.Tensor:  # (inputs, outputs)
-        """Return a tile of the transposed matrix, computed afresh.
+        """Compute a tile of the transposed matrix.
 
         Args:
             outputs: contiguous outputs, step 1.

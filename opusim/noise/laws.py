@@ -35,7 +35,7 @@ class NoiseModel(ABC):
     the same numbers. `to_json` gives plain JSON values and `NoiseModel.from_json` takes them back without loss.
 
     Attributes:
-        law: the name of the law, fixed for ever, used in run folders and certificates.
+        law: the name of the law, fixed, used in run folders and certificates.
         beta: probability that the numbers of the law are wrong, if they come from a calibration.
     """
 

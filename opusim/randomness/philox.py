@@ -29,7 +29,7 @@ def derive_seed(seed: int, *labels: str | int) -> int:
 
     Args:
         seed: the seed of the run, in [0, 2^64).
-        labels: what the derived seed is for; strings and integers are told apart.
+        labels: what the derived seed is for; a string and an integer give different seeds.
 
     Returns:
         An integer in [0, 2^64).
@@ -39,7 +39,7 @@ def derive_seed(seed: int, *labels: str | int) -> int:
     """
     checks.integer(seed=seed, minimum=0, maximum=MAX_SEED)
     parts = [f"s{len(label)}:{label}" if isinstance(label, str) else f"i{int(label)}" for label in labels]
-    text = "|".join([str(int(seed)), *parts])  # lengths keep labels apart whatever they contain
+    text = "|".join([str(int(seed)), *parts])  # lengths separate labels of any content
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

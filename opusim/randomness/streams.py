@@ -146,7 +146,7 @@ class SeededStream(NoiseStream):
 class SystemStream(NoiseStream):
     """Noise that cannot be replayed: AES-256 in counter mode under a key from the operating system's entropy.
 
-    The key is drawn from `os.urandom`, lives in memory only, and is drawn anew in a forked child, so two
+    The key is drawn from `os.urandom`, lives in memory only, and is drawn again in a forked child, so two
     processes never share noise. The words go through the same Box-Muller kernel as the seeded stream's. Other
     torch devices get their numbers copied from the CPU. Out of scope: attacks on the floating-point
     representation of the released numbers (Mironov 2012); float32 noise added to a real number is not the
@@ -158,7 +158,7 @@ class SystemStream(NoiseStream):
         self._cipher: CipherContext | None = None
 
     def seek(self, step: int) -> None:
-        """Check the step and changes nothing: a re-executed step draws afresh."""
+        """Check the step only: a re-executed step draws fresh noise."""
         checks.integer(step=step, minimum=0, maximum=2**64 - 1)
 
     def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -265,7 +265,7 @@ class _CameraFaults(CameraDevice):
 
     @property
     def exposure(self) -> Exposure:
-        """The camera's stages, with what is broken of them."""
+        """The camera's stages, with the fault in them."""
         sound = super().exposure
         plan = self._plan
         if plan.active(Fault.LIGHT_CHANGED, Fault.SATURATED, Fault.DARK):

@@ -47,7 +47,9 @@ def without_noise(plan: RunPlan) -> RunPlan | None:
         return None
     silent = plan.config.replaced(trainer=own)
     if silent.protection.protects != "nothing":
-        silent = silent.replaced(protection={"noise_multiplier": 0.0, "noise": "digital"})
+        without = {"noise_multiplier": 0.0, "noise": "digital"}
+        own_keys = type(silent.protection).model_fields
+        silent = silent.replaced(protection={key: value for key, value in without.items() if key in own_keys})
     return plan.configured(silent)
 
 

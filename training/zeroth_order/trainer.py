@@ -106,7 +106,7 @@ class LaplaceScalars(ScalarNoise):
     number cut at log 2^65 = 45.1 in release mode, which the exact law exceeds with probability 2^-65 = 2.7e-20 (log
     2^41 = 28.4 and 2^-41 = 4.5e-13 in experiment mode). Four pairs contribute to one Laplace number, so it differs from
     an exact one by more than rounding with probability at most 2^-63 = 1.1e-19, and its magnitude is at most 90.1.
-    `accounting.zeroth_order.scalar_noise.cut_delta` bounds what this adds to delta = 0.
+    `accounting.zeroth_order.mechanisms.cut_delta` bounds what this adds to delta = 0.
     """
 
     def _numbers(self, count: int) -> list[float]:

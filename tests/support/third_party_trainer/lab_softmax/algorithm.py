@@ -1,0 +1,59 @@
+"""How the trainer takes part in a run: its network, its trainer and its step."""
+
+import torch
+
+from opusim.usage import Usage
+from training.engine.algorithm import Algorithm
+from training.engine.trainer import StepRecord, Trainer
+from training.networks.functions import cross_entropy
+from training.networks.network import FullyConnected, LayerShape, build_sequential
+from training.networks.optimizers import make_optimizer
+
+
+class SoftmaxAlgorithm(Algorithm):
+    """Trains one linear layer on the features."""
+
+    @classmethod
+    def build_network(cls, config, dataset, model):
+        """The layer, drawn from the run's seed."""
+        layer = LayerShape(n_outputs=dataset.n_classes, bias=True, activation="identity")
+        generator = torch.Generator().manual_seed(config.seed)
+        return FullyConnected(build_sequential(dataset.n_features, [layer], generator=generator))
+
+    @classmethod
+    def rebuild_network(cls, facts, model):
+        """The layer of a run folder."""
+        return FullyConnected.from_facts(facts)
+
+    def trainer(self, device, labels=None):
+        """The trainer, with the protection's gradients."""
+        optimizer = make_optimizer(self.network.parameters, self.plan.config.optimizer)
+        return SoftmaxTrainer(self.network, optimizer, self.options, self.protection.gradients(device))
+
+
+class SoftmaxTrainer(Trainer):
+    """A step of softmax regression."""
+
+    kind, usage = "softmax", Usage()
+
+    def __init__(self, network, optimizer, options, gradients):
+        self.network, self.optimizer, self.options, self.gradients = network, optimizer, options, gradients
+        self.model = network.model
+
+    @property
+    def tensors(self):
+        """The weight and the bias."""
+        return self.network.tensors
+
+    def step(self, x, y, *, step, observe, records=None):
+        """Project the error onto the features; the protection clips and noises it."""
+        scores = self.model(x).detach() / self.options.temperature
+        loss = cross_entropy(scores, y)
+        if self.gradients is None:
+            self.network.set_gradient(0, loss.output_gradient, x, max(len(x), 1))
+        else:
+            self.gradients.seek(step)
+            self.gradients.set_gradients(self.network, [loss.output_gradient], [x], records=records)
+        self.optimizer.step()
+        correct = (scores.argmax(dim=1) == y).sum()
+        return StepRecord(loss_sum=loss.per_record.sum().double(), n_correct=correct, n_records=len(x))

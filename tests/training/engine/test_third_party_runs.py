@@ -1,0 +1,88 @@
+"""A trainer and a protection of other packages train, are priced, resume and are audited."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accounting.ledger.ledger import read_ledger
+from training.attacks.run_audit import audit_run
+from training.engine.session import train
+from training.errors import RunInterrupted
+from training.runs.run import load_run
+
+SUPPORT = Path(__file__).parents[2] / "support"
+PACKAGES = {"trainer": SUPPORT / "third_party_trainer", "protection": SUPPORT / "third_party_protection"}
+BASE: dict[str, Any] = {
+    "epochs": 3,
+    "threads": 1,
+    "data": {"n_classes": 3},
+    "sampler": {"batch_size": 12},
+    "optimizer": {"lr": 0.1},
+}
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in PACKAGES.values():
+        monkeypatch.syspath_prepend(str(folder))
+
+
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(3)
+    y = np.arange(120) % 3
+    return generator.normal(size=(120, 6)) + 2 * np.eye(6)[y], y
+
+
+def config(trainer: str, **protection: Any) -> dict[str, Any]:
+    return {**BASE, "trainer": {"kind": trainer}, "protection": protection or {"kind": "none"}}
+
+
+@pytest.mark.parametrize("what", PACKAGES)
+def test_a_package_is_short(what: str) -> None:
+    lines = [line for path in PACKAGES[what].rglob("*.py") for line in path.read_text().splitlines()]
+    code = [line for line in lines if line.strip() and not line.lstrip().startswith(('"""', "#"))]
+    assert len(code) < 60
+
+
+def test_a_trainer_learns(tmp_path: Path) -> None:
+    run = train(config("softmax"), data=arrays(), folder=tmp_path / "run")
+    assert run.summary is not None
+    assert run.summary["train_accuracy"] > 0.8
+    (guarantee,) = run.guarantees
+    assert guarantee.epsilon == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "protection"),
+    [
+        ("softmax", {"kind": "record", "epsilon": 3.0}),
+        ("softmax", {"kind": "shield", "noise_multiplier": 1.5}),
+        ("bp", {"kind": "shield"}),
+    ],
+)
+def test_it_is_priced_resumed_and_audited(
+    tmp_path: Path, trainer: str, protection: dict[str, Any], ctrl_c_at: type
+) -> None:
+    wanted = {**config(trainer, **protection), "model": {"hidden": [4]}}
+    whole = train(wanted, data=arrays(), folder=tmp_path / "whole")
+    with pytest.raises(RunInterrupted):
+        train(wanted, data=arrays(), folder=tmp_path / "run", watcher=ctrl_c_at(5))
+    run = train(data=arrays(), folder=tmp_path / "run", resume=True)
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, run.model.state_dict()[name])
+    (guarantee,) = run.guarantees
+    assert guarantee.is_proven
+    assert 0 < guarantee.epsilon < 6
+    assert run.config.protection.epsilon is None or guarantee.epsilon <= 3
+    assert read_ledger(tmp_path / "run").guarantees() == [guarantee]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = audit_run(tmp_path / "run", data=arrays(), trials=60)
+    assert found.findings
+    assert load_run(tmp_path / "run").config == run.config

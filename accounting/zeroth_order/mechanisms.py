@@ -62,7 +62,7 @@ ZEROTH_ORDER_GAUSSIAN = Theorem(
     "theorem sampled-gaussian covers the rest, in both directions.",
     reference="DP-ZO, Theorem 3.1 (Tang et al.); Zhu, Dong and Wang 2022",
     code="accounting.zeroth_order.mechanisms.ZoGaussian",
-    page="zo.md, What is guaranteed",
+    page="zeroth-order.md, What is guaranteed",
     checked_by_code=_CHECKED,
     trusted=_TRUSTED,
 )
@@ -78,7 +78,7 @@ ZEROTH_ORDER_LAPLACE = Theorem(
     "composition is binomial.",
     reference="DP-ZO, Theorem 3.1 and Appendix A (Tang et al.); Kairouz, Oh and Viswanath 2015",
     code="accounting.zeroth_order.mechanisms.composed_pure_epsilon",
-    page="zo.md, What is guaranteed",
+    page="zeroth-order.md, What is guaranteed",
     checked_by_code=_CHECKED,
     trusted=_TRUSTED,
 )

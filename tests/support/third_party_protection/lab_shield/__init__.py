@@ -1,1 +1,1 @@
-"""A protection from another package: whole records, more strongly clipped."""
+"""A protection from another package: whole records at a fixed noise."""

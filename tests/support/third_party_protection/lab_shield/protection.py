@@ -6,14 +6,14 @@ from training.protections.record import RecordGradients
 
 
 class ShieldProtection(PoissonProtection):
-    """Clips records to half the usual norm and adds central noise."""
+    """Clips records and adds central noise of a fixed strength."""
 
     def mechanism(self, noise_multiplier):
-        """One step of the algorithm on clipped records."""
+        """Return one step of the algorithm on clipped records."""
         return self._algorithm.mechanism(noise_multiplier)
 
     def gradients(self, device):
-        """What clips and noises."""
+        """Return the writer of clipped and noised gradients."""
         return RecordGradients(
             clip_norm=self.section.clip,
             noise_multiplier=self.noise_multiplier,

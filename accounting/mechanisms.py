@@ -43,8 +43,17 @@ from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, 
 from typing_extensions import Doc
 
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Status, Unit
-from accounting.json_records import from_json, to_json
+from accounting.guarantee import (
+    Adjacency,
+    Assumption,
+    EpsilonBounds,
+    Guarantee,
+    Release,
+    Status,
+    Unit,
+    from_json,
+    to_json,
+)
 from accounting.theorems import Theorem
 from opusim import checks
 

@@ -57,10 +57,10 @@ from opusim.medium.transmission import Medium as Medium
 from opusim.noise import GaussianNoise as GaussianNoise
 from opusim.noise import NoiseModel as NoiseModel
 from opusim.noise import PhotonCountNoise as PhotonCountNoise
-from opusim.randomness.philox import derive_seed as derive_seed
 from opusim.randomness.streams import NoiseStream as NoiseStream
 from opusim.randomness.streams import SeededStream as SeededStream
 from opusim.randomness.streams import SystemStream as SystemStream
+from opusim.randomness.streams import derive_seed as derive_seed
 from opusim.randomness.streams import noise_stream as noise_stream
 from opusim.temperature import TemperatureLaw as TemperatureLaw
 from opusim.usage import Usage as Usage

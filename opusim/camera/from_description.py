@@ -12,7 +12,7 @@ from opusim.camera.stages import FixedPattern, Light, Sensor
 from opusim.description.camera import CameraSettings
 from opusim.description.schema import DeviceDescription, MediumSettings
 from opusim.errors import ConfigError
-from opusim.randomness.philox import derive_seed
+from opusim.randomness.streams import derive_seed
 from opusim.tables import unit_of
 
 

@@ -23,8 +23,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 
 from opusim.description.schema import AccessSettings, DeviceDescription
 from opusim.errors import DeviceBusy, DeviceTimeout, DeviceUnavailable
-from opusim.files import parse_json, read_bytes
-from opusim.locks import LockHeld, held
+from opusim.files import LockHeld, held, parse_json, read_bytes
 
 FOLDER_VARIABLE = "OPUSIM_LOCKS"
 

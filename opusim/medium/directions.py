@@ -19,7 +19,7 @@ from opusim import checks
 from opusim.medium.kernels import OUTPUTS_PER_BLOCK, STRIDE, add_direction, return_and_move
 from opusim.medium.transmission import gaussian_table
 from opusim.randomness.kernels import run_split
-from opusim.randomness.philox import MAX_SEED, philox_torch, split_key
+from opusim.randomness.streams import MAX_SEED, philox_torch, split_key
 
 _STRIDES_PER_THREAD = 64  # below 131,072 entries a second thread costs more than it saves
 _PIECE_STRIDES = 16  # entries of another type than float32 that are moved at a time: 128 KiB

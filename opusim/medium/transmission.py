@@ -13,7 +13,7 @@ from scipy.special import ndtri
 from opusim import checks
 from opusim.medium.kernels import OUTPUTS_PER_BLOCK, fill_tile
 from opusim.randomness.kernels import run_split
-from opusim.randomness.philox import MAX_SEED, philox_torch, split_key
+from opusim.randomness.streams import MAX_SEED, philox_torch, split_key
 
 MAX_INPUTS = 2**32
 MAX_OUTPUTS = OUTPUTS_PER_BLOCK * 2**32

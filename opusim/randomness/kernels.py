@@ -17,7 +17,7 @@ of 64-bit lanes, because a round needs 64-bit products: so LLVM keeps a whole bl
 no packing between rounds. The high halves may hold anything: a product takes the low half of its word, for which
 processors have one instruction, and storing a word cuts it. The rounds are written out, since a loop would stop the
 vectorisation. Storing each of the four words in an array of its own is six times as fast as storing them side by side.
-The torch version is `opusim.randomness.philox.philox_torch`; tests/oracles has a plain Python twin.
+The torch version is `opusim.randomness.streams.philox_torch`; tests/oracles has a plain Python twin.
 
 **Threads.** `run_split` splits the work of a kernel over as many threads as torch uses, in a way that survives a fork.
 Kernels release the interpreter lock, so plain threads suffice; numba's own threading layers are not safe to

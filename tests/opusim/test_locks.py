@@ -13,9 +13,9 @@ import pytest
 
 from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse, lock_file, lock_folder
 from opusim.errors import DeviceUnavailable
-from opusim.locks import LockHeld, held
+from opusim.files import LockHeld, held
 from training.errors import RunFolderError
-from training.runs.locking import LOCK_FILE, only_writer
+from training.runs.storage import LOCK_FILE, only_writer
 
 VICTIM = "three pages of notes"
 

@@ -34,8 +34,7 @@ from training.errors import RunFolderError
 from training.protections.planning import total_steps
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import AUDIT_FILE, RunFolder
-from training.runs.locking import require_kind
-from training.runs.storage import write_json
+from training.runs.storage import require_kind, write_json
 
 FEWEST_TRIALS = 40
 _CONTROL_TRIALS = 200

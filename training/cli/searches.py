@@ -54,8 +54,7 @@ def tune(
 ) -> None:
     """Choose a convex run's settings privately: the best of a Poisson number of trials, and its epsilon."""
     from opusim import checks
-    from training.tuning.grid import parse_choices
-    from training.tuning.search import Search
+    from training.tuning.search import Search, parse_choices
 
     checks.positive(trials=trials, remedy="such as 5")
     quiet, release = values["quiet"], bool(values["release"])

@@ -19,15 +19,17 @@ from opusim.files import make_folder, read_bytes, write_file
 from training.config.reading import stored_config
 from training.config.run import RunConfig
 from training.errors import RunFolderError
-from training.runs.locking import LOCK_FILE, only_writer, require_kind
 from training.runs.seal import Header, Prefix, Seal, list_checkpoints, read_header
 from training.runs.storage import (
+    LOCK_FILE,
     append_line,
     digest_of,
     json_content,
     json_digest,
+    only_writer,
     read_json,
     read_lines,
+    require_kind,
     write_json,
 )
 

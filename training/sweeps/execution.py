@@ -26,8 +26,8 @@ from training.data.catalogue import build_dataset
 from training.engine.session import train_on
 from training.errors import FolderBusy, RunInterrupted, SweepStopped
 from training.runs.folder import RunFolder
-from training.runs.locking import only_writer, require_kind
 from training.runs.run import Run, load_run
+from training.runs.storage import only_writer, require_kind
 from training.sweeps.rows import Row, SweepFolder, failed_row, row_of, write_row
 from training.sweeps.spec import Point
 

@@ -12,6 +12,8 @@ second one. It is refused if the first one left trials or a result, and paid for
 The folder holds `tuning.json` (the trials drawn and their scores so far), the ledger, a run folder for each trial, and
 finally `best/` and `result.json`. In release mode only the best trial and its score are kept. The guarantee does not
 cover the number of trials or the other trials, so they are removed.
+
+Each trial is a draw from the grid of `--choose`, made before any data are read.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from accounting import numerics
 from accounting.calibration import calibrate
 from accounting.errors import NoGuarantee
@@ -33,17 +37,70 @@ from accounting.selection.mechanisms import PrivateSelection
 from opusim.errors import ConfigError
 from opusim.files import make_folder, write_file
 from opusim.randomness.streams import derive_seed, noise_stream
-from training.config.reading import load_config
+from training.config.reading import load_config, parse_setting
 from training.config.run import RunConfig
 from training.engine.plan import RunPlan, load_data
 from training.engine.session import train
 from training.errors import RunFolderError
 from training.runs.checkpoints import adopt_ledger
 from training.runs.folder import RunFolder
-from training.runs.locking import LOCK_FILE, only_writer, require_kind
 from training.runs.run import Run, evaluate_split, load_run
-from training.runs.storage import read_record, record_json, write_json
-from training.tuning.grid import Draw, draw_trials
+from training.runs.storage import LOCK_FILE, only_writer, read_record, record_json, require_kind, write_json
+
+_TUNABLE = ("trainer", "optimizer", "sampler", "epochs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """The trials of a search.
+
+    Attributes:
+        trials: Settings "key=value" of each trial; their number is Poisson, and may be 0.
+        seed: Source of the trials' seeds in experiment mode; None in release mode.
+    """
+
+    trials: tuple[tuple[str, ...], ...]
+    seed: int | None
+
+
+def parse_choices(lines: Sequence[str]) -> dict[str, list[str]]:
+    """Turn lines such as "trainer.clip=0.35,0.5" into values by key.
+
+    Raises:
+        ConfigError: A line has no key or no values, a key is given twice, or it is not a key of training.
+    """
+    choices: dict[str, list[str]] = {}
+    for line in lines:
+        key, _, text = line.partition("=")
+        key, values = key.strip(), [value.strip() for value in text.split(",") if value.strip()]
+        if not key or not values or key in choices:
+            raise ConfigError("--choose", line, "must be KEY=VALUE,VALUE,... with each key once")
+        if key.split(".")[0] not in _TUNABLE or key == "trainer.kind":
+            raise ConfigError(
+                "--choose", key, f"cannot be chosen by a search; choose keys of {', '.join(_TUNABLE)}"
+            )
+        for value in values:
+            parse_setting(f"{key}={value}")
+        choices[key] = values
+    return choices
+
+
+def draw_trials(choices: Mapping[str, Sequence[str]], mean: float, *, seed: int | None) -> Draw:
+    """Draw K ~ Poisson(mean) trials, each with every key's value drawn uniformly and independently.
+
+    Args:
+        choices: Values to choose from, by key.
+        mean: Expected number of trials, above 0.
+        seed: Seed of the draw; None uses the system's entropy.
+    """
+    generator = np.random.default_rng(None if seed is None else derive_seed(seed, "tuning"))
+    count = int(generator.poisson(mean))
+    trials = tuple(
+        tuple(f"{key}={values[int(generator.integers(len(values)))]}" for key, values in choices.items())
+        for _ in range(count)
+    )
+    return Draw(trials=trials, seed=seed)
+
 
 STATE_FILE = "tuning.json"
 SCHEMA_VERSION = 2

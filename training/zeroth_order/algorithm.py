@@ -14,8 +14,7 @@ from accounting.guarantee import Adjacency
 from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
-from opusim.randomness.philox import derive_seed
-from opusim.randomness.streams import NoiseStream, noise_stream
+from opusim.randomness.streams import NoiseStream, derive_seed, noise_stream
 from training.config.run import RunConfig
 from training.config.seeds import seed_for
 from training.data import Dataset

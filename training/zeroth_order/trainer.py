@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
-from opusim.randomness.philox import derive_seed
-from opusim.randomness.streams import NoiseStream
+from opusim.randomness.streams import NoiseStream, derive_seed
 from opusim.usage import Usage
 from training.config.run import LossName
 from training.config.sections import OptimizerConfig

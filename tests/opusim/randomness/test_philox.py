@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opusim.randomness.kernels import philox_block
-from opusim.randomness.philox import derive_seed, philox_torch, split_key
+from opusim.randomness.streams import derive_seed, philox_torch, split_key
 from tests.oracles import naive_philox
 
 WORD = st.integers(0, 2**32 - 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opusim.randomness import kernels as normal_kernels
-from opusim.randomness import philox
+from opusim.randomness import streams as philox
 from opusim.randomness import streams as randomness
 from opusim.randomness.kernels import PAIRS, fill_from_words
 from opusim.randomness.streams import SeededStream, SystemStream, noise_stream

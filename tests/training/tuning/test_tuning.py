@@ -24,8 +24,7 @@ from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.run import load_run
 from training.tuning import search as searching
-from training.tuning.grid import draw_trials, parse_choices
-from training.tuning.search import Search, selection_within
+from training.tuning.search import Search, draw_trials, parse_choices, selection_within
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,

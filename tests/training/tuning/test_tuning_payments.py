@@ -18,12 +18,11 @@ from training.cli import main
 from training.config import load_config
 from training.config.run import RunConfig
 from training.errors import FolderBusy, RunFolderError
-from training.runs.locking import only_writer
+from training.runs.storage import only_writer
 from training.sweeps.execution import run_sweep
 from training.sweeps.rows import SweepFolder
 from training.tuning import search as searching
-from training.tuning.grid import Draw
-from training.tuning.search import Search
+from training.tuning.search import Draw, Search
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,

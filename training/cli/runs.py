@@ -266,7 +266,7 @@ def zo_replay(
     if out is not None:
         write_tensors(out, found.tensors)
     agreement = (
-        "identical to those of the run's newest checkpoint" if found.arrived else "not compared: no mark"
+        "those of the run's newest checkpoint, to the bit" if found.arrived else "not compared: no mark"
     )
     typer.echo(f"{found.steps:,} steps replayed; parameters {found.digest}: {agreement}")
     if out is not None:

@@ -34,21 +34,22 @@ def explain_theorem(theorem: Theorem) -> str:
         f"Proof. {theorem.proof}",
         *_listed("Hypotheses that training code checks:", theorem.checked_by_code),
         *_listed("Hypotheses taken on trust:", theorem.trusted),
-        f"Reference: {theorem.reference}.",
+        f"Reference: {theorem.reference}." if theorem.reference else "",
         f"Computed by: {theorem.code}.",
+        f"Derived in the documentation: {theorem.page}." if theorem.page else "",
     ]
-    return "\n".join([*parts, f"Derived in the documentation: {theorem.page}."] if theorem.page else parts)
+    return "\n".join(part for part in parts if part)
 
 
 def most_hits(epsilon: float, delta: float, false_alarms: float) -> float:
     """Return the largest true positive rate of any attack: min(1, e^eps f + delta, 1 - e^-eps (1 - f - delta)).
 
     Args:
-        epsilon: At least 0, maybe infinite.
+        epsilon: At least 0, possibly infinite.
         delta: In [0, 1).
         false_alarms: f in [0, 1], the attack's false positive rate.
     """
-    if epsilon > 700:  # e^epsilon is no double
+    if epsilon > 700:  # e^epsilon overflows doubles
         return 1.0
     first = math.exp(epsilon) * false_alarms + delta
     return min(1.0, first, 1 - math.exp(-epsilon) * max(1 - false_alarms - delta, 0.0))
@@ -75,8 +76,8 @@ def _claim(guarantee: Guarantee) -> str:
     if guarantee.formula_value is not None:
         formula = f" (its formula only, hypotheses taken as given: {number(guarantee.formula_value)})"
     return (
-        f"a paper's formula for {_object(guarantee)} {said}{formula}. No proof covers what ran, so this is what the "
-        "paper says and not a protection to rely on."
+        f"a paper's formula for {_object(guarantee)} {said}{formula}. No proof covers what ran: this is the "
+        "paper's claim, not a protection to rely on."
     )
 
 
@@ -105,7 +106,7 @@ def _question(guarantee: Guarantee) -> str:
 
 def _attack(guarantee: Guarantee) -> str:
     share = 100 * most_hits(guarantee.epsilon, guarantee.delta, 0.01)
-    hits = f"at most {share:.3g} %" if share < 99.95 else "maybe all"
+    hits = f"at most {share:.3g} %" if share < 99.95 else "possibly all"
     if guarantee.unit is Unit.RECORD and guarantee.adjacency is not Adjacency.REPLACE_ONE:
         return (
             f"an attack that takes 1 % of the records that were not used for used ones finds {hits} of "

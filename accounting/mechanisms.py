@@ -113,7 +113,9 @@ class Mechanism(ABC):
                 continue
             for rule in parameter.rules:
                 rule(**{parameter.name: value})
-            if parameter.value_type in (int, float) or issubclass(parameter.value_type, Enum):
+            if isinstance(parameter.value_type, type) and issubclass(
+                parameter.value_type, (int, float, Enum)
+            ):
                 object.__setattr__(self, parameter.name, parameter.value_type(value))
 
     @abstractmethod

@@ -54,8 +54,8 @@ class Theorem:
         title: One line: the mechanism and the tool.
         statement: What holds, with its formula.
         proof: The proof in a few steps.
-        reference: Papers.
         code: The function or class that computes the number, dotted.
+        reference: Papers; empty if the proof is this project's own.
         page: Where the documentation derives it, such as "privacy.md, section 3"; empty if nowhere.
         checked_by_code: Hypotheses that training code can check or enforce.
         trusted: Hypotheses that no code can check.
@@ -68,8 +68,8 @@ class Theorem:
     title: str
     statement: str
     proof: str
-    reference: str
     code: str
+    reference: str = ""
     page: str = ""
     checked_by_code: tuple[str, ...] = ()
     trusted: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class Theorem:
     @property
     def citation(self) -> str:
         """What a guarantee's source says."""
-        return f"theorem {self.name} ({self.title}; {self.reference})"
+        return f"theorem {self.name} ({'; '.join(filter(None, [self.title, self.reference]))})"
 
     def assumptions(
         self,

@@ -228,6 +228,15 @@ def test_a_circle_is_caught(back: str) -> None:
     assert circles(graph({**imports, "p.c": []})) == []
 
 
+def test_a_section_may_import_what_it_builds() -> None:
+    section = "class S:\n    def {}(self, plan):\n        from p.trainer import T"
+    trainer = imports_of("from p.config import S")
+    late, early = (imports_of(section.format(name)) for name in ("implementation", "describe"))
+    assert not circles(graph({"p": [], "p.config": late, "p.trainer": trainer}))
+    assert circles(graph({"p": [], "p.config": early, "p.trainer": trainer}))
+    assert circles(graph({"p": [], "p.other": late, "p.trainer": imports_of("import p.other")}))
+
+
 def test_folders_and_roots_are_small() -> None:
     most = max(GOALS["files in a folder"], TODAY.get("files in a folder", 0))
     assert not crowded(product_paths(), most)

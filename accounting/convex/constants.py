@@ -78,7 +78,7 @@ def log_expansion(
         regularisation: lambda, at least 0.
 
     Raises:
-        NoGuarantee: A rate of 2 / (beta + lambda) or more, where steps push models apart.
+        NoGuarantee: A rate is 2 / (beta + lambda) or more, so that steps push models apart.
     """
     beta = smoothness(objective)
     largest = float(np.max(rate))

@@ -54,7 +54,6 @@ PHOTON_COUNTS = Theorem(
     " private, and infinite at b = 0 < a, which dark or bias light prevents. Total variation is bounded by "
     "Bhattacharyya's coefficient and by coupling the counts. Gain, read noise, full well, rounding and linear "
     "recovery are post-processing.",
-    reference="docs/privacy.md, section 9, has the derivation",
     code="accounting.devices.readings.poisson_divergence",
     page="privacy.md, section 9",
     trusted=("counts are independent Poisson counts, and every rate lies in its box",),

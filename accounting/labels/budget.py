@@ -59,7 +59,7 @@ class PerRecordBudget:
         checks.shape(indices.shape, mu=np.asarray(mu))
         if np.unique(indices).size != indices.size:
             raise ValueError(
-                "records: one stands twice in the batch; its leverages do not add up; sample without replacement"
+                "records: one occurs twice in the batch; its leverages do not add up; sample without replacement"
             )
         if indices.size and not (indices.min() >= 0 and indices.max() < self._spent.size):
             raise ValueError(f"records: an index lies outside [0, {self._spent.size})")

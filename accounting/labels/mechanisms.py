@@ -32,7 +32,7 @@ _SIGNALS_CHECKED = (
     "each credited noise is drawn afresh, for one reading of one layer at one step, after the last nonlinearity of the "
     "signal",
     "every released layer is noised, the output layer too",
-    "a record stands at most once in a batch",
+    "a record occurs at most once in a batch",
     "no class weights, balanced batches or mixup, and no schedule or early stopping on training labels",
 )
 _PUBLIC_FEATURES = "features, initial weights and the projection are public or do not depend on labels"
@@ -126,7 +126,7 @@ LABEL_READOUT = Theorem(
     checked_by_code=(
         "each label is read as often as stated, and every distinct reading of it is counted in mu",
         "the noise is drawn once for each reading, with the same law for all labels",
-        "nothing but the readings looks at training labels",
+        "training labels are used only through the readings",
     ),
     trusted=(_PUBLIC_FEATURES, NOISE_IS_SECRET),
 )

@@ -193,9 +193,7 @@ def _read(path: Path, witnesses: Sequence[Witness]) -> tuple[list[dict[str, Any]
     digest, length = _GENESIS, 0
     for number, line in enumerate(lines, start=1):
         if number > promised + 1:
-            raise LedgerCorrupt(
-                f"{path}: line {number}: stands behind the {promised} lines that the head counts"
-            )
+            raise LedgerCorrupt(f"{path}: line {number}: follows the {promised} lines that the head counts")
         entry = _verified(path, number, line, digest, must_count=number <= promised)
         if entry is None:
             if len(lines) > number:

@@ -257,7 +257,7 @@ class Ledger:
         if kept != opening:
             self._journal.close()
             raise ValueError(
-                f"{path}: the ledger was begun with {kept}, not {opening}; start a new run folder"
+                f"{path}: the ledger was created with {kept}, not {opening}; start a new run folder"
             )
         self._payments = list(self._content.payments)
         self._coverage = Coverage(self._payments)

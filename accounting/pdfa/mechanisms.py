@@ -53,7 +53,6 @@ ROW_SPACE = Theorem(
     proof="With m below the fan-in and the width at least m, the update's row space is the span of the batch's "
     "inputs, whatever sigma: the part of an input outside it is 0 for a member and not for an outsider. With m "
     "above the fan-in the covariances of neighbours still differ by a rank-one term that scales with sigma.",
-    reference="attack `row space` of opusim audit",
     code="accounting.pdfa.mechanisms.PublishedPdfa",
     page="privacy.md, section 2",
 )

@@ -111,7 +111,7 @@ class AdditiveNoise(Mechanism):
         relations = {mechanism.adjacency for mechanism in mechanisms}
         if len(relations) != 1:
             kinds = ", ".join(sorted({f"{one.kind} ({one.adjacency.value})" for one in mechanisms}))
-            raise NoGuarantee(f"mechanisms {kinds}: their relations differ; state each apart")
+            raise NoGuarantee(f"mechanisms {kinds}: their relations differ; state each separately")
         adjacency = relations.pop()
         theorem = _strongest_needed({mechanism.theorem.name: mechanism.theorem for mechanism in mechanisms})
         return [

@@ -56,7 +56,6 @@ BATCH_NOISE = Theorem(
     proof="A record with a loss above the others', or with an input that the others lack, changes the covariance of "
     "the noise without bound; clipped averages lie on a sphere, so a record that is the only one in some "
     "direction shows with the probability that it is in the batch.",
-    reference="docs/ulr.md, section 4, lists what the paper's theorem leaves out",
     code="accounting.ulr.mechanisms.PublishedUlr",
     page="ulr.md, section 4",
 )
@@ -75,7 +74,6 @@ REJECTION_SAMPLING = Theorem(
     "f(J) and f(J' and the new record) then differ by at most C, or 2 C. Divergences are jointly convex, and "
     "the mixture's hockey-stick divergences are the mixture of both, so it composes as a privacy loss "
     "distribution.",
-    reference="docs/ulr.md, section 3",
     code="accounting.ulr.mechanisms.mixture_of",
     page="ulr.md, section 3",
     checked_by_code=(
@@ -201,7 +199,7 @@ def mixture_of(sampling_probability: float, n_records: int, min_batch_size: int)
         return 1.0, 0.0
     law = numerics.binomial(n, q)
     below, from_least = law.logsf(least - 2), law.logsf(least - 1)
-    if not math.isfinite(from_least):  # no double holds so rare a batch: the worst pair there could be
+    if not math.isfinite(from_least):  # so rare a batch underflows doubles: take the worst possible pair
         return 1.0, 1.0
     probability = 1 / (1 + (1 - q) / q * math.exp(min(from_least - below, 0.0)))
     # E[X | X >= L] - E[X | X >= L - 1] = p (E[X | X >= L] - (L - 1)), p = P(X = L - 1 | X >= L - 1)
@@ -273,12 +271,12 @@ def gaps(run: PublishedUlr) -> tuple[Assumption, ...]:
         f"C sqrt(batch / parameters) = {real:.3g} C in the largest module)",
         holds=real >= run.target_std,
     )
-    apart = Assumption(
-        text=f"one module is released (each of {run.modules} is clipped to C apart, so that a record moves them by "
+    one_module = Assumption(
+        text=f"one module is released (each of {run.modules} is clipped to C separately, so a record moves them by "
         f"{math.sqrt(run.modules):.3g} C together)",
         holds=run.modules == 1,
     )
-    return (covered, apart, *(Assumption(text=text, holds=False) for text in _GAPS))
+    return (covered, one_module, *(Assumption(text=text, holds=False) for text in _GAPS))
 
 
 def published_guarantee(runs: Sequence[PublishedUlr], delta: float) -> Guarantee:

@@ -9,6 +9,7 @@ check a device against an earlier certificate.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -206,26 +207,10 @@ def calibrate(
     opened = device.usage.frames
     inputs = constant_inputs(device.n_inputs)
     samples = np.stack([_readings_of(x, device, readings) for x in inputs])
-    transfer: PhotonTransfer | None = None
-    estimates: dict[str, Estimate] = {}
-    law: GaussianLaw | PhotonCountLaw | None = None
     if isinstance(device, CameraDevice):
-        noise = evaluate_readings(samples, beta=beta, alarm=FAMILY_ALARM / 2, gaussian=False)
-        transfer = _transfer(device, plan or Plan())
-        found = certify_counts(device, transfer, beta)
-        dark, doubt = _dark_noise(device, transfer, confidence)
-        light = {"light_noise": found.light_noise}
-        estimates = transfer.estimates(confidence) | dark | _drift(device, confidence) | light
-        tests = (*found.tests, *noise.tests)
-        law = found.law if noise.is_sound else None
-        remarks = [*found.remarks, *doubt, _BIAS, _STUDENT, _SIMULATED]
+        found = _camera_findings(device, samples, plan or Plan(), confidence=confidence, beta=beta)
     else:
-        noise = evaluate_readings(samples, beta=beta)
-        described = isinstance(device.described_noise, GaussianNoise)
-        if described and noise.is_gaussian and noise.smallest_std_low > 0:
-            law = GaussianLaw(std=noise.smallest_std_low)
-        estimates = _entry_std(inputs, samples, confidence)
-        tests, remarks = noise.tests, [*noise.assumptions, _SCALE, _SIMULATED]
+        found = _reading_findings(device, inputs, samples, confidence=confidence, beta=beta)
     certificate = Certificate(
         device=device.name,
         description_digest=digest_of(device.description),
@@ -235,12 +220,61 @@ def calibrate(
         frames=device.usage.frames - opened,
         confidence=confidence,
         beta=beta,
-        noise=law,
-        estimates={key: Limits(**vars(value)) for key, value in estimates.items()},
-        tests=[_certified(test) for test in tests],
-        remarks=remarks,
+        noise=found.law,
+        estimates={key: Limits(**vars(value)) for key, value in found.estimates.items()},
+        tests=[_certified(test) for test in found.tests],
+        remarks=found.remarks,
     )
-    return Calibration(certificate=certificate, readings=samples[0], reading_noise=noise, transfer=transfer)
+    return Calibration(
+        certificate=certificate, readings=samples[0], reading_noise=found.noise, transfer=found.transfer
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Findings:
+    """What the frames of a device say, before a certificate states it."""
+
+    noise: ReadingNoise
+    law: GaussianLaw | PhotonCountLaw | None
+    estimates: dict[str, Estimate]
+    tests: Sequence[PropertyTest]
+    remarks: list[str]
+    transfer: PhotonTransfer | None = None
+
+
+def _camera_findings(
+    device: CameraDevice, samples: np.ndarray, plan: Plan, *, confidence: float, beta: float
+) -> _Findings:
+    """Evaluate readings of a camera, and its frames under uniform light."""
+    noise = evaluate_readings(samples, beta=beta, alarm=FAMILY_ALARM / 2, gaussian=False)
+    transfer = _transfer(device, plan)
+    found = certify_counts(device, transfer, beta)
+    dark, doubt = _dark_noise(device, transfer, confidence)
+    light = {"light_noise": found.light_noise}
+    return _Findings(
+        noise=noise,
+        law=found.law if noise.is_sound else None,
+        estimates=transfer.estimates(confidence) | dark | _drift(device, confidence) | light,
+        tests=(*found.tests, *noise.tests),
+        remarks=[*found.remarks, *doubt, _BIAS, _STUDENT, _SIMULATED],
+        transfer=transfer,
+    )
+
+
+def _reading_findings(
+    device: NoisyDevice, inputs: torch.Tensor, samples: np.ndarray, *, confidence: float, beta: float
+) -> _Findings:
+    """Evaluate readings of a device that shows no frames."""
+    noise = evaluate_readings(samples, beta=beta)
+    described = isinstance(device.described_noise, GaussianNoise)
+    certified = described and noise.is_gaussian and noise.smallest_std_low > 0
+    return _Findings(
+        noise=noise,
+        law=GaussianLaw(std=noise.smallest_std_low) if certified else None,
+        estimates=_entry_std(inputs, samples, confidence),
+        tests=noise.tests,
+        remarks=[*noise.assumptions, _SCALE, _SIMULATED],
+    )
 
 
 def frames_of(plan: Plan, device: NoisyDevice, readings: int) -> int:

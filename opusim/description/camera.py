@@ -44,6 +44,14 @@ class DoublingSettings(StrictSection):
     temperature_min_c: float = Field(ge=-273.15)
     temperature_max_c: float
 
+    def dark_current(self) -> DoublingDarkCurrent:
+        """Return the law.
+
+        Raises:
+            ValueError: its numbers contradict each other.
+        """
+        return DoublingDarkCurrent(**{key: getattr(self, key) for key in DoublingSettings.model_fields})
+
 
 class TableSettings(StrictSection):
     """Keys of `opusim.temperature.TableDarkCurrent`."""
@@ -142,7 +150,7 @@ class CameraSettings(StrictSection):
         if self.dark is None:
             return None
         if self.dark.doubling is not None:
-            return DoublingDarkCurrent(**self.dark.doubling.model_dump())
+            return self.dark.doubling.dark_current()
         points = self.dark.table.model_dump() if self.dark.table is not None else {}
         return TableDarkCurrent(**{key: tuple(value) for key, value in points.items()})
 

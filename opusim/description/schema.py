@@ -9,14 +9,13 @@ It also holds the sections for a device behind lightonml, for time-outs and excl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from opusim.description.camera import CameraSettings
-from opusim.description.section import StrictSection
-from opusim.temperature import DoublingDarkCurrent, TemperatureLaw
+from opusim.description.camera import CameraSettings, DoublingSettings
+from opusim.description.section import StrictSection, flat
+from opusim.temperature import TemperatureLaw
 
 
 class LightonSettings(StrictSection):
@@ -93,6 +92,11 @@ LARGEST_SIGMA = 1e12
 """Squares and sums of such noise stay far below the largest float32, 3e38."""
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a plain value is a number or a list of numbers, which needs a provenance."""
+    return isinstance(value, (int, float, list)) and not isinstance(value, bool)
+
+
 class MediumSettings(StrictSection):
     """The scattering medium (see `opusim.medium.transmission`).
 
@@ -120,29 +124,19 @@ class FrameSettings(StrictSection):
     frames_per_projection: int = Field(default=2, ge=1)
 
 
-class TemperatureSettings(StrictSection):
+class TemperatureSettings(DoublingSettings):
     """Gaussian noise with a dark current that doubles every few kelvin (`opusim.temperature`), at one temperature.
 
     Attributes:
         sigma_0: noise without dark current (read noise and the like), projection units.
         variance_per_e: squared projection units for an electron of dark charge.
         exposure_us: exposure of a frame, microseconds.
-        dark_current_ref_e_per_s: dark current at the reference temperature, electrons per second and pixel.
-        temperature_ref_c: reference temperature, degrees Celsius.
-        doubling_k: temperature difference that doubles the dark current, kelvin.
-        temperature_min_c: lowest temperature at which the sensor works, degrees Celsius.
-        temperature_max_c: highest one.
         temperature_c: operating temperature, degrees Celsius.
     """
 
     sigma_0: float = Field(ge=0)
     variance_per_e: float = Field(gt=0)
     exposure_us: float = Field(gt=0)
-    dark_current_ref_e_per_s: float = Field(ge=0)
-    temperature_ref_c: float
-    doubling_k: float = Field(gt=0)
-    temperature_min_c: float = Field(ge=-273.15)
-    temperature_max_c: float
     temperature_c: float
 
     @model_validator(mode="after")
@@ -165,13 +159,7 @@ class TemperatureSettings(StrictSection):
             floor_variance=self.sigma_0**2,
             variance_per_e=self.variance_per_e,
             exposure_us=self.exposure_us,
-            dark=DoublingDarkCurrent(
-                dark_current_ref_e_per_s=self.dark_current_ref_e_per_s,
-                temperature_ref_c=self.temperature_ref_c,
-                doubling_k=self.doubling_k,
-                temperature_min_c=self.temperature_min_c,
-                temperature_max_c=self.temperature_max_c,
-            ),
+            dark=self.dark_current(),
         )
 
 
@@ -304,16 +292,4 @@ class DeviceDescription(StrictSection):
         """Return every number, and every list of numbers, under its dotted key, in the files' order."""
         content = self.dump()
         content.pop("provenance", None)
-        return dict(_numbers("", content))
-
-
-def _numbers(prefix: str, content: Mapping[str, Any]) -> list[tuple[str, Number]]:
-    """Return the dotted keys that hold a number or a list of them, in order."""
-    found: list[tuple[str, Number]] = []
-    for key, value in content.items():
-        dotted = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            found += _numbers(f"{dotted}.", value)
-        elif isinstance(value, (int, float, list)) and not isinstance(value, bool):
-            found.append((dotted, value))
-    return found
+        return {key: value for key, value in flat(content).items() if is_number(value)}

@@ -185,4 +185,4 @@ def test_hits_are_those_of_the_trade_off() -> None:
 
 def test_an_epsilon_that_protects_nobody_says_so() -> None:
     (guarantee,) = guarantees([Gaussian(noise_multiplier=0.01)], delta=1e-5)
-    assert "finds maybe all of those that were" in explain(guarantee)
+    assert "finds possibly all of those that were" in explain(guarantee)

@@ -31,6 +31,7 @@ class OpusimGroup(LazyGroup):
         ):
             self.later(name, summary, partial(_of_runs, name), panel=_RUNS)
         self.later("account", "Say how private a run or a mechanism is.", _account, panel=_RUNS)
+        self.later("explain", "State a theorem that a guarantee cites.", _explain, panel=_RUNS)
         self.later("zo", "Replay a zeroth-order run from its step log.", partial(_of_runs, "zo"), panel=_RUNS)
         self.later("device", "Show, record, calibrate and check devices.", _device, panel=_DEVICES)
 
@@ -74,6 +75,12 @@ def _account() -> Any:
     for name, command in (("run", account_run), ("device", account_device)):
         group.add_command(built(name, command), name)
     return group
+
+
+def _explain() -> Any:
+    from accounting.cli import explain_command
+
+    return built("explain", explain_command)
 
 
 def _device() -> Any:

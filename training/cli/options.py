@@ -37,7 +37,7 @@ Quiet = Annotated[
 PRIVACY = "Privacy"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class KeyOption:
     """An option that sets one key of the configuration.
 
@@ -98,82 +98,61 @@ class KeyOption:
 
 
 DATA = KeyOption(
-    name="data",
-    key="data.name",
-    annotation=str,
-    help="digits (embedded), mnist or fashion-mnist (from $OPUSIM_DATA, else downloaded), cifar-10 ($OPUSIM_DATA).",
+    "data",
+    "data.name",
+    str,
+    "digits (embedded), mnist or fashion-mnist (from $OPUSIM_DATA, else downloaded), cifar-10 ($OPUSIM_DATA).",
 )
-EPOCHS = KeyOption(name="epochs", key="epochs", annotation=int, help="Passes over the training records.")
-SEED = KeyOption(
-    name="seed", key="seed", annotation=int, help="Seed of initialisation, batches and simulated noise."
-)
+EPOCHS = KeyOption("epochs", "epochs", int, "Passes over the training records.")
+SEED = KeyOption("seed", "seed", int, "Seed of initialisation, batches and simulated noise.")
 DEVICE = KeyOption(
-    name="device",
-    key="device.name",
-    annotation=str,
-    help="Device: a name of `opusim device list`, or the path of a TOML file.",
+    "device", "device.name", str, "Device: a name of `opusim device list`, or the path of a TOML file."
 )
 EPSILON = KeyOption(
-    name="epsilon",
-    key="protection.epsilon",
-    annotation=float,
-    help="Privacy budget: calibrates the noise unless that is given; training stops before exceeding it.",
-    panel=PRIVACY,
+    "epsilon",
+    "protection.epsilon",
+    float,
+    "Privacy budget: calibrates the noise unless that is given; training stops before exceeding it.",
+    PRIVACY,
 )
-DELTA = KeyOption(
-    name="delta",
-    key="protection.delta",
-    annotation=float,
-    help="delta of every guarantee (1e-5 by default).",
-    panel=PRIVACY,
-)
+DELTA = KeyOption("delta", "protection.delta", float, "delta of every guarantee (1e-5 by default).", PRIVACY)
 NOISE_MULTIPLIER = KeyOption(
-    name="noise-multiplier",
-    key="protection.noise_multiplier",
-    annotation=float,
-    help="Standard deviation of the central noise over the clip norm.",
-    panel=PRIVACY,
+    "noise-multiplier",
+    "protection.noise_multiplier",
+    float,
+    "Standard deviation of the central noise over the clip norm.",
+    PRIVACY,
 )
 RELEASE = KeyOption(
-    name="release",
-    key="mode",
-    annotation=bool,
-    help="Draw from the system's entropy; store no seed and no private figure.",
-    panel=PRIVACY,
+    "release",
+    "mode",
+    bool,
+    "Draw from the system's entropy; store no seed and no private figure.",
+    PRIVACY,
     constant="release",
 )
-_RESERVED = {"config", "set", "out", "quiet", "help", "debug", "device", "protect"}
+_RESERVED = {"config", "set", "settings", "out", "quiet", "help", "debug", "device", "protect"}
 
 
 def trainer_options(kind: str, section: type[TrainerSection]) -> list[KeyOption]:
-    """The options of `opusim train KIND`: the shared ones, then one for each field of its section."""
+    """The options of `opusim train KIND`: the shared ones, then its flags and one for each field of its section."""
     shared = [DATA, EPOCHS, SEED]
     if section.device_keys is not None:
         shared.append(replace(DEVICE, also=section.device_keys))
     shared += [_protect(kind, section), EPSILON, DELTA, NOISE_MULTIPLIER, RELEASE]
-    panel = f"Options of {kind}"
-    own = [
-        KeyOption(
-            name=flag.name,
-            key=flag.key,
-            annotation=str if flag.words is not None else _type(_field(section, flag.key)),
-            help=flag.help or _short(_field(section, flag.key)),
-            panel=panel,
-            words=flag.words,
-        )
-        for flag in section.flags
-    ]
+    fields, panel = dict(_fields(section, "trainer.")), f"Options of {kind}"
+    own = []
+    for flag in section.flags:
+        field = fields.pop(flag.key, None)
+        annotation = str if flag.words is not None else float if field is None else _type(field)
+        meaning = flag.help or ("" if field is None else _short(field))
+        own.append(KeyOption(flag.name, flag.key, annotation, meaning, panel, words=flag.words))
     taken = _RESERVED | {option.name for option in [*shared, *own]}
-    keys = {option.key for option in own}
-    for key, field in _fields(section, "trainer."):
+    for key, field in fields.items():
         name = key.rpartition(".")[2].replace("_", "-")
-        if name not in taken and key not in keys and key != "trainer.kind":
+        if name not in taken and key != "trainer.kind":
             many = typing.get_origin(_plain(field.annotation)) is tuple
-            own.append(
-                KeyOption(
-                    name=name, key=key, annotation=_type(field), help=_short(field), panel=panel, many=many
-                )
-            )
+            own.append(KeyOption(name, key, _type(field), _short(field), panel, many=many))
             taken.add(name)
     return [*shared, *own]
 
@@ -182,13 +161,8 @@ def _protect(kind: str, section: type[TrainerSection]) -> KeyOption:
     """--protect, with the protections that a trainer takes."""
     others = [name for name, protection in PROTECTIONS.every().items() if kind in protection.trainers]
     taken = [name for name in dict.fromkeys([*section.protections, *others]) if name != "none"]
-    return KeyOption(
-        name="protect",
-        key="protection.kind",
-        annotation=str,
-        help=f"What is protected: {', '.join(taken)}; `opusim train options record` explains record.",
-        panel=PRIVACY,
-    )
+    text = f"What is protected: {', '.join(taken)}; `opusim train options NAME` explains each."
+    return KeyOption("protect", "protection.kind", str, text, PRIVACY)
 
 
 def changes_of(options: Sequence[KeyOption], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,12 +234,6 @@ def _fields(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldI
             yield f"{prefix}{name}", field
 
 
-def _field(section: type[TrainerSection], key: str) -> FieldInfo:
-    """The field of a dotted key that starts with "trainer."."""
-    found = dict(_fields(section, "trainer."))
-    return found.get(key, FieldInfo(annotation=float, default=None, description=""))
-
-
 def _plain(annotation: Any) -> Any:
     """An annotation without `| None`."""
     parts = [part for part in typing.get_args(annotation) if part is not types.NoneType]
@@ -293,7 +261,8 @@ def _short(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True, validated_data={})
     if default is None or default == () or isinstance(default, bool):
         return f"{first}."
-    shown = ",".join(map(str, default)) if isinstance(default, tuple) else f"{default}"
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    shown = repr(shown) if " " in shown else shown
     return f"{first}; {shown} by default."
 
 

@@ -28,7 +28,7 @@ def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     data: Annotated[
         str | None,
-        typer.Option(help="A known data set instead of the run's own; its test records are taken."),
+        typer.Option(help="Evaluate on the test records of this known data set instead of the run's own."),
     ] = None,
     arrays: Annotated[
         Path | None,
@@ -36,7 +36,7 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Loss and accuracy of a run's model on test records."""
+    """Measure loss and accuracy of a run's model on test records."""
     from training.runs.run import evaluate_run
 
     figures = evaluate_run(run, data=data, arrays=arrays)
@@ -61,7 +61,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Draw a run's pictures and write its self-contained HTML report (several runs: one page for all)."""
+    """Draw a run's figures and write its self-contained HTML report; several runs share one page."""
     from training.reports.run_report import run_name, write_comparison, write_report
     from training.runs.run import load_run
 
@@ -88,8 +88,10 @@ def audit(
         int | None,
         typer.Option(help="Coin tosses on the run, 400 by default; the controls take up to 200 each."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Repeats an audit; drawn and kept by default.")] = None,
-    delta: Annotated[float | None, typer.Option(help="Of the bounds; the run's by default.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed that repeats an audit; drawn and stored by default.")
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="delta of the bounds; the run's by default.")] = None,
     arrays: Annotated[
         Path | None,
         typer.Option(
@@ -121,7 +123,7 @@ def audit(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Attack a run: can whoever sees its updates tell which records were used? Or test a mechanism (--mechanism)."""
+    """Attack a run: can an attacker who sees its updates tell which records were used? Or test a mechanism."""
     of_runs = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
     of_mechanisms = {"--mode": mode, "--steps": steps, "--set": settings, "--level": level}
     if mechanism is None:
@@ -161,7 +163,7 @@ def _audit_run(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Attack a run, print what was found and write its report."""
+    """Attack a run, print the findings and write the report."""
     from opusim.progress import Progress
     from training.attacks.run_audit import audit_run
     from training.reports.run_report import NOT_FOR_RELEASE, write_report
@@ -208,7 +210,7 @@ def _audit_mechanism(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Run the self-test behind a progress line, print it and keep it.
+    """Run the self-test with a progress line, print it and store it.
 
     Raises:
         typer.Exit: With code 1, if a check raised an alarm.
@@ -244,13 +246,11 @@ def zo_replay(
     log: Annotated[Path, typer.Argument(metavar="LOG", help="A step log (steps.zo), or its run folder.")],
     base: Annotated[
         Path | None,
-        typer.Option(
-            help="The parameters that training began with, safetensors; by default those beside the log."
-        ),
+        typer.Option(help="The initial parameters, a safetensors file; by default the one next to the log."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the final parameters here, as safetensors.")] = None,
 ) -> None:
-    """Rebuild the final parameters of a zeroth-order run, bit for bit, from its first ones and its step log."""
+    """Rebuild the final parameters of a zeroth-order run, bit for bit, from the initial ones and its step log."""
     from opusim.progress import Progress
     from training.runs.checkpoints import write_tensors
     from training.zeroth_order.step_log import replay
@@ -266,7 +266,7 @@ def zo_replay(
     if out is not None:
         write_tensors(out, found.tensors)
     agreement = (
-        "those of the run's newest checkpoint, to the bit" if found.arrived else "not compared: no mark"
+        "identical to those of the run's newest checkpoint" if found.arrived else "not compared: no mark"
     )
     typer.echo(f"{found.steps:,} steps replayed; parameters {found.digest}: {agreement}")
     if out is not None:
@@ -280,7 +280,7 @@ def account_run(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every assumption.")] = False,
 ) -> None:
-    """State anew what the ledger of a run has paid for; a ledger that is not the run's newest is refused."""
+    """State the guarantees of what a run's ledger has paid for; refuse a ledger that is not the run's newest."""
     from accounting.cli import show
     from accounting.guarantee import Release
     from training.runs.folder import RunFolder
@@ -297,7 +297,7 @@ def account_run(
 
 
 def _content(path: Path, folder: RunFolder) -> LedgerContent:
-    """The ledger, checked against the run's checkpoint and summary if it stands in a run folder."""
+    """Read the ledger; in a run folder, check it against the checkpoint and the summary."""
     from accounting.ledger.ledger import read_ledger
 
     if not folder.started or path not in (folder.path, folder.ledger_file):
@@ -316,14 +316,14 @@ def account_device(
     outputs: Annotated[int, typer.Option(help="Outputs of a reading, at least 1.")] = 1024,
     classes: Annotated[int, typer.Option(help="Number of labels, at least 2.")] = 10,
     target_epsilon: Annotated[
-        list[float] | None, typer.Option(help="Say what this epsilon takes; repeatable.")
+        list[float] | None, typer.Option(help="State what this epsilon takes; repeatable.")
     ] = None,
-    delta: Annotated[float, typer.Option(help="At which epsilon is stated.")] = 1e-5,
+    delta: Annotated[float, typer.Option(help="delta at which epsilon is stated.")] = 1e-5,
     figure: Annotated[
         Path | None, typer.Option(help="Draw a camera's sigma and epsilon against temperature: a PNG file.")
     ] = None,
 ) -> None:
-    """What a device's own noise is worth for labels read once: sigma, temperature and epsilon, both ways."""
+    """State what a device's own noise is worth for labels read once: from sigma or temperature to epsilon and back."""
     from accounting.tables import print_rows
     from opusim.description.loading import load_description
     from opusim.files import FIGURES, require_writable

@@ -47,12 +47,12 @@ The same command resumes a search that was stopped."""
 
 def tune(
     out: Annotated[Path, typer.Option(help="The folder of the search.")],
-    epsilon: Annotated[float, typer.Option(help="Of the whole search, the choice included.")],
+    epsilon: Annotated[float, typer.Option(help="Budget of the whole search, the choice included.")],
     trials: Trials = 5.0,
     choose: Choose = None,
     **values: Any,
 ) -> None:
-    """Choose a convex run's settings privately: the best of a Poisson number of trials, and the epsilon of it all."""
+    """Choose a convex run's settings privately: the best of a Poisson number of trials, and its epsilon."""
     from opusim import checks
     from training.tuning.grid import parse_choices
     from training.tuning.search import Search
@@ -90,7 +90,7 @@ tune_app.command("tune", epilog=EXAMPLE)(with_signature(tune, _TUNE_OPTIONS))
 
 
 def _run(search: Search, *, quiet: bool, release: bool) -> SearchResult:
-    """Run the search behind a progress line."""
+    """Run the search with a progress line."""
     if quiet:
         return search.run()
     if release:
@@ -139,7 +139,7 @@ def curve(
         bool, typer.Option("--draw-only", help="Only draw the existing runs, such as after an audit.")
     ] = False,
 ) -> None:
-    """Make a table of runs, draw accuracy and epsilon against noise, and write one report."""
+    """Train a table of runs, draw accuracy and epsilon against noise, and write one report."""
     from training.sweeps.spec import one_at_a_time, points_of, read_spec
 
     _check_flags(jobs, cluster, retry_failed=retry_failed, draw_only=draw_only)
@@ -206,11 +206,11 @@ class SweepProgress:
         self._progress.__exit__(kind, error, trace)
 
     def start(self, done: int, total: int) -> None:
-        """So many runs are there, of so many."""
+        """Show how many of the runs are finished already."""
         self._progress.start(total, done=done, at_once=True)
 
     def advance(self, row: Row, seconds_left: float | None) -> None:
-        """One more run ended."""
+        """Count one more run, and name it if it failed."""
         if row.status == "failed":
             self._progress.say(f"failed: {row.identity}: {row.reason}")
         self._progress.advance(left_s=seconds_left)

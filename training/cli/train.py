@@ -41,14 +41,14 @@ _EPILOG = (
 
 
 class TrainGroup(LazyGroup):
-    """A command for each kind of trainer, and the commands that are about all."""
+    """A command for each kind of trainer, and the commands for all of them."""
 
     def fill(self) -> None:
         """See LazyGroup.fill."""
         for kind, section in TRAINERS.every().items():
-            self.later(kind, section.summary, partial(_command, kind, section))
+            self.later(kind, section.summary, partial(_command, kind, section), panel="Trainers")
         for name, command in (("resume", resume), ("options", options)):
-            self.later(name, _first_line(command), partial(built, name, command))
+            self.later(name, _first_line(command), partial(built, name, command), panel="Other commands")
 
 
 app = typer.Typer(
@@ -144,7 +144,7 @@ def _first_line(command: Callable[..., None]) -> str:
 
 
 def caution(config: RunConfig) -> str | None:
-    """What a kill of a release run under a budget would cost, or None for any other run."""
+    """Say what a kill of a release run under a budget would cost; returns None for any other run."""
     protection = config.protection
     if config.mode != "release" or protection.epsilon is None or protection.cost_of_a_kill is None:
         return None
@@ -152,7 +152,7 @@ def caution(config: RunConfig) -> str | None:
 
 
 def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run]) -> None:
-    """Train behind a progress bar, then print the table and write the report.
+    """Train with a progress bar, then print the table and write the report.
 
     The cost of a kill is printed when training begins, quiet or not.
     """
@@ -230,11 +230,11 @@ class RunProgress:
 
 
 class Announced:
-    """Says a line when training begins, which a refused run never does, and passes all news on; a Watcher.
+    """Prints a line when training begins, which a refused run never does, and passes all news on; a Watcher.
 
     Args:
         text: The line.
-        watcher: Who is told the news; None for nobody.
+        watcher: Another watcher to pass all news on to, or None.
     """
 
     def __init__(self, text: str, watcher: Watcher | None) -> None:

@@ -7,7 +7,6 @@ be light, because reading a configuration and `--help` import it; its implementa
 
 from __future__ import annotations
 
-import difflib
 import functools
 import sys
 from collections.abc import Mapping
@@ -17,7 +16,8 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
-from training.config.sections import KindSection, ProtectionSection, RefusedKey, TrainerSection
+from opusim.description.section import BadKey, did_you_mean
+from training.config.sections import KindSection, ProtectionSection, TrainerSection
 
 SectionT = TypeVar("SectionT", bound=KindSection)
 
@@ -47,11 +47,11 @@ class Kinds(Generic[SectionT]):
         """The section class of a kind.
 
         Raises:
-            RefusedKey: There is no such kind, or the package that brings it cannot be used.
+            BadKey: There is no such kind, or the package that brings it cannot be used.
         """
         point = self._points().get(kind) if isinstance(kind, str) else None
         if point is None:
-            raise RefusedKey(f"{self.section}.kind", self._unknown(kind))
+            raise BadKey(f"{self.section}.kind", self._unknown(kind))
         return self._loaded(point)
 
     def every(self) -> dict[str, type[SectionT]]:
@@ -60,7 +60,7 @@ class Kinds(Generic[SectionT]):
         for name in self.names():
             try:
                 found[name] = self.find(name)
-            except RefusedKey:
+            except BadKey:
                 continue
         return found
 
@@ -68,7 +68,7 @@ class Kinds(Generic[SectionT]):
         """The section that a mapping describes, validated as its kind; any other value is returned unchanged.
 
         Raises:
-            RefusedKey: An unknown kind, or a key of another kind.
+            BadKey: An unknown kind, or a key of another kind.
             ValidationError: A key or value that the kind refuses.
         """
         if not isinstance(value, Mapping):
@@ -80,7 +80,7 @@ class Kinds(Generic[SectionT]):
         """Whether a key is the kind's own, or unknown to all kinds; False if another kind's key is left at None.
 
         Raises:
-            RefusedKey: Another kind has the key.
+            BadKey: Another kind has the key.
         """
         if key in cls.model_fields:
             return True
@@ -92,7 +92,7 @@ class Kinds(Generic[SectionT]):
             else:
                 known = " or ".join([", ".join(others[:-1]), others[-1]] if others[1:] else others)
                 reason = f"{value!r} does nothing here: it needs {self.section}.kind = {known}; leave it out"
-            raise RefusedKey(f"{self.section}.{key}", reason)
+            raise BadKey(f"{self.section}.{key}", reason)
         return not others
 
     def _points(self) -> Mapping[str, EntryPoint]:
@@ -105,21 +105,21 @@ class Kinds(Generic[SectionT]):
             reason = (
                 f"{point.name!r} cannot be used, {point.value} does not import: {error}; repair its package"
             )
-            raise RefusedKey(f"{self.section}.kind", reason) from error
+            raise BadKey(f"{self.section}.kind", reason) from error
         if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
             reason = (
                 f"{point.name!r} cannot be used: {point.value} is no {self.base.__name__}; repair its package"
             )
-            raise RefusedKey(f"{self.section}.kind", reason)
+            raise BadKey(f"{self.section}.kind", reason)
         return loaded
 
     def _unknown(self, kind: Any) -> str:
         for name, section in self.every().items():
             if kind in section.formerly:
                 return f"{kind!r} is now {name!r}; use that"
-        close = difflib.get_close_matches(str(kind), self.names(), n=1)
-        remedy = f"did you mean {close[0]!r}? Known are" if close else "known are"
-        return f"{kind!r} is no {self.section}; {remedy} {', '.join(map(repr, self.names()))}"
+        names = self.names()
+        hint = did_you_mean(str(kind), names)
+        return f"{kind!r} is no {self.section}{hint}; known are {', '.join(map(repr, names))}"
 
 
 @functools.lru_cache(maxsize=8)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +10,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from opusim.description.section import BadKey, first_problem
+from opusim.description.section import flat as flat
+from opusim.description.section import merged as merged
+from opusim.description.section import nested as nested
 from opusim.errors import ConfigError
-from opusim.files import DEPTH_LIMIT, parse_json, parse_toml, read_text
+from opusim.files import parse_json, parse_toml, read_text
 from training.config.kinds import KINDS, completed
 from training.config.run import RunConfig, require_used
-from training.config.sections import KindSection, RefusedKey
-
-_NAMED_KEY = re.compile(r"(?P<key>[a-z][a-z_.]*) = ")
 
 
 def load_config(
@@ -84,10 +83,20 @@ def _validated(values: Mapping[str, Any], origin: str, *, given: Sequence[str]) 
         config = RunConfig.model_validate(values)
         require_used(config, given)
     except ValidationError as error:
-        raise _first_problem(error, origin, values) from error
-    except RefusedKey as error:
+        raise first_problem(error, RunConfig, origin, sections=_sections(values)) from error
+    except BadKey as error:
         raise ConfigError(origin, error.key, error.reason) from error
     return config
+
+
+def _sections(values: Mapping[str, Any]) -> dict[str, type[BaseModel]]:
+    """The sections of the kinds that the values name."""
+    try:
+        whole = completed(values)
+    except BadKey:
+        return {}
+    known = {name: whole[name] for name in KINDS if isinstance(whole.get(name), Mapping)}
+    return {name: KINDS[name].find(section["kind"]) for name, section in known.items()}
 
 
 def parse_setting(setting: str) -> dict[str, Any]:
@@ -104,36 +113,6 @@ def parse_setting(setting: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError:
         value = text.strip()
     return nested(key.strip(), value)
-
-
-def nested(key: str, value: Any) -> dict[str, Any]:
-    """Turn "a.b" and a value into {"a": {"b": value}}."""
-    parts = key.split(".")
-    if len(parts) > DEPTH_LIMIT:
-        raise ConfigError(
-            "configuration", f"{key[:40]}...", f"has more than {DEPTH_LIMIT} parts; check the key"
-        )
-    for part in reversed(parts):
-        value = {part: value}
-    return value
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Turn {"a": {"b": 1.5}} into {"a.b": 1.5}, whether keys were written dotted, quoted or as tables."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        found |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return found
-
-
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `changes` laid over it, mappings merged key by key."""
-    result = dict(base)
-    for key, value in changes.items():
-        old = result.get(key)
-        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return result
 
 
 def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[dict[str, Any], bool]:
@@ -162,38 +141,3 @@ def _read(source: str | Path | Mapping[str, Any] | RunConfig | None) -> tuple[di
         raise ConfigError(str(path), "path", reason) from error
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), "syntax", f"is not valid {path.suffix or 'TOML'}: {error}") from error
-
-
-def _first_problem(error: ValidationError, origin: str, values: Mapping[str, Any]) -> ConfigError:
-    problem = error.errors()[0]
-    keys = [str(part) for part in problem["loc"]]
-    key = ".".join(keys)
-    cause = problem.get("ctx", {}).get("error")
-    if isinstance(cause, RefusedKey):
-        return ConfigError(origin, cause.key, cause.reason)
-    if problem["type"] == "extra_forbidden":
-        known = list(_section(keys[:-1], values).model_fields)
-        return ConfigError(origin, key, f"is not a key of the configuration{_suggestion(keys[-1], known)}")
-    reason = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] != "value_error":
-        reason = f"{reason}, got {problem['input']!r}"
-    if not key and (named := _NAMED_KEY.match(reason)):  # a rule about several sections names the key itself
-        key, reason = named["key"], reason[named.end() :]
-    return ConfigError(origin, key or "configuration", reason)
-
-
-def _section(path: Sequence[str], values: Mapping[str, Any]) -> type[BaseModel]:
-    """The section at a path of keys."""
-    section: type[BaseModel] = RunConfig
-    for part in path:
-        annotation = section.model_fields[part].annotation
-        if isinstance(annotation, type) and issubclass(annotation, KindSection):
-            section = KINDS[part].find(completed(values)[part]["kind"])
-        elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            section = annotation
-    return section
-
-
-def _suggestion(key: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; the keys here are {', '.join(known)}"

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from accounting.guarantee import Adjacency
+from opusim.description.section import BadKey
 from training.config.kinds import DEFAULT_TRAINER, PROTECTIONS, TRAINERS, completed
 from training.config.sections import (
     CheckpointConfig,
@@ -20,7 +21,6 @@ from training.config.sections import (
     ModelConfig,
     OptimizerConfig,
     ProtectionSection,
-    RefusedKey,
     SamplerConfig,
     Section,
     SplitRule,
@@ -162,7 +162,7 @@ class RunConfig(Section):
             return values
         version = values.get("schema_version", SCHEMA_VERSION)
         if version != SCHEMA_VERSION:
-            raise RefusedKey(
+            raise BadKey(
                 "schema_version",
                 f"{version!r} is not {SCHEMA_VERSION}; read it with the opusim that wrote it",
             )
@@ -206,7 +206,7 @@ def _check_kinds(config: RunConfig) -> None:
     """Refuse a protection that the trainer does not take, or device noise without a device."""
     trainer, protection = config.trainer, config.protection
     if protection.kind not in trainer.protections and trainer.kind not in protection.trainers:
-        raise RefusedKey(
+        raise BadKey(
             "protection.kind",
             f"{protection.kind!r} is not for trainer.kind = {trainer.kind!r}; it takes "
             f"{', '.join(trainer.protections)}",
@@ -266,14 +266,14 @@ def require_used(config: RunConfig, given: Collection[str] = ()) -> None:
         given: Dotted keys that the user gave.
 
     Raises:
-        RefusedKey: There is such a key.
+        BadKey: There is such a key.
     """
     for key, needs in unused(config).items():
         named = [name for name in given if f"{name}.".startswith(f"{key}.")]
         found = named or _changed(key, _at(config, key), _default(config, key))
         if found:
             value = _at(config, found[0])
-            raise RefusedKey(found[0], f"{value!r} does nothing here: it needs {needs}; leave it out")
+            raise BadKey(found[0], f"{value!r} does nothing here: it needs {needs}; leave it out")
 
 
 def _changed(key: str, value: Any, default: Any) -> list[str]:

@@ -13,22 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from accounting.guarantee import Adjacency
-
-_LARGEST = 1e12
-"""Products of two such numbers stay far below the largest float32, 3e38."""
-
-
-class RefusedKey(ValueError):
-    """A key that this configuration cannot take: it does nothing, or its value names nothing.
-
-    Attributes:
-        key: The dotted key.
-        reason: Its value, the rule and the remedy.
-    """
-
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(f"{key} = {reason}")
-        self.key, self.reason = key, reason
+from opusim.description.section import Section as BaseSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,25 +31,11 @@ class Effect:
     holds: Callable[[Any], bool]
 
 
-class Section(BaseModel):
-    """A part of the configuration: frozen, unknown keys refused, numbers finite and at most 1e12."""
+class Section(BaseSection):
+    """A part of the configuration of a run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-    largest: ClassVar[Mapping[str, float]] = {}
-    """Limits of single keys that are stricter than 1e12."""
     effects: ClassVar[tuple[Effect, ...]] = ()
     """Keys that have an effect only under a condition; every other key always has one."""
-
-    @model_validator(mode="after")
-    def _check_magnitudes(self) -> Self:
-        for name in type(self).model_fields:
-            value, limit = getattr(self, name), self.largest.get(name, _LARGEST)
-            if isinstance(value, float) and abs(value) > limit:
-                raise ValueError(
-                    f"{name} = {value:g} exceeds {limit:g}, beyond which float32 overflows; lower it"
-                )
-        return self
 
 
 ClippedLayers = Literal["all", "hidden", "feedback", "none"]
@@ -199,7 +170,7 @@ class ModelConfig(Section):
 class OptimizerConfig(Section):
     """Optimizer, learning-rate schedule and averaging."""
 
-    largest: ClassVar[Mapping[str, float]] = {"lr": 1e4}  # parameters of order 1 overflow in ten such steps
+    largest: ClassVar[dict[str, float]] = {"lr": 1e4}  # parameters of order 1 overflow in ten such steps
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
             keys=("optimizer.momentum",),

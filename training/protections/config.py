@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from accounting.guarantee import Adjacency
+from opusim.description.section import BadKey
 from training.config.sections import (
     Effect,
     Given,
     ProtectionSection,
-    RefusedKey,
     Relation,
     TrainerSection,
 )
@@ -26,10 +26,10 @@ Source = Literal["digital", "device"]
 
 
 class NoProtectionConfig(ProtectionSection):
-    """No protection: noise only where the trainer puts it."""
+    """No protection: the only noise is the trainer's own."""
 
     protects = "nothing"
-    summary: ClassVar[str] = "No protection; noise only where the trainer puts it."
+    summary: ClassVar[str] = "No protection; the only noise is the trainer's own."
     effects: ClassVar[tuple[Effect, ...]] = (
         Effect(
             keys=("protection.divisor",),
@@ -39,7 +39,7 @@ class NoProtectionConfig(ProtectionSection):
     )
 
     kind: Literal["none"] = "none"
-    """none: noise only where the trainer puts it."""
+    """none: the only noise is the trainer's own."""
     divisor: float | None = Field(None, ge=1e-12, le=1e12)
     """Constant that a batch's sum is divided by (zo, convex); None takes sampler.batch_size."""
 
@@ -118,7 +118,7 @@ class RecordConfig(_NoisyStrength):
         """Refuse a relation that the trainer does not take."""
         trainer = run.trainer
         if self.relation is not None and self.relation not in trainer.relations:
-            raise RefusedKey(
+            raise BadKey(
                 "protection.relation",
                 f"{self.relation!r} is not for trainer.kind = {trainer.kind!r}; "
                 f"take one of {', '.join(trainer.relations)}",
@@ -153,7 +153,7 @@ class LastIterateConfig(_NoisyStrength):
     def check(self, run: Any) -> None:
         """Refuse to keep models before the last one in a released run."""
         if run.mode == "release" and run.checkpoint.keep > 1:
-            raise RefusedKey(
+            raise BadKey(
                 "checkpoint.keep",
                 f"{run.checkpoint.keep} keeps iterates before the last one, which protection.kind = 'last-iterate' "
                 "does not cover; leave it out",

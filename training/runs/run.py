@@ -177,7 +177,7 @@ def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:
     checkpoints = list_checkpoints(folder.checkpoints)
     if not checkpoints:
         raise RunFolderError(
-            f"run folder {path} holds a finished run without checkpoints, and so without a model; train it again"
+            f"run folder {path} holds a finished run without its checkpoints, and so without a model; train it again"
             if folder.finished
             else f"run folder {path} has no checkpoint yet; resume it with: opusim train resume {path}"
         )

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.config.sections import Effect, ProtectionSection, RefusedKey, TrainerSection
+from opusim.description.section import BadKey
+from training.config.sections import Effect, ProtectionSection, TrainerSection
 
 Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
 
@@ -90,7 +91,7 @@ class UlrConfig(TrainerSection):
     def check(self, run: Any) -> None:
         """Refuse a protection of the published form."""
         if self.form == "published" and run.protection.protects != "nothing":
-            raise RefusedKey(
+            raise BadKey(
                 "protection.kind",
                 f"{run.protection.kind!r} is not for trainer.form = 'published', which brings its own noise; "
                 "use 'none', or trainer.form = 'proven'",

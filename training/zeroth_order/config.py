@@ -27,13 +27,13 @@ class LanguageConfig(Section):
     text: str | None = None
     """Training texts: a file of lines, each a text, a tab and a class number from 0."""
     prompt: str = "{text} It was"
-    """Template around {text}; {mask} marks the class word of a masked model (the DP-ZO paper's, Table 14)."""
+    """Template around {text}, with {mask} for the class word of a masked model (DP-ZO paper, Table 14)."""
     classes: tuple[str, ...] = ("terrible", "great")
     """The word of each class, in the order of the class numbers; each must be one token."""
     max_tokens: int = Field(128, ge=8)
     """Longest prompt; longer texts lose their end."""
     lora_rank: int | None = Field(None, ge=1)
-    """Train low-rank updates of this rank (LoRA; 8 in the DP-ZO paper) instead of the whole model."""
+    """Train low-rank updates of this rank instead of the whole model (LoRA, 8 in the DP-ZO paper)."""
     lora_alpha: float = Field(16.0, gt=0.0)
     """The updates are multiplied by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ()

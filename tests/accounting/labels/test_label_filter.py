@@ -84,7 +84,7 @@ def test_adaptive_spending_stays_within_the_gaussian_law(seed: int) -> None:
 @pytest.mark.parametrize(
     ("records", "mu", "message"),
     [
-        ([0, 0], [0.1, 0.1], "one stands twice"),
+        ([0, 0], [0.1, 0.1], "one occurs twice"),
         ([0, 3], [0.1, 0.1], "outside"),
         ([0, 1], [0.1, -0.1], "at least 0"),
         ([0, 1], [0.1, float("nan")], "not NaN"),

@@ -84,7 +84,7 @@ def test_a_finished_run_without_checkpoints_is_not_sent_in_a_circle(run: Path, t
     shutil.rmtree(tmp_path / "copy" / "checkpoints")
     result = opusim("evaluate", "copy", cwd=tmp_path)
     assert result.returncode == 2
-    assert "a finished run without its checkpoints" in result.stderr
+    assert "holds a finished run without checkpoints" in result.stderr
 
 
 def test_evaluate_takes_a_persons_file(run: Path) -> None:
@@ -264,7 +264,7 @@ def test_options_lists_every_key(tmp_path: Path) -> None:
     output = opusim("train", "options", cwd=tmp_path).stdout
     assert "trainer.tau_b" in output
     assert "sampler.scheme" in output
-    assert "[bp, dfa, tdfa, pdfa]" in " ".join(output.split())
+    assert "[bp, dfa, pdfa, tdfa]" in " ".join(output.split())
 
 
 def test_devices_can_be_looked_at(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
             "protection.kind=label-response",
             "protection.kind: 'label-response' is now 'label-randomized-response'",
         ),
+        ("trainer=3", "trainer: .*got 3|trainer: is a section, not one value; give its keys instead of 3"),
+        ("protection=[1]", "protection: is a section"),
         ("schema_version=1", "schema_version: 1 is not 2"),
         ("epochs=many", "epochs.*valid integer.*'many'"),
         ("optimizer.lr=nan", "optimizer.lr"),

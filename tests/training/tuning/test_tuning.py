@@ -152,7 +152,7 @@ def test_what_cannot_be_searched_is_refused(tmp_path: Path, change: dict[str, An
 @pytest.mark.parametrize(
     ("key", "values", "message"),
     [
-        ("trainer.clipp", ["0.3"], "trainer.clipp: is not a key.*did you mean 'clip'"),
+        ("trainer.clipp", ["0.3"], "trainer.clipp: unknown key.*did you mean 'clip'"),
         ("trainer.clip", ["0.3", "-1"], "trainer.clip"),
         ("sampler.scheme", ["disjoint-cyclic", "poisson"], "fixed disjoint batches"),
         ("optimizer.lr", ["1.0", "9.0"], "learning_rate = 9: must be below"),

@@ -5,8 +5,8 @@ the seed and is therefore not for release. `release`: a `SystemStream`, whose ke
 must not be shared by threads.
 
 Philox4x32-10 is the generator behind all simulated randomness. A counter of four 32-bit words is encrypted under a
-64-bit key into four 32-bit words. Any counter can be asked for at any time, so results never depend on tiling, thread count or
-order. Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, with its
+64-bit key into four 32-bit words. Any counter can be asked for at any time, so results never depend on tiling, thread
+count or order. Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, with its
 known-answer vectors (Random123). Philox is a statistical generator, not a cryptographic one: noise that protects data
 comes from `SystemStream`.
 """

@@ -22,7 +22,7 @@ class Residual(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A callable of one's own: exp(a) sin(x + b), entry by entry."""
+    """A user-supplied callable: exp(a) sin(x + b), entry by entry."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

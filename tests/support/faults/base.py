@@ -1,8 +1,7 @@
 """A planted fault: what the registry holds, and how a fault gets into the code that runs.
 
 A fault changes one thing in the product by replacing a name where the product looks it up, and puts it back. It must
-break a guarantee that the ledger still states. Whoever tests a detector plants every fault of `FAULTS`
-that applies:
+break a guarantee that the ledger still states. A test of a detector plants every fault of `FAULTS` that applies:
 
     for fault in FAULTS:
         if fault.applies(trainer="pdfa", protection="record", mode="release"):

@@ -23,7 +23,7 @@ def plant() -> AbstractContextManager[None]:
 
 FAULT = Fault(
     name="fixed_size_batches_on_release",
-    breaks="Release mode alone takes batches of fixed size, accounted for as Poisson batches.",
+    breaks="Only release mode takes batches of fixed size, accounted for as Poisson batches.",
     trainers=STEPWISE,
     protections=("record", "label-amplified"),
     modes=("release",),

@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path: Path,
     content = bytearray(last.read_bytes())
     content[-3] ^= 1
     last.write_bytes(content)
-    with pytest.raises(RunFolderError, match="damaged.*delete it to go on"):
+    with pytest.raises(RunFolderError, match="damaged.*delete it to resume"):
         training.train(data=data(), folder=tmp_path / "broken", resume=True)
     last.write_bytes(content[:100])
     with pytest.raises(RunFolderError, match="not a readable checkpoint.*delete it"):

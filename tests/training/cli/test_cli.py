@@ -84,7 +84,7 @@ def test_a_finished_run_without_checkpoints_is_not_sent_in_a_circle(run: Path, t
     shutil.rmtree(tmp_path / "copy" / "checkpoints")
     result = opusim("evaluate", "copy", cwd=tmp_path)
     assert result.returncode == 2
-    assert "holds a finished run without checkpoints" in result.stderr
+    assert "holds a finished run without its checkpoints" in result.stderr
 
 
 def test_evaluate_takes_a_persons_file(run: Path) -> None:

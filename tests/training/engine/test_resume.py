@@ -166,7 +166,7 @@ def test_a_run_begun_before_a_key_was_there_names_key_and_version(
     del facts["config"]["data"]["whitening"], facts["config"]["trainer"]["through_clip"]
     path.write_text(json.dumps(facts))
     reseal(tmp_path)
-    message = "begun by opusim 0.0.1, whose configuration had no data.whitening, trainer.through_clip; resume it with"
+    message = "started by opusim 0.0.1, whose configuration had no data.whitening, trainer.through_clip; resume it with"
     with pytest.raises(RunFolderError, match=message):
         training.train(data=data(), folder=tmp_path, resume=True)
     assert training.load_run(tmp_path).step == 2  # it can be read all the same

@@ -37,7 +37,7 @@ GOALS = {
     "function-level imports outside command modules": 20,
     "comparisons of protection.kind outside its configuration": 0,
 }
-TODAY: dict[str, int] = {"files of the product": 204}
+TODAY: dict[str, int] = {}
 
 LAYERS = (*PACKAGES, "tests", "benchmarks")
 ALLOWED = {

@@ -1,4 +1,9 @@
-"""Steps of a run's own trainer, which is reset to the same checkpoint before every trial of an audit."""
+"""Play a run's own step again and again: the reset trainer, the controls of an audit and the membership game.
+
+The trainer is reset to the same checkpoint before every trial. Two controls are played next to the run: its records
+protected by a known noise, and the same without the noise that the guarantee rests on. The membership game asks whether
+a record is in the batch of a step.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,83 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from training.attacks.base import Records, steps_needed
-from training.attacks.controls import noiseless_step
+from accounting.guarantee import Adjacency
+from opusim.randomness.streams import derive_seed
+from training.attacks.base import Candidates, Game, Observation, Records, Trial, steps_needed
 from training.engine.plan import RunPlan
 from training.engine.trainer import Trainer
 from training.networks.base import Network
 from training.networks.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
+from training.protections.config import RecordConfig
+from training.protections.planning import divisor_of
 from training.runs.checkpoints import Checkpoint, copy_parameters
+
+_SIMULATED = ("ideal", "gaussian")
+"""Kinds of devices whose matrix an attacker could know."""
+
+
+def record_protected(plan: RunPlan, noise_multiplier: float) -> RunPlan:
+    """Return the run with whole records protected by a known digital noise on Poisson batches.
+
+    Args:
+        plan: The run.
+        noise_multiplier: z of one Gaussian release a step. It is doubled if a record is replaced, which moves a sum
+            twice as far as leaving the record out.
+    """
+    config, algorithm = plan.config, plan.algorithm
+    options, multiplier = config.protection, algorithm.equivalent_noise(noise_multiplier)
+    control = config.replaced(
+        trainer=algorithm.record_options,
+        sampler={"scheme": "poisson", "min_batch_size": None},
+        protection=RecordConfig(
+            relation=getattr(options, "relation", None),
+            delta=options.delta,
+            noise_multiplier=multiplier,
+            clip_norm=algorithm.clip_norm(config, plan.dataset.n_classes),
+            divisor=divisor_of(config),
+        ),
+    )
+    if control.relation is Adjacency.REPLACE_ONE:
+        control = control.replaced(protection={"noise_multiplier": 2 * multiplier})
+    return plan.configured(control)
+
+
+def without_noise(plan: RunPlan) -> RunPlan | None:
+    """Return the run without the digital noise that its guarantee rests on, as if its user had forgotten the noise.
+
+    None if the protective noise cannot be separated from the algorithm's own randomness.
+    """
+    own = plan.algorithm.noiseless
+    if own is None:
+        return None
+    silent = plan.config.replaced(trainer=own)
+    if silent.protection.protects != "nothing":
+        without = {"noise_multiplier": 0.0, "noise": "digital"}
+        own_keys = type(silent.protection).model_fields
+        silent = silent.replaced(protection={key: value for key, value in without.items() if key in own_keys})
+    return plan.configured(silent)
+
+
+def noiseless_step(plan: RunPlan) -> RunPlan | None:
+    """Return the run whose plain descent at learning rate 1 shows a step's gradients without any noise.
+
+    None if the noise, or what else is random, cannot be known to an attacker.
+    """
+    silent = without_noise(plan)
+    if silent is None or (plan.description is not None and plan.description.kind not in _SIMULATED):
+        return None
+    return plain_descent(silent).with_silent_device()
+
+
+def plain_descent(plan: RunPlan) -> RunPlan:
+    """Return the run with plain gradient descent at learning rate 1."""
+    plain = {"lr": 1.0, "schedule": "constant", "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
+    return plan.replaced(optimizer=plain)
+
 
 NetworkT = TypeVar("NetworkT", bound=Network)
 _LATEST_PROGRESS = 0.5
@@ -187,3 +259,78 @@ def noiseless_steps(run: AuditedRun, plan: RunPlan) -> Iterator[NoiselessStep[An
     silent = run.on_own_network(silent)
     with silent.opened_device() as device:
         yield NoiselessStep(silent.network, silent.algorithm.trainer(device))
+
+
+_DRAWN = 4  # candidate, replacement, and two strangers
+
+
+class MembershipGame(Game):
+    """One step of the run's trainer, with a record in its batch or without.
+
+    Each trial draws four records, and a batch by the run's own sampling scheme. It takes the four out of the batch and
+    puts the candidate in (first world), or the replacement or no record (second world). The run's trainer does the step
+    from the same state, and the attacker sees consecutive weights.
+
+    An attacker who sees every update learns from each step what this game tells, except whether the sampler drew the
+    record. A run whose guarantee rests on secret batches promises more than this game's theorem does; no bound found
+    here can refute that part.
+
+    Args:
+        step: The run's step.
+        adjacency: Whether the candidate is replaced or left out in the second world.
+        seed: Of batches and candidates, in [0, 2^64).
+
+    Raises:
+        ValueError: Fewer than six training records.
+    """
+
+    released = "the weights after every step"
+
+    def __init__(self, step: ReplayedStep, *, adjacency: Adjacency, seed: int) -> None:
+        self._step, self._seed = step, seed
+        self._replaces = adjacency is Adjacency.REPLACE_ONE
+        self._n = len(step.dataset.train)
+        if self._n < _DRAWN + 2:
+            raise ValueError(
+                f"training records = {self._n}: the game needs at least {_DRAWN + 2}; audit more"
+            )
+        end = "another record in its place" if self._replaces else "the same batch without it"
+        self.pair = f"a record in the step's batch, against {end}"
+
+    def play(self, trial: int, *, first_world: bool) -> Trial:
+        """See Game.play."""
+        others, drawn = self._draw(trial)
+        chosen = drawn[:1] if first_world else drawn[1:2] if self._replaces else drawn[:0]
+        batch = torch.cat([others, chosen])
+        step = self._step
+        return Trial(
+            observation=Observation(
+                weights=step.weights_after(batch, trial),
+                step=step.step_of(trial),
+                optimizer=step.plan.config.optimizer,
+                rate=step.rate,
+                others=step.records(others),
+                batch_size=len(others) + 1,
+            ),
+            candidates=self._pair(drawn[:2]),
+            strangers=self._pair(drawn[2:]),
+        )
+
+    def _draw(self, trial: int) -> tuple[Tensor, Tensor]:
+        """The batch's other records, and the four that the trial is about."""
+        seed = derive_seed(self._seed, "trial", trial)
+        generator = np.random.default_rng(seed)
+        drawn = generator.choice(self._n, _DRAWN, replace=False)
+        sampler = self._step.plan.replaced(seed=seed, mode="experiment").sampler
+        batch = sampler.indices(0).numpy()
+        others = batch[~np.isin(batch, drawn)]
+        if sampler.sampling_probability is None:  # a batch of fixed size has room for the candidate
+            others = others[: max(len(batch) - 1, 0)]
+        place = self._step.dataset.train.x.device
+        return torch.from_numpy(others).to(place), torch.from_numpy(drawn).to(place)
+
+    def _pair(self, drawn: Tensor) -> Candidates:
+        return Candidates(
+            member=self._step.records(drawn[:1]),
+            replacement=self._step.records(drawn[1:]) if self._replaces else None,
+        )

@@ -125,7 +125,7 @@ def test_variances_are_those_of_the_law() -> None:
     [
         (lambda: GaussianNoise(std=-0.1, n_outputs=1), "std = -0.1: must be finite and at least 0"),
         (lambda: GaussianNoise(std=np.ones(2), n_outputs=3), r"std has shape \(2,\): must be \(3\)"),
-        (lambda: GaussianNoise(std=1.0, n_outputs=0), "n_outputs = 0: must be an integer"),
+        (lambda: GaussianNoise(std=1.0, n_outputs=0), "n_outputs = 0: must be at least 1"),
         (lambda: PhotonCountNoise(rate_low=2.0, rate_high=1.0), "rate_high: must be at least rate_low"),
         (lambda: PhotonCountNoise(rate_low=np.ones(2), rate_high=1.0), "need one shape"),
         (lambda: DiscreteNoise(values=np.array([0.0, 0.0]), log_masses=np.log([0.5, 0.5])), "increasing"),

@@ -165,7 +165,7 @@ def test_threads_are_put_back(tmp_path: Path) -> None:
         (
             {"optimizer": {"lr": 9e3}, "model": {"hidden": [8, 8, 8], "activation": "relu"}},
             TrainingDiverged,
-            "diverged; start a new run",
+            "start a new run with a lower optimizer.lr",
         ),
     ],
 )

@@ -575,7 +575,7 @@ def test_a_refused_run_leaves_no_folder(tmp_path: Path, place: str, monkeypatch:
     def refuses(*arguments: Any) -> Any:
         raise DeviceError("the device is held by another process")
 
-    monkeypatch.setattr("training.engine.plan.open_described", refuses)
+    monkeypatch.setattr("training.engine.plan.RunPlan.opened_device", refuses)
     monkeypatch.chdir(tmp_path)
     folder = None if place == "chosen" else tmp_path / "runs" / "one"
     if place == "there before" and folder is not None:

@@ -218,7 +218,7 @@ def test_another_base_model_is_refused(
     name = next(name for name in tensors if "q_proj.weight" in name)
     tensors[name][0, 0] += 1
     save_file(tensors, kept, metadata={"format": "pt"})
-    with pytest.raises(RunFolderError, match="begun with another network"):
+    with pytest.raises(RunFolderError, match="started with another network"):
         training.train(folder=tmp_path / "run", resume=True)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from accounting.guarantee import Adjacency
 from opusim.randomness.streams import derive_seed
 from training.attacks.base import Candidates, Game, Observation, Records, Trial, steps_needed
+from training.engine.algorithm import require_applied
 from training.engine.plan import RunPlan
 from training.engine.trainer import Trainer
 from training.networks.base import Network
@@ -40,6 +41,9 @@ def record_protected(plan: RunPlan, noise_multiplier: float) -> RunPlan:
         plan: The run.
         noise_multiplier: z of one Gaussian release a step. It is doubled if a record is replaced, which moves a sum
             twice as far as leaving the record out.
+
+    Raises:
+        NoGuarantee: The algorithm protects no records.
     """
     config, algorithm = plan.config, plan.algorithm
     options, multiplier = config.protection, algorithm.equivalent_noise(noise_multiplier)
@@ -56,7 +60,9 @@ def record_protected(plan: RunPlan, noise_multiplier: float) -> RunPlan:
     )
     if control.relation is Adjacency.REPLACE_ONE:
         control = control.replaced(protection={"noise_multiplier": 2 * multiplier})
-    return plan.configured(control)
+    protected = plan.configured(control)
+    require_applied(protected.algorithm)
+    return protected
 
 
 def without_noise(plan: RunPlan) -> RunPlan | None:

@@ -414,8 +414,8 @@ _COMMON: Mapping[str, Any] = {
 class TrainerSection(KindSection):
     """The options of a trainer; the base of every `trainer.kind`."""
 
-    protections: ClassVar[tuple[str, ...]] = ("none", "record")
-    """Values of protection.kind that this trainer takes."""
+    protections: ClassVar[tuple[str, ...]] = ("none",)
+    """Values of protection.kind that this trainer takes; its `Algorithm.applies` says how it carries them out."""
     relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one", "replace_one")
     """Values of protection.relation that this trainer takes; the first is the default."""
     feedback_matrix: ClassVar[bool] = False

@@ -138,6 +138,8 @@ def require_contraction(config: RunConfig, options: ConvexConfig, n_classes: int
 class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
     """convex."""
 
+    applies = frozenset({"own noise"})
+
     @classmethod
     def build_network(cls, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> GatedNetwork:
         """See Algorithm.build_network; `initialise` reads a device's hyperplanes, and a checkpoint holds them."""
@@ -176,7 +178,7 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
         """See Algorithm.trainer."""
         plan, config, options = self.plan, self.plan.config, self.options
         bound, b = largest_gradient(options, plan.dataset.n_classes), mean_batch(plan)
-        multiplier = config.protection.noise_multiplier or 0.0
+        multiplier = 0.0 if config.protection.protects == "nothing" else self.protection.noise_multiplier
         descent = Descent(
             regularisation=options.regularisation,
             divisor=b,

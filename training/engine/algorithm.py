@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from torch import Tensor, nn
 
+from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
 from accounting.records.mechanisms import RecordCentral, RecordReplaced, Unprotected
@@ -22,7 +23,7 @@ from training.data import Dataset
 from training.data.splits import Ids
 from training.engine.trainer import Trainer
 from training.networks.base import Network
-from training.protections.base import Protection, SoftLabels
+from training.protections.base import Applied, PrivateGradients, Protection, SoftLabels
 from training.protections.planning import Plan, Updates, divisor_of, sampling_probability
 from training.runs.folder import RunFolder
 
@@ -64,20 +65,27 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
     - `initialise` and `prepare`, for work before the first checkpoint and before the first step;
     - `noiseless` and `equivalent_noise`, which an audit needs for its controls.
 
+    An algorithm whose section lists protections declares in `applies` how it carries them out. A run whose protection
+    needs something else is refused.
+
     Attributes:
         plan: The run.
         options: The section `trainer` of its configuration.
+        writer: The writer of private gradients that the trainer was given, or None.
         uses_public_randomness: Whether a step draws more than the noise that a guarantee rests on, such as directions
             or probes. An audit lets its attacker know those draws.
         noise_guess: Where the search for the noise multiplier starts, above 0.
     """
 
+    applies: ClassVar[frozenset[Applied]] = frozenset()
+    """How the trainer carries out a protection; nothing by default."""
     uses_public_randomness: ClassVar[bool] = False
     record_options: ClassVar[Mapping[str, Any]] = {}
     """Keys of the section `trainer` that a run under protection.kind = 'record' must have, with their values."""
 
     def __init__(self, plan: Plan, options: OptionsT) -> None:
         self.plan, self.options = plan, options
+        self.writer: PrivateGradients | None = None
 
     # Before there is a plan
 
@@ -125,6 +133,18 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         """The protection of the run."""
         return self.plan.config.protection.build(self.plan, self)
 
+    def gradients(self, device: NoisyDevice | None) -> PrivateGradients | None:
+        """Return what writes the gradients of a trainer in this run, or None if the trainer writes them itself.
+
+        Args:
+            device: The run's open device, for noise that is the device's.
+
+        Raises:
+            ConfigError: The device's noise cannot be credited.
+        """
+        self.writer = self.protection.gradients(device)
+        return self.writer
+
     @property
     def device_shape(self) -> DeviceShape:
         """How wide the device is opened, if `config.uses_device`."""
@@ -138,6 +158,27 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
             device: The open device, or None for a run without one.
             labels: What training knows of the labels in their place, or None if it sees the labels.
         """
+
+    def protected_trainer(self, device: NoisyDevice | None, folder: RunFolder) -> TrainerT:
+        """Return the trainer of the run, which was given everything that the protection puts in place of the data.
+
+        Args:
+            device: The open device, or None for a run without one.
+            folder: The run folder, which holds a look at the labels.
+
+        Raises:
+            NoGuarantee: The trainer does not take what the protection gives it.
+        """
+        labels = self.protection.soft_labels(device, folder)
+        if labels is not None and "soft labels" not in self.applies:
+            raise NoGuarantee(_not_applied(self, "soft labels"))
+        trainer = self.trainer(device, labels)
+        if self.applies & self.protection.needs == {"gradients"} and self.writer is None:
+            raise NoGuarantee(
+                f"trainer.kind = {self.options.kind!r} declares that it applies 'gradients' and never asked for their "
+                "writer; its algorithm must hand self.gradients(device) to its trainer"
+            )
+        return trainer
 
     @property
     def updates(self) -> Updates:
@@ -230,3 +271,25 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
     def equivalent_noise(self, noise_multiplier: float) -> float:
         """Return the noise multiplier at which a step's guarantee is that of one Gaussian release at the given one."""
         return noise_multiplier
+
+
+def require_applied(algorithm: Algorithm[Any, Any, Any]) -> None:
+    """Refuse a protection that the algorithm does not carry out, so that no guarantee is stated without its noise.
+
+    Raises:
+        NoGuarantee: `Algorithm.applies` holds nothing of `Protection.needs`.
+    """
+    needs = algorithm.protection.needs
+    protects = algorithm.plan.config.protection.protects != "nothing"
+    if protects and not needs & algorithm.applies:
+        raise NoGuarantee(_not_applied(algorithm, *sorted(needs)))
+
+
+def _not_applied(algorithm: Algorithm[Any, Any, Any], *needs: Applied) -> str:
+    """Why a protection does not hold under an algorithm."""
+    kind, trainer = algorithm.plan.config.protection.kind, algorithm.options.kind
+    return (
+        f"protection.kind = {kind!r} needs a trainer that applies {' or '.join(repr(need) for need in needs)}, and "
+        f"trainer.kind = {trainer!r} applies {', '.join(map(repr, sorted(algorithm.applies))) or 'no protection'}; "
+        "take another trainer, or declare what it applies in its Algorithm.applies"
+    )

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from accounting.errors import BudgetExceeded
+from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.ledger.journal import Position
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
@@ -72,6 +72,8 @@ class Engine:
         self._identity = config.digest()
         self._private = config.mode == "release"  # then no figure is written that depends on the data
         self._trainer = trainer
+        self._writer = plan.algorithm.writer
+        self._kind = config.trainer.kind
         self._dataset = to_device(plan.dataset, config.torch_device)
         self._sampler = plan.sampler
         self._folder = folder
@@ -140,6 +142,7 @@ class Engine:
         Raises:
             BudgetExceeded: The next step would cost more than the budget; the run ends here, with its summary.
             LedgerCorrupt: A step that was computed is not paid for.
+            NoGuarantee: A step did not use the writer of private gradients that the trainer was given.
             TrainingDiverged: A batch's error is not finite; the last checkpoint is kept.
             RunInterrupted: Ctrl-C; a checkpoint was written first.
             DeviceError: The device failed; a checkpoint of the steps before was written first.
@@ -241,7 +244,13 @@ class Engine:
         x, y = self._dataset.train.x[index], self._dataset.train.y[index]
         set_learning_rate(self._trainer.optimizer, self._optimizer, self._step / self.total_steps)
         observe = not self._private and left_in_epoch < _OBSERVED_STEPS
+        written = None if self._writer is None else self._writer.batches_written
         record = self._trainer.step(x, y, step=self._step, observe=observe, records=index)
+        if self._writer is not None and self._writer.batches_written == written:
+            raise NoGuarantee(
+                f"step {self._step}: trainer.kind = {self._kind!r} moved its parameters without the writer of private "
+                "gradients that it was given; its step must call set_gradients of what Algorithm.gradients returns"
+            )
         _require_finite(record.diagnostics)
         if not self._private:
             self._sums.add(record)

@@ -25,7 +25,7 @@ from training.data import Dataset, Split, from_arrays
 from training.data.catalogue import OWN_ARRAYS, build_dataset, standardisation_of
 from training.data.dataset import PrincipalComponents, reduced
 from training.data.samplers import PoissonSampler, Sampler, make_sampler
-from training.engine.algorithm import Algorithm, Arrays
+from training.engine.algorithm import Algorithm, Arrays, require_applied
 from training.errors import RunFolderError
 from training.networks.base import Network
 from training.protections.base import Protection
@@ -75,7 +75,8 @@ class RunPlan:
         Raises:
             ConfigError: The configuration or the device description is wrong.
             TypeError, ValueError: The module cannot be used.
-            NoGuarantee: No theorem covers the run, or no noise reaches its epsilon.
+            NoGuarantee: No theorem covers the run, its algorithm does not apply the protection, or no noise reaches its
+                epsilon.
         """
         plan = cls.checked(config, dataset, model=model, folder=folder)
         multiplier = plan.protection.calibrated()
@@ -102,6 +103,7 @@ class RunPlan:
             description=_description(config, folder),
             sampler=build_sampler(config, dataset),
         )
+        require_applied(plan.algorithm)
         plan.algorithm.require_covered()
         return plan
 

@@ -121,7 +121,7 @@ def _train_in(
         plan = plan.started(threads=threads, device=device)
         plan.network.model.to(plan.config.torch_device)
         algorithm, protection = plan.algorithm, plan.protection
-        trainer = algorithm.trainer(device, protection.soft_labels(device, folder))
+        trainer = algorithm.protected_trainer(device, folder)
         facts, resumed_from = _facts(plan), None
         engine = Engine(plan, trainer, folder, watcher)
         if resume:

@@ -29,6 +29,8 @@ from training.protections.planning import Updates
 class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected, FeedbackTrainer]):
     """bp, dfa, tdfa and pdfa."""
 
+    applies = frozenset({"gradients", "soft labels"})
+
     @classmethod
     def build_network(cls, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected:
         """See Algorithm.build_network; pdfa needs a hidden layer."""
@@ -61,7 +63,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected, FeedbackTraine
             loss=config.loss,
             device=device,
             noise=noise,
-            protection=self.protection.gradients(device),
+            protection=self.gradients(device),
             labels=labels,
         )
 

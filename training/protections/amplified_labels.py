@@ -107,7 +107,7 @@ class AmplifiedLabels(PrivateGradients):
         self._equalise = equalise
         self._first: Metric | None = None  # the network's input never changes, so neither does its geometry
 
-    def set_gradients(
+    def _write(
         self,
         network: FullyConnected,
         deltas: Sequence[Tensor],
@@ -116,7 +116,7 @@ class AmplifiedLabels(PrivateGradients):
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """See PrivateGradients.set_gradients."""
+        """See PrivateGradients._write."""
         if public_inputs is None:
             raise ValueError(
                 "public_inputs is missing; amplified label noise has the geometry of public records"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -24,6 +24,11 @@ from training.config.seeds import seed_for
 from training.networks.network import FullyConnected
 from training.protections.planning import Plan, Steps, require_covered, total_steps
 from training.runs.folder import RunFolder
+
+Applied = Literal["gradients", "soft labels", "own noise"]
+"""How an algorithm carries a protection out. gradients: its updates go through the writer of `Algorithm.gradients`.
+soft labels: it sees only the labels that `Algorithm.trainer` is given. own noise: it clips and noises what its own
+`Algorithm.mechanism` describes."""
 
 
 class SoftLabels(ABC):
@@ -51,10 +56,15 @@ class Protection:
 
     `PoissonProtection` does the first two for steps on secret Poisson batches. Everything else has a default.
 
+    Attributes:
+        needs: What an algorithm must apply for the guarantee to hold; one of these is enough.
+
     Args:
         plan: The run.
         algorithm: What trains the run, which knows the mechanism of a step on whole records.
     """
+
+    needs: ClassVar[frozenset[Applied]] = frozenset({"gradients"})
 
     def __init__(self, plan: Plan, algorithm: Steps) -> None:
         self._plan, self._algorithm = plan, algorithm
@@ -139,6 +149,8 @@ class Protection:
 class NoProtection(Protection):
     """No protection: the trainer may add noise, and no guarantee is stated."""
 
+    needs = frozenset()
+
     def require_covered(self) -> None:
         """Accept every run."""
 
@@ -174,6 +186,8 @@ class PrivateGradients(ABC):
     reference: Tensor | None = None
     """Features of public records, shape (n, n_0), whose layer inputs `set_gradients` needs at every step; or None if it
     needs none."""
+    batches_written: int = 0
+    """Batches whose gradients were written; the engine refuses a protected step that wrote none."""
 
     def __init__(self, noise: NoiseStream) -> None:
         self._noise = noise
@@ -187,7 +201,6 @@ class PrivateGradients(ABC):
         """Everything that a resumed run needs, by name; a checkpoint is restored by copying into these tensors."""
         return {}
 
-    @abstractmethod
     def set_gradients(
         self,
         network: Any,
@@ -206,6 +219,20 @@ class PrivateGradients(ABC):
             records: Numbers of the batch's records in the training set, shape (batch,).
             public_inputs: h_(l-1) of the reference records, shapes (n, n_(l-1)).
         """
+        self._write(network, deltas, inputs, records=records, public_inputs=public_inputs)
+        self.batches_written += 1
+
+    @abstractmethod
+    def _write(
+        self,
+        network: Any,
+        deltas: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        records: Tensor | None = None,
+        public_inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Write the private gradient of every parameter; the arguments are those of `set_gradients`."""
 
 
 CLIP_RANGE = (1e-12, 1e12)

@@ -134,7 +134,7 @@ class BudgetedLabels(PrivateGradients):
         """What each record has spent, which is public."""
         return {"label_spending": self._spent}
 
-    def set_gradients(
+    def _write(
         self,
         network: FullyConnected,
         deltas: Sequence[Tensor],
@@ -143,7 +143,7 @@ class BudgetedLabels(PrivateGradients):
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """See PrivateGradients.set_gradients."""
+        """See PrivateGradients._write."""
         if records is None:
             raise ValueError("records is missing; the filter must know whose budget a batch spends")
         rows = [

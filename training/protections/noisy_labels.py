@@ -55,6 +55,8 @@ Pay = Callable[[Mechanism], None]
 class OneLookProtection(Protection, ABC):
     """Labels that are looked at once; the run folder keeps what was observed."""
 
+    needs = frozenset({"soft labels"})
+
     @abstractmethod
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """Read or randomize every label, and return the log-likelihood of every class, shape (n, k).

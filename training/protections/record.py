@@ -44,6 +44,8 @@ class RecordProtection(PoissonProtection):
     The algorithm says what a step releases, since the clip and the noised quantity are its own.
     """
 
+    needs = frozenset({"gradients", "own noise"})
+
     def mechanism(self, noise_multiplier: float) -> Mechanism:
         """See PoissonProtection.mechanism."""
         return self._algorithm.mechanism(noise_multiplier)
@@ -61,6 +63,8 @@ class RecordProtection(PoissonProtection):
 
 class LastIterateProtection(Protection):
     """Whole records, of which only the final model is published; the algorithm states its mechanism."""
+
+    needs = frozenset({"own noise"})
 
     def calibrated(self) -> float | None:
         """See Protection.calibrated."""
@@ -134,7 +138,7 @@ class RecordGradients(PrivateGradients):
         self._divisor = divisor
         self.left_out = 0
 
-    def set_gradients(
+    def _write(
         self,
         network: LayeredNetwork,
         deltas: Sequence[Tensor],
@@ -143,7 +147,7 @@ class RecordGradients(PrivateGradients):
         records: Tensor | None = None,
         public_inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """See PrivateGradients.set_gradients; takes any layered network."""
+        """See PrivateGradients._write; takes any layered network."""
         with full_precision():
             norms = layer_norms(network, deltas, inputs)
         finite = torch.isfinite(norms).all(dim=0)

@@ -38,6 +38,7 @@ _WIDEST_READING = 65_536
 class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
     """ulr."""
 
+    applies = frozenset({"gradients"})
     uses_public_randomness = True
     record_options: ClassVar[Mapping[str, Any]] = {"form": "proven", "noise": "digital"}
 
@@ -147,7 +148,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
             estimator,
             sigma=options.sigma,
             noise=noise,
-            protection=self.protection.gradients(device),
+            protection=self.gradients(device),
         )
 
     def _output_noise(self, device: NoisyDevice | None) -> NoiseStream:

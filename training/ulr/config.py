@@ -16,6 +16,7 @@ Reduction = Literal["antithetic", "clean-loss", "leave-one-out", "none"]
 class UlrConfig(TrainerSection):
     """Forward passes with noise on one module's output at a time, whose score times the loss is the gradient."""
 
+    protections: ClassVar[tuple[str, ...]] = ("none", "record")
     summary: ClassVar[str] = (
         "Unified likelihood ratio: forward passes with noise on one module's output at a time."
     )

@@ -52,6 +52,7 @@ CLIP = 0.05
 class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
     """zo."""
 
+    applies = frozenset({"own noise"})
     uses_public_randomness = True
 
     @classmethod
@@ -214,8 +215,7 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
             ConfigError: The device's noise cannot be credited.
         """
         config = self.plan.config
-        multiplier = config.protection.noise_multiplier
-        if config.protection.protects == "nothing" or multiplier is None:
+        if config.protection.protects == "nothing":
             return ScalarRelease(clip=None, divisor=divisor_of(config))
         clip = self.clip_norm(config, self.plan.dataset.n_classes)
         stream: NoiseStream = noise_stream(config.mode, seed_for(config, "scalar-noise"), "scalar-noise")
@@ -223,7 +223,10 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
             stream = DeviceNormals(device)
         law = LaplaceScalars if self.options.law == "laplace" else GaussianScalars
         return ScalarRelease(
-            clip=clip, divisor=divisor_of(config), scale=multiplier * clip, noise=law(stream)
+            clip=clip,
+            divisor=divisor_of(config),
+            scale=self.protection.noise_multiplier * clip,
+            noise=law(stream),
         )
 
 

@@ -67,6 +67,7 @@ class ZoConfig(TrainerSection):
     The update takes lr, schedule and weight_decay of the section `optimizer`, and neither momentum nor moments.
     """
 
+    protections: ClassVar[tuple[str, ...]] = ("none", "record")
     summary: ClassVar[str] = (
         "Zeroth order: forward passes on both sides of random directions, a scalar for each."
     )

@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency
 from accounting.ledger.ledger import read_ledger
+from opusim.errors import ConfigError
 from training.attacks.run_audit import audit_run
+from training.config.reading import load_config
+from training.config.sections import TrainerSection
+from training.data import from_arrays
+from training.engine.plan import RunPlan
 from training.engine.session import train
 from training.errors import RunInterrupted
+from training.protections.base import NoProtection, SoftLabels
 from training.runs.run import load_run
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -86,3 +94,93 @@ def test_it_is_priced_resumed_and_audited(
         found = audit_run(tmp_path / "run", data=arrays(), trials=60)
     assert found.findings
     assert load_run(tmp_path / "run").config == run.config
+
+
+RECORD = {"kind": "record", "epsilon": 3.0}
+
+
+def test_a_trainer_takes_no_protection_unless_it_lists_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lab_softmax.config import SoftmaxConfig
+
+    monkeypatch.setattr(SoftmaxConfig, "protections", TrainerSection.protections)
+    with pytest.raises(ConfigError, match="protection.kind: 'record' is not for trainer.kind = 'softmax'"):
+        load_config(config("softmax", **RECORD))
+
+
+def test_a_trainer_that_declares_nothing_is_not_called_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lab_softmax.algorithm import SoftmaxAlgorithm
+
+    monkeypatch.setattr(SoftmaxAlgorithm, "applies", frozenset())
+    with pytest.raises(
+        NoGuarantee, match="protection.kind = 'record' needs a trainer that applies 'gradients'"
+    ):
+        train(config("softmax", **RECORD), data=arrays(), folder=tmp_path / "run")
+    train(config("softmax"), data=arrays(), folder=tmp_path / "plain")
+    with pytest.raises(NoGuarantee, match="trainer.kind = 'softmax' applies no protection"):
+        audit_run(tmp_path / "plain", data=arrays(), trials=60)  # nor is its protected control
+
+
+def test_a_trainer_that_never_asks_for_its_writer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lab_softmax.algorithm import SoftmaxAlgorithm
+
+    monkeypatch.setattr(SoftmaxAlgorithm, "gradients", lambda self, device: None)
+    with pytest.raises(NoGuarantee, match="never asked for their writer"):
+        train(config("softmax", **RECORD), data=arrays(), folder=tmp_path / "run")
+
+
+def test_a_step_that_leaves_its_writer_out_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lab_softmax.algorithm import SoftmaxAlgorithm
+
+    given = SoftmaxAlgorithm.gradients
+
+    def drop(self: SoftmaxAlgorithm, device: object) -> None:
+        given(self, device)
+
+    monkeypatch.setattr(SoftmaxAlgorithm, "gradients", drop)
+    with pytest.raises(NoGuarantee, match="step 0: trainer.kind = 'softmax' moved its parameters without"):
+        train(config("softmax", **RECORD), data=arrays(), folder=tmp_path / "run")
+
+
+@pytest.mark.parametrize("trainer", ["zo", "convex"])
+def test_a_writer_means_nothing_to_a_trainer_with_its_own_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: str
+) -> None:
+    from lab_shield.config import ShieldConfig
+    from lab_shield.protection import ShieldProtection
+
+    monkeypatch.setattr(ShieldConfig, "trainers", (trainer,))
+    monkeypatch.setattr(ShieldConfig, "relation_of", lambda self, trainer: Adjacency(trainer.relations[0]))
+    with pytest.raises(NoGuarantee, match=f"trainer.kind = '{trainer}' applies 'own noise'"):
+        train(config(trainer, kind="shield"), data=arrays(), folder=tmp_path / "run")
+    monkeypatch.setattr(ShieldProtection, "needs", frozenset({"own noise"}))
+    assert train(config(trainer, kind="shield"), data=arrays(), folder=tmp_path / "own").guarantees
+
+
+@pytest.mark.parametrize("trainer", ["zo", "convex"])
+def test_a_trainer_with_its_own_noise_needs_a_multiplier(trainer: str) -> None:
+    """Only a run without protection is noiseless; a multiplier of 0 is an audit's control."""
+    resolved = load_config(config(trainer, kind="record", epsilon=3.0))
+    plan = RunPlan.resolve(
+        resolved.replaced(data={"name": "arrays"}),
+        from_arrays(*arrays(), n_classes=3, validation_fraction=0.1, split_seed=0),
+    )
+    with pytest.raises(ValueError, match="protection.noise_multiplier is missing"):
+        plan.replaced(protection={"noise_multiplier": None}).algorithm.trainer(None)
+    plan.replaced(protection={"noise_multiplier": 0.0}).algorithm.trainer(None)
+
+
+@pytest.mark.parametrize("trainer", ["ulr", "zo", "convex"])
+def test_labels_are_not_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: str) -> None:
+    class Flat(SoftLabels):
+        def targets(self, output: torch.Tensor, records: torch.Tensor, step: int) -> torch.Tensor:
+            return torch.full_like(output, 1 / output.shape[1])
+
+    monkeypatch.setattr(NoProtection, "soft_labels", lambda self, device, folder: Flat())
+    with pytest.raises(NoGuarantee, match=f"needs a trainer that applies 'soft labels'.*'{trainer}'"):
+        train(config(trainer), data=arrays(), folder=tmp_path / "run")

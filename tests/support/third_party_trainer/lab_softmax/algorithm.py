@@ -13,6 +13,8 @@ from training.networks.optimizers import make_optimizer
 class SoftmaxAlgorithm(Algorithm):
     """Trains one linear layer on the features."""
 
+    applies = frozenset({"gradients"})
+
     @classmethod
     def build_network(cls, config, dataset, model):
         """The layer, drawn from the run's seed."""
@@ -28,7 +30,7 @@ class SoftmaxAlgorithm(Algorithm):
     def trainer(self, device, labels=None):
         """The trainer, with the protection's gradients."""
         optimizer = make_optimizer(self.network.parameters, self.plan.config.optimizer)
-        return SoftmaxTrainer(self.network, optimizer, self.options, self.protection.gradients(device))
+        return SoftmaxTrainer(self.network, optimizer, self.options, self.gradients(device))
 
 
 class SoftmaxTrainer(Trainer):

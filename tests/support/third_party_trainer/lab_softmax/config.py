@@ -11,6 +11,7 @@ class SoftmaxConfig(TrainerSection):
     """Softmax regression."""
 
     summary: ClassVar[str] = "Softmax regression at a temperature (from lab-softmax)."
+    protections: ClassVar[tuple[str, ...]] = ("none", "record")
 
     kind: Literal["softmax"] = "softmax"
     """softmax: one linear layer."""

@@ -74,6 +74,5 @@ from training import audit_run as audit_run
 from training import load_config as load_config
 from training import load_run as load_run
 from training import train as train
-from training import train_on as train_on
 from training import write_comparison as write_comparison
 from training import write_report as write_report

@@ -3,7 +3,6 @@ from .attacks.run_audit import audit_run as audit_run
 from .config import RunConfig as RunConfig
 from .config import load_config as load_config
 from .engine.session import train as train
-from .engine.session import train_on as train_on
 from .errors import RunFolderError as RunFolderError
 from .errors import RunInterrupted as RunInterrupted
 from .errors import TrainingDiverged as TrainingDiverged

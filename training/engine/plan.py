@@ -95,6 +95,7 @@ class RunPlan:
     ) -> Self:
         """Return the plan of a run whose noise is not calibrated yet; see `resolve`."""
         config = ready(config)
+        _require_named(config, dataset)
         dataset = in_components(config, dataset, folder)
         plan = cls(
             config=config,
@@ -285,6 +286,22 @@ def load_data(config: RunConfig, data: Arrays | Dataset | None) -> Dataset:
         ids=ids,
         standardise=standardisation_of(options),
     )
+
+
+def _require_named(config: RunConfig, dataset: Dataset) -> None:
+    """Refuse records under another data set's name, whose public constants and number of classes they would pass for.
+
+    Raises:
+        ConfigError: data.name is neither that of the data set nor that of user-supplied arrays.
+    """
+    name = config.data.name
+    if name not in (OWN_ARRAYS, dataset.name):
+        raise ConfigError(
+            "configuration",
+            "data.name",
+            f"{name!r} is not the name of the given data set ({dataset.name!r}); give user-supplied records to "
+            "opusim.train(data=...)",
+        )
 
 
 def in_components(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:

@@ -13,7 +13,10 @@ from torch import nn
 
 import training
 from opusim.errors import ConfigError, DeviceError
+from training.config.reading import load_config
+from training.data import from_arrays
 from training.data.dataset import DataError
+from training.engine.session import train_on
 from training.errors import RunFolderError, TrainingDiverged
 from training.reports.run_report import write_report
 from training.runs.run import evaluate_run
@@ -234,3 +237,18 @@ def test_errors_share_the_roots_that_the_command_line_maps() -> None:
     assert issubclass(DataError, ValueError)
     assert issubclass(RunFolderError, ValueError)
     assert not issubclass(ConfigError, DeviceError)
+
+
+def test_records_are_not_priced_under_another_name() -> None:
+    """Records named digits would pass for data whose number of classes is public."""
+    config = load_config(
+        {
+            "trainer": {"kind": "bp"},
+            "protection": {"kind": "record", "epsilon": 3.0},
+            "sampler": {"batch_size": 8},
+        }
+    )
+    x, y = np.zeros((40, 4)), np.arange(40) % 2
+    records = from_arrays(x, y, validation_fraction=0.1, split_seed=0)
+    with pytest.raises(ConfigError, match="data.name: 'digits' is not the name of the data set .*'arrays'"):
+        train_on(config, records, None)

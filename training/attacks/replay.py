@@ -47,9 +47,12 @@ def record_protected(plan: RunPlan, noise_multiplier: float) -> RunPlan:
     """
     config, algorithm = plan.config, plan.algorithm
     options, multiplier = config.protection, algorithm.equivalent_noise(noise_multiplier)
+    sampler: dict[str, Any] = {"scheme": "poisson", "min_batch_size": None}
+    if plan.sampler.scheme == "full-batch":  # which leaves its batch_size unused
+        sampler["batch_size"] = plan.sampler.n_records
     control = config.replaced(
         trainer=algorithm.record_options,
-        sampler={"scheme": "poisson", "min_batch_size": None},
+        sampler=sampler,
         protection=RecordConfig(
             relation=getattr(options, "relation", None),
             delta=options.delta,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -294,12 +293,13 @@ def game_claim(plan: RunPlan, delta: float) -> Guarantee | None:
     Args:
         plan: The run as it is meant to be played.
         delta: In (0, 1).
+
+    Raises:
+        NoGuarantee: A mechanism does not say what is proven if the batch is known.
     """
     if plan.config.protection.protects != "records":
         return None
-    turn: dict[str, Any] = {"sampling_probability": 1.0}
-    known = [replace(mechanism, **turn) for mechanism in plan.mechanisms]
-    return guarantees(known, delta=delta)[0]
+    return guarantees([mechanism.known_batch() for mechanism in plan.mechanisms], delta=delta)[0]
 
 
 def _findings(

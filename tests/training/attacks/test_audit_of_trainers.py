@@ -13,6 +13,8 @@ from torch import nn
 
 import training
 from accounting.errors import NoGuarantee
+from accounting.mechanisms import Mechanism
+from accounting.records.mechanisms import RecordCentral, RecordReplaced
 from training.attacks.findings import Finding, Role, RunAudit
 from training.attacks.run_audit import audit_run
 from training.convex.trainer import ConvexTrainer, Descent
@@ -172,3 +174,21 @@ def test_a_last_iterate_has_no_steps_to_show(tmp_path: Path) -> None:
     )
     with pytest.raises(NoGuarantee, match="only the last model.*--method poisson"):
         audit_run(run, data=data(), trials=40)
+
+
+def test_a_full_batch_of_few_records_is_audited(tmp_path: Path) -> None:
+    """The scheme leaves sampler.batch_size unused, so that its default may exceed the number of records."""
+    x, y = np.random.default_rng(1).normal(size=(100, FEATURES)), np.arange(100) % 3
+    config = {**COMMON, **RUNS["convex"], "sampler": {"scheme": "full-batch"}}
+    training.train(config, data=(x, y), folder=tmp_path)
+    found = audit_run(tmp_path, data=(x, y), trials=40, seed=7)
+    assert of(found, Role.RUN).auc == 1.0
+    assert not of(found, Role.PROTECTED).refutes
+
+
+def test_a_mechanism_without_a_known_batch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = protected(tmp_path, "convex")
+    monkeypatch.setattr(RecordCentral, "known_batch", Mechanism.known_batch)
+    monkeypatch.setattr(RecordReplaced, "known_batch", Mechanism.known_batch)
+    with pytest.raises(NoGuarantee, match="states no guarantee for an attacker who knows the batch"):
+        audit_run(folder, data=data(), trials=40, seed=7)

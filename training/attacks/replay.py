@@ -50,7 +50,7 @@ def record_protected(plan: RunPlan, noise_multiplier: float) -> RunPlan:
     sampler: dict[str, Any] = {"scheme": "poisson", "min_batch_size": None}
     if plan.sampler.scheme == "full-batch":  # which leaves its batch_size unused
         sampler["batch_size"] = plan.sampler.n_records
-    control = config.replaced(
+    control = config.unchecked(
         trainer=algorithm.record_options,
         sampler=sampler,
         protection=RecordConfig(
@@ -62,7 +62,7 @@ def record_protected(plan: RunPlan, noise_multiplier: float) -> RunPlan:
         ),
     )
     if control.relation is Adjacency.REPLACE_ONE:
-        control = control.replaced(protection={"noise_multiplier": 2 * multiplier})
+        control = control.unchecked(protection={"noise_multiplier": 2 * multiplier})
     protected = plan.configured(control)
     require_applied(protected.algorithm)
     return protected
@@ -76,11 +76,13 @@ def without_noise(plan: RunPlan) -> RunPlan | None:
     own = plan.algorithm.noiseless
     if own is None:
         return None
-    silent = plan.config.replaced(trainer=own)
+    silent = plan.config.unchecked(trainer=own)
     if silent.protection.protects != "nothing":
         without = {"noise_multiplier": 0.0, "noise": "digital"}
         own_keys = type(silent.protection).model_fields
-        silent = silent.replaced(protection={key: value for key, value in without.items() if key in own_keys})
+        silent = silent.unchecked(
+            protection={key: value for key, value in without.items() if key in own_keys}
+        )
     return plan.configured(silent)
 
 
@@ -98,7 +100,7 @@ def noiseless_step(plan: RunPlan) -> RunPlan | None:
 def plain_descent(plan: RunPlan) -> RunPlan:
     """Return the run with plain gradient descent at learning rate 1."""
     plain = {"lr": 1.0, "schedule": "constant", "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
-    return plan.replaced(optimizer=plain)
+    return plan.unchecked(optimizer=plain)
 
 
 NetworkT = TypeVar("NetworkT", bound=Network)
@@ -330,7 +332,7 @@ class MembershipGame(Game):
         seed = derive_seed(self._seed, "trial", trial)
         generator = np.random.default_rng(seed)
         drawn = generator.choice(self._n, _DRAWN, replace=False)
-        sampler = self._step.plan.replaced(seed=seed, mode="experiment").sampler
+        sampler = self._step.plan.unchecked(seed=seed, mode="experiment").sampler
         batch = sampler.indices(0).numpy()
         others = batch[~np.isin(batch, drawn)]
         if sampler.sampling_probability is None:  # a batch of fixed size has room for the candidate

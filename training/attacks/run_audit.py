@@ -347,7 +347,7 @@ def _findings(
 def _as_played(plan: RunPlan, seed: int) -> RunPlan:
     """Return the run with noise of its own, and with public draws that the attacker can repeat."""
     mode = "experiment" if plan.algorithm.uses_public_randomness else plan.config.mode
-    return plan.replaced(seed=seed, mode=mode)
+    return plan.unchecked(seed=seed, mode=mode)
 
 
 @contextmanager

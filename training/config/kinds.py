@@ -16,8 +16,15 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
-from opusim.description.section import BadKey, did_you_mean
-from training.config.sections import KindSection, ProtectionSection, TrainerSection
+from opusim.description.section import BadKey, did_you_mean, merged
+from training.config.sections import (
+    CheckpointConfig,
+    KindSection,
+    OptimizerConfig,
+    ProtectionSection,
+    SamplerConfig,
+    TrainerSection,
+)
 
 SectionT = TypeVar("SectionT", bound=KindSection)
 
@@ -152,23 +159,71 @@ def completed(values: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         values: The keys of a run; sections are mappings or models.
     """
+    found = _with_defaults(values)
+    if found is None:
+        return dict(values)  # of a wrong type, which validation reports
+    sections, _ = found
+    return {**values, **{name: section for name, section in sections.items() if section or name in values}}
+
+
+def without_derived(resolved: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a resolved run without those that follow from keys that `changes` changes.
+
+    A default of a kind is left out if the changed run has another one, and so is a noise multiplier if its epsilon, its
+    delta or its protection changes: it is calibrated anew.
+
+    Args:
+        resolved: The values of a whole run; sections are mappings.
+        changes: Keys to be laid over them.
+    """
+    values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in resolved.items()}
+    before, after = (_with_defaults(every) for every in (resolved, merged(resolved, changes)))
+    if before is None or after is None:
+        return values
+    (_, old), (_, new) = before, after
+    for name in sorted(old.keys() | new.keys()):
+        given, own = changes.get(name) or {}, values.get(name, {})
+        for key in old.get(name, {}).keys() | new.get(name, {}).keys():
+            was, becomes = ({**_PLAIN.get(name, {}), **found.get(name, {})}.get(key) for found in (old, new))
+            if was != becomes and own.get(key) == was and key not in given:
+                own.pop(key, None)
+    protection, given = values.get("protection", {}), changes.get("protection") or {}
+    strength = any(key in given and given[key] != protection.get(key) for key in ("kind", "epsilon", "delta"))
+    if strength and protection.get("epsilon") is not None and "noise_multiplier" not in given:
+        protection.pop("noise_multiplier", None)
+    return values
+
+
+def _with_defaults(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The sections that kinds complete, and the defaults that the kinds give; None if a section is of a wrong type."""
     given = {name: _given(value) for name, value in values.items()}
     if any(section is None for name, section in given.items() if name in _COMPLETED):
-        return dict(values)  # of a wrong type, which validation reports
+        return None
     sections = {name: dict(given.get(name) or {}) for name in _COMPLETED}
     sections["run"] = {name: value for name, value in values.items() if name not in _COMPLETED}
     trainer = TRAINERS.find(sections["trainer"].setdefault("kind", DEFAULT_TRAINER))
     sections["protection"].setdefault("kind", trainer.default_protection(sections))
     protection = PROTECTIONS.find(sections["protection"]["kind"])
+    every: dict[str, Any] = {}
     for kind in (protection, trainer):
         for name, defaults in kind.defaults(sections).items():
+            every[name] = {**defaults, **every.get(name, {})}
             sections[name] = {**defaults, **sections[name]}
     del sections["run"]
-    return {**values, **{name: section for name, section in sections.items() if section or name in values}}
+    return sections, every
 
 
 _COMPLETED = ("trainer", "protection", "optimizer", "sampler", "checkpoint")
 """Sections of which a kind may set defaults."""
+_PLAIN: Mapping[str, Mapping[str, Any]] = {
+    name: {key: field.get_default() for key, field in section.model_fields.items()}
+    for name, section in (
+        ("optimizer", OptimizerConfig),
+        ("sampler", SamplerConfig),
+        ("checkpoint", CheckpointConfig),
+    )
+}
+"""Defaults of the sections that are the same for all kinds."""
 
 
 def _given(section: Any) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from opusim.description.section import merged as merged
 from opusim.description.section import nested as nested
 from opusim.errors import ConfigError
 from opusim.files import parse_json, parse_toml, read_text
-from training.config.kinds import KINDS, completed
+from training.config.kinds import KINDS, completed, without_derived
 from training.config.run import RunConfig, require_used
 
 
@@ -67,7 +67,7 @@ def named_trainer(source: str | Path) -> str | None:
 
 
 def _for_kinds(resolved: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved configuration without the keys that a changed kind does not have."""
+    """A resolved configuration without the keys that a changed kind lacks, or that follow from what is changed."""
     values = dict(resolved)
     for name, kinds in KINDS.items():
         section, change = values.get(name), changed.get(name)
@@ -75,7 +75,10 @@ def _for_kinds(resolved: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[
         if isinstance(section, Mapping) and kind in kinds.names():
             known = kinds.find(kind).model_fields
             values[name] = {key: value for key, value in section.items() if key in known}
-    return values
+    try:
+        return without_derived(values, changed)
+    except BadKey:  # an unknown kind, which validation reports
+        return values
 
 
 def _validated(values: Mapping[str, Any], origin: str, *, given: Sequence[str]) -> RunConfig:

@@ -7,16 +7,18 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
 from accounting.guarantee import Adjacency
-from opusim.description.section import BadKey
+from opusim.description.section import BadKey, first_problem
+from opusim.errors import ConfigError
 from training.config.kinds import DEFAULT_TRAINER, PROTECTIONS, TRAINERS, completed
 from training.config.sections import (
     CheckpointConfig,
     DataConfig,
     DeviceChoice,
     Effect,
+    KindSection,
     LossName,
     ModelConfig,
     OptimizerConfig,
@@ -112,10 +114,32 @@ class RunConfig(Section):
         return self.protection.divisor is None and self.trainer.divides_by_batch_size(self.protection)
 
     def replaced(self, **changes: Any) -> Self:
-        """Return the configuration with some keys changed, whose values are taken as they are.
+        """Return the configuration with some keys changed, validated as a whole.
 
         Args:
             **changes: Keys of the run. A section takes a mapping of its changed keys, or another section in its place.
+
+        Raises:
+            ConfigError: A value is out of range, or does not fit the other keys.
+            TypeError: There is no such key.
+        """
+        changed = self.unchecked(**changes)
+        sections = {name: type(getattr(changed, name)) for name in ("trainer", "protection")}
+        values = {name: _given(getattr(changed, name)) for name in changed.model_fields_set}
+        try:
+            return type(self).model_validate(values)
+        except ValidationError as error:
+            raise first_problem(error, type(self), "configuration", sections=sections) from error
+        except BadKey as error:
+            raise ConfigError("configuration", error.key, error.reason) from error
+
+    def unchecked(self, **changes: Any) -> Self:
+        """Return the configuration with some keys changed. The new values are not validated.
+
+        It is for the controls of an audit, which run what a configuration refuses, such as a noise multiplier of 0.
+
+        Args:
+            **changes: See `replaced`.
 
         Raises:
             TypeError: There is no such key.
@@ -183,6 +207,18 @@ class RunConfig(Section):
             )
         require_used(self)
         return self
+
+
+def _given(value: Any) -> Any:
+    """The keys that a section was given, with its kind if it has one; any other value is returned unchanged."""
+    if not isinstance(value, BaseModel):
+        return value
+    kind = {"kind": value.kind} if isinstance(value, KindSection) else {}
+    return {
+        **kind,
+        **{name: getattr(value, name) for name in value.model_fields_set},
+        **(value.model_extra or {}),
+    }
 
 
 def _updated(section: ModelT, changes: Mapping[str, Any]) -> ModelT:

@@ -155,6 +155,10 @@ class RunPlan:
         """Return the plan with some keys of its configuration changed; see `RunConfig.replaced`."""
         return self.configured(self.config.replaced(**changes))
 
+    def unchecked(self, **changes: Any) -> Self:
+        """Return the plan with some keys of its configuration changed and not validated; see `RunConfig.unchecked`."""
+        return self.configured(self.config.unchecked(**changes))
+
     def configured(self, config: RunConfig) -> Self:
         """Return the plan under another configuration, on the same data set and network."""
         return replace(self, config=config, sampler=build_sampler(config, self.dataset))

@@ -10,6 +10,45 @@ from training.config import RunConfig, load_config
 from training.config.reading import merged, parse_setting
 
 
+def test_a_changed_kind_brings_its_own_defaults(tmp_path: Path) -> None:
+    assert load_config(RunConfig(), ["protection.kind=record", "protection.epsilon=3"]) == load_config(
+        {"protection": {"kind": "record", "epsilon": 3.0}}
+    )
+    zo = load_config({"trainer": {"kind": "zo"}})
+    assert load_config(zo, ["trainer.kind=convex", "epochs=2"]) == load_config(
+        {"trainer": {"kind": "convex"}, "epochs": 2}
+    )
+    own = load_config({"trainer": {"kind": "zo"}, "optimizer": {"lr": 0.5}, "sampler": {"batch_size": 250}})
+    changed = load_config(own, ["trainer.kind=bp"])
+    assert (changed.optimizer.lr, changed.optimizer.momentum, changed.sampler.batch_size) == (0.5, 0.9, 250)
+
+
+def test_a_changed_epsilon_is_calibrated_anew(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    values = {"trainer": {"kind": "bp"}, "protection": {"kind": "record", "epsilon": 3.0}}
+    config = load_config(values).replaced(protection={"noise_multiplier": 1.25})  # as a run's plan stores it
+    path.write_text(json.dumps({"config": config.model_dump(mode="json")}))
+    assert load_config(path, ["seed=3"]).protection.noise_multiplier == 1.25
+    assert load_config(path, ["protection.epsilon=1"]).protection.noise_multiplier is None
+    assert load_config(path, ["protection.delta=1e-6"]).protection.noise_multiplier is None
+    given = load_config(path, ["protection.epsilon=1", "protection.noise_multiplier=2"])
+    assert (given.protection.epsilon, given.protection.noise_multiplier) == (1.0, 2.0)
+
+
+def test_replaced_values_are_validated() -> None:
+    config = load_config({"trainer": {"kind": "bp"}, "protection": {"kind": "record", "epsilon": 3.0}})
+    for change, key in (
+        ({"protection": {"epsilon": -1.0}}, "protection.epsilon"),
+        ({"data": {"n_classes": 1}}, "data.n_classes"),
+        ({"epochs": 0}, "epochs"),
+        ({"optimizer": {"name": "adam", "momentum": 0.5}}, "optimizer.momentum"),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            config.replaced(**change)
+    assert config.replaced(seed=4).replaced(seed=0) == config
+    assert config.unchecked(protection={"noise_multiplier": 0.0}).protection.noise_multiplier == 0.0
+
+
 def test_defaults_are_a_valid_run() -> None:
     assert load_config() == RunConfig()
 

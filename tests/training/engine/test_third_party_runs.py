@@ -171,8 +171,8 @@ def test_a_trainer_with_its_own_noise_needs_a_multiplier(trainer: str) -> None:
         from_arrays(*arrays(), n_classes=3, validation_fraction=0.1, split_seed=0),
     )
     with pytest.raises(ValueError, match="protection.noise_multiplier is missing"):
-        plan.replaced(protection={"noise_multiplier": None}).algorithm.trainer(None)
-    plan.replaced(protection={"noise_multiplier": 0.0}).algorithm.trainer(None)
+        plan.unchecked(protection={"noise_multiplier": None}).algorithm.trainer(None)
+    plan.unchecked(protection={"noise_multiplier": 0.0}).algorithm.trainer(None)
 
 
 @pytest.mark.parametrize("trainer", ["ulr", "zo", "convex"])

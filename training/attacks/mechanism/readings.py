@@ -101,7 +101,7 @@ def _gradients(
     model, x, y = subject.model(config.protection.clip), dataset.train.x[:1], dataset.train.y[:1]
     if config.trainer.kind == "ulr":
         return [_autograd(model, dict(state), x, y, config) for state in states]
-    unprotected = config.replaced(
+    unprotected = config.unchecked(
         protection=NoProtectionConfig(), mode="experiment", optimizer={"name": "sgd"}
     )
     plan = plain_descent(RunPlan.checked(unprotected, dataset, model=model)).with_silent_device()

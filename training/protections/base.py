@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from training.networks.network import FullyConnected
 from training.protections.planning import Plan, Steps, require_covered, total_steps
 from training.runs.folder import RunFolder
 
+MechanismT = TypeVar("MechanismT", bound=Mechanism)
 Applied = Literal["gradients", "soft labels", "own noise"]
 """How an algorithm carries a protection out. gradients: its updates go through the writer of `Algorithm.gradients`.
 soft labels: it sees only the labels that `Algorithm.trainer` is given. own noise: it clips and noises what its own
@@ -153,6 +155,26 @@ class NoProtection(Protection):
 
     def require_covered(self) -> None:
         """Accept every run."""
+
+
+def calibrated_once(mechanism: MechanismT, *, epsilon: float, delta: float) -> MechanismT:
+    """Return a mechanism with the least noise that stays within epsilon; a run that asks again is not calibrated again.
+
+    Args:
+        mechanism: What is released; its noise is where the search starts.
+        epsilon: Of the whole run, above 0.
+        delta: Of the whole run, in [0, 1).
+
+    Raises:
+        NoGuarantee: No noise reaches epsilon.
+    """
+    found: MechanismT = _calibrated(mechanism, epsilon, delta)
+    return found
+
+
+@functools.lru_cache(maxsize=32)
+def _calibrated(mechanism: Mechanism, epsilon: float, delta: float) -> Any:
+    return calibrate(mechanism, target_epsilon=epsilon, delta=delta)[0]
 
 
 class PoissonProtection(Protection, ABC):

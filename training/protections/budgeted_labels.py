@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.calibration import calibrate
 from accounting.labels.budget import PerRecordBudget, step_mu_bound
 from accounting.labels.mechanisms import LabelBudget
 from accounting.ledger.ledger import Ledger
@@ -32,6 +31,7 @@ from training.networks.network import FullyConnected
 from training.protections.base import (
     PrivateGradients,
     Protection,
+    calibrated_once,
     central_noise,
     noise_std,
     with_constant,
@@ -65,7 +65,7 @@ class LabelBudgetProtection(Protection):
         fan_ins = [linear.in_features + (linear.bias is not None) for linear in self._plan.network.linears]
         leverage = sum(min(1.0, fan_in / batch) for fan_in in fan_ins)
         visits = total_steps(self._plan) * batch / sampler.n_records
-        return 2 * math.sqrt(visits * leverage / _SPENDING) / self._budget().budget_mu
+        return 2 * math.sqrt(visits * leverage / _SPENDING) / self._budget.budget_mu
 
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
         """Pay for a budget that covers the whole run; a release run that was killed spends it again.
@@ -73,13 +73,13 @@ class LabelBudgetProtection(Protection):
         The checkpoint holds what each record has spent (`BudgetedLabels.state`), so a run that stopped cleanly resumes
         under the same budget.
         """
-        ledger.pay_once(_PAYMENT, self._budget(), whole_run=True)
+        ledger.pay_once(_PAYMENT, self._budget, whole_run=True)
 
     def gradients(self, device: NoisyDevice | None) -> BudgetedLabels:
         """See Protection.gradients."""
         options = self._plan.config.protection_as(LabelBudgetConfig)
         return BudgetedLabels(
-            budget_mu=self._budget().budget_mu,
+            budget_mu=self._budget.budget_mu,
             n_records=len(self._plan.dataset.train),
             clip_norm=options.clip,
             noise_multiplier=self.noise_multiplier,
@@ -88,12 +88,12 @@ class LabelBudgetProtection(Protection):
             output_gain=self._algorithm.updates.output_gain,
         )
 
+    @property
     def _budget(self) -> LabelBudget:
-        """Return the budget of every record's label in the whole run."""
+        """The budget of every record's label in the whole run."""
         options = self.section
         start = LabelBudget(budget_mu=1.0, device_noise=options.noise == "device")
-        found, _ = calibrate(start, target_epsilon=epsilon_of(options), delta=options.delta)
-        return found
+        return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
 
 
 class BudgetedLabels(PrivateGradients):

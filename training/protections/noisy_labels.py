@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.calibration import calibrate
 from accounting.errors import LedgerCorrupt
 from accounting.labels.budget import label_distance
 from accounting.labels.mechanisms import LabelReadout, RandomizedResponse
@@ -36,7 +35,7 @@ from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from training.config.seeds import seed_for
-from training.protections.base import Protection, SoftLabels, creditable_law
+from training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
 from training.protections.config import OneLookConfig
 from training.protections.planning import epsilon_of, total_steps
 from training.runs.folder import RunFolder
@@ -56,6 +55,16 @@ class OneLookProtection(Protection, ABC):
     """Labels that are looked at once; the run folder keeps what was observed."""
 
     needs = frozenset({"soft labels"})
+
+    @property
+    @abstractmethod
+    def mechanism(self) -> Mechanism:
+        """What the look releases at the run's epsilon; a device with more noise releases less."""
+
+    def calibrated(self) -> float | None:
+        """See Protection.calibrated; a look that no noise keeps within epsilon is refused before the run begins."""
+        _ = self.mechanism
+        return super().calibrated()
 
     @abstractmethod
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
@@ -88,17 +97,20 @@ class OneLookProtection(Protection, ABC):
 class LabelReadoutProtection(OneLookProtection):
     """Labels: one noisy reading of each, at the run's epsilon."""
 
+    @property
+    def mechanism(self) -> LabelReadout:
+        """See OneLookProtection.mechanism."""
+        options = self.section
+        return calibrated_once(LabelReadout(mu=1.0), epsilon=epsilon_of(options), delta=options.delta)
+
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
         config, dataset = self._plan.config, self._plan.dataset
         noise = noise_stream(config.mode, seed_for(config, "label-noise"), "label-noise")
-        found, _ = calibrate(
-            LabelReadout(mu=1.0), target_epsilon=epsilon_of(self.section), delta=self.section.delta
-        )
-        labels, k = dataset.train.y.cpu(), dataset.n_classes
+        labels, k, mu = dataset.train.y.cpu(), dataset.n_classes, self.mechanism.mu
         if self.section.noise == "device" and device is not None:
-            return read_once_through(device, labels, k, mu=found.mu, noise=noise, pay=pay)
-        return read_once(labels, k, mu=found.mu, noise=noise, pay=pay)
+            return read_once_through(device, labels, k, mu=mu, noise=noise, pay=pay)
+        return read_once(labels, k, mu=mu, noise=noise, pay=pay)
 
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
         """See Protection.soft_labels; a device that cannot read labels is refused before the run begins."""
@@ -110,16 +122,17 @@ class LabelReadoutProtection(OneLookProtection):
 class RandomizedResponseProtection(OneLookProtection):
     """Labels: k-ary randomized response at the run's epsilon."""
 
+    @property
+    def mechanism(self) -> RandomizedResponse:
+        """See OneLookProtection.mechanism."""
+        options, start = self.section, RandomizedResponse.from_epsilon(1.0, self._plan.dataset.n_classes)
+        return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
+
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
         dataset, seed = self._plan.dataset, seed_for(self._plan.config, "labels")
-        response, _ = calibrate(
-            RandomizedResponse.from_epsilon(1.0, dataset.n_classes),
-            target_epsilon=epsilon_of(self.section),
-            delta=self.section.delta,
-        )
         source: UniformSource = SystemUniforms() if seed is None else np.random.default_rng(seed)
-        return randomize(dataset.train.y.cpu(), response, source, pay=pay)
+        return randomize(dataset.train.y.cpu(), self.mechanism, source, pay=pay)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from opusim.randomness.streams import SeededStream
 from tests.oracles.label_leverage import posterior_targets
 from tests.support.discrete_noise import DiscreteNoise
 from training.feedback.rules import _CALIBRATION_STEP
-from training.protections import noisy_labels
+from training.protections import base, noisy_labels
 from training.protections.noisy_labels import (
     LABEL_STEP,
     LabelReadoutProtection,
@@ -420,3 +420,21 @@ def test_labels_that_are_not_paid_for_are_refused(tmp_path: Path, stop_at: type)
         file.unlink()
     with pytest.raises(LedgerCorrupt, match="ledger.jsonl: line 1: is missing: checkpoint"):
         training.train(data=data(), folder=tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("kind", ["label-readout", "label-randomized-response", "label-budget"])
+def test_what_is_paid_upfront_is_calibrated_once_and_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    asked = []
+    calibrate = base.calibrate
+
+    def counted(mechanism: Mechanism, **options: float) -> Any:
+        asked.append((tmp_path / "run" / "config.json").exists())
+        return calibrate(mechanism, **options)
+
+    monkeypatch.setattr(base, "calibrate", counted)
+    base._calibrated.cache_clear()
+    config = {**ONCE, "protection": {"kind": kind, "epsilon": 2.0}}
+    training.train(config, data=data(), folder=tmp_path / "run")
+    assert asked == [False]

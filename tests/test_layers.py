@@ -55,7 +55,7 @@ ORDER = {
     "opusim": (
         ("errors", "units", "p_values"),
         ("checks", "files", "tables"),
-        ("progress", "encodings", "usage"),
+        ("progress", "encodings"),
         ("noise", "randomness", "temperature"),
         ("description", "medium"),
         ("camera",),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from opusim.errors import ConfigError
+from tests.support.packages import install
 from training.cli.options import key_rows
 from training.config.reading import load_config
 
@@ -81,13 +82,9 @@ def test_options_explains_them() -> None:
 def test_a_broken_package_is_one_line_and_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, reason: str
 ) -> None:
-    facts = tmp_path / "broken-1.0.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text(f"[opusim.trainers]\nbroken = {target}\npdfa = {target}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    install(monkeypatch, tmp_path, "broken", "opusim.trainers", {"broken": target, "pdfa": target})
     with pytest.raises(
-        ConfigError, match=f"trainer.kind: 'broken' cannot be used.*{reason}.*repair its package"
+        ConfigError, match=f"trainer.kind: 'broken' cannot be used.*{reason}.*repair or remove that package"
     ):
         load_config({"trainer": {"kind": "broken"}})
     assert load_config().trainer.kind == "pdfa"  # a package cannot replace a kind of opusim

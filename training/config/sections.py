@@ -382,10 +382,11 @@ class ProtectionSection(KindSection):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the common properties be read of a kind that has no such field."""
+        """Let the common properties be read of a kind that neither has such a field nor defines the property."""
         if not cls.model_fields["kind"].is_required():
+            own = cls.__mro__[: cls.__mro__.index(ProtectionSection)]
             for name, value in _COMMON.items():
-                if name not in cls.model_fields:
+                if name not in cls.model_fields and not any(name in vars(base) for base in own):
                     setattr(cls, name, value)
 
     @property

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -13,6 +14,7 @@ from opusim.errors import ConfigError
 from tests.support.packages import install
 from training.cli.options import key_rows
 from training.config.reading import load_config
+from training.config.sections import ProtectionSection
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = [ROOT / "tests" / "support" / f"third_party_{what}" for what in ("trainer", "protection")]
@@ -64,6 +66,23 @@ def test_their_keys_are_checked_and_completed() -> None:
         load_config(settings=["trainer.temperature=2"])
     with pytest.raises(ConfigError, match="protection.kind: 'shield' is not for trainer.kind = 'zo'"):
         load_config({"trainer": {"kind": "zo"}, "protection": {"kind": "shield"}})
+
+
+def test_a_section_keeps_what_it_defines_instead_of_a_field() -> None:
+    class Fixed(ProtectionSection):
+        clip_norm: ClassVar[float] = 0.5
+        kind: Literal["fixed"] = "fixed"
+
+        @property
+        def noise_multiplier(self) -> float:
+            return 3.0
+
+    class Renamed(Fixed):
+        kind: Literal["renamed"] = "renamed"
+
+    for section in (Fixed(), Renamed()):
+        assert (section.clip_norm, section.clip, section.noise_multiplier) == (0.5, 0.5, 3.0)
+        assert (section.noise, section.divisor, section.epsilon) == ("digital", None, None)
 
 
 def test_options_explains_them() -> None:

@@ -351,6 +351,10 @@ class ProtectionSection(KindSection):
     """Norm to which contributions are clipped if clip_norm is None."""
     cost_of_a_kill: ClassVar[str | None] = None
     """What a kill of a release run under a budget costs, after "Ctrl-C only; "; None if it costs nothing."""
+    tested_with: ClassVar[Mapping[str, Any]] = {"noise_multiplier": 1.0}
+    """Keys that `opusim audit --mechanism` sets unless they are given."""
+    tested_records: ClassVar[int] = 400
+    """Number of records of such a test."""
     trainers: ClassVar[tuple[str, ...]] = ()
     """Trainers that take this protection besides those whose sections list it."""
 

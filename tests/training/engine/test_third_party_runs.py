@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from accounting.ledger.ledger import read_ledger
+from training.attacks.mechanism.audit import audit_mechanism
 from training.attacks.run_audit import audit_run
 from training.engine.session import train
 from training.errors import RunInterrupted
@@ -86,3 +87,12 @@ def test_it_is_priced_resumed_and_audited(
         found = audit_run(tmp_path / "run", data=arrays(), trials=60)
     assert found.findings
     assert load_run(tmp_path / "run").config == run.config
+    brought = {"softmax": "lab-softmax", "shield": "lab-shield"}
+    for kind in (trainer, protection["kind"]):
+        assert kind not in brought or run.facts["versions"][brought[kind]] == "1.0"
+
+
+def test_the_self_test_takes_a_protection_of_another_package() -> None:
+    found = audit_mechanism("bp", settings=["protection.kind=shield"], steps=40, seed=1, level=1e-6)
+    assert found.holds
+    assert (found.protection, found.records, len(found.checks)) == ("shield", 400, 15)

@@ -23,7 +23,7 @@ from accounting.devices.readings import DeviceReadings, device_readings_guarante
 from accounting.errors import NoGuarantee
 from accounting.explanation import explain, explain_theorem
 from accounting.guarantee import Guarantee
-from accounting.mechanisms import Mechanism, Parameter, mechanism_class, mechanism_kinds, parameters_of
+from accounting.mechanisms import Mechanism, Parameter, mechanism_classes, parameters_of
 from accounting.tables import guarantee_rows, number, print_rows
 from accounting.theorems import known_theorems, theorem
 from opusim import checks
@@ -48,15 +48,11 @@ Target = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, with every assumption.")]
 _COMMON = {"delta": (Delta, 1e-5), "target_epsilon": (Target, None), "as_json": (AsJson, False)}
 _EPOCHS_SHOWN = (1, 2, 5, 10, 20, 40, 100, 400)
-_unusable: list[str] = []
-"""Why mechanisms of other packages have no command."""
 
 
 @app.callback()
 def account() -> None:
     """Say how private a run was, or what a mechanism's parameters would give, without running anything."""
-    for problem in _unusable:
-        typer.echo(f"opusim: {problem}", err=True)
 
 
 @app.command("photon-counts")
@@ -249,11 +245,6 @@ def show(
         typer.echo("\n`opusim explain THEOREM` states a theorem, its hypotheses and its proof.")
 
 
-for _name in mechanism_kinds():
-    try:
-        _kind = mechanism_class(_name)
-    except ValueError as _error:
-        _unusable.append(str(_error))
-    else:
-        if _kind.priced:
-            _mechanism_command(_kind)
+for _kind in mechanism_classes().values():
+    if _kind.priced:
+        _mechanism_command(_kind)

@@ -36,7 +36,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from functools import cache, partial
-from importlib.metadata import EntryPoint, entry_points
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
@@ -55,7 +54,7 @@ from accounting.guarantee import (
     to_json,
 )
 from accounting.theorems import Theorem
-from opusim import checks
+from opusim import checks, plugins
 
 SCHEMA_VERSION = 1
 ENTRY_POINT_GROUP = "opusim.mechanisms"
@@ -79,7 +78,6 @@ DeviceNoise = Annotated[bool, Doc("Whether the credited noise is a device's, of 
 """Types of fields with their rules; a field may add its own `Doc`."""
 
 _KINDS: dict[str, type[Mechanism]] = {}
-_INSTALLED: dict[str, EntryPoint] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +108,9 @@ class Mechanism(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "kind" in vars(cls):
+            is_foreign = not cls.__module__.startswith(f"{__package__}.")
+            if is_foreign and plugins.is_ours(ENTRY_POINT_GROUP, cls.kind):
+                raise ValueError(f"kind = {cls.kind!r}: is a mechanism of opusim; choose another")
             known = _KINDS.setdefault(cls.kind, cls)
             if known.__qualname__ != cls.__qualname__ or known.__module__ != cls.__module__:
                 raise ValueError(f"kind = {cls.kind!r}: is taken by {known.__module__}; choose another")
@@ -250,13 +251,10 @@ def mechanism_class(kind: str) -> type[Mechanism]:
     """Return the class of a kind, importing the package whose entry point names it.
 
     Raises:
-        ValueError: No class has this kind; the message lists those that do.
+        ValueError: No class has this kind, and the message lists those that do; or its package cannot be used.
     """
-    if kind not in _KINDS:
-        if kind not in _INSTALLED:
-            mechanism_kinds()
-        if kind in _INSTALLED:
-            _load(_INSTALLED[kind])
+    if kind in plugins.names(ENTRY_POINT_GROUP):
+        return _load(kind)
     if kind not in _KINDS:
         raise ValueError(
             f"kind = {kind!r}: must be one of {', '.join(mechanism_kinds())}; read it with the opusim that wrote "
@@ -265,23 +263,25 @@ def mechanism_class(kind: str) -> type[Mechanism]:
     return _KINDS[kind]
 
 
+def mechanism_classes() -> dict[str, type[Mechanism]]:
+    """Return the installed mechanisms by kind; one whose package cannot be used is left out, with a warning."""
+    return plugins.load_all(ENTRY_POINT_GROUP, _load)
+
+
 def mechanism_kinds() -> list[str]:
     """Return the kinds that `mechanism_class` knows, registered or installed, in alphabetical order."""
-    _INSTALLED.update({point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)})
-    return sorted({*_KINDS, *_INSTALLED})
+    return sorted({*_KINDS, *plugins.names(ENTRY_POINT_GROUP)})
 
 
-def _load(point: EntryPoint) -> None:
-    try:
-        found = point.load()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"mechanism {point.name!r}: {point.value} cannot be imported ({error}); repair or remove that package"
-        ) from error
-    if getattr(found, "kind", None) != point.name:
-        raise ValueError(
-            f"mechanism {point.name!r}: {point.value} is no Mechanism of that kind; repair its entry point"
+def _load(kind: str) -> type[Mechanism]:
+    def problem(found: Any) -> str | None:
+        fits = (
+            isinstance(found, type) and issubclass(found, Mechanism) and getattr(found, "kind", None) == kind
         )
+        return None if fits else "is no Mechanism of that kind"
+
+    found: type[Mechanism] = plugins.load(ENTRY_POINT_GROUP, kind, accept=problem)
+    return found
 
 
 def mechanism_from_json(content: Mapping[str, Any]) -> Mechanism:

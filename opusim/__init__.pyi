@@ -39,6 +39,7 @@ from opusim.devices.base import NoisyDevice as NoisyDevice
 from opusim.devices.kinds import register_device as register_device
 from opusim.devices.registry import list_devices as list_devices
 from opusim.devices.registry import open_device as open_device
+from opusim.devices.usage import Usage as Usage
 from opusim.encodings import binarize as binarize
 from opusim.encodings import bit_planes as bit_planes
 from opusim.encodings import split_frames as split_frames
@@ -63,7 +64,6 @@ from opusim.randomness.streams import SystemStream as SystemStream
 from opusim.randomness.streams import derive_seed as derive_seed
 from opusim.randomness.streams import noise_stream as noise_stream
 from opusim.temperature import TemperatureLaw as TemperatureLaw
-from opusim.usage import Usage as Usage
 from training import Run as Run
 from training import RunConfig as RunConfig
 from training import RunFolderError as RunFolderError

@@ -29,10 +29,10 @@ from opusim.devices.kinds import (
     devices_that,
 )
 from opusim.devices.monitor import Monitor
+from opusim.devices.usage import Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError, DeviceError, DeviceUnavailable, NoiseUnknown
 from opusim.noise import GaussianNoise, NoiseModel
 from opusim.randomness.streams import MODES
-from opusim.usage import Usage, UsageMeter
 
 
 class NoisyDevice(ABC):

@@ -21,12 +21,12 @@ A caller that needs more than `project` asks for it by name: ``device.require("m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
+from opusim import plugins
 from opusim.description.loading import load_description, packaged_names
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import did_you_mean
@@ -108,7 +108,7 @@ def register_device(kind: str, factory: DeviceFactory) -> None:
     """
     if not callable(factory):
         raise TypeError(f"factory = {factory!r}: must be callable; give a subclass of NoisyDevice")
-    if any(map(_is_ours, _points(kind))) or _registered.get(kind, factory) is not factory:
+    if plugins.is_ours(ENTRY_POINT_GROUP, kind) or _registered.get(kind, factory) is not factory:
         raise ValueError(f"kind = {kind!r}: is taken; choose another word")
     _registered[kind] = factory
 
@@ -116,7 +116,7 @@ def register_device(kind: str, factory: DeviceFactory) -> None:
 def device_kinds() -> dict[str, str]:
     """Return every kind that can be opened, in order, and the package that brings it."""
     found = dict.fromkeys(_registered, "registered by this process")
-    found |= {point.name: "" if point.dist is None else point.dist.name for point in _points()}
+    found |= {kind: plugins.package(ENTRY_POINT_GROUP, kind) for kind in plugins.names(ENTRY_POINT_GROUP)}
     return {kind: found[kind] for kind in sorted(found)}
 
 
@@ -128,24 +128,21 @@ def device_factory(file: str, kind: str) -> DeviceFactory:
         kind: the word that it gives.
 
     Raises:
-        ConfigError: no such kind, or two packages bring it.
-        DeviceUnavailable: its package does not import.
+        ConfigError: no such kind.
+        DeviceUnavailable: its package does not import, or two packages bring it.
     """
-    points = _points(kind)
-    ours = [point for point in points if _is_ours(point)]
-    if not ours and kind in _registered:
+    if not plugins.is_ours(ENTRY_POINT_GROUP, kind) and kind in _registered:
         return _registered[kind]
-    if not points:
-        known = tuple(device_kinds())
+    known = tuple(device_kinds())
+    if kind not in known:
         hint = did_you_mean(kind, known, otherwise="; install the package that brings it")
         raise ConfigError(file, "kind", f"unknown kind {kind!r}; known are {', '.join(known)}{hint}")
-    if not ours and len({point.value for point in points}) > 1:
-        values = ", ".join(sorted(point.value for point in points))
-        raise ConfigError(file, "kind", f"{kind!r} is brought by several packages ({values}); remove one")
     try:
-        factory: DeviceFactory = (ours or points)[0].load()
-    except ImportError as error:
-        raise DeviceUnavailable(f"the package of device kind {kind!r} does not import: {error}") from error
+        factory: DeviceFactory = plugins.load(
+            ENTRY_POINT_GROUP, kind, accept=lambda found: None if callable(found) else "cannot be called"
+        )
+    except plugins.PluginError as error:
+        raise DeviceUnavailable(f"{file}: kind: {error}") from error
     return factory
 
 
@@ -160,13 +157,3 @@ def capabilities_of(description: DeviceDescription) -> tuple[Capability, ...]:
 def devices_that(capability: Capability) -> tuple[str, ...]:
     """Return the names of the packaged devices that have a capability."""
     return tuple(name for name in packaged_names() if capability in capabilities_of(load_description(name)))
-
-
-def _points(kind: str | None = None) -> list[EntryPoint]:
-    """Return the installed entry points of a kind, or of all."""
-    found = entry_points(group=ENTRY_POINT_GROUP)
-    return [point for point in found if kind is None or point.name == kind]
-
-
-def _is_ours(point: EntryPoint) -> bool:
-    return point.value.startswith("opusim.")

@@ -14,6 +14,7 @@ import pytest
 from accounting import Ledger, PoissonGaussian, guarantees, mechanism_from_json
 from accounting.mechanisms import Mechanism, mechanism_class, mechanism_kinds
 from accounting.theorems import theorem
+from tests.support.packages import metadata
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tests" / "support" / "third_party_mechanism"
@@ -82,10 +83,7 @@ def test_it_survives_json_and_its_theorem_is_known(theirs: Mechanism) -> None:
 
 
 def test_a_broken_package_is_named_and_disturbs_no_other(tmp_path: Path) -> None:
-    info = tmp_path / "broken-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[opusim.mechanisms]\nbroken = not_there:Nothing\n")
+    metadata(tmp_path, "broken", "opusim.mechanisms", {"broken": "not_there:Nothing"})
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
     code = "from training.cli import main; main()"
     done = subprocess.run(
@@ -96,4 +94,4 @@ def test_a_broken_package_is_named_and_disturbs_no_other(tmp_path: Path) -> None
         check=True,
     )
     assert "theorem gaussian" in " ".join(done.stdout.split())
-    assert "mechanism 'broken': not_there:Nothing cannot be imported" in done.stderr
+    assert "opusim.mechanisms: 'broken' cannot be used, not_there:Nothing of package 'broken'" in done.stderr

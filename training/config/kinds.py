@@ -7,15 +7,13 @@ be light, because reading a configuration and `--help` import it; its implementa
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
+from opusim import plugins
 from opusim.description.section import BadKey, did_you_mean, merged
 from training.config.sections import (
     CheckpointConfig,
@@ -48,7 +46,7 @@ class Kinds(Generic[SectionT]):
 
     def names(self) -> list[str]:
         """The kinds that are installed, in alphabetical order."""
-        return sorted(self._points())
+        return plugins.names(self.group)
 
     def find(self, kind: Any) -> type[SectionT]:
         """The section class of a kind.
@@ -56,20 +54,16 @@ class Kinds(Generic[SectionT]):
         Raises:
             BadKey: There is no such kind, or the package that brings it cannot be used.
         """
-        point = self._points().get(kind) if isinstance(kind, str) else None
-        if point is None:
+        if kind not in self.names():
             raise BadKey(f"{self.section}.kind", self._unknown(kind))
-        return self._loaded(point)
+        try:
+            return self._loaded(kind)
+        except plugins.PluginError as error:
+            raise BadKey(f"{self.section}.kind", str(error)) from error
 
     def every(self) -> dict[str, type[SectionT]]:
-        """The section classes of all kinds; one whose package does not import is left out."""
-        found = {}
-        for name in self.names():
-            try:
-                found[name] = self.find(name)
-            except BadKey:
-                continue
-        return found
+        """The section classes of all kinds; one whose package cannot be used is left out, with a warning."""
+        return plugins.load_all(self.group, self._loaded)
 
     def validated(self, value: Any) -> Any:
         """The section that a mapping describes, validated as its kind; any other value is returned unchanged.
@@ -102,23 +96,15 @@ class Kinds(Generic[SectionT]):
             raise BadKey(f"{self.section}.{key}", reason)
         return not others
 
-    def _points(self) -> Mapping[str, EntryPoint]:
-        return _points(self.group, tuple(sys.path))
+    def _loaded(self, kind: str) -> type[SectionT]:
+        def problem(found: Any) -> str | None:
+            if not (isinstance(found, type) and issubclass(found, self.base)):
+                return f"is no {self.base.__name__}"
+            own = found.model_fields["kind"].default
+            return None if own == kind else f"has the kind {own!r}"
 
-    def _loaded(self, point: EntryPoint) -> type[SectionT]:
-        try:
-            loaded = point.load()
-        except (ImportError, AttributeError) as error:
-            reason = (
-                f"{point.name!r} cannot be used, {point.value} does not import: {error}; repair its package"
-            )
-            raise BadKey(f"{self.section}.kind", reason) from error
-        if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
-            reason = (
-                f"{point.name!r} cannot be used: {point.value} is no {self.base.__name__}; repair its package"
-            )
-            raise BadKey(f"{self.section}.kind", reason)
-        return loaded
+        section: type[SectionT] = plugins.load(self.group, kind, accept=problem)
+        return section
 
     def _unknown(self, kind: Any) -> str:
         for name, section in self.every().items():
@@ -127,20 +113,6 @@ class Kinds(Generic[SectionT]):
         names = self.names()
         hint = did_you_mean(str(kind), names)
         return f"{kind!r} is no {self.section}{hint}; known are {', '.join(map(repr, names))}"
-
-
-@functools.lru_cache(maxsize=8)
-def _points(group: str, path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
-    """The entry points of a group on a search path; opusim's own win, then the first found."""
-    found: dict[str, EntryPoint] = {}
-    for point in entry_points(group=group):
-        if point.name not in found or _is_ours(point):
-            found[point.name] = point
-    return found
-
-
-def _is_ours(point: EntryPoint) -> bool:
-    return point.dist is not None and point.dist.name == "opusim"
 
 
 TRAINERS: Kinds[TrainerSection] = Kinds(section="trainer", base=TrainerSection)

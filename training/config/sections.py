@@ -351,6 +351,10 @@ class ProtectionSection(KindSection):
     """Norm to which contributions are clipped if clip_norm is None."""
     cost_of_a_kill: ClassVar[str | None] = None
     """What a kill of a release run under a budget costs, after "Ctrl-C only; "; None if it costs nothing."""
+    tested_with: ClassVar[Mapping[str, Any]] = {"noise_multiplier": 1.0}
+    """Keys that `opusim audit --mechanism` sets unless they are given."""
+    tested_records: ClassVar[int] = 400
+    """Number of records of such a test."""
     trainers: ClassVar[tuple[str, ...]] = ()
     """Trainers that take this protection besides those whose sections list it."""
 
@@ -382,10 +386,11 @@ class ProtectionSection(KindSection):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the common properties be read of a kind that has no such field."""
+        """Let the common properties be read of a kind that neither has such a field nor defines the property."""
         if not cls.model_fields["kind"].is_required():
+            own = cls.__mro__[: cls.__mro__.index(ProtectionSection)]
             for name, value in _COMMON.items():
-                if name not in cls.model_fields:
+                if name not in cls.model_fields and not any(name in vars(base) for base in own):
                     setattr(cls, name, value)
 
     @property

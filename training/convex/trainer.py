@@ -15,8 +15,8 @@ from torch import Tensor
 
 from accounting.convex.constants import residual_bound
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import Usage
 from opusim.randomness.streams import NoiseStream
-from opusim.usage import Usage
 from training.config.run import LossName
 from training.convex.config import ConvexConfig
 from training.convex.gated import GatedNetwork, GatedRelu, device_hyperplanes

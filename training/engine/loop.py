@@ -18,8 +18,8 @@ from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.ledger.journal import Position
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
+from opusim.devices.usage import Usage
 from opusim.errors import DeviceError
-from opusim.usage import Usage
 from training.engine.plan import RunPlan, to_device
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import RunFolderError, RunInterrupted, TrainingDiverged

@@ -15,6 +15,9 @@ from accounting.guarantee import Adjacency
 from accounting.ledger.ledger import Ledger
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
+from opusim.devices.kinds import ENTRY_POINT_GROUP as DEVICE_KINDS
+from opusim.noise import ENTRY_POINT_GROUP as NOISE_LAWS
+from training.config.kinds import KINDS
 from training.config.reading import flat, load_config
 from training.config.run import RunConfig
 from training.data import Dataset
@@ -182,8 +185,18 @@ def _facts(plan: RunPlan) -> dict[str, Any]:
         "data": _facts_of_data(plan.config, plan.dataset),
         "device": None if plan.description is None else plan.description.dump(),
         "noise": None if plan.noise is None else plan.noise.summary(),
-        "versions": versions(),
+        "versions": versions(_kinds(plan)),
     }
+
+
+def _kinds(plan: RunPlan) -> list[tuple[str, str]]:
+    """Return the kinds that a run uses, which other packages may bring, each with its entry-point group."""
+    found = [(kinds.group, getattr(plan.config, name).kind) for name, kinds in KINDS.items()]
+    if plan.description is not None:
+        found.append((DEVICE_KINDS, plan.description.kind))
+    if plan.noise is not None:
+        found.append((NOISE_LAWS, plan.noise.law))
+    return found
 
 
 def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from opusim.usage import Usage
+from opusim.devices.usage import Usage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import Usage
 from opusim.medium.transmission import Medium
 from opusim.randomness.streams import NoiseStream
-from opusim.usage import Usage
 from training.config.run import LossName
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged

@@ -185,6 +185,8 @@ class LabelBudgetConfig(LabelNoiseConfig):
     )
     summary: ClassVar[str] = "Labels: noise on every layer's signal and a budget for each record."
     formerly: ClassVar[tuple[str, ...]] = ("label",)
+    tested_with: ClassVar[Mapping[str, Any]] = {"noise_multiplier": 1.0, "epsilon": 50.0}
+    """No record exhausts this budget."""
 
     kind: Literal["label-budget"] = "label-budget"
     """label-budget: labels, with public features, by noise on every layer's signal and a budget for each record."""
@@ -204,6 +206,7 @@ class LabelAmplifiedConfig(LabelNoiseConfig):
     poisson = True
     cost_of_a_kill: ClassVar[str | None] = _STEPS_LOST
     default_clip: ClassVar[float] = 0.2
+    tested_with: ClassVar[Mapping[str, Any]] = {"noise_multiplier": 1.0, "clip_norm": 0.005}
     summary: ClassVar[str] = "Labels: clipping and noise in the geometry of public features; Poisson batches."
 
     kind: Literal["label-amplified"] = "label-amplified"
@@ -235,6 +238,7 @@ class OneLookConfig(_Strength):
 
     protects = "labels"
     one_look = True
+    tested_with: ClassVar[Mapping[str, Any]] = {"epsilon": 2.0}
     instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
 
     flat_prior: float = Field(0.3, ge=0.0, le=1.0)
@@ -246,6 +250,7 @@ class LabelReadoutConfig(OneLookConfig):
 
     summary: ClassVar[str] = "Labels: one noisy reading of each label, kept; posterior targets."
     formerly: ClassVar[tuple[str, ...]] = ("label-once",)
+    tested_records: ClassVar[int] = 1000
 
     kind: Literal["label-readout"] = "label-readout"
     """label-readout: labels, with public features, by one noisy reading of each label."""
@@ -265,6 +270,7 @@ class LabelRandomizedResponseConfig(OneLookConfig):
 
     summary: ClassVar[str] = "Labels: randomized response; posterior targets."
     formerly: ClassVar[tuple[str, ...]] = ("label-response",)
+    tested_records: ClassVar[int] = 4000
 
     kind: Literal["label-randomized-response"] = "label-randomized-response"
     """label-randomized-response: labels, with public features, by randomized response."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Self
 from accounting.errors import LedgerCorrupt
 from accounting.ledger.journal import Position, Witness
 from accounting.ledger.ledger import LEDGER_FILE, LedgerContent, read_ledger
+from opusim import plugins
 from opusim.errors import ConfigError
 from opusim.files import make_folder, read_bytes, write_file
 from training.config.reading import stored_config
@@ -433,10 +434,15 @@ def own_folder(path: Path) -> Path:
     return path if rank == 0 else path.with_name(f"{path.name}.rank{rank}")
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the packages whose arithmetic a run depends on."""
+def versions(kinds: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
+    """Return the versions of the packages that a run's numbers depend on.
+
+    Args:
+        kinds: Entry-point group and name of each kind that the run uses; their packages are listed too.
+    """
     names = ("opusim", "torch", "numpy", "numba", "scipy", "scikit-learn")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+    others = {plugins.package(group, name) for group, name in kinds} - {"", *names}
+    return {"python": platform.python_version()} | {name: version(name) for name in [*names, *sorted(others)]}
 
 
 def facts_equal(left: Any, right: Any) -> bool:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import Usage
 from opusim.randomness.streams import NoiseStream, derive_seed
-from opusim.usage import Usage
 from training.config.run import LossName
 from training.config.sections import OptimizerConfig
 from training.engine.trainer import StepRecord, Trainer

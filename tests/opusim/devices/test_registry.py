@@ -1,4 +1,3 @@
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from opusim.devices.kinds import capabilities_of, device_kinds, devices_that, re
 from opusim.devices.registry import list_devices, open_device
 from opusim.devices.simulated import IdealDevice
 from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable
+from tests.support.packages import install
 
 
 class MirrorDevice(IdealDevice):
@@ -17,13 +17,6 @@ class MirrorDevice(IdealDevice):
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         return -super()._project(x)
-
-
-def installed(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
-    """Adds entry points of other packages."""
-    real = kinds.entry_points
-    added = [EntryPoint(name, value, kinds.ENTRY_POINT_GROUP) for name, value in values.items()]
-    monkeypatch.setattr(kinds, "entry_points", lambda group: [*added, *real(group=group)])
 
 
 def mirror_file(folder: Path, kind: str) -> Path:
@@ -64,19 +57,22 @@ def test_a_registered_kind_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_broken_package_is_a_device_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, broken="no_such_driver:Device", ideal="thief:IdealDevice")
+    points = {"broken": "no_such_driver:Device", "ideal": "thief:IdealDevice"}
+    install(monkeypatch, tmp_path / "lab", "lab", kinds.ENTRY_POINT_GROUP, points)
     with pytest.raises(
-        DeviceUnavailable, match="kind 'broken' does not import: No module named 'no_such_driver'"
+        DeviceUnavailable,
+        match=r"kind: 'broken' cannot be used, no_such_driver:Device of package 'lab' does not import \(.*No module",
     ):
         open_device(mirror_file(tmp_path, "broken"))
     open_device("ideal", n_inputs=2, n_outputs=3).close()  # opusim's own kinds cannot be taken
 
 
 def test_a_kind_of_two_packages_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, ours="one:Device")
-    installed(monkeypatch, ours="other:Device")
+    for name in ("one", "other"):
+        install(monkeypatch, tmp_path / name, name, kinds.ENTRY_POINT_GROUP, {"ours": f"{name}:Device"})
     with pytest.raises(
-        ConfigError, match=r"'ours' is brought by several packages \(one:Device, other:Device\)"
+        DeviceUnavailable,
+        match=r"'ours' is brought by several packages \(one:Device of one, other:Device of other\)",
     ):
         open_device(mirror_file(tmp_path, "ours"))
 

@@ -18,6 +18,7 @@ from opusim.devices.kinds import register_device
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, DeviceFault, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
+from tests.support.packages import install
 
 pytestmark = pytest.mark.compiled
 
@@ -70,16 +71,10 @@ def test_a_subclass_of_the_camera_has_a_kind_of_its_own(tmp_path: Path) -> None:
 
 
 def test_an_installed_kind_of_camera_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Point:
-        name = "bench_camera"
-
-        value = "bench:BenchCamera"
-        dist = None
-
-        def load(self) -> object:
-            return BenchCamera
-
-    monkeypatch.setattr(kinds, "entry_points", lambda **_: [Point()])
+    install(
+        monkeypatch, tmp_path / "lab", "bench", "opusim.devices", {"bench_camera": f"{__name__}:BenchCamera"}
+    )
+    monkeypatch.setattr(kinds, "_registered", {})
     with open_device(file(tmp_path, "bench_camera"), **WINDOW) as device:
         assert isinstance(device, BenchCamera)
 

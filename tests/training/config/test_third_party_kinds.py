@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar, Literal
 
 import pytest
 
 from opusim.errors import ConfigError
+from tests.support.packages import install
 from training.cli.options import key_rows
 from training.config.reading import load_config
+from training.config.sections import ProtectionSection
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = [ROOT / "tests" / "support" / f"third_party_{what}" for what in ("trainer", "protection")]
@@ -65,6 +68,23 @@ def test_their_keys_are_checked_and_completed() -> None:
         load_config({"trainer": {"kind": "zo"}, "protection": {"kind": "shield"}})
 
 
+def test_a_section_keeps_what_it_defines_instead_of_a_field() -> None:
+    class Fixed(ProtectionSection):
+        clip_norm: ClassVar[float] = 0.5
+        kind: Literal["fixed"] = "fixed"
+
+        @property
+        def noise_multiplier(self) -> float:
+            return 3.0
+
+    class Renamed(Fixed):
+        kind: Literal["renamed"] = "renamed"
+
+    for section in (Fixed(), Renamed()):
+        assert (section.clip_norm, section.clip, section.noise_multiplier) == (0.5, 0.5, 3.0)
+        assert (section.noise, section.divisor, section.epsilon) == ("digital", None, None)
+
+
 def test_options_explains_them() -> None:
     assert key_rows("softmax")[-1] == ("trainer.temperature", "1.0", "Temperature that divides the logits.")
     assert any("[softmax]" in meaning for _, _, meaning in key_rows(search="temperature"))
@@ -81,13 +101,9 @@ def test_options_explains_them() -> None:
 def test_a_broken_package_is_one_line_and_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, reason: str
 ) -> None:
-    facts = tmp_path / "broken-1.0.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text(f"[opusim.trainers]\nbroken = {target}\npdfa = {target}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    install(monkeypatch, tmp_path, "broken", "opusim.trainers", {"broken": target, "pdfa": target})
     with pytest.raises(
-        ConfigError, match=f"trainer.kind: 'broken' cannot be used.*{reason}.*repair its package"
+        ConfigError, match=f"trainer.kind: 'broken' cannot be used.*{reason}.*repair or remove that package"
     ):
         load_config({"trainer": {"kind": "broken"}})
     assert load_config().trainer.kind == "pdfa"  # a package cannot replace a kind of opusim

@@ -14,6 +14,7 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
 from accounting.ledger.ledger import read_ledger
 from opusim.errors import ConfigError
+from training.attacks.mechanism.audit import audit_mechanism
 from training.attacks.run_audit import audit_run
 from training.config.reading import load_config
 from training.config.sections import TrainerSection
@@ -94,6 +95,9 @@ def test_it_is_priced_resumed_and_audited(
         found = audit_run(tmp_path / "run", data=arrays(), trials=60)
     assert found.findings
     assert load_run(tmp_path / "run").config == run.config
+    brought = {"softmax": "lab-softmax", "shield": "lab-shield"}
+    for kind in (trainer, protection["kind"]):
+        assert kind not in brought or run.facts["versions"][brought[kind]] == "1.0"
 
 
 RECORD = {"kind": "record", "epsilon": 3.0}
@@ -184,3 +188,9 @@ def test_labels_are_not_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(NoProtection, "soft_labels", lambda self, device, folder: Flat())
     with pytest.raises(NoGuarantee, match=f"needs a trainer that applies 'soft labels'.*'{trainer}'"):
         train(config(trainer), data=arrays(), folder=tmp_path / "run")
+
+
+def test_the_self_test_takes_a_protection_of_another_package() -> None:
+    found = audit_mechanism("bp", settings=["protection.kind=shield"], steps=40, seed=1, level=1e-6)
+    assert found.holds
+    assert (found.protection, found.records, len(found.checks)) == ("shield", 400, 15)

@@ -15,14 +15,17 @@ from accounting.labels.mechanisms import RandomizedResponse
 from accounting.ledger.ledger import read_ledger
 from opusim import checks
 from opusim.description.loading import load_description
+from opusim.description.section import BadKey
 from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
 from training.attacks.mechanism.checks import Released, checked, response_checks
 from training.attacks.mechanism.readings import noisy_readings, released_steps, responses
 from training.attacks.mechanism.report import Check, MechanismAudit
 from training.attacks.mechanism.subjects import SUBJECTS, Subject
+from training.config.kinds import PROTECTIONS
 from training.config.reading import flat, load_config, merged, parse_setting
 from training.config.run import RunConfig
+from training.config.sections import ProtectionSection
 from training.data import Dataset
 from training.engine.session import train
 from training.runs.folder import RunFolder
@@ -32,10 +35,7 @@ RUNS = 2
 MIN_STEPS = 40
 MIN_FREE = 40
 """Smallest number of components of a step that no record touches."""
-_RECORDS = 400
 _BATCH = 40
-_LABELS = {"label-readout": 1000, "label-randomized-response": 4000}
-"""Records of a run that reads or randomizes each label once."""
 _LABEL_CLASSES = 10
 _QUIET_SIGMA, _LARGEST_SIGMA = 1e-3, 0.01
 """Noise in a simulated device's readings: the default, and the largest at which a contribution's direction is known (at
@@ -124,6 +124,7 @@ def audit_mechanism(
         cpu_s=time.process_time() - started,
         checks=found,
         one_look=config.protection.one_look,
+        quiet_device=config.trainer.kind == "pdfa" and config.protection.protects == "records",
     )
 
 
@@ -176,23 +177,30 @@ def _configured(kind: str, mode: str, steps: int, settings: Sequence[str]) -> tu
         asked = merged(asked, parse_setting(setting))
     _require_free(kind, asked)
     options = merged({"protection": {"kind": "record"}}, asked)
-    protection = str(options["protection"]["kind"])
+    protection = _protection(options["protection"]["kind"])
     _require_steps(kind, protection)
-    defaults = merged(subject.defaults, _strength(protection, options["protection"]))
+    defaults = _defaults(subject, protection, options["protection"])
     if "device" not in asked and kind == "pdfa":
         defaults = merged(defaults, {"device": {"noise": {"sigma": _QUIET_SIGMA}}})
     values = merged(merged(_common(kind, mode, protection, subject), defaults), options)
     config = load_config(values)
     _require_quiet(config)
     _require_contrasts(config)
-    if protection in _LABELS:
+    if protection.one_look:
         return subject, config
     return subject, load_config(values, changes=_descent(config, subject, steps))
 
 
-def _common(kind: str, mode: str, protection: str, subject: Subject) -> dict[str, Any]:
+def _protection(kind: object) -> type[ProtectionSection]:
+    try:
+        return PROTECTIONS.find(kind)
+    except BadKey as error:
+        raise ConfigError("--set", error.key, error.reason) from error
+
+
+def _common(kind: str, mode: str, protection: type[ProtectionSection], subject: Subject) -> dict[str, Any]:
     """Return the keys that all runs of a self-test set."""
-    once = protection in _LABELS
+    once = protection.one_look
     values: dict[str, Any] = {
         "mode": mode,
         "threads": 1,
@@ -202,12 +210,29 @@ def _common(kind: str, mode: str, protection: str, subject: Subject) -> dict[str
             "n_classes": _LABEL_CLASSES if once else subject.n_classes,
             "standardise": False,
         },
-        "sampler": {"batch_size": _LABELS.get(protection, _BATCH)},
+        "sampler": {"batch_size": protection.tested_records if once else _BATCH},
         "trainer": {"kind": kind},
     }
-    if protection in ("record", "label-amplified"):
+    if protection.poisson:
         values["sampler"]["scheme"] = "poisson"
     return values | ({"model": {"hidden": [8]}} if once else {})
+
+
+def _defaults(
+    subject: Subject, protection: type[ProtectionSection], asked: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the subject's keys and the strength at which the protection is tested, if its section has those keys.
+
+    A noise multiplier is left to the calibration if only an epsilon is asked for.
+    """
+    strength = dict(protection.tested_with)
+    if "epsilon" in asked and "epsilon" not in strength:
+        strength.pop("noise_multiplier", None)
+    found = merged(subject.defaults, {"protection": strength})
+    found["protection"] = {
+        key: value for key, value in found["protection"].items() if key in protection.model_fields
+    }
+    return found
 
 
 def _descent(config: RunConfig, subject: Subject, steps: int) -> dict[str, Any]:
@@ -216,14 +241,14 @@ def _descent(config: RunConfig, subject: Subject, steps: int) -> dict[str, Any]:
     Raises:
         ConfigError: The batch size does not fit the records.
     """
-    size = config.sampler.batch_size
-    if size > _RECORDS // 4 or _RECORDS % size:
+    size, records = config.sampler.batch_size, config.protection.tested_records
+    if size > records // 4 or records % size:
         raise ConfigError(
             "--set",
             "sampler.batch_size",
-            f"{size} must divide the {_RECORDS} records of the self-test and be at most a quarter of them",
+            f"{size} must divide the {records} records of the self-test and be at most a quarter of them",
         )
-    per_epoch = _RECORDS // size
+    per_epoch = records // size
     epochs = -(-steps // per_epoch)
     return {
         "epochs": epochs,
@@ -232,23 +257,11 @@ def _descent(config: RunConfig, subject: Subject, steps: int) -> dict[str, Any]:
     }
 
 
-def _strength(protection: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return defaults for the strength of the protection."""
-    once = {"epsilon": 2.0}
-    found: dict[str, dict[str, Any]] = {
-        "label-budget": {"noise_multiplier": 1.0, "epsilon": 50.0},  # no record exhausts this budget
-        "label-amplified": {"noise_multiplier": 1.0, "clip_norm": 0.005},
-        "label-readout": once | {"clip_norm": None},
-        "label-randomized-response": once | {"clip_norm": None},
-    }
-    chosen = found.get(protection, {"noise_multiplier": 1.0} if "epsilon" not in asked else {})
-    return {"protection": chosen}
-
-
 def _dataset(subject: Subject, config: RunConfig) -> Dataset:
-    n = _LABELS.get(config.protection.kind, _RECORDS)
     perturbation = float(getattr(config.trainer, "perturbation", 0.0))
-    dataset = subject.dataset(n, clip=_clip(config, subject), perturbation=perturbation)
+    dataset = subject.dataset(
+        config.protection.tested_records, clip=_clip(config, subject), perturbation=perturbation
+    )
     return replace(dataset, n_classes=config.data.n_classes or subject.n_classes)
 
 
@@ -258,8 +271,7 @@ def _clip(config: RunConfig, subject: Subject) -> float:
 
 
 def _total_steps(config: RunConfig) -> int:
-    records = _LABELS.get(config.protection.kind, _RECORDS)
-    return config.epochs * max(1, round(records / config.sampler.batch_size))
+    return config.epochs * max(1, round(config.protection.tested_records / config.sampler.batch_size))
 
 
 def _require_free(kind: str, asked: Mapping[str, Any]) -> None:
@@ -276,20 +288,21 @@ def _require_free(kind: str, asked: Mapping[str, Any]) -> None:
             )
 
 
-def _require_steps(kind: str, protection: str) -> None:
+def _require_steps(kind: str, protection: type[ProtectionSection]) -> None:
     """Refuse a protection without protected steps.
 
     Raises:
         NoGuarantee: Nothing is protected, or only the last iterate is released.
     """
-    if protection == "last-iterate":
+    name = protection.model_fields["kind"].default
+    if protection.last_iterate:
         raise NoGuarantee(
-            "protection.kind = 'last-iterate' releases only the last model, so there is no step to test; test the same "
+            f"protection.kind = {name!r} releases only the last model, so there is no step to test; test the same "
             "noise and clip with protection.kind=record"
         )
-    if protection == "none":
+    if protection.protects == "nothing":
         raise NoGuarantee(
-            f"protection.kind = 'none': no guarantee covers the steps of {kind}, so there is nothing to test; use "
+            f"protection.kind = {name!r}: no guarantee covers the steps of {kind}, so there is nothing to test; use "
             "protection.kind=record"
         )
 

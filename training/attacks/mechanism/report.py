@@ -63,6 +63,7 @@ class MechanismAudit:
         cpu_s: Processor time, seconds.
         checks: All checks.
         one_look: Whether the labels are read or randomized once, so that there are no steps.
+        quiet_device: Whether records were protected and the noise of the device's readings was kept small.
     """
 
     kind: str
@@ -78,6 +79,7 @@ class MechanismAudit:
     cpu_s: float
     checks: tuple[Check, ...]
     one_look: bool = False
+    quiet_device: bool = False
 
     @property
     def alarms(self) -> tuple[Check, ...]:
@@ -168,6 +170,6 @@ def _limits(found: MechanismAudit) -> str:
         "rounding of floating-point numbers; a last iterate, which releases no steps; noise along a record's "
         "contribution in a single parameter, and so all noise of a parameter with one number"
     )
-    if found.protection == "record" and found.kind == "pdfa":
+    if found.quiet_device:
         text += "; a device's noise in its readings, which is kept small here"
     return f"{text}. Agreement does not prove privacy."

@@ -2,7 +2,7 @@
 
 import torch
 
-from opusim.usage import Usage
+from opusim.devices.usage import Usage
 from training.engine.algorithm import Algorithm
 from training.engine.trainer import StepRecord, Trainer
 from training.networks.functions import cross_entropy

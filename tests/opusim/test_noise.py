@@ -9,8 +9,9 @@ import pytest
 
 from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
 from tests.support.discrete_noise import DiscreteNoise
+from tests.support.packages import metadata
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 LAPLACE = """
 from dataclasses import dataclass
 from typing import ClassVar
@@ -67,12 +68,7 @@ def test_a_summary_is_short_and_tells_models_apart() -> None:
 
 def test_a_law_of_another_package_is_read_back(tmp_path: Path) -> None:
     """Its class is found by its entry point, without an import by the reader."""
-    (tmp_path / "lab_laws.py").write_text(LAPLACE)
-    (tmp_path / "lab_laws-1.0.dist-info").mkdir()
-    (tmp_path / "lab_laws-1.0.dist-info" / "entry_points.txt").write_text(
-        "[opusim.noise_laws]\nlab-laplace = lab_laws:Laplace\n"
-    )
-    (tmp_path / "lab_laws-1.0.dist-info" / "METADATA").write_text("Name: lab_laws\nVersion: 1.0\n")
+    metadata(tmp_path, "lab_laws", "opusim.noise_laws", {"lab-laplace": "lab_laws:Laplace"}, LAPLACE)
     code = (
         "from opusim.noise import NoiseModel; m = NoiseModel.from_json({'law': 'lab-laplace', 'scale': 2.0}); "
         "print(m.describe(), m.to_json() == {'law': 'lab-laplace', 'scale': 2.0, 'beta': 0.0}, m.summary()['beta'])"
@@ -87,7 +83,7 @@ def test_a_law_has_a_class_and_a_name_of_its_own() -> None:
         type("Wider", (GaussianNoise,), {"law": "wider"})
     with pytest.raises(TypeError, match="Nameless: names no law"):
         type("Nameless", (NoiseModel,), {})
-    with pytest.raises(TypeError, match=r"law = 'gaussian' is taken by opusim.noise.laws.GaussianNoise"):
+    with pytest.raises(TypeError, match=r"law = 'gaussian' is taken by opusim.noise.GaussianNoise"):
         type("Gaussian", (NoiseModel,), {"law": "gaussian"})
 
 

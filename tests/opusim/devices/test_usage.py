@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from opusim.usage import Usage, UsageMeter
+from opusim.devices.usage import Usage, UsageMeter
 
 
 def test_the_meter_counts_seconds_and_joules() -> None:

@@ -16,12 +16,11 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from importlib.metadata import entry_points
 from typing import Any, ClassVar, final
 
 import numpy as np
 
-from opusim import checks
+from opusim import checks, plugins
 
 ENTRY_POINT_GROUP = "opusim.noise_laws"
 JsonObject = dict[str, Any]
@@ -86,14 +85,17 @@ class NoiseModel(ABC):
         """Return the model that `to_json` wrote.
 
         Raises:
-            ValueError: the law is unknown, or its numbers are out of range.
+            ValueError: the law is unknown, its package cannot be used, or its numbers are out of range.
             TypeError: a number is missing, or one too many is there.
         """
         arguments = dict(content)
         law = arguments.pop("law", None)
-        if law not in NoiseModel._laws:
-            for point in entry_points(group=ENTRY_POINT_GROUP, name=str(law)):
-                point.load()  # its class registers itself
+        if law in plugins.names(ENTRY_POINT_GROUP):
+            plugins.load(  # its class registers itself
+                ENTRY_POINT_GROUP,
+                str(law),
+                accept=lambda found: None if getattr(found, "law", None) == law else "is no law of that name",
+            )
         remedy = "install the package that brings this law, or a newer version of opusim"
         checks.choice(tuple(NoiseModel._laws), law=law, remedy=remedy)
         return NoiseModel._laws[law](**arguments)

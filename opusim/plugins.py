@@ -1,0 +1,121 @@
+"""What installed packages add to opusim: devices, trainers, protections, mechanisms and noise laws, by entry point.
+
+One rule holds for every group. opusim's own entry points win; no package can replace them. A name that two other
+packages bring is refused when it is used. A package that cannot be imported, whatever it raises, costs one line and
+disturbs no other: it is named in the error if it is needed, and in a warning, once a process, if a list passes over it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from opusim.errors import OpusimError
+
+_LOG = logging.getLogger("opusim")
+_OURS = "opusim"
+LoadedT = TypeVar("LoadedT")
+
+
+class PluginError(OpusimError, ValueError):
+    """An entry point that cannot be used; the message, one line, names its package."""
+
+
+@dataclass(frozen=True)
+class _Plugin:
+    """An entry point, and the name of the distribution that declares it."""
+
+    point: EntryPoint
+    package: str
+
+    def unusable(self, problem: str) -> PluginError:
+        """Return the error that says what is wrong with it."""
+        source = f"{self.point.value} of package {self.package!r}"
+        return PluginError(
+            f"{self.point.name!r} cannot be used, {source} {problem}; repair or remove that package"
+        )
+
+
+def names(group: str) -> list[str]:
+    """Return the names that are installed in a group, in alphabetical order."""
+    return sorted(_installed(group))
+
+
+def package(group: str, name: str) -> str:
+    """Return the distribution that brings a name, or several of them separated by commas; "" if none does."""
+    return ", ".join(sorted({plugin.package for plugin in _installed(group).get(name, ())}))
+
+
+def is_ours(group: str, name: str) -> bool:
+    """Whether opusim itself brings a name."""
+    return package(group, name) == _OURS
+
+
+def load(group: str, name: str, *, accept: Callable[[Any], str | None] = lambda found: None) -> Any:
+    """Import what a name stands for.
+
+    Args:
+        group: The entry-point group, such as "opusim.trainers".
+        name: One of `names`.
+        accept: Returns what is wrong with the object, such as "is no TrainerSection", or None.
+
+    Raises:
+        PluginError: No package or several packages bring the name, its import fails, or `accept` objects.
+    """
+    found = _installed(group).get(name, ())
+    if not found:
+        raise PluginError(f"{name!r} is not installed in {group}; install the package that brings it")
+    if len(found) > 1:
+        values = ", ".join(sorted(f"{plugin.point.value} of {plugin.package}" for plugin in found))
+        raise PluginError(f"{name!r} is brought by several packages ({values}); remove all but one")
+    (plugin,) = found
+    try:
+        loaded = plugin.point.load()
+    except Exception as error:  # a third party's module may raise anything
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise plugin.unusable(f"does not import ({told})") from error
+    problem = accept(loaded)
+    if problem is not None:
+        raise plugin.unusable(problem)
+    return loaded
+
+
+def load_all(group: str, load_one: Callable[[str], LoadedT]) -> dict[str, LoadedT]:
+    """Load every name of a group, by a function that raises PluginError; warn of one that cannot be used."""
+    found = {}
+    for name in names(group):
+        try:
+            found[name] = load_one(name)
+        except PluginError as error:
+            _warn(f"opusim: {group}: {error}")
+    return found
+
+
+@functools.cache
+def _warn(line: str) -> None:
+    """Log a line, the first time that it is said."""
+    _LOG.warning(line)
+
+
+def _installed(group: str) -> Mapping[str, tuple[_Plugin, ...]]:
+    return _scanned(group, tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=32)
+def _scanned(group: str, path: tuple[str, ...]) -> Mapping[str, tuple[_Plugin, ...]]:
+    """Return the entry points of a group on a search path, by name; opusim's own leave no other."""
+    found: dict[str, dict[str, _Plugin]] = {}
+    named = functools.cache(lambda distribution: "" if distribution is None else distribution.name)
+    for point in entry_points(group=group):
+        same = found.setdefault(point.name, {})
+        same.setdefault(point.value, _Plugin(point, named(point.dist)))
+    return {name: _preferred(tuple(same.values())) for name, same in found.items()}
+
+
+def _preferred(plugins: tuple[_Plugin, ...]) -> tuple[_Plugin, ...]:
+    return tuple(plugin for plugin in plugins if plugin.package == _OURS) or plugins

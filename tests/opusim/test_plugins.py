@@ -1,0 +1,117 @@
+"""One rule for what other packages add: ours win, two packages clash, a broken one costs one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accounting.mechanisms import Mechanism, mechanism_class, mechanism_classes
+from accounting.records.additive_noise import Gaussian
+from opusim import plugins
+from opusim.devices.kinds import device_factory, device_kinds
+from opusim.devices.simulated import IdealDevice
+from opusim.noise import GaussianNoise, NoiseModel
+from tests.support.packages import install, metadata
+from training.config.kinds import PROTECTIONS, TRAINERS
+
+ROOT = Path(__file__).parents[2]
+LAW = {"std": 0.5, "n_outputs": 2}
+GROUPS: dict[str, tuple[str, Callable[[str], Any], Callable[[], Any]]] = {
+    "opusim.devices": ("ideal", lambda name: device_factory("file", name), device_kinds),
+    "opusim.trainers": ("bp", TRAINERS.find, TRAINERS.every),
+    "opusim.protections": ("record", PROTECTIONS.find, PROTECTIONS.every),
+    "opusim.mechanisms": ("gaussian", mechanism_class, mechanism_classes),
+    "opusim.noise_laws": (
+        "gaussian",
+        lambda name: type(NoiseModel.from_json({"law": name, **LAW})),
+        lambda: plugins.names("opusim.noise_laws"),
+    ),
+}
+EVERY = pytest.mark.parametrize("group", list(GROUPS))
+RAISES = "raise RuntimeError('no licence\\nfor this machine')"
+
+
+@EVERY
+def test_a_package_replaces_nothing_of_ours(
+    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, find, _ = GROUPS[group]
+    before = find(ours)
+    install(monkeypatch, tmp_path, "thief", group, {ours: "thief:Stolen"}, RAISES)
+    assert find(ours) is before
+    assert plugins.is_ours(group, ours)
+    assert before in (IdealDevice, Gaussian, GaussianNoise) or before.__module__.startswith("training.")
+
+
+@EVERY
+def test_a_name_of_two_packages_is_refused(
+    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, tmp_path / "1", "first", group, {"taken": "json:JSONDecoder"})
+    install(monkeypatch, tmp_path / "2", "second", group, {"taken": "json:JSONEncoder"})
+    said = r"'taken' is brought by several packages \(json:JSONDecoder of first, json:JSONEncoder of second\); remove"
+    with pytest.raises(Exception, match=said) as caught:
+        GROUPS[group][1]("taken")
+    assert "\n" not in str(caught.value)
+
+
+@EVERY
+def test_a_package_that_raises_is_one_line_and_leaves_the_others(
+    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, find, every = GROUPS[group]
+    install(
+        monkeypatch, tmp_path, f"raising{group[7:]}", group, {"broken": f"raising{group[7:]}:Thing"}, RAISES
+    )
+    said = (
+        r"'broken' cannot be used, raising\w+:Thing of package 'raising\w+' does not import "
+        r"\(RuntimeError: no licence for this machine\); repair or remove that package"
+    )
+    with pytest.raises(Exception, match=said) as caught:
+        find("broken")
+    assert "\n" not in str(caught.value)
+    assert ours in every()
+
+
+def test_a_list_warns_once_of_what_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, tmp_path, "gone", "opusim.trainers", {"gone": "no_such_module:Thing"})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert "gone" not in TRAINERS.every()
+    (line,) = caplog.messages
+    assert line.startswith(
+        "opusim: opusim.trainers: 'gone' cannot be used, no_such_module:Thing of package 'gone'"
+    )
+
+
+def test_a_broken_package_does_not_stop_the_command(tmp_path: Path) -> None:
+    metadata(tmp_path, "costly", "opusim.trainers", {"costly": "costly:Section"}, RAISES)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "COLUMNS": "80"}
+    for arguments in (["--help"], ["options", "sampler"]):
+        command = [sys.executable, "-c", "from training.cli import main; main()", "train", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("\n") == 1
+        assert "'costly' cannot be used" in done.stderr
+        assert "sampl" in done.stdout or "pdfa" in done.stdout
+
+
+def test_no_class_of_another_package_takes_the_kind_of_a_mechanism_of_ours() -> None:
+    with pytest.raises(ValueError, match="kind = 'zo_laplace': is a mechanism of opusim; choose another"):
+        type("Stolen", (Mechanism,), {"kind": "zo_laplace"})
+
+
+def test_a_name_that_no_package_brings_is_refused() -> None:
+    with pytest.raises(plugins.PluginError, match="'warp' is not installed in opusim.trainers"):
+        plugins.load("opusim.trainers", "warp")
+    assert plugins.package("opusim.trainers", "warp") == ""
+    assert plugins.package("opusim.trainers", "bp") == "opusim"

@@ -95,6 +95,7 @@ class Mechanism(ABC):
         noise_field: The parameter that a calibration sets, or None if it has none.
         noise_is_inverse: Whether the noise is 1 over that parameter, as for a mechanism that states its mu.
         priced: Whether `opusim account` has a command for it.
+        formerly: Earlier names of this kind; a ledger or a command that uses one is told the new name.
         absent_means: Parameters that ledgers of earlier versions lack, each with the value that its absence means.
     """
 
@@ -105,6 +106,7 @@ class Mechanism(ABC):
     noise_field: ClassVar[str | None] = None
     noise_is_inverse: ClassVar[bool] = False
     priced: ClassVar[bool] = True
+    formerly: ClassVar[tuple[str, ...]] = ()
     absent_means: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -245,11 +247,24 @@ def mechanism_class(kind: str) -> type[Mechanism]:
         if kind in _INSTALLED:
             _load(_INSTALLED[kind])
     if kind not in _KINDS:
+        _refuse_former_name(kind)
         raise ValueError(
             f"kind = {kind!r}: must be one of {', '.join(mechanism_kinds())}; read it with the opusim that wrote "
             "it, or install the package that has this mechanism"
         )
     return _KINDS[kind]
+
+
+def _refuse_former_name(kind: str) -> None:
+    for name in mechanism_kinds():
+        try:
+            found = mechanism_class(name)
+        except ValueError:  # a broken package has no say about other names
+            continue
+        if kind in found.formerly:
+            raise ValueError(
+                f"kind = {kind!r}: is now {name!r}; use that, and read old ledgers with the opusim that wrote them"
+            )
 
 
 def mechanism_kinds() -> list[str]:

@@ -267,7 +267,7 @@ class LabelBudget(Mechanism):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelReadout(Mechanism):
-    """Noisy readings of every record's label, kept and reused: a step reads every label once."""
+    """One noisy reading of each label, taken before training and reused; `steps` counts how often all are read."""
 
     mu: Annotated[Positive, Doc("Of all readings of one label together, above 0.")]
     device_law: Annotated[
@@ -275,7 +275,8 @@ class LabelReadout(Mechanism):
     ] = False
     beta: ErrorProbability = 0.0
 
-    kind: ClassVar[str] = "label_once"
+    kind: ClassVar[str] = "label_readout"
+    formerly: ClassVar[tuple[str, ...]] = ("label_once",)
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "mu"
     noise_is_inverse: ClassVar[bool] = True

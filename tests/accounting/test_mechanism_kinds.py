@@ -108,6 +108,12 @@ def test_descriptions_survive_json(mechanism: Mechanism) -> None:
     assert mechanism_from_json(json.loads(text)) == mechanism
 
 
+def test_a_former_kind_is_told_its_new_name() -> None:
+    content = LabelReadout(mu=1.0).to_json() | {"kind": "label_once"}
+    with pytest.raises(ValueError, match="^kind = 'label_once': is now 'label_readout'; use that"):
+        mechanism_from_json(content)
+
+
 @pytest.mark.parametrize("mechanism", ALL, ids=_name)
 def test_descriptions_survive_a_ledger(mechanism: Mechanism, tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"

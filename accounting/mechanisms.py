@@ -170,6 +170,19 @@ class Mechanism(ABC):
         changes: dict[str, Any] = {self._noise_parameter(): 1 / noise if self.noise_is_inverse else noise}
         return replace(self, **changes)
 
+    def known_batch(self) -> Mechanism:
+        """Return what an attacker faces who knows which other records are in the batch: no sampling amplifies it.
+
+        The membership game of an audit is played against that attacker.
+
+        Raises:
+            NoGuarantee: The class does not say what is proven against such an attacker.
+        """
+        raise NoGuarantee(
+            f"mechanism {self.kind!r}: states no guarantee for an attacker who knows the batch; "
+            f"override known_batch in {type(self).__name__}"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, with kind and schema version."""
         return {"kind": self.kind, "schema_version": SCHEMA_VERSION} | to_json(self)

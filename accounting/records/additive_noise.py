@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Self
 
 from typing_extensions import Doc
@@ -152,6 +152,10 @@ class PoissonGaussian(AdditiveNoise):
             f"(q = {self.sampling_probability:g}), {counted(self.steps, 'step')}"
         )
 
+    def known_batch(self) -> Self:
+        """Return the same mechanism with q = 1."""
+        return replace(self, sampling_probability=1.0)
+
     def as_noise(self) -> numerics.NoisySum:
         """Return the noise in numbers."""
         return numerics.NoisySum(
@@ -176,6 +180,10 @@ class Gaussian(AdditiveNoise):
         """Return what ran, in a few words."""
         return f"Gaussian noise, multiplier {self.noise_multiplier:g}, on all records, {counted(self.steps, 'step')}"
 
+    def known_batch(self) -> Self:
+        """Return the mechanism itself: its batch is all records."""
+        return self
+
     def as_noise(self) -> numerics.NoisySum:
         """Return the noise in numbers."""
         return numerics.NoisySum(law="gaussian", scale=self.noise_multiplier, steps=self.steps)
@@ -198,6 +206,10 @@ class PoissonLaplace(AdditiveNoise):
             f"Laplace noise, scale {self.scale:g}, on Poisson batches (q = {self.sampling_probability:g}), "
             f"{counted(self.steps, 'step')}"
         )
+
+    def known_batch(self) -> Self:
+        """Return the same mechanism with q = 1."""
+        return replace(self, sampling_probability=1.0)
 
     def as_noise(self) -> numerics.NoisySum:
         """Return the noise in numbers."""

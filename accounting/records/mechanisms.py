@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self
 
 from typing_extensions import Doc
@@ -90,6 +90,10 @@ class ClippedRecords(Mechanism):
             f"multiplier {self.noise_multiplier:g}, Poisson batches (q = {self.sampling_probability:g}), "
             f"{counted(self.steps, 'step')}, divided by {self.divisor:g}"
         )
+
+    def known_batch(self) -> Self:
+        """Return the same mechanism with q = 1."""
+        return replace(self, sampling_probability=1.0)
 
     def as_noise(self) -> numerics.NoisySum:
         """Return the noise in numbers."""

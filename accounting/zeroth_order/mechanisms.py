@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self
 
 from typing_extensions import Doc
@@ -108,6 +108,10 @@ class ZoScalars(Mechanism):
     ] = Adjacency.ADD_OR_REMOVE_ONE
 
     absent_means: ClassVar[Mapping[str, Any]] = {"relation": Adjacency.ZERO_OUT}
+
+    def known_batch(self) -> Self:
+        """Return the same mechanism with q = 1."""
+        return replace(self, sampling_probability=1.0)
 
     def _batches(self) -> str:
         """The sampling, in a few words."""

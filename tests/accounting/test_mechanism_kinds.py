@@ -168,6 +168,31 @@ def test_a_budget_stops_every_kind(mechanism: Mechanism, tmp_path: Path) -> None
         assert ledger.guarantees()[0].epsilon <= 1.0
 
 
+KNOWN_BATCH = (
+    RecordCentral,
+    RecordReplaced,
+    ZoGaussian,
+    ZoLaplace,
+    PoissonGaussian,
+    PoissonLaplace,
+    Gaussian,
+)
+
+
+@pytest.mark.parametrize("mechanism", ALL, ids=_name)
+def test_a_known_batch_is_never_amplified(mechanism: Mechanism) -> None:
+    """q = 1, at no smaller epsilon; a kind that says nothing of such an attacker is named."""
+    if not isinstance(mechanism, KNOWN_BATCH):
+        with pytest.raises(NoGuarantee, match=f"^mechanism '{mechanism.kind}': states no guarantee for"):
+            mechanism.known_batch()
+        return
+    known = mechanism.known_batch()
+    assert type(known) is type(mechanism)
+    assert getattr(known, "sampling_probability", 1.0) == 1.0
+    sampled = guarantees([mechanism], delta=DELTA)[0]
+    assert guarantees([known], delta=DELTA)[0].epsilon >= sampled.epsilon
+
+
 def test_enforced_assumptions_are_marked_and_the_others_are_not() -> None:
     for mechanism in CALIBRATED:
         trusted, checked = (

@@ -90,7 +90,7 @@ class Mechanism(ABC):
     option in `opusim account`, and a rule is called as `rule(field=value)` and raises ValueError.
 
     Attributes:
-        kind: Its name in ledgers; a subclass that sets it is registered.
+        kind: Its name in ledgers; a subclass that sets it is registered, and none may inherit it.
         unit: What one neighbouring change concerns.
         noise_field: The parameter that a calibration sets, or None if it has none.
         noise_is_inverse: Whether the noise is 1 over that parameter, as for a mechanism that states its mu.
@@ -111,6 +111,11 @@ class Mechanism(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if "kind" not in vars(cls) and hasattr(cls, "kind"):
+            raise ValueError(
+                f"class {cls.__name__}: inherits kind = {cls.kind!r}, so that a ledger would be read back as another "
+                "class; give it a kind of its own"
+            )
         if "kind" in vars(cls):
             known = _KINDS.setdefault(cls.kind, cls)
             if known.__qualname__ != cls.__qualname__ or known.__module__ != cls.__module__:

@@ -114,6 +114,14 @@ def test_a_former_kind_is_told_its_new_name() -> None:
         mechanism_from_json(content)
 
 
+def test_a_subclass_may_not_inherit_a_kind() -> None:
+    """A ledger would be read back as the parent, and priced by the parent's theorem."""
+    with pytest.raises(
+        ValueError, match="^class Cheaper: inherits kind = 'gaussian', so that a ledger would"
+    ):
+        type("Cheaper", (Gaussian,), {"guarantees": classmethod(lambda cls, mechanisms, **other: [])})
+
+
 @pytest.mark.parametrize("mechanism", ALL, ids=_name)
 def test_descriptions_survive_a_ledger(mechanism: Mechanism, tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"

@@ -152,6 +152,15 @@ class Mechanism(ABC):
             NoGuarantee: No theorem covers them together.
         """
 
+    @classmethod
+    def starting_noise(cls, parameters: Mapping[str, Any]) -> float:
+        """Return a valid value of `noise_field`, from which a calibration starts.
+
+        Args:
+            parameters: The other parameters; those that are missing are None.
+        """
+        return 1.0
+
     @property
     def noise(self) -> float:
         """How strong the noise is: more of it never costs more epsilon.

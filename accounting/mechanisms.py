@@ -274,24 +274,11 @@ def mechanism_class(kind: str) -> type[Mechanism]:
         if kind in _INSTALLED:
             _load(_INSTALLED[kind])
     if kind not in _KINDS:
-        _refuse_former_name(kind)
         raise ValueError(
             f"kind = {kind!r}: must be one of {', '.join(mechanism_kinds())}; read it with the opusim that wrote "
             "it, or install the package that has this mechanism"
         )
     return _KINDS[kind]
-
-
-def _refuse_former_name(kind: str) -> None:
-    for name in mechanism_kinds():
-        try:
-            found = mechanism_class(name)
-        except ValueError:  # a broken package has no say about other names
-            continue
-        if kind in found.formerly:
-            raise ValueError(
-                f"kind = {kind!r}: is now {name!r}; use that, and read old ledgers with the opusim that wrote them"
-            )
 
 
 def mechanism_kinds() -> list[str]:
@@ -321,6 +308,7 @@ def mechanism_from_json(content: Mapping[str, Any]) -> Mechanism:
     """
     values = dict(content)
     kind, version = values.pop("kind", None), values.pop("schema_version", None)
+    _refuse_former_name(str(kind))
     found = mechanism_class(str(kind))
     if version != SCHEMA_VERSION:
         raise ValueError(
@@ -333,6 +321,19 @@ def mechanism_from_json(content: Mapping[str, Any]) -> Mechanism:
             f"{kind}: parameters missing or not known: {', '.join(sorted(odd))}; read it with the opusim that wrote it"
         )
     return from_json(found, values)
+
+
+def _refuse_former_name(kind: str) -> None:
+    known = mechanism_kinds()
+    for name in known if kind not in known else ():
+        try:
+            found = mechanism_class(name)
+        except ValueError:  # a broken package has no say about other names
+            continue
+        if kind in found.formerly:
+            raise ValueError(
+                f"kind = {kind!r}: is now {name!r}; use that, and read old ledgers with the opusim that wrote them"
+            )
 
 
 def counted(number: int, word: str) -> str:

@@ -18,7 +18,7 @@ import typer
 from accounting.calibration import calibrate
 from accounting.composition import guarantees
 from accounting.convex.mechanisms import ConvexLastIterate
-from accounting.convex.planning import Plan, least_regularisation, most_epochs, plans
+from accounting.convex.planning import least_regularisation, most_epochs, priced_descents
 from accounting.devices.readings import DeviceReadings, device_readings_guarantee
 from accounting.errors import NoGuarantee
 from accounting.explanation import explain, explain_theorem
@@ -73,7 +73,11 @@ def photon_counts_command(
     show([device_readings_guarantee(read, delta)], [], as_json=as_json)
 
 
-@app.command("convex-plan")
+@app.command(
+    "convex-plan",
+    help="Plan a last-iterate run: the least noise for several numbers of epochs or, with --noise-multiplier, the "
+    "least regularisation and the most epochs.",
+)
 def convex_plan(
     target_epsilon: Annotated[float, typer.Option(help="Largest epsilon of the last iterate, above 0.")],
     batches: Annotated[int, typer.Option(help="k, steps of an epoch: records / batch size.")],
@@ -92,7 +96,7 @@ def convex_plan(
     ] = None,
     delta: Annotated[float, typer.Option(help="Delta of the statement, in (0, 1).")] = 1e-5,
 ) -> None:
-    """Ways to reach an epsilon: the least noise at several lengths; or, for a given noise, lambda or epochs."""
+    """Print the least noise for several numbers of epochs, or what a given noise allows."""
     checks.integer(minimum=1, batches=batches)
     if epochs is not None and noise_multiplier is None:
         raise ValueError(
@@ -109,25 +113,34 @@ def convex_plan(
         noise_multiplier=1.0 if noise_multiplier is None else noise_multiplier,
         final_noise=math.sqrt(batches - 1),
     )
-    if noise_multiplier is None:
-        found = plans(start, target_epsilon=target_epsilon, delta=delta, epochs=_EPOCHS_SHOWN)
-        print_rows([_plan_row(plan) for plan in found])
-        return
-    for name, solve in (("regularisation", least_regularisation), ("epochs", most_epochs)):
+    answer = _show_least_noise if noise_multiplier is None else _show_what_a_noise_allows
+    answer(start, target_epsilon=target_epsilon, delta=delta)
+
+
+def _show_least_noise(start: ConvexLastIterate, *, target_epsilon: float, delta: float) -> None:
+    found = priced_descents(start, target_epsilon=target_epsilon, delta=delta, epochs=_EPOCHS_SHOWN)
+    rows = [
+        {
+            "epochs": str(one.mechanism.epochs),
+            "noise multiplier": f"{one.mechanism.noise_multiplier:.4g}",
+            "noise on a weight [C / records]": f"{one.weight_noise:.4g}",
+            "epsilon": number(one.epsilon),
+        }
+        for one in found
+    ]
+    print_rows(rows)
+
+
+def _show_what_a_noise_allows(start: ConvexLastIterate, *, target_epsilon: float, delta: float) -> None:
+    for label, name, solve in (
+        ("least regularisation", "regularisation", least_regularisation),
+        ("most epochs", "epochs", most_epochs),
+    ):
         try:
             value = getattr(solve(start, target_epsilon=target_epsilon, delta=delta), name)
-            typer.echo(f"{'least' if name == 'regularisation' else 'most'} {name}: {value:.6g}")
+            typer.echo(f"{label}: {value:.6g}")
         except NoGuarantee as refused:
             typer.echo(f"{name}: {refused}")
-
-
-def _plan_row(plan: Plan) -> dict[str, str]:
-    return {
-        "epochs": str(plan.mechanism.epochs),
-        "noise multiplier": f"{plan.mechanism.noise_multiplier:.4g}",
-        "noise on a weight [C / records]": f"{plan.weight_noise:.4g}",
-        "epsilon": number(plan.epsilon),
-    }
 
 
 def explain_command(
@@ -165,7 +178,20 @@ def _mechanism_command(kind: type[Mechanism]) -> None:
         ]
     )
     summary = (inspect.getdoc(kind) or kind.kind).split("\n\n")[0]
-    app.command(kind.kind.replace("_", "-"), help=_escaped(" ".join(summary.split())))(command)
+    name = kind.kind.replace("_", "-")
+    app.command(name, help=_escaped(" ".join(summary.split())))(command)
+    for old in kind.formerly:
+        _former_command(old.replace("_", "-"), name)
+
+
+def _former_command(old: str, new: str) -> None:
+    """Add a hidden command that names the one which replaced it."""
+
+    def command() -> None:
+        raise ValueError(f"opusim account {old}: is now `opusim account {new}`; use that")
+
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(old, hidden=True, context_settings=anything)(command)
 
 
 def _option(parameter: Parameter) -> tuple[Any, Any]:
@@ -197,9 +223,7 @@ def _mechanism(kind: type[Mechanism], values: dict[str, Any], target: float | No
     Raises:
         ValueError: A parameter is missing or out of range.
     """
-    noise, start = kind.noise_field, 1.0
-    if noise == "keep_probability" and values["n_classes"]:  # the class itself refuses 0
-        start = (1 + 1 / values["n_classes"]) / 2
+    noise = kind.noise_field
     if noise is not None and target is not None:
         if values[noise] is not None:
             name = noise.replace("_", "-")
@@ -207,7 +231,7 @@ def _mechanism(kind: type[Mechanism], values: dict[str, Any], target: float | No
                 f"--{name} = {values[noise]:g} and --target-epsilon = {target:g} contradict each other: the target "
                 f"computes the {name.replace('-', ' ')}; leave one of them out"
             )
-        values[noise] = start
+        values[noise] = kind.starting_noise(values)
     for parameter in parameters_of(kind):
         item: Any = parameter.item
         if values[parameter.name] is None and parameter.required:

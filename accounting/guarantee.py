@@ -5,11 +5,12 @@ Records become plain JSON values through pydantic; numbers survive the round tri
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import lazy_loader
 
@@ -32,6 +33,8 @@ def to_json(record: Any) -> dict[str, Any]:
 def from_json(kind: type[R], content: Mapping[str, Any]) -> R:
     """Build a dataclass from what `to_json` returned.
 
+    Values keep their types: neither true nor "5" is a whole number, and "no" is no truth value.
+
     Args:
         kind: The dataclass.
         content: One value for each field without a default; others are ignored.
@@ -39,15 +42,28 @@ def from_json(kind: type[R], content: Mapping[str, Any]) -> R:
     Raises:
         ValueError: A value is missing, has the wrong type or breaks a rule of the dataclass; one line.
     """
+    values = dict(content)
+    for key in [key for key, value in values.items() if value == "inf"]:
+        if _is_number(get_type_hints(kind).get(key)):
+            values[key] = math.inf
     try:
-        return cast(R, _adapter_of(kind).validate_python(dict(content)))
+        return cast(R, _adapter_of(kind).validate_json(json.dumps(values), strict=True))
     except pydantic.ValidationError as error:
-        problem = error.errors()[0]
-        cause = problem.get("ctx", {}).get("error")
-        place = ".".join(str(part) for part in problem["loc"])
-        raise ValueError(
-            str(cause) if cause else f"{place} = {problem['input']!r}: {problem['msg']}"
-        ) from error
+        raise ValueError(_one_line(error.errors()[0])) from error
+
+
+def _one_line(problem: Mapping[str, Any]) -> str:
+    cause = problem.get("ctx", {}).get("error")
+    if cause:
+        return str(cause)
+    place, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
+    shown = "" if isinstance(value, dict | list) else f" = {value!r}"
+    return f"{place}{shown}: {problem['msg']}"
+
+
+def _is_number(hint: Any) -> bool:
+    """Whether a field holds a float, or a float or None."""
+    return float in (hint, *get_args(hint))
 
 
 def _adapter_of(kind: type[Any]) -> Any:

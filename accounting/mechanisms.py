@@ -88,11 +88,12 @@ class Mechanism(ABC):
     option in `opusim account`, and a rule is called as `rule(field=value)` and raises ValueError.
 
     Attributes:
-        kind: Its name in ledgers; a subclass that sets it is registered.
+        kind: Its name in ledgers; a subclass that sets it is registered, and none may inherit it.
         unit: What one neighbouring change concerns.
         noise_field: The parameter that a calibration sets, or None if it has none.
         noise_is_inverse: Whether the noise is 1 over that parameter, as for a mechanism that states its mu.
         priced: Whether `opusim account` has a command for it.
+        formerly: Earlier names of this kind; a ledger or a command that uses one is told the new name.
         absent_means: Parameters that ledgers of earlier versions lack, each with the value that its absence means.
     """
 
@@ -103,10 +104,16 @@ class Mechanism(ABC):
     noise_field: ClassVar[str | None] = None
     noise_is_inverse: ClassVar[bool] = False
     priced: ClassVar[bool] = True
+    formerly: ClassVar[tuple[str, ...]] = ()
     absent_means: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if "kind" not in vars(cls) and hasattr(cls, "kind"):
+            raise ValueError(
+                f"class {cls.__name__}: inherits kind = {cls.kind!r}, so that a ledger would be read back as another "
+                "class; give it a kind of its own"
+            )
         if "kind" in vars(cls):
             is_foreign = not cls.__module__.startswith(f"{__package__}.")
             if is_foreign and plugins.is_ours(ENTRY_POINT_GROUP, cls.kind):
@@ -145,6 +152,15 @@ class Mechanism(ABC):
         Raises:
             NoGuarantee: No theorem covers them together.
         """
+
+    @classmethod
+    def starting_noise(cls, parameters: Mapping[str, Any]) -> float:
+        """Return a valid value of `noise_field`, from which a calibration starts.
+
+        Args:
+            parameters: The other parameters; those that are missing are None.
+        """
+        return 1.0
 
     @property
     def noise(self) -> float:
@@ -292,6 +308,7 @@ def mechanism_from_json(content: Mapping[str, Any]) -> Mechanism:
     """
     values = dict(content)
     kind, version = values.pop("kind", None), values.pop("schema_version", None)
+    _refuse_former_name(str(kind))
     found = mechanism_class(str(kind))
     if version != SCHEMA_VERSION:
         raise ValueError(
@@ -304,6 +321,19 @@ def mechanism_from_json(content: Mapping[str, Any]) -> Mechanism:
             f"{kind}: parameters missing or not known: {', '.join(sorted(odd))}; read it with the opusim that wrote it"
         )
     return from_json(found, values)
+
+
+def _refuse_former_name(kind: str) -> None:
+    known = mechanism_kinds()
+    for name in known if kind not in known else ():
+        try:
+            found = mechanism_class(name)
+        except ValueError:  # a broken package has no say about other names
+            continue
+        if kind in found.formerly:
+            raise ValueError(
+                f"kind = {kind!r}: is now {name!r}; use that, and read old ledgers with the opusim that wrote them"
+            )
 
 
 def counted(number: int, word: str) -> str:

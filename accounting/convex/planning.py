@@ -15,14 +15,14 @@ from opusim import checks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One way to reach an epsilon.
+class PricedDescent:
+    """A descent that reaches an epsilon, with what it costs and how noisy it is.
 
     Attributes:
         mechanism: The descent with its noise.
         epsilon: Its cost, at most the target.
         weight_noise: Standard deviation of all noise on a weight at lambda = 0, in units of C / records: the most that
-            a test record's logit can move. It ranks plans of one learning rate, batch and length by utility.
+            a test record's logit can move. It ranks descents of one learning rate, batch and length by utility.
     """
 
     mechanism: ConvexLastIterate
@@ -30,9 +30,9 @@ class Plan:
     weight_noise: float
 
 
-def plans(
+def priced_descents(
     mechanism: ConvexLastIterate, *, target_epsilon: float, delta: float, epochs: tuple[int, ...]
-) -> list[Plan]:
+) -> list[PricedDescent]:
     """Return the least noise at each number of epochs; fewer epochs need less noise.
 
     Args:
@@ -49,7 +49,7 @@ def plans(
         rates = learning_rates(one)
         shares = math.hypot(math.sqrt(float(rates @ rates)), one.final_noise * one.learning_rate)
         noise = shares * one.noise_multiplier * one.batches
-        found.append(Plan(mechanism=one, epsilon=guarantee.epsilon, weight_noise=noise))
+        found.append(PricedDescent(mechanism=one, epsilon=guarantee.epsilon, weight_noise=noise))
     return found
 
 

@@ -6,10 +6,10 @@ The theorems and their hypotheses stand above the mechanisms that rest on them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from typing_extensions import Doc
 
@@ -267,7 +267,7 @@ class LabelBudget(Mechanism):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelReadout(Mechanism):
-    """Noisy readings of every record's label, kept and reused: a step reads every label once."""
+    """One noisy reading of each label, taken before training and reused; `steps` counts how often all are read."""
 
     mu: Annotated[Positive, Doc("Of all readings of one label together, above 0.")]
     device_law: Annotated[
@@ -275,7 +275,8 @@ class LabelReadout(Mechanism):
     ] = False
     beta: ErrorProbability = 0.0
 
-    kind: ClassVar[str] = "label_once"
+    kind: ClassVar[str] = "label_readout"
+    formerly: ClassVar[tuple[str, ...]] = ("label_once",)
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "mu"
     noise_is_inverse: ClassVar[bool] = True
@@ -354,6 +355,12 @@ class RandomizedResponse(Mechanism):
         if keep == 1:
             raise ValueError(f"epsilon = {epsilon:g}: is so large that the label always stays; ask for less")
         return cls(keep_probability=keep, n_classes=n_classes, steps=steps)
+
+    @classmethod
+    def starting_noise(cls, parameters: Mapping[str, Any]) -> float:
+        """Return a probability between guessing, 1 / n_classes, and certainty."""
+        classes = parameters["n_classes"] or math.inf  # None and 0 are refused afterwards
+        return (1 + 1 / classes) / 2
 
     @property
     def noise(self) -> float:

@@ -10,7 +10,7 @@ are reserved in blocks, one line each, so that not every step waits for a sync.
 
 - experiment mode: noise is keyed by the step, so a re-executed step repeats its release and is paid once.
 - release mode: a re-executed step draws afresh and is charged again. A kill also loses the rest of a block. A
-  process that stops cleanly returns that rest (`Ledger.give_back`) and says so for what it paid once (`note_stop`).
+  process that stops cleanly returns that rest (`Ledger.return_unused`) and says so for what it paid once (`note_stop`).
 
 Entries of the file (`accounting.ledger.journal`): the first has `mode`, `delta` and `enforced`. The others are
 
@@ -25,8 +25,8 @@ Entries of the file (`accounting.ledger.journal`): the first has `mode`, `delta`
 Payments cover what is computed, in release mode also each repetition of a step, whichever process is killed and when:
 1. A step is computed only after `pay(step)` returned, which took this step out of the process's credit. The credit is
    the end of the block in the last line of steps that this process wrote; no other process ever has it.
-2. `give_back` first forgets the credit, then writes the line. The returned steps were in the credit, so no `pay` asked
-   for them, and none can be answered from them later. Every such step is then paid for by a new line.
+2. `return_unused` first forgets the credit, then writes the line. The returned steps were in the credit, so no `pay`
+   asked for them, and none can be answered from them later. Every such step is then paid for by a new line.
 3. A kill before the line is complete returns nothing. A kill after it stops a process that computes nothing any more.
 4. The reader accepts a return only as the end, and never as the whole, of the block in the line directly before, so
    each block is shortened at most once, and by steps that were paid for. Earlier versions refuse the line.
@@ -350,7 +350,7 @@ class Ledger:
             self._budget.require(self.content.mechanisms, mechanisms)
         self._write(Payment(first_step=None, steps=1, mechanisms=mechanisms, name=name))
 
-    def give_back(self) -> None:
+    def return_unused(self) -> None:
         """Return the steps that this process reserved but did not ask `pay` for; only in release mode.
 
         In experiment mode a resumed run finds its reserved steps paid for and does not need them returned.

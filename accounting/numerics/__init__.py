@@ -1,4 +1,4 @@
-"""Privacy mathematics on plain numbers; the only room of accounting that imports scipy and dp_accounting.
+"""RDP and PLD accountants and closed forms on plain numbers; scipy and dp_accounting are imported only here.
 
 Both libraries take half a second to import. The names below are therefore loaded when they are first used, by
 `numerics.gaussian_bounds(...)`, so that describing a mechanism or printing help imports neither.

@@ -8,8 +8,8 @@ from .closed_forms import normal_cdf as normal_cdf
 from .closed_forms import normal_quantile as normal_quantile
 from .closed_forms import renyi_to_epsilon as renyi_to_epsilon
 from .closed_forms import response_bounds as response_bounds
-from .loss_bounds import compose_bounds as compose_bounds
-from .loss_bounds import compose_upper as compose_upper
+from .privacy_loss import compose_bounds as compose_bounds
+from .privacy_loss import compose_upper as compose_upper
 from .sampled_noise import GaussianMixture as GaussianMixture
 from .sampled_noise import NoisySum as NoisySum
 from .sampled_noise import mixture_bounds as mixture_bounds

@@ -17,7 +17,7 @@ from scipy.stats import beta, norm
 from scipy.stats import binom as binomial
 
 from accounting.guarantee import EpsilonBounds
-from accounting.numerics.loss_bounds import ROUNDING
+from accounting.numerics.privacy_loss import ROUNDING
 from opusim import checks
 
 __all__ = [

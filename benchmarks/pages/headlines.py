@@ -14,7 +14,7 @@ PROTECTIONS = {
     "record, DP-SGD": "`record`, `bp` (DP-SGD)",
     "label, amplified": "`label-amplified`, `pdfa`",
     "label, budget": "`label-budget`, `pdfa`",
-    "label, once": "`label-readout`, `pdfa`",
+    "label, readout": "`label-readout`, `pdfa`",
     "label, randomized response": "`label-randomized-response`, `pdfa`",
 }
 

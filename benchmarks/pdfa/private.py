@@ -71,7 +71,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]], tuple[float, .
         NOISE_GRID,
         LABEL_EPSILONS,
     ),
-    "label, once": (
+    "label, readout": (
         merged(merged(LABEL, SMALL_BATCHES), {"protection": {"kind": "label-readout"}}),
         TABLE_GRID,
         LABEL_EPSILONS,

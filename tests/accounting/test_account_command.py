@@ -55,7 +55,7 @@ def account(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         (f"{RECORD} --relation zero_out", "- the number of records is public and the same for both data sets"),
         ("label-budget --budget-mu 0.7", "which of two labels a record had"),
         ("label-amplified --noise-multiplier 5 --sampling-probability 0.1 --steps 10", "batches stay secret"),
-        ("label-once --mu 0.7 --device-law", "proven under a device model"),
+        ("label-readout --mu 0.7 --device-law", "proven under a device model"),
         ("randomized-response --keep-probability 0.5 --n-classes 10", "randomized response over 10 labels"),
         ("poisson-gaussian --noise-multiplier 5 --sampling-probability 0.1 --steps 10", "add_or_remove_one"),
         ("poisson-laplace --scale 5 --sampling-probability 0.1 --steps 10 --delta 0", "DP-ZO"),
@@ -97,7 +97,7 @@ def test_a_target_gives_the_least_noise(account: Account) -> None:
     assert code == 0
     found = float(out.split("noise_multiplier = ")[1].split()[0])
     assert found == pytest.approx(get_sigma_gaussian(1.5, 1e-5), rel=3e-4)
-    for line in ("label-budget", "label-once", "randomized-response --n-classes 10"):
+    for line in ("label-budget", "label-readout", "randomized-response --n-classes 10"):
         assert account(*line.split(), "--target-epsilon", "3")[0] == 0
 
 
@@ -130,6 +130,7 @@ def test_a_run_is_read_from_its_ledger(account: Account, tmp_path: Path) -> None
         ("pdfa-published --layer 1,2,3", "--layer 1,2,3: must be FAN_IN,WIDTH,GMIN,GMAX"),
         ("pdfa-published --batch-size 4", "--layer is missing: give it"),
         ("label-budget --budget-mu 1 --order no", "order = 'no': must be 'published' or 'hardware'"),
+        ("label-once --mu 1", "opusim account label-once: is now `opusim account label-readout`; use that"),
         ("randomized-response --target-epsilon 50 --n-classes 10", "so large that the label always stays"),
         ("run nowhere", "nowhere: there is no ledger; give a run folder that has one"),
         ("convex-plan --target-epsilon 3 --batches 0", "batches = 0: must be at least 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +107,38 @@ def test_every_kind_is_tested() -> None:
 def test_descriptions_survive_json(mechanism: Mechanism) -> None:
     text = json.dumps(mechanism.to_json(), allow_nan=False)
     assert mechanism_from_json(json.loads(text)) == mechanism
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": True}, "steps = True: Input should be a valid integer"),
+        ({"steps": "3"}, "steps = '3': Input should be a valid integer"),
+        ({"steps": 3.5}, "steps = 3.5: Input should be a valid integer"),
+        ({"device_noise": "no"}, "device_noise = 'no': Input should be a valid boolean"),
+        ({"noise_multiplier": "1.3"}, "noise_multiplier = '1.3': Input should be a valid number"),
+        ({"noise_multiplier": "inf"}, "noise_multiplier = inf: must be finite and above 0"),
+        ({"relation": "replace_one"}, "relation = 'replace_one': must be 'add_or_remove_one' or 'zero_out'"),
+        ({"clip_norm": None}, "clip_norm = None: Input should be a valid number"),
+    ],
+)
+def test_a_value_of_another_type_is_no_description(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        mechanism_from_json(RECORD.to_json() | changes)
+
+
+def test_a_former_kind_is_told_its_new_name() -> None:
+    content = LabelReadout(mu=1.0).to_json() | {"kind": "label_once"}
+    with pytest.raises(ValueError, match="^kind = 'label_once': is now 'label_readout'; use that"):
+        mechanism_from_json(content)
+
+
+def test_a_subclass_may_not_inherit_a_kind() -> None:
+    """A ledger would be read back as the parent, and priced by the parent's theorem."""
+    with pytest.raises(
+        ValueError, match="^class Cheaper: inherits kind = 'gaussian', so that a ledger would"
+    ):
+        type("Cheaper", (Gaussian,), {"guarantees": classmethod(lambda cls, mechanisms, **other: [])})
 
 
 @pytest.mark.parametrize("mechanism", ALL, ids=_name)

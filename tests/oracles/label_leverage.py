@@ -178,7 +178,7 @@ def _check_layers(
             raise ValueError(f"scores has shape {score.shape}: must be ({m}, {signal.shape[2]}) or ({m}, 1)")
 
 
-def label_once_mu(codes: Sequence[np.ndarray], sigmas: Sequence[float]) -> float:
+def label_readout_mu(codes: Sequence[np.ndarray], sigmas: Sequence[float]) -> float:
     """max_ab sqrt(sum_l ||B^l_a - B^l_b||^2 / sigma_l^2) over all distinct readings.
 
     Args:

@@ -246,14 +246,14 @@ def pay_after_the_step() -> None:
 
 def return_one_step_too_many() -> None:
     """Another fault: the step that was computed last is returned with those that were not."""
-    give_back = Ledger.give_back
+    return_unused = Ledger.return_unused
 
     def too_much(ledger: Ledger) -> None:
         start, end, held = ledger._credit
         ledger._credit = (start - (start < end), end, held)
-        give_back(ledger)
+        return_unused(ledger)
 
-    Ledger.give_back = too_much  # type: ignore[method-assign]
+    Ledger.return_unused = too_much  # type: ignore[method-assign]
 
 
 def main() -> int:

@@ -159,7 +159,7 @@ class Engine:
             self._train(ledger, mechanisms, interrupted)
         except Exception:
             with suppress(OSError):  # the error that ended the run is the one to report
-                ledger.give_back()
+                ledger.return_unused()
             raise
         summary = self._summary()
         self._folder.finish(summary, ledger.position)
@@ -199,7 +199,7 @@ class Engine:
 
         The checkpoint holds the result of every step that was started; a step in which the device failed has none.
         """
-        ledger.give_back()
+        ledger.return_unused()
         digest = self.checkpoint()
         if paid_at_start and self._private:
             ledger.note_stop(self._step, digest)

@@ -4,7 +4,7 @@ A document is replaced at once (`opusim.files.write_file`). A line is appended a
 line that a kill cut short. A file is as private as its folder (`opusim.files`).
 
 Results are dataclasses whose fields are the keys of their JSON object: `record_json` and `record_from_json` convert
-them through pydantic, with the schema version as the first key.
+them them, with the schema version as the first key.
 
 A folder has one writer, and holds one kind of work: a run, a search, a sweep or an audit.
 """
@@ -14,18 +14,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
+from pydantic import PlainSerializer, PlainValidator
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from accounting.guarantee import Guarantee
+from accounting.guarantee import Guarantee, from_json, to_json
 from opusim.files import (
     LockHeld,
     held,
@@ -122,7 +121,6 @@ def _guarantee(value: Any) -> Guarantee:
 StoredGuarantee = Annotated[Guarantee, PlainValidator(_guarantee), PlainSerializer(Guarantee.to_json)]
 """A field of a record that holds a guarantee in its own JSON format."""
 
-_adapter: Callable[[Any], TypeAdapter[Any]] = lru_cache(TypeAdapter)
 _ARRAY = "array"
 _LINES_LIMIT = 2**30
 """Largest file of JSON lines that is read, in bytes."""
@@ -162,7 +160,7 @@ def read_json(path: Path) -> Any:
 
 def record_json(record: Any, version: int) -> dict[str, Any]:
     """Return a dataclass as a JSON object with its schema version."""
-    return {"schema_version": version, **_adapter(type(record)).dump_python(record, mode="json")}
+    return {"schema_version": version, **to_json(record)}
 
 
 def record_from_json(kind: type[Record], content: Any, version: int) -> Record:
@@ -174,12 +172,7 @@ def record_from_json(kind: type[Record], content: Any, version: int) -> Record:
     found = content.get("schema_version") if isinstance(content, Mapping) else None
     if found != version:
         raise ValueError(f"schema_version {found!r} is not {version}")
-    try:
-        record: Record = _adapter(kind).validate_python(content)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
-    return record
+    return from_json(kind, content)
 
 
 def read_record(path: Path, kind: type[Record], version: int, *, what: str, remedy: str) -> Record:

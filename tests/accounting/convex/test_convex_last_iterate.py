@@ -22,7 +22,7 @@ from accounting.convex.mechanisms import (
     mu_of_schedule,
     proven_mu,
 )
-from accounting.convex.planning import least_regularisation, most_epochs, plans
+from accounting.convex.planning import least_regularisation, most_epochs, priced_descents
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Release, Status
 
@@ -296,7 +296,7 @@ def test_bad_parameters_are_named(change: dict, message: str) -> None:
 
 
 def test_plans_reach_their_target_with_less_noise_at_fewer_epochs() -> None:
-    found = plans(RUN, target_epsilon=3.0, delta=DELTA, epochs=(1, 10, 100))
+    found = priced_descents(RUN, target_epsilon=3.0, delta=DELTA, epochs=(1, 10, 100))
     assert all(2.98 < plan.epsilon <= 3.0 for plan in found)
     multipliers = [plan.mechanism.noise_multiplier for plan in found]
     assert multipliers == sorted(multipliers)

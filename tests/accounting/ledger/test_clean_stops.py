@@ -50,7 +50,7 @@ def live(path: Path, moments: random.Random) -> list[str]:
             step += 1
         end = moments.choice(["kill", "kill after the return", "clean stop"])
         if end != "kill":
-            ledger.give_back()
+            ledger.return_unused()
         if end != "clean stop":  # back to the checkpoint, of which this process wrote none
             step = checkpoint
         ledger.close()
@@ -70,14 +70,14 @@ def test_payments_cover_what_was_computed_whatever_happens(tmp_path: Path, numbe
 def test_planted_fault_a_return_of_a_computed_step_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    give_back = Ledger.give_back
+    return_unused = Ledger.return_unused
 
     def one_too_many(self: Ledger) -> None:
         start, end, held = self._credit
         self._credit = (start - 1, end, held)
-        give_back(self)
+        return_unused(self)
 
-    monkeypatch.setattr(Ledger, "give_back", one_too_many)
+    monkeypatch.setattr(Ledger, "return_unused", one_too_many)
     found = []
     for number in range(5):
         try:
@@ -92,19 +92,19 @@ def test_planted_fault_steps_computed_from_what_was_returned_are_caught(
 ) -> None:
     def keeps_its_credit(self: Ledger) -> None:
         credit = self._credit
-        give_back(self)
+        return_unused(self)
         self._credit = credit
 
-    give_back = Ledger.give_back
-    monkeypatch.setattr(Ledger, "give_back", keeps_its_credit)
+    return_unused = Ledger.return_unused
+    monkeypatch.setattr(Ledger, "return_unused", keeps_its_credit)
     with opened(tmp_path / "ledger.jsonl") as ledger:
         for step in range(3):
             ledger.pay(step, STEP, until=TOTAL)
-        ledger.give_back()
+        ledger.return_unused()
         ledger.pay(3, STEP, until=TOTAL)
     assert (
         paid(tmp_path / "ledger.jsonl")[3] == 0
-    )  # computed, not paid for: what the order in give_back prevents
+    )  # computed, not paid for: what the order in return_unused prevents
 
 
 def test_a_clean_stop_costs_what_was_computed_and_no_more(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_a_clean_stop_costs_what_was_computed_and_no_more(tmp_path: Path) -> Non
         with opened(path) as ledger:
             for step in range(start, end):
                 ledger.pay(step, STEP, until=20)
-            ledger.give_back()
-            ledger.give_back()  # nothing is left
+            ledger.return_unused()
+            ledger.return_unused()  # nothing is left
             assert ledger.content.payments == read_ledger(path).payments
     assert paid(path) == Counter(range(20))
     (guarantee,) = read_ledger(path).guarantees()
@@ -134,7 +134,7 @@ def test_returned_steps_are_paid_for_again_and_free_the_budget(tmp_path: Path) -
         with opened(path, budget=budget) as ledger:
             for step in range(start, end):
                 ledger.pay(step, STEP, until=30)
-            ledger.give_back()
+            ledger.return_unused()
     with opened(path, budget=budget) as ledger, pytest.raises(BudgetExceeded):
         ledger.pay(20, STEP, until=30)
 
@@ -143,7 +143,7 @@ def test_experiment_mode_returns_nothing(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with Ledger(path, mode="experiment", delta=1e-5, block=7) as ledger:
         ledger.pay(0, STEP, until=20)
-        ledger.give_back()
+        ledger.return_unused()
     assert paid(path) == Counter(range(7))
 
 

@@ -1,4 +1,4 @@
-"""Labels read once, and randomized response: laws, stacked distances, posteriors."""
+"""Label readings and randomized response: laws, stacked distances, posteriors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accounting.labels.observations import (
     respond,
     response_log_likelihood,
 )
-from tests.oracles.label_leverage import label_once_mu
+from tests.oracles.label_leverage import label_readout_mu
 from training.protections.noisy_labels import NoisyLabels
 
 
@@ -31,18 +31,18 @@ def test_readings_are_stacked(seed: int) -> None:
     """The largest stacked distance, not the largest of one reading: 64 + 96 outputs."""
     generator = np.random.default_rng(seed)
     codes = [generator.standard_normal((64, 10)), generator.standard_normal((96, 10))]
-    alone = [label_once_mu([code], [1.0]) for code in codes]
-    stacked = label_once_mu(codes, [1.0, 1.0])
+    alone = [label_readout_mu([code], [1.0]) for code in codes]
+    stacked = label_readout_mu(codes, [1.0, 1.0])
     assert max(alone) < stacked <= np.hypot(*alone)
-    assert stacked == pytest.approx(label_once_mu([np.vstack(codes)], [1.0]))
-    assert label_once_mu([np.eye(3)], [2.7]) == pytest.approx(2**0.5 / 2.7)
+    assert stacked == pytest.approx(label_readout_mu([np.vstack(codes)], [1.0]))
+    assert label_readout_mu([np.eye(3)], [2.7]) == pytest.approx(2**0.5 / 2.7)
 
 
 def test_log_likelihood_ratio_has_the_law_of_mu(seed: int) -> None:
     """Mean and variance under the worst pair; a planted second, uncounted reading is caught."""
     generator = np.random.default_rng(seed)
     codes, sigmas = [generator.standard_normal((4, 2)), generator.standard_normal((6, 2))], [2.0, 3.0]
-    mu, n = label_once_mu(codes, sigmas), 40_000
+    mu, n = label_readout_mu(codes, sigmas), 40_000
     readings = [
         code[:, 0] + sigma * generator.standard_normal((n, len(code)))
         for code, sigma in zip(codes, sigmas, strict=True)
@@ -55,7 +55,7 @@ def test_log_likelihood_ratio_has_the_law_of_mu(seed: int) -> None:
         return max(of_mean, abs(ratio.var() - claimed**2) / (claimed**2 * (2 / n) ** 0.5))
 
     assert deviation(mu) < 5
-    assert deviation(label_once_mu(codes[:1], sigmas[:1])) > 10
+    assert deviation(label_readout_mu(codes[:1], sigmas[:1])) > 10
 
 
 def test_guarantee_and_the_certificates_share_of_delta() -> None:

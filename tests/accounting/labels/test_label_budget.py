@@ -1,4 +1,4 @@
-"""The filter: what it keeps within the budget, and what its guarantee is."""
+"""Each record's budget: what it keeps within it, and what its guarantee is."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def _only(mechanism: LabelBudget, delta: float = 1e-5) -> Guarantee:
     st.lists(st.lists(st.floats(0, 2), min_size=4, max_size=4), min_size=1, max_size=30), st.floats(0.1, 5)
 )
 def test_no_record_ever_exceeds_the_budget(steps: list[list[float]], budget: float) -> None:
-    label_filter = PerRecordBudget(budget_mu=budget, n_records=4)
+    per_record = PerRecordBudget(budget_mu=budget, n_records=4)
     spent = np.zeros(4)
     for mu in steps:
-        kept = label_filter.charge(np.arange(4), np.array(mu))
+        kept = per_record.charge(np.arange(4), np.array(mu))
         spent += kept * np.square(mu)
     assert np.all(spent <= budget**2)
-    assert np.all(label_filter.spent >= spent * (1 - 1e-15))
+    assert np.all(per_record.spent >= spent * (1 - 1e-15))
 
 
 def test_a_refused_record_is_charged_nothing_and_may_come_back() -> None:
-    label_filter = PerRecordBudget(budget_mu=1.0, n_records=3)
-    assert label_filter.charge(np.array([0, 2]), np.array([0.8, 1.1])).tolist() == [True, False]
-    assert label_filter.charge(np.array([0, 2]), np.array([0.8, 0.9])).tolist() == [False, True]
-    assert label_filter.spent[1] == 0
+    per_record = PerRecordBudget(budget_mu=1.0, n_records=3)
+    assert per_record.charge(np.array([0, 2]), np.array([0.8, 1.1])).tolist() == [True, False]
+    assert per_record.charge(np.array([0, 2]), np.array([0.8, 0.9])).tolist() == [False, True]
+    assert per_record.spent[1] == 0
     copy = PerRecordBudget(budget_mu=1.0, n_records=3)
-    copy.restore(label_filter.spent)
-    assert np.array_equal(copy.spent, label_filter.spent)
+    copy.restore(per_record.spent)
+    assert np.array_equal(copy.spent, per_record.spent)
 
 
 def test_the_guarantee_is_the_budget() -> None:

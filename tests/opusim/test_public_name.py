@@ -1,5 +1,6 @@
 """What a user needs is reachable as opusim.X, lazily, and another project's module that hides a layer is named."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,22 @@ def test_the_stub_names_what_each_module_defines() -> None:
     """Type checkers read the stub; a name that its module does not have would be an error for every user."""
     stub = (ROOT / "opusim" / "__init__.pyi").read_text()
     assert all(f"import {name} as {name}\n" in stub for name in opusim.__all__)
+
+
+def by_its_layer(text: str) -> list[str]:
+    """Public names that a text reaches through a layer, such as `training.train`, and not as `opusim.train`."""
+    return [
+        name for name in re.findall(r"(?:training|accounting)\.(\w+)\b(?!\.)", text) if name in opusim.__all__
+    ]
+
+
+def test_messages_and_docstrings_use_the_public_name() -> None:
+    for layer in ("opusim", "accounting", "training"):
+        for file in (ROOT / layer).rglob("*.py"):
+            assert not by_its_layer(file.read_text()), file
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")):
+        assert not by_its_layer(page.read_text()), page
+    assert by_its_layer("give it again: training.load_run(path, model=model)") == ["load_run"]
 
 
 def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:

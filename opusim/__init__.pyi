@@ -21,9 +21,11 @@ from accounting import PublishedPdfa as PublishedPdfa
 from accounting import PublishedUlr as PublishedUlr
 from accounting import RandomizedResponse as RandomizedResponse
 from accounting import RecordCentral as RecordCentral
+from accounting import RecordReplaced as RecordReplaced
 from accounting import RejectionGaussian as RejectionGaussian
 from accounting import Release as Release
 from accounting import Status as Status
+from accounting import Theorem as Theorem
 from accounting import Unit as Unit
 from accounting import Unprotected as Unprotected
 from accounting import ZoGaussian as ZoGaussian
@@ -33,6 +35,7 @@ from accounting import guarantees as guarantees
 from accounting import mechanism_from_json as mechanism_from_json
 from accounting import read_ledger as read_ledger
 from accounting import require_scheme as require_scheme
+from accounting.records.additive_noise import AdditiveNoise as AdditiveNoise
 from opusim.description.loading import load_description as load_description
 from opusim.description.schema import DeviceDescription as DeviceDescription
 from opusim.devices.base import NoisyDevice as NoisyDevice
@@ -74,6 +77,14 @@ from training import audit_run as audit_run
 from training import load_config as load_config
 from training import load_run as load_run
 from training import train as train
-from training import train_on as train_on
 from training import write_comparison as write_comparison
 from training import write_report as write_report
+from training.config.sections import ProtectionSection as ProtectionSection
+from training.config.sections import TrainerSection as TrainerSection
+from training.engine.algorithm import Algorithm as Algorithm
+from training.engine.algorithm import DeviceShape as DeviceShape
+from training.engine.trainer import StepRecord as StepRecord
+from training.engine.trainer import Trainer as Trainer
+from training.protections.base import PoissonProtection as PoissonProtection
+from training.protections.base import Protection as Protection
+from training.protections.record import RecordGradients as RecordGradients

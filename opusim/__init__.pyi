@@ -30,7 +30,7 @@ from accounting import Unit as Unit
 from accounting import Unprotected as Unprotected
 from accounting import ZoGaussian as ZoGaussian
 from accounting import ZoLaplace as ZoLaplace
-from accounting import calibrate as calibrate
+from accounting import calibrate_noise as calibrate_noise
 from accounting import guarantees as guarantees
 from accounting import mechanism_from_json as mechanism_from_json
 from accounting import read_ledger as read_ledger
@@ -86,5 +86,6 @@ from training.engine.algorithm import DeviceShape as DeviceShape
 from training.engine.trainer import StepRecord as StepRecord
 from training.engine.trainer import Trainer as Trainer
 from training.protections.base import PoissonProtection as PoissonProtection
+from training.protections.base import PrivateGradients as PrivateGradients
 from training.protections.base import Protection as Protection
 from training.protections.record import RecordGradients as RecordGradients

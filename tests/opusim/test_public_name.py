@@ -23,6 +23,14 @@ def test_all_public_names_resolve_and_are_listed() -> None:
         opusim.__getattr__("camra")
 
 
+@pytest.mark.parametrize(("former", "new"), [("calibrate", "calibrate_noise"), ("train_on", "train")])
+def test_a_former_name_leads_to_the_new_one(former: str, new: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no attribute '{former}'; .*opusim\.{new}\b"):
+        getattr(opusim, former)
+    assert new in opusim.__all__
+    assert former not in opusim.__all__
+
+
 def test_the_stub_names_what_each_module_defines() -> None:
     """Type checkers read the stub; a name that its module does not have would be an error for every user."""
     stub = (ROOT / "opusim" / "__init__.pyi").read_text()
@@ -56,7 +64,7 @@ def test_a_foreign_module_that_hides_a_layer_is_named(tmp_path: Path, layer: str
     path = tmp_path / layer / "__init__.py" if is_package else tmp_path / f"{layer}.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text("raise SystemExit('imported')")
-    name = {"training": "train", "accounting": "calibrate"}[layer]
+    name = {"training": "train", "accounting": "calibrate_noise"}[layer]
     found = run(tmp_path, f"import opusim; opusim.ConfigError; opusim.{name}")
     message = f"ImportError: the module {layer!r} at {path} hides the one that comes with opusim; rename it"
     assert message in found.stderr.splitlines()[-1]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.calibration import calibrate
+from accounting.calibration import calibrate_noise
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim import checks
@@ -156,7 +156,7 @@ class PoissonProtection(Protection, ABC):
         if options.noise_multiplier is not None or options.epsilon is None:
             return options.noise_multiplier
         steps = self.mechanism(self._algorithm.noise_guess).repeated(total_steps(self._plan))
-        found, _ = calibrate(steps, target_epsilon=options.epsilon, delta=options.delta)
+        found, _ = calibrate_noise(steps, target_epsilon=options.epsilon, delta=options.delta)
         return found.noise
 
     def released(self) -> tuple[Mechanism, ...]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.calibration import calibrate
+from accounting.calibration import calibrate_noise
 from accounting.labels.budget import PerRecordBudget, step_mu_bound
 from accounting.labels.mechanisms import LabelBudget
 from accounting.ledger.ledger import Ledger
@@ -92,7 +92,7 @@ class LabelBudgetProtection(Protection):
         """Return the budget of every record's label in the whole run."""
         options = self.section
         start = LabelBudget(budget_mu=1.0, device_noise=options.noise == "device")
-        found, _ = calibrate(start, target_epsilon=epsilon_of(options), delta=options.delta)
+        found, _ = calibrate_noise(start, target_epsilon=epsilon_of(options), delta=options.delta)
         return found
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.calibration import calibrate
+from accounting.calibration import calibrate_noise
 from accounting.errors import LedgerCorrupt
 from accounting.labels.budget import label_distance
 from accounting.labels.mechanisms import LabelReadout, RandomizedResponse
@@ -90,7 +90,7 @@ class LabelReadoutProtection(OneLookProtection):
         """See OneLookProtection.look."""
         config, dataset = self._plan.config, self._plan.dataset
         noise = noise_stream(config.mode, seed_for(config, "label-noise"), "label-noise")
-        found, _ = calibrate(
+        found, _ = calibrate_noise(
             LabelReadout(mu=1.0), target_epsilon=epsilon_of(self.section), delta=self.section.delta
         )
         labels, k = dataset.train.y.cpu(), dataset.n_classes
@@ -111,7 +111,7 @@ class RandomizedResponseProtection(OneLookProtection):
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
         dataset, seed = self._plan.dataset, seed_for(self._plan.config, "labels")
-        response, _ = calibrate(
+        response, _ = calibrate_noise(
             RandomizedResponse.from_epsilon(1.0, dataset.n_classes),
             target_epsilon=epsilon_of(self.section),
             delta=self.section.delta,

@@ -1,4 +1,4 @@
-from .calibration import calibrate as calibrate
+from .calibration import calibrate_noise as calibrate_noise
 from .composition import Budget as Budget
 from .composition import guarantees as guarantees
 from .convex.mechanisms import ConvexLastIterate as ConvexLastIterate

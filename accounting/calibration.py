@@ -20,7 +20,7 @@ _RELATIVE = 1e-4
 M = TypeVar("M", bound=Mechanism)
 
 
-def calibrate(mechanism: M, *, target_epsilon: float, delta: float) -> tuple[M, Guarantee]:
+def calibrate_noise(mechanism: M, *, target_epsilon: float, delta: float) -> tuple[M, Guarantee]:
     """Return the mechanism with the least noise whose proven epsilon is at most the target.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from accounting.calibration import calibrate
+from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
 from accounting.convex.mechanisms import ConvexLastIterate
 from accounting.convex.planning import least_regularisation, most_epochs, priced_descents
@@ -164,7 +164,7 @@ def _mechanism_command(kind: type[Mechanism]) -> None:
         delta, target, as_json = (values.pop(name) for name in _COMMON)
         mechanism = _mechanism(kind, values, target)
         if target is not None:
-            mechanism, _ = calibrate(mechanism, target_epsilon=target, delta=delta)
+            mechanism, _ = calibrate_noise(mechanism, target_epsilon=target, delta=delta)
         found = kind.noise_field if target is not None else None
         show(guarantees([mechanism], delta=delta), [mechanism], as_json=as_json, found=found)
 

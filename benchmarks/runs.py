@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import training
+import opusim
 from training.config import load_config
 from training.runs.folder import RunFolder
 from training.runs.run import Run
@@ -19,9 +19,9 @@ def train_or_read(config: dict[str, Any], path: Path) -> Run:
     """
     folder = RunFolder(path)
     if not folder.started:
-        return training.train(config, folder=path)
+        return opusim.train(config, folder=path)
     _require_same(config, folder)
-    return training.load_run(path) if folder.finished else training.train(folder=path, resume=True)
+    return opusim.load_run(path) if folder.finished else opusim.train(folder=path, resume=True)
 
 
 def _require_same(config: dict[str, Any], folder: RunFolder) -> None:

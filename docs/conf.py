@@ -43,6 +43,7 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # an attribute that is also a property is described once
 
 _CODE = re.compile(r"(``.*?``|`[^`\n]*`)")
 

@@ -32,13 +32,19 @@ def _homes() -> dict[str, str]:
 
 _HOMES = _homes()
 __all__ = sorted(_HOMES)
+_FORMER = {
+    "calibrate": "opusim.calibrate_noise finds the noise for an epsilon, opusim.calibration measures a device",
+    "train_on": "opusim.train takes arrays or a Dataset as data",
+}
+"""Former public names, and what to use now."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module (PEP 562) and keep it."""
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'opusim' has no attribute {name!r}")
+        advice = f"; {_FORMER[name]}" if name in _FORMER else ""
+        raise AttributeError(f"module 'opusim' has no attribute {name!r}{advice}")
     _require_ours(home.partition(".")[0])
     value = getattr(import_module(home), name)
     globals()[name] = value

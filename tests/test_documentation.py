@@ -17,8 +17,15 @@ from benchmarks.results_file import load_results
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+CHANGELOG = ROOT / "CHANGELOG.md"
 DESIGN = ROOT / "docs" / "design.md"
-PAGES = [README, CONTRIBUTING, ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    README,
+    CONTRIBUTING,
+    CHANGELOG,
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 WRITTEN = [page for page in PAGES if page.parent.name != "benchmarks"]
 PACKAGES = ("opusim", "accounting", "training")
 ENTRY_POINT_GROUPS = (
@@ -71,17 +78,16 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 
 def missing_files(text: str) -> list[str]:
-    """Python files of this repository that a page names and that do not exist."""
-    named = re.findall(
-        r"(?<![\w./-])((?:opusim|accounting|training|tests|benchmarks|examples)/[\w/]+\.py)", text
-    )
+    """Files and folders of this repository that a page names and that do not exist."""
+    folders = "opusim|accounting|training|tests|benchmarks|examples|docs"
+    named = re.findall(rf"(?<![\w./-])((?:{folders})/[\w/-]+(?:\.(?:py|md|toml|png))?)", text)
     return [name for name in named if not (ROOT / name).exists()]
 
 
 def missing_names(text: str) -> list[str]:
-    """Dotted names of this repository's code that a page shows in backticks and that do not exist."""
+    """Dotted names of this repository's code that a page shows in backticks and that neither exist nor once did."""
     missing = []
-    for name in re.findall(r"`((?:opusim|accounting|training)(?:\.\w+)+)`", text):
+    for name in re.findall(r"(?<!was )`(?!opusim\.X`)((?:opusim|accounting|training)(?:\.\w+)+)`", text):
         parts = name.split(".")
         for end in range(len(parts), 0, -1):
             try:
@@ -111,6 +117,7 @@ def test_broken_links_are_caught() -> None:
     ]
     assert broken_links(README, "[a](docs/privacy.md#8-randomized-response)") == []
     assert missing_files("see opusim/nothing.py and opusim/errors.py") == ["opusim/nothing.py"]
+    assert missing_files("`docs/zo.md`, `tests/faults`, tests/support") == ["docs/zo.md", "tests/faults"]
     assert missing_names("`opusim.noise`, `opusim.nothing`, `accounting.calibration.calibrat`") == [
         "opusim.nothing",
         "accounting.calibration.calibrat",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from accounting import numerics
-from accounting.calibration import calibrate
+from accounting.calibration import calibrate_noise
 from accounting.convex.constants import smoothness
 from accounting.convex.mechanisms import ConvexLastIterate, learning_rates, proven_mu
 from accounting.errors import NoGuarantee
@@ -43,7 +43,7 @@ def priced_descents(
     """
     found = []
     for number in epochs:
-        one, guarantee = calibrate(
+        one, guarantee = calibrate_noise(
             replace(mechanism, epochs=number), target_epsilon=target_epsilon, delta=delta
         )
         rates = learning_rates(one)

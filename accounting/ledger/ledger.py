@@ -435,7 +435,7 @@ class Ledger:
 def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> LedgerContent:
     """Read a ledger back, from the file or the run folder that holds it.
 
-    The ledger of a run folder is checked against its checkpoints by `training.load_run(folder).guarantees` and by
+    The ledger of a run folder is checked against its checkpoints by `opusim.load_run(folder).guarantees` and by
     `opusim account run`; this function reads only the ledger and its head.
 
     Args:

@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
+from opusim import audit_mechanism
 from opusim.tables import print_table
 from tests.support.faults import FAULTS
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
-from training import audit_mechanism
 
 MODULE, NAME = "benchmarks.attacks.self_test", "mechanism_selftest"
 COLUMN_NAMES = ("fault", "planted in", "found in experiment mode", "found in release mode", "CPU s")

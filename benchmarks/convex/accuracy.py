@@ -21,7 +21,7 @@ from typing import Any
 import typer
 from joblib import Parallel, delayed
 
-from accounting.calibration import calibrate
+from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
 from accounting.guarantee import Adjacency
 from accounting.records.additive_noise import PoissonGaussian
@@ -64,7 +64,7 @@ def sampled_noise(q: float, epochs: int, epsilon: float) -> float:
     whole = PoissonGaussian(
         noise_multiplier=1.0, sampling_probability=q, steps=steps, adjacency=Adjacency.REPLACE_ONE
     )
-    return calibrate(whole, target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
+    return calibrate_noise(whole, target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
 
 
 def run_once(row: str, data: str, epsilon: float, point: Point, seed: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dp_accounting import get_sigma_gaussian
 
-from accounting.calibration import calibrate
+from accounting.calibration import calibrate_noise
 from accounting.convex.mechanisms import ConvexLastIterate
 from accounting.selection.mechanisms import refined_epsilon, renyi_epsilon, theorem_epsilon
 from benchmarks.markdown import command, markdown
@@ -32,7 +32,7 @@ def noise_row(epsilon: float, batches: int, epochs: int) -> dict[str, Any]:
     )
     row: dict[str, Any] = {"epsilon": epsilon, "batches": batches, "epochs": epochs}
     for name, final in (("without", 0.0), ("with", math.sqrt(batches - 1))):
-        found, _ = calibrate(replace(plain, final_noise=final), target_epsilon=epsilon, delta=DELTA)
+        found, _ = calibrate_noise(replace(plain, final_noise=final), target_epsilon=epsilon, delta=DELTA)
         step = RATE * found.noise_multiplier * batches  # eta z C / b in units of C / n
         row[name] = {
             "noise_multiplier": found.noise_multiplier,

@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-import training
+import opusim
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results, save_results
 from opusim.description.loading import load_description
@@ -57,10 +57,8 @@ def description_file(folder: Path, fault: Fault | None, lasts_calls: int | None 
 def train(folder: Path, device: Path, *, resume: bool = False) -> Run:
     """Start the run in `folder`, or resume it."""
     if resume:
-        return training.train(folder=folder, resume=True)
-    return training.train(
-        {**CONFIG, "device": {"name": str(device), "noise": {"sigma": SIGMA}}}, folder=folder
-    )
+        return opusim.train(folder=folder, resume=True)
+    return opusim.train({**CONFIG, "device": {"name": str(device), "noise": {"sigma": SIGMA}}}, folder=folder)
 
 
 def undisturbed(folder: Path) -> dict[str, Any]:

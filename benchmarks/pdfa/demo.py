@@ -16,7 +16,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-import training
+import opusim
 from benchmarks.markdown import Row, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.tables import print_table
@@ -52,7 +52,7 @@ def run_once(kind: str, seed: int, name: str, device: dict[str, Any] | None = No
     }
     if kind == "pdfa":
         config["device"] = {"name": str(DEVICE_FILE), **(device or {})}
-    return training.train(config, folder=FOLDER / name)
+    return opusim.train(config, folder=FOLDER / name)
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
@@ -147,7 +147,7 @@ def main(save: bool = False) -> None:
     print_table(f"digits, mean of {len(SEEDS)} seeds", COLUMN_NAMES, table_rows(accuracies, named))
     draw_noise(noise, accuracies)
     names = [f"{KINDS[run.config.trainer.kind]}, seed {run.config.seed}" for run in shown]
-    report = training.write_comparison(
+    report = opusim.write_comparison(
         shown,
         FOLDER / "report.html",
         title="Digits: photonic DFA compared with digital DFA and backpropagation",

@@ -17,7 +17,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-import training
+import opusim
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from training.data import Dataset, load_dataset
@@ -65,11 +65,11 @@ def by_likelihood_ratios(data: Dataset, epochs: int, seed: int) -> dict[str, Any
     }
     folder, model = RunFolder(FOLDER / f"{epochs}-{seed}"), resnet5(seed)
     if not folder.started:
-        run = training.train(config, data=data, model=model, folder=folder.path)
+        run = opusim.train(config, data=data, model=model, folder=folder.path)
     elif folder.finished:
-        run = training.load_run(folder.path, model=model)
+        run = opusim.load_run(folder.path, model=model)
     else:
-        run = training.train(data=data, model=model, folder=folder.path, resume=True)
+        run = opusim.train(data=data, model=model, folder=folder.path, resume=True)
     return {
         "train_accuracy": [100 * record["train_accuracy"] for record in run.metrics],
         "test": 100 * (run.summary or {})["test_accuracy"],

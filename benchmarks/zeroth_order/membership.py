@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from accounting import RecordCentral, ZoGaussian, calibrate
+from accounting import RecordCentral, ZoGaussian, calibrate_noise
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
@@ -64,7 +64,7 @@ def noise_for(method: str, epsilon: float) -> float:
         if method == "dp-sgd"
         else ZoGaussian(noise_multiplier=10.0, clip_norm=CLIP, **common)
     )
-    return float(calibrate(mechanism, target_epsilon=epsilon, delta=DELTA)[0].noise)
+    return float(calibrate_noise(mechanism, target_epsilon=epsilon, delta=DELTA)[0].noise)
 
 
 def make(method: str, noise: float, seed: int, n_features: int) -> Trainer:
@@ -177,7 +177,7 @@ def largest_area(epsilon: float) -> float:
     once = RecordCentral(
         noise_multiplier=1.0, clip_norm=1.0, sampling_probability=1.0, divisor=N_TRAIN, steps=1
     )
-    multiplier = calibrate(once, target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
+    multiplier = calibrate_noise(once, target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
     return 0.5 * (1 + math.erf(1 / (2 * multiplier)))
 
 

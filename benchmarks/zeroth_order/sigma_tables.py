@@ -12,7 +12,7 @@ import argparse
 import math
 from typing import Any
 
-from accounting import ZoGaussian, ZoLaplace, calibrate, guarantees
+from accounting import ZoGaussian, ZoLaplace, calibrate_noise, guarantees
 from accounting.zeroth_order.mechanisms import composed_pure_epsilon, sampled_pure_epsilon
 from benchmarks.markdown import Row, command, markdown, section
 from benchmarks.results_file import load_results, save_results
@@ -69,7 +69,7 @@ def row(
     else:
         ran = mechanism(law, noise, records, batch, steps)
         (guarantee,) = guarantees([ran], delta=delta)
-        least, _ = calibrate(ran, target_epsilon=target, delta=delta)
+        least, _ = calibrate_noise(ran, target_epsilon=target, delta=delta)
         found |= {
             "our_epsilon": guarantee.epsilon,
             "our_lower": guarantee.epsilon_lower,

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate
+from accounting import RecordCentral, ZoGaussian, ZoLaplace, calibrate_noise
 from benchmarks.markdown import Row, command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import N_TRAIN, NORM, embeddings
@@ -96,7 +96,7 @@ def noise_for(method: str, epsilon: float) -> float:
         mechanism = ZoLaplace(scale=10.0, **common)
     else:
         mechanism = ZoGaussian(noise_multiplier=10.0, **common)
-    return float(calibrate(mechanism, target_epsilon=epsilon, delta=plan["delta"])[0].noise)
+    return float(calibrate_noise(mechanism, target_epsilon=epsilon, delta=plan["delta"])[0].noise)
 
 
 def make(method: str, noise: float, setting: Setting, seed: int) -> tuple[Trainer, Any]:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting import RecordCentral, ZoGaussian, calibrate
+from accounting import RecordCentral, ZoGaussian, calibrate_noise
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from benchmarks.zeroth_order.sentences import CACHE, MAX_TOKENS, N_TRAIN, NORM, load_encoder, read_sentences
@@ -137,7 +137,7 @@ def noise_for(method: str, epsilon: float) -> float:
         divisor=plan["batch"],
         steps=plan["steps"],
     )
-    return float(calibrate(start, target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier)
+    return float(calibrate_noise(start, target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier)
 
 
 def zeroth_order(x: Tensor, y: Tensor, noise: float, factor: float, seed: int) -> nn.Module:

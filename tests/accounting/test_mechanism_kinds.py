@@ -15,7 +15,7 @@ from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accounting.calibration import calibrate
+from accounting.calibration import calibrate_noise
 from accounting.composition import Budget, guarantees, merge
 from accounting.convex.mechanisms import ConvexLastIterate
 from accounting.errors import BudgetExceeded, NoGuarantee
@@ -162,7 +162,7 @@ def test_merging_keeps_the_sum_of_steps(mechanism: Mechanism) -> None:
 
 @pytest.mark.parametrize("mechanism", CALIBRATED, ids=_name)
 def test_calibration_reaches_its_target_from_below(mechanism: Mechanism) -> None:
-    found, guarantee = calibrate(mechanism, target_epsilon=1.5, delta=DELTA)
+    found, guarantee = calibrate_noise(mechanism, target_epsilon=1.5, delta=DELTA)
     assert guarantee.is_proven
     assert 1.5 * 0.995 <= guarantee.epsilon <= 1.5
     assert found.steps == mechanism.steps
@@ -175,7 +175,7 @@ def test_a_claim_or_no_guarantee_never_meets_a_target_or_a_budget(
 ) -> None:
     """The claimed epsilon of PUBLISHED is finite, and counts for nothing."""
     with pytest.raises(NoGuarantee):
-        calibrate(mechanism, target_epsilon=1e6, delta=DELTA)
+        calibrate_noise(mechanism, target_epsilon=1e6, delta=DELTA)
     budget = Budget(epsilon=1e8, delta=DELTA)
     with Ledger(tmp_path / "l", mode="experiment", delta=DELTA, budget=budget) as ledger:
         with pytest.raises(NoGuarantee, match="no proven finite guarantee"):
@@ -185,7 +185,7 @@ def test_a_claim_or_no_guarantee_never_meets_a_target_or_a_budget(
 
 @pytest.mark.parametrize("mechanism", CALIBRATED, ids=_name)
 def test_a_budget_stops_every_kind(mechanism: Mechanism, tmp_path: Path) -> None:
-    step, _ = calibrate(mechanism.repeated(1), target_epsilon=0.8, delta=DELTA)
+    step, _ = calibrate_noise(mechanism.repeated(1), target_epsilon=0.8, delta=DELTA)
     with Ledger(
         tmp_path / "l", mode="release", delta=DELTA, budget=Budget(epsilon=1.0, delta=DELTA)
     ) as ledger:

@@ -8,7 +8,7 @@ import dp_accounting
 import mpmath
 import pytest
 
-from accounting.calibration import calibrate
+from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Guarantee, Status
@@ -126,7 +126,7 @@ def test_responses_without_number_take_no_memory() -> None:
 
 def test_calibration_errs_toward_privacy() -> None:
     start = PoissonGaussian(noise_multiplier=1.0, sampling_probability=0.01, steps=500)
-    mechanism, guarantee = calibrate(start, target_epsilon=1.5, delta=1e-5)
+    mechanism, guarantee = calibrate_noise(start, target_epsilon=1.5, delta=1e-5)
     assert guarantee.epsilon <= 1.5
     assert guarantee.epsilon == pytest.approx(1.5, rel=5e-3)
     assert only(mechanism, 1e-5).epsilon == guarantee.epsilon

@@ -1,5 +1,6 @@
 """What a user needs is reachable as opusim.X, lazily, and another project's module that hides a layer is named."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +23,34 @@ def test_all_public_names_resolve_and_are_listed() -> None:
         opusim.__getattr__("camra")
 
 
+@pytest.mark.parametrize(("former", "new"), [("calibrate", "calibrate_noise"), ("train_on", "train")])
+def test_a_former_name_leads_to_the_new_one(former: str, new: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no attribute '{former}'; .*opusim\.{new}\b"):
+        getattr(opusim, former)
+    assert new in opusim.__all__
+    assert former not in opusim.__all__
+
+
 def test_the_stub_names_what_each_module_defines() -> None:
     """Type checkers read the stub; a name that its module does not have would be an error for every user."""
     stub = (ROOT / "opusim" / "__init__.pyi").read_text()
     assert all(f"import {name} as {name}\n" in stub for name in opusim.__all__)
+
+
+def by_its_layer(text: str) -> list[str]:
+    """Public names that a text reaches through a layer, such as `training.train`, and not as `opusim.train`."""
+    return [
+        name for name in re.findall(r"(?:training|accounting)\.(\w+)\b(?!\.)", text) if name in opusim.__all__
+    ]
+
+
+def test_messages_and_docstrings_use_the_public_name() -> None:
+    for layer in ("opusim", "accounting", "training"):
+        for file in (ROOT / layer).rglob("*.py"):
+            assert not by_its_layer(file.read_text()), file
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")):
+        assert not by_its_layer(page.read_text()), page
+    assert by_its_layer("give it again: training.load_run(path, model=model)") == ["load_run"]
 
 
 def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +64,7 @@ def test_a_foreign_module_that_hides_a_layer_is_named(tmp_path: Path, layer: str
     path = tmp_path / layer / "__init__.py" if is_package else tmp_path / f"{layer}.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text("raise SystemExit('imported')")
-    name = {"training": "train", "accounting": "calibrate"}[layer]
+    name = {"training": "train", "accounting": "calibrate_noise"}[layer]
     found = run(tmp_path, f"import opusim; opusim.ConfigError; opusim.{name}")
     message = f"ImportError: the module {layer!r} at {path} hides the one that comes with opusim; rename it"
     assert message in found.stderr.splitlines()[-1]

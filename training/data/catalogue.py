@@ -78,7 +78,7 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
             "configuration",
             "data.name",
             "stands for user-supplied arrays, which no file holds; give them again: "
-            "training.train(..., data=(x, y)), with folder=... and resume=True to resume a run",
+            "opusim.train(..., data=(x, y)), with folder=... and resume=True to resume a run",
         )
     if options.n_classes is not None:
         reason = f"{options.n_classes} is for user-supplied arrays; leave it out for {options.name}"

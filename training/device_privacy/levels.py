@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accounting.calibration import calibrate
+from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
 from accounting.labels.budget import label_distance
 from accounting.labels.mechanisms import LabelReadout
@@ -78,7 +78,7 @@ def device_levels(
             DeviceLevel(sigma=own, epsilon=guarantee.epsilon, temperature_c=now, remark="as described")
         )
     for target in targets:
-        found, guarantee = calibrate(
+        found, guarantee = calibrate_noise(
             LabelReadout(mu=1.0, device_law=True), target_epsilon=target, delta=delta
         )
         sigma = distance / found.mu

@@ -175,7 +175,7 @@ class Engine:
                 self._stop_cleanly(ledger, paid_at_start=not mechanisms)
                 raise RunInterrupted(
                     f"stopped after step {self._step} of {self.total_steps}; a checkpoint was written, resume "
-                    f"it with: opusim train resume {self._folder.path} (from Python: training.train(folder=..., "
+                    f"it with: opusim train resume {self._folder.path} (from Python: opusim.train(folder=..., "
                     "resume=True), with the same data and model if they were given)"
                 )
 

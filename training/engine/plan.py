@@ -37,7 +37,7 @@ from training.runs.storage import read_array
 class RunPlan:
     """A run before it starts: what it trains on, with what, and what it releases.
 
-    Train, resume, audit, tune, sweep and report all take one. It never changes; `replaced` returns another.
+    Training, resumption, audits and `opusim tune` take one. It never changes; `replaced` returns another.
 
     Attributes:
         config: The configuration, with every default and the noise multiplier that its epsilon asks for.

@@ -53,8 +53,8 @@ def train(
         data: (x, y) with x of shape (n, d) and class numbers y of shape (n,), numpy or torch; (x, y, ids) with an ID
             of each record, by which data.split = 'id' holds records out; or a Dataset, whose parts are taken as they
             are; None loads the data set that the configuration names.
-        model: A module to train in place, of a type that the trainer takes (feedbacks: an nn.Sequential of nn.Linear
-            and activations; ulr: an nn.Sequential of any modules); None builds the network of the configuration.
+        model: A module to train in place, of a type that the trainer takes (feedback trainers: an nn.Sequential of
+            nn.Linear and activations; ulr: an nn.Sequential of any modules); None builds the configuration's network.
         folder: The run folder; None takes a new one under ./runs.
         resume: Resume the unfinished run in `folder`, under its own configuration; data and model are given
             again if they were given at first.

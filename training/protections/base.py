@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accounting.calibration import calibrate
+from accounting.calibration import calibrate_noise
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim import checks
@@ -174,7 +174,7 @@ def calibrated_once(mechanism: MechanismT, *, epsilon: float, delta: float) -> M
 
 @functools.lru_cache(maxsize=32)
 def _calibrated(mechanism: Mechanism, epsilon: float, delta: float) -> Any:
-    return calibrate(mechanism, target_epsilon=epsilon, delta=delta)[0]
+    return calibrate_noise(mechanism, target_epsilon=epsilon, delta=delta)[0]
 
 
 class PoissonProtection(Protection, ABC):
@@ -190,7 +190,7 @@ class PoissonProtection(Protection, ABC):
         if options.noise_multiplier is not None or options.epsilon is None:
             return options.noise_multiplier
         steps = self.mechanism(self._algorithm.noise_guess).repeated(total_steps(self._plan))
-        found, _ = calibrate(steps, target_epsilon=options.epsilon, delta=options.delta)
+        found, _ = calibrate_noise(steps, target_epsilon=options.epsilon, delta=options.delta)
         return found.noise
 
     def released(self) -> tuple[Mechanism, ...]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from accounting.calibration import calibrate
+from accounting.calibration import calibrate_noise
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
@@ -72,7 +72,7 @@ class LastIterateProtection(Protection):
         if options.noise_multiplier is not None or options.epsilon is None:
             return options.noise_multiplier
         whole = self._algorithm.mechanism(self._algorithm.noise_guess)
-        found, _ = calibrate(whole, target_epsilon=options.epsilon, delta=options.delta)
+        found, _ = calibrate_noise(whole, target_epsilon=options.epsilon, delta=options.delta)
         return found.noise
 
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:

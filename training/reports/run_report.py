@@ -242,7 +242,7 @@ def _command(run: Run) -> str:
     texts_named = isinstance(trainer, ZoConfig) and trainer.language.model is not None
     if run.config.data.name == OWN_ARRAYS and not texts_named:
         return (
-            f"training.train({str(run.folder.config_file)!r}, data=(x, y))  # Python: the arrays are not kept"
+            f"opusim.train({str(run.folder.config_file)!r}, data=(x, y))  # Python: the arrays are not kept"
         )
     folder = run.folder.path
     return shlex.join(

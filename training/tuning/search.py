@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from accounting import numerics
-from accounting.calibration import calibrate
+from accounting.calibration import calibrate_noise
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from accounting.ledger.ledger import LEDGER_FILE, Ledger
@@ -383,7 +383,7 @@ def selection_within(config: RunConfig, mean: float) -> PrivateSelection:
     """
     options = config.protection
     start = PrivateSelection(mean=mean, mu=0.5, device_noise=options.noise == "device")
-    found, _ = calibrate(start, target_epsilon=options.epsilon or math.nan, delta=options.delta)
+    found, _ = calibrate_noise(start, target_epsilon=options.epsilon or math.nan, delta=options.delta)
     return found
 
 

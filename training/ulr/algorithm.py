@@ -66,7 +66,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
         if model is None:
             raise RunFolderError(
                 "the run trained a user-supplied module, which its folder does not hold; give it again: "
-                "training.load_run(path, model=model)"
+                "opusim.load_run(path, model=model)"
             )
         return ModuleSequence(model, n_inputs=facts["n_inputs"])
 

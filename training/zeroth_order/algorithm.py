@@ -91,7 +91,7 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
         if model is None:
             raise RunFolderError(
                 f"the run trained a user-supplied {facts['module']}, which its folder cannot describe; give one "
-                "like it: training.load_run(path, model=...)"
+                "like it: opusim.load_run(path, model=...)"
             )
         return ModuleNetwork(model, facts["n_inputs"])
 

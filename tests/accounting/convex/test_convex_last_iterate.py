@@ -11,7 +11,7 @@ import pytest
 from dp_accounting import get_epsilon_gaussian
 from scipy.optimize import minimize
 
-from accounting.calibration import calibrate
+from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
 from accounting.convex.constants import log_expansion, residual_bound, smoothness, softmax_gap
 from accounting.convex.mechanisms import (
@@ -230,7 +230,7 @@ def test_runs_compose() -> None:
 @pytest.mark.parametrize("epsilon", [1.33, 4.76])
 def test_fewer_epochs_take_less_noise(epsilon: float) -> None:
     noises = [
-        calibrate(replace(RUN, epochs=epochs), target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
+        calibrate_noise(replace(RUN, epochs=epochs), target_epsilon=epsilon, delta=DELTA)[0].noise_multiplier
         for epochs in (10, 40, 400)
     ]
     assert noises == sorted(noises)

@@ -10,7 +10,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from accounting import Adjacency, Status, Unit, ZoGaussian, ZoLaplace, calibrate, guarantees
+from accounting import Adjacency, Status, Unit, ZoGaussian, ZoLaplace, calibrate_noise, guarantees
 from accounting.guarantee import Guarantee
 from accounting.mechanisms import Mechanism, mechanism_from_json
 from accounting.records.additive_noise import PoissonGaussian, PoissonLaplace
@@ -150,7 +150,7 @@ def test_two_laplace_directions_against_enumeration() -> None:
 @pytest.mark.parametrize("delta", [0.0, DELTA])
 def test_calibration_reaches_its_target_from_below(delta: float) -> None:
     for start in [LAPLACE] if delta == 0 else [LAPLACE, GAUSSIAN]:
-        found, guarantee = calibrate(start, target_epsilon=4.0, delta=delta)
+        found, guarantee = calibrate_noise(start, target_epsilon=4.0, delta=delta)
         assert 3.99 < guarantee.epsilon <= 4.0
         assert _only(found.with_noise(found.noise * 0.99), delta).epsilon > 4.0
 

@@ -9,8 +9,7 @@ from typing_extensions import Doc
 
 from accounting import numerics
 from accounting.mechanisms import Positive, SamplingProbability, counted
-from accounting.records.additive_noise import AdditiveNoise
-from accounting.theorems import Theorem
+from opusim import AdditiveNoise, Theorem
 
 THEOREM = Theorem(
     name="two-views",

@@ -195,7 +195,7 @@ def test_a_module_of_ones_own_is_trained_and_given_back(tmp_path: Path) -> None:
     run = training.train(CONFIG, data=blobs(), model=model, folder=tmp_path / "run")
     assert run.model is model
     assert run.evaluate(*blobs())["accuracy"] > 0.9
-    with pytest.raises(RunFolderError, match="user-supplied module.*load_run"):
+    with pytest.raises(RunFolderError, match=r"user-supplied module.*: opusim\.load_run"):
         training.load_run(tmp_path / "run")
     again = nn.Sequential(nn.Linear(8, 32), Sign(), nn.Linear(32, 3))
     x = blobs()[0]

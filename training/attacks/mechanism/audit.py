@@ -62,7 +62,7 @@ def audit_mechanism(
 ) -> MechanismAudit:
     """Test whether a trainer releases what its ledger accounts for.
 
-    The self-test makes two runs of `training.train` on identical records. Their gradient is longer than the clip in
+    The self-test makes two runs of `opusim.train` on identical records. Their gradient is longer than the clip in
     every layer and touches few weights. The components that no record touches must be N(0, (z C)^2), independent across
     steps, runs and coordinates. The components along a record's contribution must show batches of binomial size and
     contributions of norm C. z, C, q and the divisor are read from the runs' ledgers.

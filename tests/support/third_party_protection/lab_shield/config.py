@@ -4,7 +4,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from training.config.sections import Given, ProtectionSection
+from opusim import ProtectionSection
+from training.config.sections import Given
 
 
 class ShieldConfig(ProtectionSection):

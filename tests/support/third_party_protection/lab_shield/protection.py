@@ -1,8 +1,8 @@
 """How the protection takes part in a run: what a step releases, and what writes the gradients."""
 
-from training.protections.base import PoissonProtection, central_noise
+from opusim import PoissonProtection, RecordGradients
+from training.protections.base import central_noise
 from training.protections.planning import divisor_of
-from training.protections.record import RecordGradients
 
 
 class ShieldProtection(PoissonProtection):

@@ -2,9 +2,7 @@
 
 import torch
 
-from opusim.devices.usage import Usage
-from training.engine.algorithm import Algorithm
-from training.engine.trainer import StepRecord, Trainer
+from opusim import Algorithm, StepRecord, Trainer, Usage
 from training.networks.functions import cross_entropy
 from training.networks.network import FullyConnected, LayerShape, build_sequential
 from training.networks.optimizers import make_optimizer

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from training.config.sections import TrainerSection
+from opusim import TrainerSection
 
 
 class SoftmaxConfig(TrainerSection):

@@ -27,7 +27,6 @@ from training.engine.trainer import Trainer
 from training.networks.base import Network
 from training.networks.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
 from training.protections.config import RecordConfig
-from training.protections.planning import divisor_of
 from training.runs.checkpoints import Checkpoint, copy_parameters
 
 _SIMULATED = ("ideal", "gaussian")
@@ -58,7 +57,7 @@ def record_protected(plan: RunPlan, noise_multiplier: float) -> RunPlan:
             delta=options.delta,
             noise_multiplier=multiplier,
             clip_norm=algorithm.clip_norm(config, plan.dataset.n_classes),
-            divisor=divisor_of(config),
+            divisor=config.divisor,
         ),
     )
     if control.relation is Adjacency.REPLACE_ONE:

@@ -42,7 +42,6 @@ from training.errors import RunFolderError
 from training.feedback.config import FeedbackConfig, PdfaConfig
 from training.networks.clipping import ActivationClipping
 from training.networks.network import LayerShape
-from training.protections.planning import total_steps
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import AUDIT_FILE, RunFolder
 from training.runs.storage import require_kind, write_json
@@ -264,7 +263,7 @@ def read_run(folder: RunFolder, data: Arrays | Dataset | None, model: nn.Module 
         model=plan.network.model,
         checkpoint=checkpoint,
         checkpoint_file=checkpoints[-1],
-        progress=checkpoint.step / total_steps(plan),
+        progress=checkpoint.step / plan.total_steps,
     )
 
 

@@ -22,7 +22,6 @@ from training.engine.algorithm import Arrays
 from training.engine.loop import Engine, Watcher, deferred_interrupt, torch_threads
 from training.engine.plan import RunPlan, default_inputs, fingerprint, load_data, ready, with_own_data
 from training.errors import RunFolderError
-from training.protections.planning import budget_of
 from training.runs.folder import RunFolder, facts_equal, own_folder, versions
 from training.runs.run import Run, load_run
 from training.runs.storage import read_array, write_array
@@ -239,7 +238,7 @@ def _ledger(config: RunConfig, folder: RunFolder, resumed_from: str | None) -> L
         delta=config.protection.delta,
         enforced=True,
         block=_STEPS_PAID_AT_ONCE[config.mode],
-        budget=budget_of(config),
+        budget=config.budget,
         witnesses=folder.witnesses(),
         resumed_from=resumed_from,
     )

@@ -1,7 +1,6 @@
 """How the protection takes part in a run: what a step releases, and what writes the gradients."""
 
 from training.protections.base import PoissonProtection, central_noise
-from training.protections.planning import divisor_of
 from training.protections.record import RecordGradients
 
 
@@ -17,6 +16,6 @@ class ShieldProtection(PoissonProtection):
         return RecordGradients(
             clip_norm=self.section.clip,
             noise_multiplier=self.noise_multiplier,
-            divisor=divisor_of(self._plan.config),
+            divisor=self._plan.config.divisor,
             noise=central_noise(self._plan, device),
         )

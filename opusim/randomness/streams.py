@@ -24,6 +24,8 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from opusim import checks
+from opusim.randomness import MAX_SEED as MAX_SEED
+from opusim.randomness import derive_seed as derive_seed
 from opusim.randomness.kernels import (
     CHUNK,
     PAIRS,
@@ -32,8 +34,6 @@ from opusim.randomness.kernels import (
     fill_from_words,
     run_split,
 )
-from opusim.randomness.seeds import MAX_SEED as MAX_SEED
-from opusim.randomness.seeds import derive_seed as derive_seed
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

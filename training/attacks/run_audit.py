@@ -22,15 +22,14 @@ from opusim import checks
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
 from training.attacks.base import Attack, Scores, play
+from training.attacks.controls import record_protected, without_noise
 from training.attacks.findings import Finding, Role, RunAudit
 from training.attacks.replay import (
     AuditedRun,
     MembershipGame,
     NoiselessStep,
     noiseless_steps,
-    record_protected,
     replayed_step,
-    without_noise,
 )
 from training.attacks.update_attacks import CovarianceAttack, DifferenceAttack, RowSpaceAttack
 from training.config.run import RunConfig

@@ -13,7 +13,7 @@ from accounting.composition import Budget
 from accounting.guarantee import Adjacency
 from opusim.description.section import BadKey, first_problem
 from opusim.errors import ConfigError
-from opusim.randomness.seeds import derive_seed
+from opusim.randomness import derive_seed
 from training.config.kinds import DEFAULT_TRAINER, PROTECTIONS, TRAINERS, completed
 from training.config.sections import (
     CheckpointConfig,

@@ -20,9 +20,10 @@ from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
 from opusim.medium.directions import Direction
 from training.attacks.base import Records
+from training.attacks.controls import plain_descent
 from training.attacks.mechanism.checks import BatchLaw, Released, Sums
 from training.attacks.mechanism.subjects import Subject
-from training.attacks.replay import NoiselessStep, plain_descent
+from training.attacks.replay import NoiselessStep
 from training.config.run import RunConfig
 from training.convex.config import ConvexConfig
 from training.data import Dataset

@@ -94,9 +94,9 @@ class RunPlan:
         folder: RunFolder | None = None,
     ) -> Self:
         """Return the plan of a run whose noise is not calibrated yet; see `resolve`."""
-        config = ready(config)
+        config = for_this_machine(config)
         _require_named(config, dataset)
-        dataset = in_components(config, dataset, folder)
+        dataset = with_principal_components(config, dataset, folder)
         plan = cls(
             config=config,
             dataset=dataset,
@@ -123,9 +123,9 @@ class RunPlan:
             RunFolderError: The data differ from the run's, or the network cannot be rebuilt.
             ConfigError: The data are missing, or the torch device is not available.
         """
-        facts, config = folder.read_facts(), ready(folder.read_config())
+        facts, config = folder.read_facts(), for_this_machine(folder.read_config())
         config, data, model = default_inputs(config, data, model)
-        dataset = in_components(config, load_data(config, data), folder)
+        dataset = with_principal_components(config, load_data(config, data), folder)
         _require_same_data(folder, facts["data"], dataset)
         return cls(
             config=config,
@@ -220,7 +220,7 @@ class RunPlan:
             yield device
 
 
-def ready(config: RunConfig) -> RunConfig:
+def for_this_machine(config: RunConfig) -> RunConfig:
     """Return a configuration for this machine, without the seed that a release run neither uses nor keeps.
 
     Raises:
@@ -327,7 +327,7 @@ def _require_named(config: RunConfig, dataset: Dataset) -> None:
         )
 
 
-def in_components(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:
+def with_principal_components(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:
     """Return the data set in the principal components that the configuration asks for, if any.
 
     Args:

@@ -22,7 +22,7 @@ from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, noise_stream
 from training.config.sections import ProtectionSection
 from training.networks.network import FullyConnected
-from training.protections.planning import Plan, Steps, require_covered
+from training.protections.planning import Plan, ProtectedAlgorithm, require_covered
 from training.runs.folder import RunFolder
 
 MechanismT = TypeVar("MechanismT", bound=Mechanism)
@@ -67,7 +67,7 @@ class Protection:
 
     needs: ClassVar[frozenset[Applied]] = frozenset({"gradients"})
 
-    def __init__(self, plan: Plan, algorithm: Steps) -> None:
+    def __init__(self, plan: Plan, algorithm: ProtectedAlgorithm) -> None:
         self._plan, self._algorithm = plan, algorithm
 
     @property

@@ -57,7 +57,7 @@ class Updates:
     output_gain: float = 1.0
 
 
-class Steps(Protocol):
+class ProtectedAlgorithm(Protocol):
     """What a protection asks of the algorithm that it protects; `training.engine.algorithm.Algorithm` answers."""
 
     @property

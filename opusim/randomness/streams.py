@@ -13,7 +13,6 @@ comes from `SystemStream`.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from abc import ABC, abstractmethod
@@ -25,6 +24,8 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from opusim import checks
+from opusim.randomness import MAX_SEED as MAX_SEED
+from opusim.randomness import derive_seed as derive_seed
 from opusim.randomness.kernels import (
     CHUNK,
     PAIRS,
@@ -38,28 +39,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 _ROUNDS = 10
-MAX_SEED = 2**64 - 1
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def derive_seed(seed: int, *labels: str | int) -> int:
-    """Return a 64-bit seed for one named use: blake2b(seed, labels), so that uses never share a stream.
-
-    Args:
-        seed: the seed of the run, in [0, 2^64).
-        labels: what the derived seed is for; a string and an integer give different seeds.
-
-    Returns:
-        An integer in [0, 2^64).
-
-    Raises:
-        TypeError, ValueError: the seed is not an integer in range.
-    """
-    checks.integer(seed=seed, minimum=0, maximum=MAX_SEED)
-    parts = [f"s{len(label)}:{label}" if isinstance(label, str) else f"i{int(label)}" for label in labels]
-    text = "|".join([str(int(seed)), *parts])  # lengths separate labels of any content
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def split_key(key: int) -> tuple[int, int]:

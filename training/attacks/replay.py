@@ -1,8 +1,7 @@
-"""Play a run's own step again and again: the reset trainer, the controls of an audit and the membership game.
+"""Play a run's own step again and again: the reset trainer and the membership game.
 
-The trainer is reset to the same checkpoint before every trial. Two controls are played next to the run: its records
-protected by a known noise, and the same without the noise that the guarantee rests on. The membership game asks whether
-a record is in the batch of a step.
+The trainer is reset to the same checkpoint before every trial. The membership game asks whether a record is in the
+batch of a step.
 """
 
 from __future__ import annotations
@@ -21,87 +20,12 @@ from torch import Tensor, nn
 from accounting.guarantee import Adjacency
 from opusim.randomness.streams import derive_seed
 from training.attacks.base import Candidates, Game, Observation, Records, Trial, steps_needed
-from training.engine.algorithm import require_applied
+from training.attacks.controls import noiseless_step
 from training.engine.plan import RunPlan
 from training.engine.trainer import Trainer
 from training.networks.base import Network
 from training.networks.optimizers import load_optimizer_tensors, optimizer_tensors, set_learning_rate
-from training.protections.config import RecordConfig
-from training.protections.planning import divisor_of
 from training.runs.checkpoints import Checkpoint, copy_parameters
-
-_SIMULATED = ("ideal", "gaussian")
-"""Kinds of devices whose matrix an attacker could know."""
-
-
-def record_protected(plan: RunPlan, noise_multiplier: float) -> RunPlan:
-    """Return the run with whole records protected by a known digital noise on Poisson batches.
-
-    Args:
-        plan: The run.
-        noise_multiplier: z of one Gaussian release a step. It is doubled if a record is replaced, which moves a sum
-            twice as far as leaving the record out.
-
-    Raises:
-        NoGuarantee: The algorithm protects no records.
-    """
-    config, algorithm = plan.config, plan.algorithm
-    options, multiplier = config.protection, algorithm.equivalent_noise(noise_multiplier)
-    sampler: dict[str, Any] = {"scheme": "poisson", "min_batch_size": None}
-    if plan.sampler.scheme == "full-batch":  # which leaves its batch_size unused
-        sampler["batch_size"] = plan.sampler.n_records
-    control = config.unchecked(
-        trainer=algorithm.record_options,
-        sampler=sampler,
-        protection=RecordConfig(
-            relation=getattr(options, "relation", None),
-            delta=options.delta,
-            noise_multiplier=multiplier,
-            clip_norm=algorithm.clip_norm(config, plan.dataset.n_classes),
-            divisor=divisor_of(config),
-        ),
-    )
-    if control.relation is Adjacency.REPLACE_ONE:
-        control = control.unchecked(protection={"noise_multiplier": 2 * multiplier})
-    protected = plan.configured(control)
-    require_applied(protected.algorithm)
-    return protected
-
-
-def without_noise(plan: RunPlan) -> RunPlan | None:
-    """Return the run without the digital noise that its guarantee rests on, as if its user had forgotten the noise.
-
-    None if the protective noise cannot be separated from the algorithm's own randomness.
-    """
-    own = plan.algorithm.noiseless
-    if own is None:
-        return None
-    silent = plan.config.unchecked(trainer=own)
-    if silent.protection.protects != "nothing":
-        without = {"noise_multiplier": 0.0, "noise": "digital"}
-        own_keys = type(silent.protection).model_fields
-        silent = silent.unchecked(
-            protection={key: value for key, value in without.items() if key in own_keys}
-        )
-    return plan.configured(silent)
-
-
-def noiseless_step(plan: RunPlan) -> RunPlan | None:
-    """Return the run whose plain descent at learning rate 1 shows a step's gradients without any noise.
-
-    None if the noise, or what else is random, cannot be known to an attacker.
-    """
-    silent = without_noise(plan)
-    if silent is None or (plan.description is not None and plan.description.kind not in _SIMULATED):
-        return None
-    return plain_descent(silent).with_silent_device()
-
-
-def plain_descent(plan: RunPlan) -> RunPlan:
-    """Return the run with plain gradient descent at learning rate 1."""
-    plain = {"lr": 1.0, "schedule": "constant", "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
-    return plan.unchecked(optimizer=plain)
-
 
 NetworkT = TypeVar("NetworkT", bound=Network)
 _LATEST_PROGRESS = 0.5

@@ -22,15 +22,14 @@ from opusim import checks
 from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
 from training.attacks.base import Attack, Scores, play
+from training.attacks.controls import record_protected, without_noise
 from training.attacks.findings import Finding, Role, RunAudit
 from training.attacks.replay import (
     AuditedRun,
     MembershipGame,
     NoiselessStep,
     noiseless_steps,
-    record_protected,
     replayed_step,
-    without_noise,
 )
 from training.attacks.update_attacks import CovarianceAttack, DifferenceAttack, RowSpaceAttack
 from training.config.run import RunConfig
@@ -42,7 +41,6 @@ from training.errors import RunFolderError
 from training.feedback.config import FeedbackConfig, PdfaConfig
 from training.networks.clipping import ActivationClipping
 from training.networks.network import LayerShape
-from training.protections.planning import total_steps
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import AUDIT_FILE, RunFolder
 from training.runs.storage import require_kind, write_json
@@ -264,7 +262,7 @@ def read_run(folder: RunFolder, data: Arrays | Dataset | None, model: nn.Module 
         model=plan.network.model,
         checkpoint=checkpoint,
         checkpoint_file=checkpoints[-1],
-        progress=checkpoint.step / total_steps(plan),
+        progress=checkpoint.step / plan.total_steps,
     )
 
 

@@ -9,9 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
+from accounting.composition import Budget
 from accounting.guarantee import Adjacency
 from opusim.description.section import BadKey, first_problem
 from opusim.errors import ConfigError
+from opusim.randomness import derive_seed
 from training.config.kinds import DEFAULT_TRAINER, PROTECTIONS, TRAINERS, completed
 from training.config.sections import (
     CheckpointConfig,
@@ -112,6 +114,21 @@ class RunConfig(Section):
     def divides_by_batch_size(self) -> bool:
         """Whether a full batch's sum is divided by sampler.batch_size."""
         return self.protection.divisor is None and self.trainer.divides_by_batch_size(self.protection)
+
+    @property
+    def divisor(self) -> float:
+        """The constant that a protected run divides its noisy sums by."""
+        return self.protection.divisor or float(self.sampler.batch_size)
+
+    @property
+    def budget(self) -> Budget | None:
+        """What the run may spend at most, or None if it has no epsilon."""
+        options = self.protection
+        return None if options.epsilon is None else Budget(epsilon=options.epsilon, delta=options.delta)
+
+    def seed_for(self, purpose: str) -> int | None:
+        """Return the seed of one purpose, or None in release mode, which seeds nothing."""
+        return derive_seed(self.seed, purpose) if self.mode == "experiment" else None
 
     def replaced(self, **changes: Any) -> Self:
         """Return the configuration with some keys changed, validated as a whole.

@@ -19,15 +19,15 @@ from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from training.config.run import RunConfig
 from training.config.sections import ModelConfig
-from training.config.seeds import generator_for
 from training.convex.config import ConvexConfig
 from training.convex.gated import GatedNetwork, GatedRelu, seeded_hyperplanes
 from training.convex.trainer import ConvexTrainer, Descent, Objective
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
+from training.networks.base import seeded_generator
 from training.networks.optimizers import make_optimizer
 from training.protections.base import SoftLabels, central_noise, noise_std
-from training.protections.planning import Plan, divisor_of, total_steps
+from training.protections.planning import Plan
 
 LAST_ITERATE_SCHEMES = ("disjoint-cyclic", "full-batch")
 
@@ -47,9 +47,7 @@ def final_noise(plan: Plan, options: ConvexConfig) -> float:
 def mean_batch(plan: Plan) -> float:
     """Return b, the divisor of a batch's sum: a constant that the data do not change."""
     full = plan.sampler.scheme == "full-batch"
-    return plan.config.protection.divisor or (
-        float(plan.sampler.n_records) if full else divisor_of(plan.config)
-    )
+    return plan.config.protection.divisor or (float(plan.sampler.n_records) if full else plan.config.divisor)
 
 
 def last_iterate(plan: Plan, options: ConvexConfig, noise_multiplier: float) -> ConvexLastIterate:
@@ -145,7 +143,7 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
         """See Algorithm.build_network; `initialise` reads a device's hyperplanes, and a checkpoint holds them."""
         options = config.trainer_as(ConvexConfig)
         if model is None:
-            generator = generator_for(config, "hyperplanes")
+            generator = seeded_generator(config.seed_for("hyperplanes"))
             hyperplanes = seeded_hyperplanes(options.hyperplanes, dataset.n_features, generator)
             return GatedNetwork(
                 GatedRelu(dataset.n_features, dataset.n_classes, hyperplanes, centre=options.centre)
@@ -184,7 +182,7 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
             divisor=b,
             noise_std=noise_std(clip_norm=bound, noise_multiplier=multiplier, divisor=b),
             final_std=final_noise(plan, options) * config.optimizer.lr * multiplier * bound / b,
-            total_steps=total_steps(plan),
+            total_steps=plan.total_steps,
         )
         return ConvexTrainer(
             self.network,

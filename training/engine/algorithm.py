@@ -24,7 +24,7 @@ from training.data.splits import Ids
 from training.engine.trainer import Trainer
 from training.networks.base import Network
 from training.protections.base import Applied, PrivateGradients, Protection, SoftLabels
-from training.protections.planning import Plan, Updates, divisor_of, sampling_probability
+from training.protections.planning import Plan, Updates
 from training.runs.folder import RunFolder
 
 Array = np.ndarray | Tensor
@@ -223,7 +223,7 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         Raises:
             NoGuarantee: The sampler has no sampling probability.
         """
-        return self.clipped_records(noise_multiplier, divisor=divisor_of(self.plan.config))
+        return self.clipped_records(noise_multiplier, divisor=self.plan.config.divisor)
 
     def clipped_records(self, noise_multiplier: float, *, divisor: float) -> RecordCentral | RecordReplaced:
         """Return one step of clipped records with central Gaussian noise, under the run's relation.
@@ -239,7 +239,7 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         relation = config.relation or Adjacency.ZERO_OUT
         parameters: dict[str, Any] = {
             "noise_multiplier": noise_multiplier,
-            "sampling_probability": sampling_probability(self.plan),
+            "sampling_probability": self.plan.sampling_probability,
             "clip_norm": self.clip_norm(config, self.plan.dataset.n_classes),
             "divisor": divisor,
             "device_noise": config.protection.noise == "device",

@@ -77,7 +77,7 @@ class Engine:
         self._dataset = to_device(plan.dataset, config.torch_device)
         self._sampler = plan.sampler
         self._folder = folder
-        self.total_steps = config.epochs * self._sampler.steps_per_epoch
+        self.total_steps = plan.total_steps
         self._loss = config.loss
         self._optimizer = config.optimizer
         self._average = TailAverage(config.optimizer.averaged_tail, self.total_steps)

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from accounting.errors import NoGuarantee
 from accounting.mechanisms import Mechanism
 from opusim.description.loading import load_description, parse_description
 from opusim.description.schema import DeviceDescription, NoiseSettings
@@ -20,7 +21,6 @@ from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
 from training.config.run import RunConfig
-from training.config.seeds import seed_for
 from training.data import Dataset, Split, from_arrays
 from training.data.catalogue import OWN_ARRAYS, build_dataset, standardisation_of
 from training.data.dataset import PrincipalComponents, reduced
@@ -94,9 +94,9 @@ class RunPlan:
         folder: RunFolder | None = None,
     ) -> Self:
         """Return the plan of a run whose noise is not calibrated yet; see `resolve`."""
-        config = ready(config)
+        config = for_this_machine(config)
         _require_named(config, dataset)
-        dataset = in_components(config, dataset, folder)
+        dataset = with_principal_components(config, dataset, folder)
         plan = cls(
             config=config,
             dataset=dataset,
@@ -123,9 +123,9 @@ class RunPlan:
             RunFolderError: The data differ from the run's, or the network cannot be rebuilt.
             ConfigError: The data are missing, or the torch device is not available.
         """
-        facts, config = folder.read_facts(), ready(folder.read_config())
+        facts, config = folder.read_facts(), for_this_machine(folder.read_config())
         config, data, model = default_inputs(config, data, model)
-        dataset = in_components(config, load_data(config, data), folder)
+        dataset = with_principal_components(config, load_data(config, data), folder)
         _require_same_data(folder, facts["data"], dataset)
         return cls(
             config=config,
@@ -150,6 +150,25 @@ class RunPlan:
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """What one step releases; nothing if the run pays for everything upfront."""
         return self.algorithm.released(self.noise)
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of the whole run."""
+        return self.config.epochs * self.sampler.steps_per_epoch
+
+    @property
+    def sampling_probability(self) -> float:
+        """q, the probability with which a record enters a batch.
+
+        Raises:
+            NoGuarantee: The sampling scheme has none.
+        """
+        probability = self.sampler.sampling_probability
+        if probability is None:
+            raise NoGuarantee(
+                f"sampler.scheme = {self.sampler.scheme!r} has no sampling probability; use 'poisson'"
+            )
+        return probability
 
     def replaced(self, **changes: Any) -> Self:
         """Return the plan with some keys of its configuration changed; see `RunConfig.replaced`."""
@@ -193,7 +212,7 @@ class RunPlan:
         with open_described(
             self.description,
             mode=self.config.mode,
-            seed=seed_for(self.config, "device") or 0,
+            seed=self.config.seed_for("device") or 0,
             torch_device=self.config.torch_device,
             n_inputs=shape.n_inputs,
             n_outputs=shape.n_outputs,
@@ -201,7 +220,7 @@ class RunPlan:
             yield device
 
 
-def ready(config: RunConfig) -> RunConfig:
+def for_this_machine(config: RunConfig) -> RunConfig:
     """Return a configuration for this machine, without the seed that a release run neither uses nor keeps.
 
     Raises:
@@ -308,7 +327,7 @@ def _require_named(config: RunConfig, dataset: Dataset) -> None:
         )
 
 
-def in_components(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:
+def with_principal_components(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:
     """Return the data set in the principal components that the configuration asks for, if any.
 
     Args:
@@ -334,7 +353,7 @@ def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
     n_records = len(dataset.train)
     if options.sampling_probability is not None:
         return PoissonSampler(
-            n_records, sampling_probability=options.sampling_probability, seed=seed_for(config, "sampler")
+            n_records, sampling_probability=options.sampling_probability, seed=config.seed_for("sampler")
         )
     if options.batch_size > n_records and options.scheme != "full-batch":
         raise ConfigError(
@@ -347,7 +366,7 @@ def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
         options.scheme,
         n_records,
         None if options.scheme == "full-batch" else options.batch_size,
-        seed_for(config, "sampler"),
+        config.seed_for("sampler"),
         min_batch_size=options.min_batch_size,
         drop_last=options.drop_last or None,
     )

@@ -23,9 +23,15 @@ from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.algorithm import Arrays
 from training.engine.loop import Engine, Watcher, deferred_interrupt, torch_threads
-from training.engine.plan import RunPlan, default_inputs, fingerprint, load_data, ready, with_own_data
+from training.engine.plan import (
+    RunPlan,
+    default_inputs,
+    fingerprint,
+    for_this_machine,
+    load_data,
+    with_own_data,
+)
 from training.errors import RunFolderError
-from training.protections.planning import budget_of
 from training.runs.folder import RunFolder, facts_equal, own_folder, versions
 from training.runs.run import Run, load_run
 from training.runs.storage import read_array, write_array
@@ -70,7 +76,9 @@ def train(
         DeviceError: The device cannot be opened or fails.
         TrainingDiverged: A batch's error is not finite.
     """
-    resolved = ready(_stored(config, settings, folder) if resume else load_config(config, settings))
+    resolved = for_this_machine(
+        _stored(config, settings, folder) if resume else load_config(config, settings)
+    )
     resolved, data, model = default_inputs(resolved, data, model)
     resolved = with_own_data(resolved, data)
     run_folder = None if folder is None else RunFolder(own_folder(Path(folder)))
@@ -110,7 +118,7 @@ def train_on(
         raise RunFolderError(_NO_FOLDER)
     with folder.writing(new=False, private=private):
         folder.require_resumable(moved=moved)
-        _check_keys(folder, ready(config))
+        _check_keys(folder, for_this_machine(config))
         plan = RunPlan.resolve(config, records, model=model, folder=folder)
         _train_in(folder, plan, watcher, resume=True, moved=moved)
     return load_run(folder.path, model=model)
@@ -252,7 +260,7 @@ def _ledger(config: RunConfig, folder: RunFolder, resumed_from: str | None) -> L
         delta=config.protection.delta,
         enforced=True,
         block=_STEPS_PAID_AT_ONCE[config.mode],
-        budget=budget_of(config),
+        budget=config.budget,
         witnesses=folder.witnesses(),
         resumed_from=resumed_from,
     )

@@ -14,7 +14,6 @@ from opusim.devices.base import NoisyDevice
 from opusim.noise import GaussianNoise, NoiseModel
 from opusim.randomness.streams import noise_stream
 from training.config.run import RunConfig
-from training.config.seeds import seed_for
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
 from training.feedback.config import FeedbackConfig
@@ -55,7 +54,7 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected, FeedbackTraine
         config, options = self.plan.config, self.options
         noise = None
         if options.digital_sigma:
-            noise = noise_stream(config.mode, seed_for(config, "noise"), "digital-noise")
+            noise = noise_stream(config.mode, config.seed_for("noise"), "digital-noise")
         return FeedbackTrainer(
             self.network,
             make_optimizer(self.network.parameters, config.optimizer),

@@ -149,3 +149,13 @@ def parameters_digest(tensors: Mapping[str, Tensor]) -> str:
 def tensor_facts(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
     """Return name, shape and dtype of each tensor as JSON values."""
     return [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
+
+
+def seeded_generator(seed: int | None) -> torch.Generator:
+    """Return a generator of this seed, or one seeded by the system if it is None."""
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return generator

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from training.config.run import RunConfig
-from training.config.seeds import generator_for
 from training.data import Dataset
+from training.networks.base import seeded_generator
 from training.networks.clipping import ClippedNeurons
 from training.networks.functions import ACTIVATIONS, Activation, activation_of
 from training.networks.layers import LayeredNetwork, LinearJacobian, require_trainable
@@ -259,7 +259,7 @@ def build_model(config: RunConfig, dataset: Dataset) -> nn.Sequential:
     layers.append(
         LayerShape(n_outputs=dataset.n_classes, activation=options.output_activation, bias=options.bias)
     )
-    generator = generator_for(config, "initialisation")
+    generator = seeded_generator(config.seed_for("initialisation"))
     return build_sequential(dataset.n_features, layers, generator=generator, gain=options.initial_gain)
 
 

@@ -36,7 +36,6 @@ from training.protections.base import (
 )
 from training.protections.config import LabelAmplifiedConfig
 from training.protections.metric import Metric, equalised_weights
-from training.protections.planning import divisor_of, sampling_probability
 
 _EQUALISING_ROUNDS = 30
 
@@ -48,7 +47,7 @@ class AmplifiedLabelProtection(PoissonProtection):
         """See PoissonProtection.mechanism."""
         return LabelAmplified(
             noise_multiplier=noise_multiplier,
-            sampling_probability=sampling_probability(self._plan),
+            sampling_probability=self._plan.sampling_probability,
             device_noise=self.section.noise == "device",
         )
 
@@ -58,7 +57,7 @@ class AmplifiedLabelProtection(PoissonProtection):
         return AmplifiedLabels(
             clip_norm=options.clip,
             noise_multiplier=self.noise_multiplier,
-            divisor=divisor_of(self._plan.config),
+            divisor=self._plan.config.divisor,
             floor=options.floor,
             reference=self._reference(),
             equalise=options.equalise,

@@ -21,9 +21,8 @@ from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, noise_stream
 from training.config.sections import ProtectionSection
-from training.config.seeds import seed_for
 from training.networks.network import FullyConnected
-from training.protections.planning import Plan, Steps, require_covered, total_steps
+from training.protections.planning import Plan, ProtectedAlgorithm, require_covered
 from training.runs.folder import RunFolder
 
 MechanismT = TypeVar("MechanismT", bound=Mechanism)
@@ -68,7 +67,7 @@ class Protection:
 
     needs: ClassVar[frozenset[Applied]] = frozenset({"gradients"})
 
-    def __init__(self, plan: Plan, algorithm: Steps) -> None:
+    def __init__(self, plan: Plan, algorithm: ProtectedAlgorithm) -> None:
         self._plan, self._algorithm = plan, algorithm
 
     @property
@@ -189,7 +188,7 @@ class PoissonProtection(Protection, ABC):
         options = self.section
         if options.noise_multiplier is not None or options.epsilon is None:
             return options.noise_multiplier
-        steps = self.mechanism(self._algorithm.noise_guess).repeated(total_steps(self._plan))
+        steps = self.mechanism(self._algorithm.noise_guess).repeated(self._plan.total_steps)
         found, _ = calibrate_noise(steps, target_epsilon=options.epsilon, delta=options.delta)
         return found.noise
 
@@ -372,4 +371,4 @@ def central_noise(plan: Plan, device: NoisyDevice | None) -> NoiseStream:
     config = plan.config
     if config.protection.noise == "device" and device is not None:
         return DeviceNormals(device)
-    return noise_stream(config.mode, seed_for(config, "central-noise"), "central-noise")
+    return noise_stream(config.mode, config.seed_for("central-noise"), "central-noise")

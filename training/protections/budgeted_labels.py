@@ -39,7 +39,7 @@ from training.protections.base import (
 )
 from training.protections.config import LabelBudgetConfig
 from training.protections.metric import batch_leverages
-from training.protections.planning import epsilon_of, total_steps
+from training.protections.planning import epsilon_of
 from training.runs.folder import RunFolder
 
 _ERROR_DISTANCE = 2**0.5
@@ -64,7 +64,7 @@ class LabelBudgetProtection(Protection):
         batch = sampler.expected_batch_size
         fan_ins = [linear.in_features + (linear.bias is not None) for linear in self._plan.network.linears]
         leverage = sum(min(1.0, fan_in / batch) for fan_in in fan_ins)
-        visits = total_steps(self._plan) * batch / sampler.n_records
+        visits = self._plan.total_steps * batch / sampler.n_records
         return 2 * math.sqrt(visits * leverage / _SPENDING) / self._budget.budget_mu
 
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:

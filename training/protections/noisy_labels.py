@@ -34,10 +34,9 @@ from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
-from training.config.seeds import seed_for
 from training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
 from training.protections.config import OneLookConfig
-from training.protections.planning import epsilon_of, total_steps
+from training.protections.planning import epsilon_of
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array, write_array
 
@@ -89,7 +88,7 @@ class OneLookProtection(Protection, ABC):
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
         """See Protection.soft_labels."""
         flat_steps = math.ceil(
-            self._plan.config.protection_as(OneLookConfig).flat_prior * total_steps(self._plan)
+            self._plan.config.protection_as(OneLookConfig).flat_prior * self._plan.total_steps
         )
         return StoredLabels(folder, place=self._plan.config.torch_device, flat_steps=flat_steps)
 
@@ -106,7 +105,7 @@ class LabelReadoutProtection(OneLookProtection):
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
         config, dataset = self._plan.config, self._plan.dataset
-        noise = noise_stream(config.mode, seed_for(config, "label-noise"), "label-noise")
+        noise = noise_stream(config.mode, config.seed_for("label-noise"), "label-noise")
         labels, k, mu = dataset.train.y.cpu(), dataset.n_classes, self.mechanism.mu
         if self.section.noise == "device" and device is not None:
             return read_once_through(device, labels, k, mu=mu, noise=noise, pay=pay)
@@ -130,7 +129,7 @@ class RandomizedResponseProtection(OneLookProtection):
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
-        dataset, seed = self._plan.dataset, seed_for(self._plan.config, "labels")
+        dataset, seed = self._plan.dataset, self._plan.config.seed_for("labels")
         source: UniformSource = SystemUniforms() if seed is None else np.random.default_rng(seed)
         return randomize(dataset.train.y.cpu(), self.mechanism, source, pay=pay)
 

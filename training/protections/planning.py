@@ -1,11 +1,10 @@
-"""What several protections compute from a run: constants of a step, its budget, and which runs no theorem covers."""
+"""What a protection reads of its run, what it asks of the algorithm, and which runs no theorem covers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from accounting.composition import Budget
 from accounting.errors import NoGuarantee
 from accounting.mechanisms import Mechanism
 from accounting.theorems import require_scheme
@@ -35,6 +34,14 @@ class Plan(Protocol):
     def network(self) -> Any:
         """The network to train."""
 
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of the whole run."""
+
+    @property
+    def sampling_probability(self) -> float:
+        """q, the probability with which a record enters a batch; raises NoGuarantee if the sampler has none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Updates:
@@ -50,7 +57,7 @@ class Updates:
     output_gain: float = 1.0
 
 
-class Steps(Protocol):
+class ProtectedAlgorithm(Protocol):
     """What a protection asks of the algorithm that it protects; `training.engine.algorithm.Algorithm` answers."""
 
     @property
@@ -93,12 +100,6 @@ def require_covered(plan: Plan) -> None:
         )
 
 
-def budget_of(config: RunConfig) -> Budget | None:
-    """Return what the run may spend at most, or None if it has no epsilon."""
-    options = config.protection
-    return None if options.epsilon is None else Budget(epsilon=options.epsilon, delta=options.delta)
-
-
 def epsilon_of(options: ProtectionSection) -> float:
     """Return the section's epsilon, which the label protections require.
 
@@ -110,27 +111,3 @@ def epsilon_of(options: ProtectionSection) -> float:
             f"protection.epsilon is missing; protection.kind = {options.kind!r} needs one above 0"
         )
     return options.epsilon
-
-
-def divisor_of(config: RunConfig) -> float:
-    """Return the constant that a protected run divides its noisy sums by."""
-    return config.protection.divisor or float(config.sampler.batch_size)
-
-
-def total_steps(plan: Plan) -> int:
-    """Return the number of steps of the whole run."""
-    return plan.config.epochs * plan.sampler.steps_per_epoch
-
-
-def sampling_probability(plan: Plan) -> float:
-    """Return q, the probability with which a record enters a batch.
-
-    Raises:
-        NoGuarantee: The sampling scheme has none.
-    """
-    probability = plan.sampler.sampling_probability
-    if probability is None:
-        raise NoGuarantee(
-            f"sampler.scheme = {plan.sampler.scheme!r} has no sampling probability; use 'poisson'"
-        )
-    return probability

@@ -31,7 +31,6 @@ from training.protections.base import (
     central_noise,
     noise_std,
 )
-from training.protections.planning import divisor_of
 from training.runs.folder import RunFolder
 
 LAST_ITERATE = "last iterate"
@@ -55,7 +54,7 @@ class RecordProtection(PoissonProtection):
         return RecordGradients(
             clip_norm=self.section.clip,
             noise_multiplier=self.noise_multiplier,
-            divisor=divisor_of(self._plan.config),
+            divisor=self._plan.config.divisor,
             noise=central_noise(self._plan, device),
             by_layer=self._algorithm.updates.by_layer,
         )

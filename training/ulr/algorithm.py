@@ -15,7 +15,6 @@ from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
 from opusim.randomness.streams import NoiseStream, noise_stream
 from training.config.run import RunConfig
-from training.config.seeds import seed_for
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
 from training.errors import RunFolderError
@@ -135,7 +134,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
         config, options = self.plan.config, self.options
         noise = self._output_noise(device)
         if options.form == "published":
-            extra = noise_stream(config.mode, seed_for(config, "extra-noise"), "extra-noise")
+            extra = noise_stream(config.mode, config.seed_for("extra-noise"), "extra-noise")
             divisor = float(config.sampler.min_batch_size or config.sampler.batch_size)
             return PublishedUpdate(self.network, options, divisor, noise=noise, extra=extra)
         estimator = Estimator(
@@ -160,7 +159,7 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
         config = self.plan.config
         if self.options.noise == "device" and device is not None:
             return DeviceNormals(device, key="trainer.noise")
-        return noise_stream(config.mode, seed_for(config, "output-noise"), "output-noise")
+        return noise_stream(config.mode, config.seed_for("output-noise"), "output-noise")
 
 
 def _blank_outputs(network: ModuleSequence, n: int) -> Outputs:

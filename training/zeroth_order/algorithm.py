@@ -16,7 +16,6 @@ from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.randomness.streams import NoiseStream, derive_seed, noise_stream
 from training.config.run import RunConfig
-from training.config.seeds import seed_for
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, Arrays, DeviceShape
 from training.errors import RunFolderError
@@ -30,7 +29,6 @@ from training.networks.base import (
 from training.networks.network import FullyConnected, build_network
 from training.networks.record_independence import probe_records, require_independent_records
 from training.protections.base import DeviceNormals, SoftLabels
-from training.protections.planning import divisor_of, sampling_probability, total_steps
 from training.runs.checkpoints import write_tensors
 from training.runs.folder import RunFolder
 from training.zeroth_order.config import ZoConfig
@@ -178,7 +176,7 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
         """See Algorithm.noise_guess."""
         plan = self.plan
         epsilon = plan.config.protection.epsilon or math.inf
-        steps, probability = total_steps(plan), plan.sampler.sampling_probability or 1.0
+        steps, probability = plan.total_steps, plan.sampler.sampling_probability or 1.0
         return max(math.sqrt(steps) * probability / epsilon, 0.1)
 
     def mechanism(self, noise_multiplier: float) -> ZoGaussian | ZoLaplace:
@@ -192,9 +190,9 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
         """
         config = self.plan.config
         parameters: dict[str, Any] = {
-            "sampling_probability": sampling_probability(self.plan),
+            "sampling_probability": self.plan.sampling_probability,
             "clip_norm": config.protection.clip_norm or CLIP,
-            "divisor": divisor_of(config),
+            "divisor": config.divisor,
             "directions": self.options.directions,
             "relation": config.relation or Adjacency.ZERO_OUT,
         }
@@ -216,15 +214,15 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
         """
         config = self.plan.config
         if config.protection.protects == "nothing":
-            return ScalarRelease(clip=None, divisor=divisor_of(config))
+            return ScalarRelease(clip=None, divisor=config.divisor)
         clip = self.clip_norm(config, self.plan.dataset.n_classes)
-        stream: NoiseStream = noise_stream(config.mode, seed_for(config, "scalar-noise"), "scalar-noise")
+        stream: NoiseStream = noise_stream(config.mode, config.seed_for("scalar-noise"), "scalar-noise")
         if device is not None:
             stream = DeviceNormals(device)
         law = LaplaceScalars if self.options.law == "laplace" else GaussianScalars
         return ScalarRelease(
             clip=clip,
-            divisor=divisor_of(config),
+            divisor=config.divisor,
             scale=self.protection.noise_multiplier * clip,
             noise=law(stream),
         )

@@ -20,16 +20,16 @@ from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import Mechanism
 from opusim.medium.directions import Direction
 from training.attacks.base import Records
+from training.attacks.controls import plain_descent
 from training.attacks.mechanism.checks import BatchLaw, Released, Sums
 from training.attacks.mechanism.subjects import Subject
-from training.attacks.replay import NoiselessStep, plain_descent
+from training.attacks.replay import NoiselessStep
 from training.config.run import RunConfig
 from training.convex.config import ConvexConfig
 from training.data import Dataset
 from training.engine.plan import RunPlan
 from training.networks.functions import LOSSES
 from training.protections.config import LabelNoiseConfig, NoProtectionConfig
-from training.protections.planning import divisor_of
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
@@ -84,7 +84,7 @@ def _noisy_sums(
     states: Sequence[Weights], config: RunConfig, mechanism: Mechanism
 ) -> list[Gradient]:  # by step
     """Return the noisy sum G of each step."""
-    divisor = getattr(mechanism, "divisor", None) or divisor_of(config)
+    divisor = getattr(mechanism, "divisor", None) or config.divisor
     if config.protection.protects == "labels" and not config.protection.poisson:  # public batch sizes divide
         divisor = config.sampler.batch_size
     factor = divisor / config.optimizer.lr

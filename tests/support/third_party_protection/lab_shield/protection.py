@@ -2,7 +2,6 @@
 
 from opusim import PoissonProtection, RecordGradients
 from training.protections.base import central_noise
-from training.protections.planning import divisor_of
 
 
 class ShieldProtection(PoissonProtection):
@@ -17,6 +16,6 @@ class ShieldProtection(PoissonProtection):
         return RecordGradients(
             clip_norm=self.section.clip,
             noise_multiplier=self.noise_multiplier,
-            divisor=divisor_of(self._plan.config),
+            divisor=self._plan.config.divisor,
             noise=central_noise(self._plan, device),
         )

@@ -24,7 +24,7 @@ from training.config.reading import merged
 
 if TYPE_CHECKING:
     from training.sweeps.rows import Row
-    from training.tuning.search import Search, SearchResult
+    from training.tuning import Search, SearchResult
 
 tune_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 curve_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
@@ -54,7 +54,7 @@ def tune(
 ) -> None:
     """Choose a convex run's settings privately: the best of a Poisson number of trials, and its epsilon."""
     from opusim import checks
-    from training.tuning.search import Search, parse_choices
+    from training.tuning import Search, parse_choices
 
     checks.positive(trials=trials, remedy="such as 5")
     quiet, release = values["quiet"], bool(values["release"])

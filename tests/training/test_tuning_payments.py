@@ -21,8 +21,8 @@ from training.errors import FolderBusy, RunFolderError
 from training.runs.storage import only_writer
 from training.sweeps.execution import run_sweep
 from training.sweeps.rows import SweepFolder
+from training.tuning import Draw, Search
 from training.tuning import search as searching
-from training.tuning.search import Draw, Search
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,

@@ -23,8 +23,8 @@ from training.config.reading import merged
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.run import load_run
+from training.tuning import Search, draw_trials, parse_choices, selection_within
 from training.tuning import search as searching
-from training.tuning.search import Search, draw_trials, parse_choices, selection_within
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,

@@ -1,14 +1,9 @@
-"""Files of users and of runs: read within a limit, written no wider than their folder allows, and locked by name.
+"""Files of users and of runs: read within a limit, and written no wider than their folder allows.
 
 Reading never blocks on a named pipe and never takes more memory than a stated limit. Writing follows one rule: **a
 file is as private as its folder.** In a folder that its owner only may enter (mode 0700), files are created with mode
 0600 and folders with mode 0700, from the first byte on; elsewhere the umask decides. `make_private_folder` makes such
 a folder.
-
-A lock names its holder, and the kernel releases it when the holder dies. filelock (4.2.11 and later) opens the lock
-file without following symbolic links and never truncates it. The holder's name is written only into a regular file that
-has a single name and is empty or holds an earlier holder's name, so that a link in a shared folder cannot redirect the
-write to another file.
 """
 
 from __future__ import annotations
@@ -16,16 +11,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import socket
 import stat
-import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from opusim.errors import ConfigError
 
@@ -317,76 +308,3 @@ def _require_regular(descriptor: int, path: str | Path) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-
-
-_NAME_LIMIT = 4096
-_MARK = b"process "
-"""What a holder's name begins with; a file with other content is not a lock."""
-
-
-class LockHeld(Exception):  # a state that callers turn into their own error
-    """Another process, or another place of this one, holds the lock; `holder` says which."""
-
-    def __init__(self, holder: str) -> None:
-        super().__init__(holder)
-        self.holder = holder
-
-
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Hold a lock file, which names this process while it is held.
-
-    Args:
-        path: the file; its folder is there.
-
-    Raises:
-        LockHeld: another process holds it, or another place of this one.
-        OSError: the file cannot be written, or is no lock: a link, a named pipe, or a file with other content.
-    """
-    lock = FileLock(
-        path,
-        mode=path.parent.stat().st_mode & 0o666 | 0o600,  # as open as its folder, which users may share
-        blocking=False,
-        thread_local=False,
-        fallback_to_soft=False,
-        on_acquired=_write_holder,
-    )
-    try:
-        lock.acquire()
-    except Timeout:
-        raise LockHeld(_read_holder(path)) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _write_holder(descriptor: int) -> None:
-    """Replace the content of a lock file by this process's name.
-
-    Raises:
-        OSError: It is no lock file.
-    """
-    facts = os.fstat(descriptor)
-    content = os.pread(descriptor, _NAME_LIMIT, 0) if stat.S_ISREG(facts.st_mode) else b""
-    is_lock = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
-    if not is_lock or (content and not content.startswith(_MARK)):
-        raise OSError(errno.EINVAL, "the file there is no lock file")
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, _this_process().encode(), 0)
-
-
-def _read_holder(path: Path) -> str:
-    """Return who holds a lock, as far as its file tells."""
-    try:
-        descriptor = open_to_read(path)
-    except OSError:
-        return "another process"
-    with os.fdopen(descriptor, "rb") as file:
-        text = file.read(_NAME_LIMIT).decode(errors="replace")
-    return " ".join(text.split()) or "another process"
-
-
-def _this_process() -> str:
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"process {os.getpid()} on {socket.gethostname()} since {started}\n"

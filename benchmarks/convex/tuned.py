@@ -18,7 +18,7 @@ from benchmarks.markdown import command, markdown
 from benchmarks.results_file import load_results, save_results
 from training.config import load_config
 from training.config.reading import merged
-from training.tuning.search import Search
+from training.tuning import Search
 
 MODULE = "benchmarks.convex.tuned"
 NAME, FOLDER, SEED = "convex_tuned", Path("runs/convex-tuned"), 0

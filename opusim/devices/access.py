@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from opusim.description.schema import AccessSettings, DeviceDescription
+from opusim.devices.locks import LockHeld, held
 from opusim.errors import DeviceBusy, DeviceTimeout, DeviceUnavailable
-from opusim.files import LockHeld, held, parse_json, read_bytes
+from opusim.files import parse_json, read_bytes
 
 FOLDER_VARIABLE = "OPUSIM_LOCKS"
 

@@ -42,7 +42,19 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the subcommand of a command line, and load it."""
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command if name is None else self.loaded(name), rest
+        if name is not None:
+            command = self.loaded(name)
+            _show_flags_without_type(command, ctx)
+        return name, command, rest
+
+
+def _show_flags_without_type(command: Any, ctx: Any) -> None:
+    """Let help show a flag as it is typed, without the type of a value that it does not take."""
+    for option in [*command.params, command.get_help_option(ctx)]:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        _show_flags_without_type(inner, ctx)
 
 
 def built(name: str, command: Callable[..., None], **attributes: Any) -> Any:

@@ -112,7 +112,8 @@ EPSILON = KeyOption(
     "epsilon",
     "protection.epsilon",
     float,
-    "Privacy budget: calibrates the noise unless that is given; training stops before exceeding it.",
+    "Privacy budget at delta. Sets the noise multiplier unless you give one. Training stops before the step that would "
+    "exceed it.",
     PRIVACY,
 )
 DELTA = KeyOption("delta", "protection.delta", float, "delta of every guarantee (1e-5 by default).", PRIVACY)
@@ -253,11 +254,10 @@ def _short(field: FieldInfo) -> str:
     first = re.split(r"(?<!eq)(?<!\be\.g)[.;] ", text, maxsplit=1)[0].rstrip(".")
     plain = _plain(field.annotation)
     choices = typing.get_args(plain) if typing.get_origin(plain) is Literal else ()
-    named = [choice for choice in choices if re.match(rf"{re.escape(str(choice))}\b[^:]*:", text)]
     if choices:
         words = f"{', '.join(map(str, choices[:-1]))} or {choices[-1]}"
         told = all(re.search(rf"\b{re.escape(str(choice))}\b", first) for choice in choices)
-        first = words if named else first if told else f"{first} ({words})"
+        first = first if told else f"{first} ({words})"
     default = field.get_default(call_default_factory=True, validated_data={})
     if default is None or default == () or isinstance(default, bool):
         return f"{first}."

@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from accounting.ledger.ledger import LedgerContent
+    from training.attacks.findings import RunAudit
     from training.runs.folder import RunFolder
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -73,55 +74,67 @@ def report(
     typer.echo(write_comparison(loaded, out or Path("report.html"), title="Runs compared", names=names))
 
 
+RunArgument = Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder.")]
+KindOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="Instead of a run: test the sampler, clip and noise of a trainer (pdfa, dfa, tdfa, bp, ulr, zo, "
+        "convex) on records of the audit's choice. Exit code 1 means an alarm.",
+    ),
+]
+Trials = Annotated[
+    int | None,
+    typer.Option(help="Coin tosses on the run, 400 by default; the controls take up to 200 each."),
+]
+AuditSeed = Annotated[
+    int | None, typer.Option(help="Seed that repeats an audit; drawn and stored by default.")
+]
+AuditDelta = Annotated[float | None, typer.Option(help="delta of the bounds; the run's by default.")]
+OwnArrays = Annotated[
+    Path | None,
+    typer.Option(
+        help="An .npz file with the arrays x and y (and ids) that the run was trained on, if it was on arrays."
+    ),
+]
+AuditOut = Annotated[
+    Path | None,
+    typer.Option(
+        help="A folder for audit.json and report.html, by default the run folder; a release run needs one outside "
+        "it. With --mechanism: a JSON file."
+    ),
+]
+Mode = Annotated[str | None, typer.Option(help="With --mechanism: experiment (default) or release.")]
+Steps = Annotated[
+    int | None, typer.Option(help="With --mechanism: steps of each of its two runs, 60 by default.")
+]
+MechanismSettings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="With --mechanism: a key of the configuration; repeatable."
+    ),
+]
+Level = Annotated[
+    float | None,
+    typer.Option(help="With --mechanism: probability of any false alarm, 1e-4 by default."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
 @app.command()
 def audit(
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="A run folder.")] = None,
-    mechanism: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND",
-            help="Instead of a run: test the sampler, clip and noise of a trainer (pdfa, dfa, tdfa, bp, ulr, zo, "
-            "convex) on records of the audit's choice. Exit code 1 means an alarm.",
-        ),
-    ] = None,
-    trials: Annotated[
-        int | None,
-        typer.Option(help="Coin tosses on the run, 400 by default; the controls take up to 200 each."),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed that repeats an audit; drawn and stored by default.")
-    ] = None,
-    delta: Annotated[float | None, typer.Option(help="delta of the bounds; the run's by default.")] = None,
-    arrays: Annotated[
-        Path | None,
-        typer.Option(
-            help="An .npz file with the arrays x and y (and ids) that the run was trained on, if it was on arrays."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder for audit.json and report.html, by default the run folder; a release run needs one outside "
-            "it. With --mechanism: a JSON file."
-        ),
-    ] = None,
-    mode: Annotated[
-        str | None, typer.Option(help="With --mechanism: experiment (default) or release.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="With --mechanism: steps of each of its two runs, 60 by default.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="With --mechanism: a key of the configuration; repeatable."
-        ),
-    ] = None,
-    level: Annotated[
-        float | None,
-        typer.Option(help="With --mechanism: probability of any false alarm, 1e-4 by default."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    run: RunArgument = None,
+    mechanism: KindOption = None,
+    trials: Trials = None,
+    seed: AuditSeed = None,
+    delta: AuditDelta = None,
+    arrays: OwnArrays = None,
+    out: AuditOut = None,
+    mode: Mode = None,
+    steps: Steps = None,
+    settings: MechanismSettings = None,
+    level: Level = None,
+    as_json: AsJson = False,
 ) -> None:
     """Attack a run: can an attacker who sees its updates tell which records were used? Or test a mechanism."""
     of_runs = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
@@ -189,6 +202,12 @@ def _audit_run(
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
+    _print_audit(found)
+    typer.echo(f"\nkept in {(out or run) / AUDIT_FILE} and shown in {report_file}")
+
+
+def _print_audit(found: RunAudit) -> None:
+    """Print the findings and what they mean."""
     from accounting.tables import print_rows
     from opusim.tables import wrapped
     from training.attacks.findings import finding_rows, paragraphs
@@ -196,7 +215,6 @@ def _audit_run(
     print_rows(finding_rows(found))
     for text in paragraphs(found):
         typer.echo("\n" + wrapped(text))
-    typer.echo(f"\nkept in {(out or run) / AUDIT_FILE} and shown in {report_file}")
 
 
 def _audit_mechanism(
@@ -311,17 +329,25 @@ def _content(path: Path, folder: RunFolder) -> LedgerContent:
     return folder.read_ledger()
 
 
+DeviceArgument = Annotated[
+    str, typer.Argument(help="A name of `opusim device list`, or the path of a TOML file.")
+]
+Outputs = Annotated[int, typer.Option(help="Outputs of a reading, at least 1.")]
+Classes = Annotated[int, typer.Option(help="Number of labels, at least 2.")]
+Targets = Annotated[list[float] | None, typer.Option(help="State what this epsilon takes; repeatable.")]
+DeviceDelta = Annotated[float, typer.Option(help="delta at which epsilon is stated.")]
+FigureFile = Annotated[
+    Path | None, typer.Option(help="Draw a camera's sigma and epsilon against temperature: a PNG file.")
+]
+
+
 def account_device(
-    name: Annotated[str, typer.Argument(help="A name of `opusim device list`, or the path of a TOML file.")],
-    outputs: Annotated[int, typer.Option(help="Outputs of a reading, at least 1.")] = 1024,
-    classes: Annotated[int, typer.Option(help="Number of labels, at least 2.")] = 10,
-    target_epsilon: Annotated[
-        list[float] | None, typer.Option(help="State what this epsilon takes; repeatable.")
-    ] = None,
-    delta: Annotated[float, typer.Option(help="delta at which epsilon is stated.")] = 1e-5,
-    figure: Annotated[
-        Path | None, typer.Option(help="Draw a camera's sigma and epsilon against temperature: a PNG file.")
-    ] = None,
+    name: DeviceArgument,
+    outputs: Outputs = 1024,
+    classes: Classes = 10,
+    target_epsilon: Targets = None,
+    delta: DeviceDelta = 1e-5,
+    figure: FigureFile = None,
 ) -> None:
     """State what a device's own noise is worth for labels read once: from sigma or temperature to epsilon and back."""
     from accounting.tables import print_rows

@@ -24,7 +24,7 @@ from training.config.reading import merged
 
 if TYPE_CHECKING:
     from training.sweeps.rows import Row
-    from training.tuning.search import Search, SearchResult
+    from training.tuning import Search, SearchResult
 
 tune_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 curve_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
@@ -54,7 +54,7 @@ def tune(
 ) -> None:
     """Choose a convex run's settings privately: the best of a Poisson number of trials, and its epsilon."""
     from opusim import checks
-    from training.tuning.search import Search, parse_choices
+    from training.tuning import Search, parse_choices
 
     checks.positive(trials=trials, remedy="such as 5")
     quiet, release = values["quiet"], bool(values["release"])
@@ -113,30 +113,38 @@ The same command resumes a sweep that was stopped or killed; no finished run is 
 a run failed; the others are in the report."""
 
 
+SpecArgument = Annotated[Path, typer.Argument(metavar="SPEC", help="The sweep, a TOML file.")]
+SweepOut = Annotated[
+    Path | None, typer.Option(help="The sweep's folder; runs/ and the spec's name by default.")
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Number of parallel runs; one for each processor core by default, and one on a physical device.",
+    ),
+]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="A Dask scheduler, such as tcp://10.0.0.5:8786, whose workers see the folder.",
+    ),
+]
+RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Try failed runs again.")]
+DrawOnly = Annotated[
+    bool, typer.Option("--draw-only", help="Only draw the existing runs, such as after an audit.")
+]
+
+
 @curve_app.command("curve", epilog=_EPILOG)
 def curve(
-    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The sweep, a TOML file.")],
-    out: Annotated[
-        Path | None, typer.Option(help="The sweep's folder; runs/ and the spec's name by default.")
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of parallel runs; one for each processor core by default, and one on a physical device.",
-        ),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="A Dask scheduler, such as tcp://10.0.0.5:8786, whose workers see the folder.",
-        ),
-    ] = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try failed runs again.")] = False,
-    draw_only: Annotated[
-        bool, typer.Option("--draw-only", help="Only draw the existing runs, such as after an audit.")
-    ] = False,
+    spec: SpecArgument,
+    out: SweepOut = None,
+    jobs: Jobs = None,
+    cluster: Cluster = None,
+    retry_failed: RetryFailed = False,
+    draw_only: DrawOnly = False,
 ) -> None:
     """Train a table of runs, draw accuracy and epsilon against noise, and write one report."""
     from training.sweeps.spec import one_at_a_time, points_of, read_spec

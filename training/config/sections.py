@@ -151,8 +151,9 @@ class ModelConfig(Section):
     initial_gain: float = Field(1.0, gt=0.0)
     """Initial parameters are uniform on +-gain/sqrt(fan_in)."""
     initial_output: Literal["random", "feedback"] = "random"
-    """feedback: the output layer starts as the feedback matrix of the last hidden layer (read from the device), so
-    that the projected error starts out as the backpropagated one."""
+    """How the output layer starts: from random parameters (random) or as the feedback matrix (feedback). The matrix is
+    that of the last hidden layer, read from the device, so that the projected error starts out as the backpropagated
+    one."""
     tau_h_max: float | None = Field(None, gt=0.0)
     """tau_h^max of eq. 9 for the neurons themselves: hidden activations are clipped to tau_h_max / sqrt(width) in
     the forward pass, at inference too."""

@@ -63,8 +63,9 @@ class ConvexConfig(TrainerSection):
     centre: bool = True
     """Whether each record's own mean feature is subtracted from it first."""
     objective: Literal["squared", "margin", "one-against-rest", "softmax"] = "margin"
-    """squared: distance to the one-hot label; margin: distance to the logits that are at least 1 for the label and at
-    most 0 for all others; both with the residual clipped. one-against-rest: k logistic losses; softmax: one."""
+    """Loss of a record: squared, margin, one-against-rest or softmax. squared: distance to the one-hot label; margin:
+    distance to the logits that are at least 1 for the label and at most 0 for all others; both with the residual
+    clipped. one-against-rest: k logistic losses; softmax: one."""
     clip: float | None = Field(None, ge=1e-12, le=1e12)
     """Largest norm C of a record's residual, and so of its gradient; None: 0.5 for squared and margin, no limit
     for the other two. Clipped softmax of three or more classes is not convex and costs a larger epsilon."""

@@ -46,16 +46,16 @@ class FeedbackConfig(TrainerSection):
     )
 
     order: Literal["hardware", "published"] = "hardware"
-    """hardware: the noise of the device's reading is the noise; only a constant gain follows. published: eq. 8, the
-    reading is scaled into the ball tau_b, then noise is added (for pdfa from the device's draw, for the digital
-    feedbacks from a generator with standard deviation sigma). A digital feedback with a sigma takes published by
-    default."""
+    """Where noise enters: after the reading (hardware) or after scaling into tau_B (published). hardware: the noise of
+    the device's reading is the noise; only a constant gain follows. published: eq. 8, the reading is scaled into the
+    ball tau_b, then noise is added (for pdfa from the device's draw, for the digital feedbacks from a generator with
+    standard deviation sigma). A digital feedback with a sigma takes published by default."""
     signal_gain: float = Field(1.0, gt=0.0)
     """Public constant on what each hidden layer receives, noise included (for bp: on the error at the top)."""
     tau_b: float | None = Field(None, gt=0.0)
     """tau_B of eq. 9: norm of a layer's signal before noise (only order = 'published')."""
     scale: Literal["ball", "sphere"] = "ball"
-    """ball: longer signals are shortened to tau_b (eq. 8). sphere: every signal is brought to tau_b."""
+    """Which signals are scaled to tau_b: only longer ones (ball, eq. 8) or every one (sphere)."""
     tau_h_max: float | None = Field(None, gt=0.0)
     """tau_h^max of eq. 9: activations in updates are clipped to tau_h_max / sqrt(width)."""
     tau_h_min: float = Field(0.0, ge=0.0)

@@ -25,9 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from accounting.guarantee import Guarantee, from_json, to_json
+from opusim.devices.locks import LockHeld, held
 from opusim.files import (
-    LockHeld,
-    held,
     make_folder,
     make_private_folder,
     open_to_write,

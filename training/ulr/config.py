@@ -37,9 +37,10 @@ class UlrConfig(TrainerSection):
     kind: Literal["ulr"] = "ulr"
     """ulr: unified likelihood ratio."""
     form: Literal["proven", "published"] = "proven"
-    """proven: a plain estimate of the gradient; the section protection protects it (clipped records, central noise).
-    published: Algorithm 1 of the DP-ULR paper, each module clipped separately, the estimate's own noise taken as the
-    protection; the paper's guarantee is stated as a claim, together with the fact that none holds."""
+    """What protects the gradient: the section protection (proven) or the estimate's own noise (published). proven: a
+    plain estimate of the gradient, with clipped records and central noise. published: Algorithm 1 of the DP-ULR paper,
+    each module clipped separately; the paper's guarantee is stated as a claim, together with the fact that none
+    holds."""
     copies: int = Field(1, ge=1)
     """Noisy copies of every record for each module (K in the paper); an antithetic pair counts as one."""
     sigma: float = Field(0.1, gt=0.0)

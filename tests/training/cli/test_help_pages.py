@@ -35,6 +35,31 @@ def test_no_page_of_help_breaks_a_word(path: tuple[str, ...]) -> None:
     assert not words(path, 240) - words(path, 80)
 
 
+@pytest.mark.parametrize("path", [("train", "bp"), ("audit",), ("account", "run"), ("device", "list")])
+def test_a_flag_shows_no_type_since_it_takes_no_value(path: tuple[str, ...]) -> None:
+    assert {"--help"} < words(path, 80)
+    assert "<bool>" not in words(path, 80)
+    assert not words(path, 80) & {"BOOLEAN", "[boolean]"}
+
+
+def test_an_option_with_choices_says_what_they_choose() -> None:
+    page = CliRunner().invoke(app, ["train", "pdfa", "--help"], terminal_width=240).output
+    shown = " ".join(page.replace("│", " ").split())
+    assert (
+        "Where noise enters: after the reading (hardware) or after scaling into tau_B (published);" in shown
+    )
+    assert "Which signals are scaled to tau_b: only longer ones (ball, eq. 8) or every one (sphere);" in shown
+
+
+def test_choices_are_introduced_by_a_sentence() -> None:
+    """Help shows the first sentence of a key, so it must say what is chosen, not only describe the first choice."""
+    for key, _, meaning in key_rows():
+        text = meaning.partition("] ")[2] if meaning.startswith("[") else meaning
+        if key.startswith("trainer.") and key != "trainer.kind":
+            first = re.match(r"([\w-]+): ", text)
+            assert first is None or first[1] in {"z", "phi", "k"}, (key, meaning)
+
+
 @pytest.mark.parametrize(
     ("arguments", "absent"),
     [

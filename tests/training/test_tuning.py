@@ -17,14 +17,14 @@ from accounting.guarantee import Status
 from accounting.ledger.ledger import read_ledger
 from accounting.selection.mechanisms import PrivateSelection, selection_bounds
 from opusim.errors import ConfigError
+from training import tuning as searching
 from training.cli import main
 from training.config import load_config
 from training.config.reading import merged
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.run import load_run
-from training.tuning import search as searching
-from training.tuning.search import Search, draw_trials, parse_choices, selection_within
+from training.tuning import Search, draw_trials, parse_choices, selection_within
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,

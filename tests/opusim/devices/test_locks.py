@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse, lock_file, lock_folder
+from opusim.devices.locks import LockHeld, held
 from opusim.errors import DeviceUnavailable
-from opusim.files import LockHeld, held
 from training.errors import RunFolderError
 from training.runs.storage import LOCK_FILE, only_writer
 

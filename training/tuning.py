@@ -47,7 +47,16 @@ from training.runs.folder import RunFolder
 from training.runs.run import Run, evaluate_split, load_run
 from training.runs.storage import LOCK_FILE, only_writer, read_record, record_json, require_kind, write_json
 
+STATE_FILE = "tuning.json"
+SCHEMA_VERSION = 2
+OnTrial = Callable[[int, int], None]
 _TUNABLE = ("trainer", "optimizer", "sampler", "epochs")
+_PAYMENT = "search"
+"""Name of a search's payment in the ledger."""
+_LEDGER_FILES = (LEDGER_FILE, "ledger.head")
+_LEFT_BY_KILLED_START = {*_LEDGER_FILES, ".ledger.head.partial", f".{STATE_FILE}.partial", LOCK_FILE}
+"""What a search leaves that was killed before it drew any trial."""
+_SECOND_SEARCH = "searching again is a second search and costs again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,17 +109,6 @@ def draw_trials(choices: Mapping[str, Sequence[str]], mean: float, *, seed: int 
         for _ in range(count)
     )
     return Draw(trials=trials, seed=seed)
-
-
-STATE_FILE = "tuning.json"
-SCHEMA_VERSION = 2
-OnTrial = Callable[[int, int], None]
-_PAYMENT = "search"
-"""Name of a search's payment in the ledger."""
-_LEDGER_FILES = (LEDGER_FILE, "ledger.head")
-_LEFT_BY_KILLED_START = {*_LEDGER_FILES, ".ledger.head.partial", f".{STATE_FILE}.partial", LOCK_FILE}
-"""What a search leaves that was killed before it drew any trial."""
-_SECOND_SEARCH = "searching again is a second search and costs again"
 
 
 @dataclass(frozen=True, kw_only=True)

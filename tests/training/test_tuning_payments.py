@@ -14,6 +14,7 @@ import pytest
 import training
 from accounting.ledger.ledger import read_ledger
 from accounting.selection.mechanisms import PrivateSelection
+from training import tuning as searching
 from training.cli import main
 from training.config import load_config
 from training.config.run import RunConfig
@@ -21,8 +22,7 @@ from training.errors import FolderBusy, RunFolderError
 from training.runs.storage import only_writer
 from training.sweeps.execution import run_sweep
 from training.sweeps.rows import SweepFolder
-from training.tuning import search as searching
-from training.tuning.search import Draw, Search
+from training.tuning import Draw, Search
 
 CONFIG: dict[str, Any] = {
     "epochs": 1,

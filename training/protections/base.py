@@ -100,7 +100,7 @@ class Protection:
         return ()
 
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
-        """Pay for the one-time release, such as label readings, then compute it; called whenever a run starts or resumes.
+        """Pay for the one-time release, such as label readings, then compute it; called at every start or resumption.
 
         Args:
             ledger: The run's ledger.

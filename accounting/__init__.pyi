@@ -30,7 +30,7 @@ from .records.mechanisms import RecordReplaced as RecordReplaced
 from .records.mechanisms import Unprotected as Unprotected
 from .selection.mechanisms import PrivateSelection as PrivateSelection
 from .theorems import Theorem as Theorem
-from .theorems import require_scheme as require_scheme
+from .theorems import require_poisson as require_poisson
 from .ulr.mechanisms import PublishedUlr as PublishedUlr
 from .ulr.mechanisms import RejectionGaussian as RejectionGaussian
 from .zeroth_order.mechanisms import ZoGaussian as ZoGaussian

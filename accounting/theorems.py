@@ -6,7 +6,7 @@ prints the rest, so that an installed package can show what an epsilon rests on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from accounting.errors import NoGuarantee
@@ -31,18 +31,16 @@ DEVICE_NOISE_IS_GAUSSIAN = (
 )
 """Hypotheses that several theorems share."""
 
-SCHEMES = {
-    "poisson": "every record enters every batch independently",
-    "poisson-min-batch": "batches are redrawn until they are large enough, so records depend on each other",
-    "fixed-size": "batches have a fixed size, so records depend on each other",
-    "shuffled-epochs": "every record is used exactly once per epoch, and no theorem amplifies that",
-    "disjoint-cyclic": "nothing about these batches is random",
-    "full-batch": "every record is in every batch, as in Poisson sampling with probability 1",
+_NOT_POISSON = {
+    "poisson-min-batch": "batches redrawn until they are large enough make records depend on each other",
+    "fixed-size": "batches of a fixed size make records depend on each other",
+    "shuffled-epochs": "no theorem amplifies shuffled epochs",
+    "disjoint-cyclic": "nothing about disjoint batches is random",
 }
-"""Sampling schemes by name, each with what a theorem about Poisson sampling needs to know."""
+"""Sampling schemes that are no Poisson sampling, each with why a theorem about Poisson batches does not hold."""
 
-POISSON = ("poisson", "full-batch")
-"""Schemes that are Poisson sampling with some probability."""
+_POISSON = ("poisson", "full-batch")
+"""Schemes that are Poisson sampling with some probability, 1 for full batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,21 +167,20 @@ def leaving_out(**relations: str) -> None:
             raise ValueError(f"{name} = {str(relation)!r}: must be 'add_or_remove_one' or 'zero_out'")
 
 
-def require_scheme(scheme: str, *, theorem: str, needed: Collection[str] = POISSON) -> None:
-    """Refuse a sampling scheme that a theorem does not cover; no scheme is approximated by another.
+def require_poisson(scheme: str, *, by: str) -> None:
+    """Refuse a sampling scheme that is no Poisson sampling; no scheme is approximated by another.
 
     Args:
         scheme: The sampler's declared scheme.
-        theorem: The theorem in words, such as "the Poisson-sampled Gaussian mechanism".
-        needed: Schemes that it covers.
+        by: What needs Poisson batches, such as "protection.kind = 'record'".
 
     Raises:
-        NoGuarantee: The scheme is not covered; the message names it and those that are.
+        NoGuarantee: The scheme is another one.
     """
-    if scheme in needed:
+    if scheme in _POISSON:
         return
-    why = SCHEMES.get(scheme, "nothing is known about it")
+    why = _NOT_POISSON.get(scheme, "nothing is known about this scheme")
     raise NoGuarantee(
-        f"sampling scheme = {scheme!r}: {theorem} has no theorem for it ({why}); "
-        f"use {' or '.join(repr(name) for name in needed)}"
+        f"sampler.scheme = {scheme!r}: {by} needs Poisson batches; {why}. "
+        f"Use {' or '.join(repr(name) for name in _POISSON)}"
     )

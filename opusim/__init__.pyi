@@ -34,7 +34,7 @@ from accounting import calibrate_noise as calibrate_noise
 from accounting import guarantees as guarantees
 from accounting import mechanism_from_json as mechanism_from_json
 from accounting import read_ledger as read_ledger
-from accounting import require_scheme as require_scheme
+from accounting import require_poisson as require_poisson
 from accounting.records.additive_noise import AdditiveNoise as AdditiveNoise
 from opusim.description.loading import load_description as load_description
 from opusim.description.schema import DeviceDescription as DeviceDescription

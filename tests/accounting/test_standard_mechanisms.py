@@ -16,8 +16,9 @@ from accounting.labels.mechanisms import RandomizedResponse
 from accounting.mechanisms import mechanism_from_json
 from accounting.numerics import gaussian_bounds
 from accounting.records.additive_noise import Gaussian, PoissonGaussian, PoissonLaplace
-from accounting.theorems import require_scheme
+from accounting.theorems import require_poisson
 from accounting.zeroth_order.mechanisms import composed_pure_epsilon
+from training.data.samplers import SCHEMES
 
 
 def only(mechanism: object, delta: float) -> Guarantee:
@@ -141,7 +142,15 @@ def test_descriptions_survive_their_json() -> None:
         assert mechanism_from_json(mechanism.to_json()) == mechanism
 
 
-def test_a_scheme_without_a_theorem_is_refused_by_name() -> None:
-    require_scheme("poisson", theorem="the sampled Gaussian")
-    with pytest.raises(NoGuarantee, match="shuffled-epochs.*poisson"):
-        require_scheme("shuffled-epochs", theorem="the sampled Gaussian")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_scheme_without_a_theorem_is_refused_by_name(scheme: str) -> None:
+    by = "protection.kind = 'record'"
+    if scheme in ("poisson", "full-batch"):
+        require_poisson(scheme, by=by)
+        return
+    expected = (
+        f"^sampler.scheme = '{scheme}': {by} needs Poisson batches; .*\\. Use 'poisson' or 'full-batch'$"
+    )
+    with pytest.raises(NoGuarantee, match=expected) as refused:
+        require_poisson(scheme, by=by)
+    assert "nothing is known" not in str(refused.value)

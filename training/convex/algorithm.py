@@ -117,7 +117,7 @@ def require_last_iterate_scheme(scheme: str) -> None:
     """Refuse random batches if only the last iterate is to be private."""
     if scheme not in LAST_ITERATE_SCHEMES:
         raise NoGuarantee(
-            f"sampling scheme = {scheme!r}: the last iterate's theorem needs fixed disjoint batches in a fixed order; "
+            f"sampler.scheme = {scheme!r}: the last iterate's theorem needs fixed disjoint batches in a fixed order; "
             f"use {' or '.join(repr(name) for name in LAST_ITERATE_SCHEMES)}, or protection.kind = 'record' with "
             "'poisson'"
         )

@@ -111,12 +111,12 @@ class Protection:
         return ()
 
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
-        """Pay for what the run looks at or releases once, and take the look; called whenever it starts or resumes.
+        """Pay for the one-time release, such as label readings, then compute it; called at every start or resumption.
 
         Args:
             ledger: The run's ledger.
             device: The run's open device, or None without one.
-            folder: The run folder, which keeps the look.
+            folder: The run folder, which keeps the release.
 
         Raises:
             BudgetExceeded: It would cost more than the budget.

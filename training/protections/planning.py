@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from accounting.errors import NoGuarantee
 from accounting.mechanisms import Mechanism
-from accounting.theorems import require_scheme
+from accounting.theorems import require_poisson
 from training.config.run import RunConfig, split_refusal
 from training.config.sections import ProtectionSection
 from training.data import Dataset
@@ -83,7 +83,7 @@ def require_covered(plan: Plan) -> None:
     if dataset.split != "given" and dataset.split not in config.fitting_splits:
         raise NoGuarantee(split_refusal(config, dataset.split))
     if options.poisson:
-        require_scheme(plan.sampler.scheme, theorem=f"protection.kind = {options.kind!r}")
+        require_poisson(plan.sampler.scheme, by=f"protection.kind = {options.kind!r}")
     if options.protects == "records" and not dataset.standardisation.public:
         raise NoGuarantee(
             "the features were standardised by statistics of the data, which no guarantee covers; "

@@ -249,7 +249,7 @@ def _sections(config: RunConfig) -> dict[str, Any]:
 def test_another_scheme_than_the_protection_needs_is_refused_not_overridden(tmp_path: Path) -> None:
     values = {"protection": RECORD, "sampler": {"scheme": "shuffled-epochs"}, "model": {"hidden": [4]}}
     assert load_config(values).sampler.scheme == "shuffled-epochs"
-    with pytest.raises(ValueError, match="'shuffled-epochs'.*use 'poisson'"):
+    with pytest.raises(ValueError, match="'shuffled-epochs'.*Use 'poisson'"):
         training.train(values, folder=tmp_path)
 
 

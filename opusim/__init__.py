@@ -34,6 +34,7 @@ _HOMES = _homes()
 __all__ = sorted(_HOMES)
 _FORMER = {
     "calibrate": "opusim.calibrate_noise finds the noise for an epsilon, opusim.calibration measures a device",
+    "require_scheme": "opusim.require_poisson refuses every other scheme",
     "train_on": "opusim.train takes arrays or a Dataset as data",
 }
 """Former public names, and what to use now."""

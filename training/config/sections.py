@@ -346,7 +346,7 @@ class ProtectionSection(KindSection):
     """Whether every step is paid for and draws a secret Poisson batch."""
     last_iterate: ClassVar[bool] = False
     """Whether only the final model is published."""
-    one_look: ClassVar[bool] = False
+    labels_read_once: ClassVar[bool] = False
     """Whether the labels are read or randomized once, before training."""
     default_clip: ClassVar[float] = 1.0
     """Norm to which contributions are clipped if clip_norm is None."""

@@ -237,7 +237,7 @@ class OneLookConfig(_Strength):
     """Labels that are read or randomized once, before training."""
 
     protects = "labels"
-    one_look = True
+    labels_read_once = True
     tested_with: ClassVar[Mapping[str, Any]] = {"epsilon": 2.0}
     instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
 

@@ -123,7 +123,7 @@ def audit_mechanism(
         level=level,
         cpu_s=time.process_time() - started,
         checks=found,
-        one_look=config.protection.one_look,
+        one_look=config.protection.labels_read_once,
         quiet_device=config.trainer.kind == "pdfa" and config.protection.protects == "records",
     )
 
@@ -141,7 +141,7 @@ def _trained(
     train(
         config.replaced(seed=own),
         data=dataset,
-        model=None if config.protection.one_look else subject.model(_clip(config, subject)),
+        model=None if config.protection.labels_read_once else subject.model(_clip(config, subject)),
         folder=folder.path,
         watcher=_Steps(on_step),
     )
@@ -164,7 +164,7 @@ def _compared(
 
 def _released(folder: RunFolder, subject: Subject, dataset: Dataset) -> Released:
     config = folder.read_config()
-    if config.protection.one_look:
+    if config.protection.labels_read_once:
         return noisy_readings(folder, dataset)
     return released_steps(folder, config, subject, dataset)
 
@@ -186,7 +186,7 @@ def _configured(kind: str, mode: str, steps: int, settings: Sequence[str]) -> tu
     config = load_config(values)
     _require_quiet(config)
     _require_contrasts(config)
-    if protection.one_look:
+    if protection.labels_read_once:
         return subject, config
     return subject, load_config(values, changes=_descent(config, subject, steps))
 
@@ -200,7 +200,7 @@ def _protection(kind: object) -> type[ProtectionSection]:
 
 def _common(kind: str, mode: str, protection: type[ProtectionSection], subject: Subject) -> dict[str, Any]:
     """Return the keys that all runs of a self-test set."""
-    once = protection.one_look
+    once = protection.labels_read_once
     values: dict[str, Any] = {
         "mode": mode,
         "threads": 1,

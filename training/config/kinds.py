@@ -92,7 +92,10 @@ class Kinds(Generic[SectionT]):
                 reason = f"{value!r} does nothing under {self.section}.kind = {kind!r}: {cls.instead[key]}"
             else:
                 known = " or ".join([", ".join(others[:-1]), others[-1]] if others[1:] else others)
-                reason = f"{value!r} does nothing here: it needs {self.section}.kind = {known}; leave it out"
+                reason = (
+                    f"{value!r} does nothing here: it needs {self.section}.kind = {known}; set {self.section}.kind, "
+                    "or leave it out"
+                )
             raise BadKey(f"{self.section}.{key}", reason)
         return not others
 

@@ -10,6 +10,9 @@ import pytest
 
 from tests.support.killing import skip_syncs
 
+collect_ignore_glob = ["support/third_party_*"]
+"""Packages that tests install: a class of theirs must not be imported under a second name."""
+
 FRESH = os.environ.get("OPUSIM_FRESH_SEEDS") == "1"
 hypothesis.settings.register_profile("opusim", deadline=None, derandomize=not FRESH, database=None)
 hypothesis.settings.load_profile("opusim")

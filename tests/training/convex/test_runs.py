@@ -117,7 +117,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"protection": {"clip_norm": 1.0}}, ConfigError, "use trainer.clip"),
     ({"sampler": {"scheme": "shuffled-epochs"}}, NoGuarantee, "fixed disjoint batches in a fixed order"),
     ({"sampler": {"scheme": "poisson"}}, NoGuarantee, "fixed disjoint batches in a fixed order"),
-    ({"protection": {"kind": "record"}}, NoGuarantee, "'disjoint-cyclic'.*use 'poisson'"),
+    ({"protection": {"kind": "record"}}, NoGuarantee, "'disjoint-cyclic'.*Use 'poisson'"),
     ({"protection": {"kind": "label-budget"}}, ConfigError, "it takes none, record, last-iterate"),
     ({"data": {"components": 2}}, NoGuarantee, "principal components are computed from the private records"),
     ({"data": {"n_classes": None}}, NoGuarantee, "data.n_classes is missing"),

@@ -250,5 +250,7 @@ def test_records_are_not_priced_under_another_name() -> None:
     )
     x, y = np.zeros((40, 4)), np.arange(40) % 2
     records = from_arrays(x, y, validation_fraction=0.1, split_seed=0)
-    with pytest.raises(ConfigError, match="data.name: 'digits' is not the name of the data set .*'arrays'"):
+    with pytest.raises(
+        ConfigError, match="data.name: 'digits' is not the name of the given data set .*'arrays'"
+    ):
         train_on(config, records, None)

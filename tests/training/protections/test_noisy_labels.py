@@ -427,13 +427,13 @@ def test_what_is_paid_upfront_is_calibrated_once_and_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     asked = []
-    calibrate = base.calibrate
+    calibrate = base.calibrate_noise
 
     def counted(mechanism: Mechanism, **options: float) -> Any:
         asked.append((tmp_path / "run" / "config.json").exists())
         return calibrate(mechanism, **options)
 
-    monkeypatch.setattr(base, "calibrate", counted)
+    monkeypatch.setattr(base, "calibrate_noise", counted)
     base._calibrated.cache_clear()
     config = {**ONCE, "protection": {"kind": kind, "epsilon": 2.0}}
     training.train(config, data=data(), folder=tmp_path / "run")

@@ -216,7 +216,7 @@ def test_an_unprotected_photonic_run_has_no_finite_guarantee(tmp_path: Path) -> 
     [
         (
             {"sampler": {"scheme": "shuffled-epochs", "batch_size": 16}},
-            "shuffled-epochs.*no theorem.*use 'poisson'",
+            "shuffled-epochs.*no theorem.*Use 'poisson'",
         ),
         ({"data": {}}, "data.n_classes is missing"),
     ],

@@ -69,6 +69,13 @@ class NoisyDevice(ABC):
         torch_device: torch.device | str = "cpu",
     ) -> None:
         checks.choice(MODES, mode=mode)
+        if description.noise is not None and not self.reads_noise:
+            raise ConfigError(
+                description.name,
+                "noise",
+                f"does nothing: the kind {description.kind!r} does not read this section; set the noise in the section "
+                "that the kind reads, such as options (--set device.options.KEY=VALUE), and leave noise out",
+            )
         self._description = description
         self._n_inputs = _window(description, "n_inputs", n_inputs, description.n_inputs)
         self._n_outputs = _window(description, "n_outputs", n_outputs, description.n_outputs)
@@ -87,6 +94,9 @@ class NoisyDevice(ABC):
 
     can: ClassVar[frozenset[Capability]] = frozenset({"project", "draw"})
     """What devices of this class can do (`opusim.devices.kinds`); a subclass declares what it adds or lacks."""
+
+    reads_noise: ClassVar[bool] = False
+    """Whether the class reads the section ``[noise]``; a description with one is refused otherwise."""
 
     @classmethod
     def capabilities_of(cls, description: DeviceDescription) -> frozenset[Capability]:

@@ -60,6 +60,8 @@ class LightonDevice(NoisyDevice):
         ConfigError: the section is missing, or a simulated device has no medium.
     """
 
+    reads_noise = True
+
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
         if description.lighton is None:

@@ -13,6 +13,7 @@ from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import load_certificate
 from opusim.devices.kinds import device_factory
+from opusim.errors import ConfigError
 
 
 def list_devices() -> tuple[DeviceDescription, ...]:
@@ -81,9 +82,22 @@ def open_described(
     certificate: str | Path | None = None,
 ) -> NoisyDevice:
     """Open a device from a description that was read before; arguments and errors as for `open_device`."""
-    device: NoisyDevice = device_factory(description.name, description.kind)(
-        description, n_inputs=n_inputs, n_outputs=n_outputs, mode=mode, seed=seed, torch_device=torch_device
-    )
+    factory = device_factory(description.name, description.kind)
+    try:
+        device: NoisyDevice = factory(
+            description,
+            n_inputs=n_inputs,
+            n_outputs=n_outputs,
+            mode=mode,
+            seed=seed,
+            torch_device=torch_device,
+        )
+    except KeyError as error:  # of a class that looks a key of its options up
+        key = error.args[0] if error.args else None
+        if not isinstance(key, str) or key in description.options:
+            raise
+        reason = f"is missing; the kind {description.kind!r} needs it"
+        raise ConfigError(description.name, f"options.{key}", reason) from error
     if certificate is not None:
         device.attach_certificate(load_certificate(certificate))
     return device.open()

@@ -32,6 +32,8 @@ class SimulatedDevice(NoisyDevice):
 
     can = NoisyDevice.can | {"matrix"}
 
+    reads_noise = True
+
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
         if description.medium is None:

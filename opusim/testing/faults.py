@@ -176,6 +176,8 @@ class FaultyDevice(NoisyDevice):
     repaired = False
     """Set on this class: whether the fault is repaired, at cameras too."""
 
+    reads_noise = True
+
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
         self._plan = _Plan(description)

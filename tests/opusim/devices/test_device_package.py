@@ -12,6 +12,7 @@ import pytest
 
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_device
+from opusim.errors import ConfigError
 from opusim.testing.contract import DeviceContract
 
 ROOT = Path(__file__).parents[3]
@@ -35,6 +36,25 @@ class TestBench(DeviceContract):
 
     def open_window(self, **options: Any) -> NoisyDevice:
         return open_device(PACKAGE / "bench.toml", n_inputs=12, n_outputs=40, **options)
+
+
+def test_a_noise_that_its_class_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(PACKAGE)
+    with pytest.raises(
+        ConfigError, match="noise: does nothing: the kind 'lab_bench' does not read this section"
+    ):
+        open_device(PACKAGE / "bench.toml", n_inputs=12, n_outputs=40, noise={"sigma": 3.0})
+
+
+def test_a_missing_option_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(PACKAGE)
+    lines = (PACKAGE / "bench.toml").read_text().splitlines()
+    text = "\n".join(
+        line for line in lines if not line.replace('"', "").startswith(("sigma", "options.sigma"))
+    )
+    (tmp_path / "bench.toml").write_text(text)
+    with pytest.raises(ConfigError, match="options.sigma: is missing; the kind 'lab_bench' needs it"):
+        open_device(tmp_path / "bench.toml", n_inputs=12, n_outputs=40)
 
 
 def test_it_takes_less_than_60_lines() -> None:

@@ -64,8 +64,8 @@ class Budget:
     Attributes:
         epsilon: Above 0, finite.
         delta: In [0, 1).
-        unit: What is protected, or None for what the mechanisms protect.
-        adjacency: The relation, or None for what the mechanisms state.
+        unit: What is protected, or None to take what the mechanisms protect.
+        adjacency: The relation, or None to take what the mechanisms state.
     """
 
     epsilon: float

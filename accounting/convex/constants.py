@@ -35,7 +35,7 @@ def check_objective(objective: str, clip: float | None) -> None:
 
     Args:
         objective: One of `OBJECTIVES`.
-        clip: C > 0, or None for no clip (softmax and one-against-rest are bounded by themselves).
+        clip: C > 0, or None if there is no clip (softmax and one-against-rest are bounded by themselves).
 
     Raises:
         ValueError: One of both.

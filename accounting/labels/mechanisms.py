@@ -29,8 +29,8 @@ from accounting.theorems import NOISE_IS_SECRET, Theorem
 from opusim import checks
 
 _SIGNALS_CHECKED = (
-    "each credited noise is drawn afresh, for one reading of one layer at one step, after the last nonlinearity of the "
-    "signal",
+    "each credited noise is drawn independently, for one reading of one layer at one step, after the last nonlinearity "
+    "of the signal",
     "every released layer is noised, the output layer too",
     "a record occurs at most once in a batch",
     "no class weights, balanced batches or mixup, and no schedule or early stopping on training labels",
@@ -104,7 +104,7 @@ LABEL_AMPLIFICATION = Theorem(
     checked_by_code=(
         "every whitened contribution is scaled to norm C at most, whatever the label",
         "the noise's covariance depends on neither batch nor labels, and no noise comes from the batch's own readings",
-        "the batch is Poisson sampled afresh at each step",
+        "the batch is a new Poisson sample at each step",
         *_SIGNALS_CHECKED,
     ),
     trusted=(

@@ -9,7 +9,7 @@ A killed run may have paid for steps that it did not compute; it never computed 
 are reserved in blocks, one line each, so that not every step waits for a sync.
 
 - experiment mode: noise is keyed by the step, so a re-executed step repeats its release and is paid once.
-- release mode: a re-executed step draws afresh and is charged again. A kill also loses the rest of a block. A
+- release mode: a re-executed step draws new noise and is charged again. A kill also loses the rest of a block. A
   process that stops cleanly returns that rest (`Ledger.return_unused`) and says so for what it paid once (`note_stop`).
 
 Entries of the file (`accounting.ledger.journal`): the first has `mode`, `delta` and `enforced`. The others are
@@ -56,7 +56,7 @@ class Payment:
     """A line of a ledger that pays.
 
     Attributes:
-        first_step: The first step paid for, or None for a release that happens once.
+        first_step: The first step paid for, or None if the release happens once.
         steps: How many steps in a row.
         mechanisms: What each of them releases.
         name: The name of a release that happens once, else None.
@@ -222,8 +222,8 @@ class Ledger:
         block: Steps reserved by one line, at least 1.
         budget: Stops the run before the step that would exceed it.
         witnesses: What other files know of the ledger; an older or different one is refused.
-        resumed_from: Digest of the checkpoint that the run resumes from, or None for a new run. If the last line is a
-            clean stop at this checkpoint, what was paid for the whole run is not charged again (see `pay_once`).
+        resumed_from: Digest of the checkpoint that the run resumes from, or None if the run is new. If the last line is
+            a clean stop at this checkpoint, what was paid for the whole run is not charged again (see `pay_once`).
 
     Raises:
         LedgerCorrupt: The file was changed, truncated or reordered, or contradicts a witness.

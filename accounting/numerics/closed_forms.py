@@ -58,7 +58,7 @@ def gaussian_bounds(mu: float, delta: float) -> EpsilonBounds:
 def response_bounds(
     keep: float, n_classes: int, step_epsilon: float, steps: int, delta: float
 ) -> EpsilonBounds:
-    """Return epsilon of k-ary randomized response, drawn afresh several times for one label.
+    """Return epsilon of k-ary randomized response, drawn independently several times for one label.
 
     The loss takes the values step_epsilon, 0 and -step_epsilon, so its distribution is composed without discretisation.
 

@@ -52,7 +52,7 @@ CLIPPED_RECORDS = Theorem(
     code="accounting.records.mechanisms.RecordCentral",
     page="privacy.md, sections 3 and 12",
     checked_by_code=(
-        "every record enters every batch independently with probability q, drawn afresh at each step",
+        "every record enters every batch independently with probability q, by a new draw at each step",
         "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",
         "one factor min(1, C / norm) over all layers clips each record's update, and a value that is not finite counts "
         "as 0",

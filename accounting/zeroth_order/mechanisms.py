@@ -30,7 +30,7 @@ from accounting.mechanisms import (
 from accounting.theorems import NOISE_IS_SECRET, Theorem, about_relation, leaving_out, weaker
 
 _CHECKED = (
-    "every record enters every batch independently with probability q, drawn afresh at each step",
+    "every record enters every batch independently with probability q, by a new draw at each step",
     "each record's loss difference is clipped to the stated bound before the sum, and one that is not finite counts as "
     "the bound",
     "the sum is divided by the stated constant, never by a realised size, and an empty batch takes its noisy step",

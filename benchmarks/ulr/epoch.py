@@ -3,7 +3,7 @@
 MNIST, batch 500 (120 steps an epoch), 784-128-64-32-10 GELU, SGD with momentum, clip norm 1, noise multiplier 1; one
 antithetic pair a module, both noises drawn. Steps are timed on batches that are already drawn, so no data loader counts
 on either side. K = 1 to 100 pairs are reported, the published form's time with its eigendecompositions, and the peak
-memory of a step beside that of a plain forward and backward pass, which a bound on the rows of a pass must keep below
+memory of a step next to that of a plain forward and backward pass, which a bound on the rows of a pass must keep below
 twice that.
 """
 

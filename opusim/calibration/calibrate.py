@@ -168,7 +168,7 @@ class Calibration:
         certificate: the summary that is kept.
         readings: readings of the first constant input, shape (readings, n_outputs).
         reading_noise: evaluation of the readings of all inputs.
-        transfer: the flat series of a camera; None for other devices.
+        transfer: the flat series of a camera; None if the device is no camera.
     """
 
     certificate: Certificate

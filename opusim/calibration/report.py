@@ -22,7 +22,7 @@ from opusim.temperature import TemperatureLaw
 
 
 def transfer_figure(calibration: Calibration) -> Figure | None:
-    """Photon transfer, response, its residuals and dark current; None for a device without flat frames."""
+    """Photon transfer, response, its residuals and dark current; None if the device has no flat frames."""
     transfer = calibration.transfer
     if transfer is None:
         return None

@@ -213,7 +213,7 @@ class DeviceDescription(StrictSection):
         title: what the device is, in one line.
         n_inputs: largest number of inputs; a caller may open a smaller window.
         n_outputs: largest number of outputs, likewise.
-        medium: the simulated medium, or None for hardware.
+        medium: the simulated medium, or None if it is hardware.
         frames: time and energy.
         noise: noise of a reading, or None if the kind has no noise or defines its own.
         camera: the physical twin's numbers, for the kind ``camera`` and registered subclasses of `CameraDevice`.

@@ -144,7 +144,7 @@ def _first_line(command: Callable[..., None]) -> str:
 
 
 def caution(config: RunConfig) -> str | None:
-    """Say what a kill of a release run under a budget would cost; returns None for any other run."""
+    """Say what a kill of a release run under a budget would cost; returns None if it costs nothing."""
     protection = config.protection
     if config.mode != "release" or protection.epsilon is None or protection.cost_of_a_kill is None:
         return None

@@ -43,7 +43,7 @@ class Sampler(ABC):
         seed: Fixes all batches, in [0, 2^64); ``None`` draws each from the operating system's entropy.
         scheme: Name of the law, by which an accountant finds its theorem.
         sampling_probability: Probability with which each record enters a batch, independently of all other records and
-            steps; None for a scheme without this independence.
+            steps; None if the scheme lacks this independence.
     """
 
     n_records: int

@@ -155,7 +155,7 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         """Return the trainer, with its noise and protection.
 
         Args:
-            device: The open device, or None for a run without one.
+            device: The open device, or None if the run has none.
             labels: What training knows of the labels in their place, or None if it sees the labels.
         """
 
@@ -163,7 +163,7 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         """Return the trainer of the run, which was given everything that the protection puts in place of the data.
 
         Args:
-            device: The open device, or None for a run without one.
+            device: The open device, or None if the run has none.
             folder: The run folder, which holds a look at the labels.
 
         Raises:

@@ -44,7 +44,7 @@ class RunPlan:
         dataset: The records, in principal components if the run trains on those.
         network: The network to train.
         sampler: How records are drawn into batches.
-        description: The device's description, or None for a run without a device.
+        description: The device's description, or None if the run has no device.
         noise: The law of the device's noise, or None if it is unknown before the device is open.
     """
 

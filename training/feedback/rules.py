@@ -220,7 +220,7 @@ class Alignment(Feedback):
         gain: See above.
         signal_gain: See above.
         scale: Factors that bring a record's signal to tau_B, or None to keep its norm. Published order only.
-        draw: Source of g_l, or None for no noise. Published order only.
+        draw: Source of g_l, or None if there is none. Published order only.
         through_clip: Whether clipped neurons have slope 0 (see FullyConnected.derivative).
     """
 

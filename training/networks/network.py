@@ -43,7 +43,7 @@ class LayerShape:
         n_outputs: Width n_l.
         activation: Name of phi_l.
         bias: Whether there is a b_l.
-        tau_h_max: Clip of the layer's neurons (see ClippedNeurons), or None for no clip.
+        tau_h_max: Clip of the layer's neurons (see ClippedNeurons), or None if there is no clip.
         tau_h_min: Offset of clipped neurons.
     """
 

@@ -26,7 +26,7 @@ _MIN_ACCURACY_RANGE = 2.0
 
 
 def style(number: int) -> dict[str, Any]:
-    """Return colour, marker and line of the n-th series; each of them alone distinguishes neighbours."""
+    """Return colour, marker and line of the n-th series; each of them distinguishes neighbours on its own."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "marker": MARKERS[number % len(MARKERS)],
@@ -90,7 +90,7 @@ def alignment_curves(run: Run) -> Figure | None:
     """Draw the cosine between each layer's update and its backpropagation gradient (PDFA paper, Figure 2 right).
 
     Returns:
-        The figure, or None for a run without observations.
+        The figure, or None if the run has no observations.
     """
     observed = [record for record in run.metrics if record.get("alignment")]
     if not observed:
@@ -111,7 +111,7 @@ def noise_curves(run: Run) -> Figure | None:
     """Draw the mean norm of the signal that each hidden layer receives (for bp: of the error), and of its noise.
 
     Returns:
-        The figure, or None for a run without observations or without noise.
+        The figure, or None if the run has no observations or without noise.
     """
     observed = [record for record in run.metrics if record.get("signal_norm")]
     if not observed or not any(any(record["noise_norm"]) for record in observed):

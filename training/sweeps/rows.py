@@ -27,12 +27,12 @@ class Row:
     Attributes:
         identity: Name of the run folder.
         status: "done", "stopped" (its privacy budget was spent before the end) or "failed".
-        reason: Why it stopped or failed, in one line; None for a finished run.
+        reason: Why it stopped or failed, in one line; None if the run finished.
         figures: The run's summary: accuracies and losses per split, frames, seconds, joules. A release run has only
             the figures of test records, a failed run none.
         noise_std: Standard deviation of the device's Gaussian noise, in projection units; None without one.
         guarantees: Its privacy guarantees.
-        wall_s: Seconds that it took in all its processes; None for a release run, whose time reveals the sizes of its
+        wall_s: Seconds that it took in all its processes; None in a release run, whose time reveals the sizes of its
             secret batches.
     """
 

@@ -53,7 +53,7 @@ def loss_differences(plus: Tensor, minus: Tensor, clip: float | None) -> Differe
     Args:
         plus: Losses at theta + phi z, shape (batch,).
         minus: Losses at theta - phi z, shape (batch,).
-        clip: C > 0, or None for no clip.
+        clip: C > 0, or None if there is no clip.
     """
     bad_plus, bad_minus = ~torch.isfinite(plus), ~torch.isfinite(minus)
     bad = bad_plus | bad_minus
@@ -118,7 +118,7 @@ class ScalarRelease:
     """Clip, batch size and noise with which a step releases its scalars.
 
     Attributes:
-        clip: C > 0, or None for no clip.
+        clip: C > 0, or None if there is no clip.
         divisor: B > 0, the stated batch size.
         scale: Scale of the noise in units of a loss: z C or b C; 0 for no noise.
         noise: Source of the noise, or None.

@@ -357,6 +357,38 @@ def require_text(remedy: str) -> Callable[..., None]:
     return rule
 
 
+def no_guarantee(
+    mechanisms: Sequence[Mechanism],
+    *,
+    delta: float,
+    unit: Unit,
+    adjacency: Adjacency,
+    source: str,
+    reason: str,
+) -> Guarantee:
+    """Return a statement of status none about all updates of these mechanisms together.
+
+    Args:
+        mechanisms: What ran.
+        delta: delta of the statement.
+        unit: What is not protected.
+        adjacency: The relation.
+        source: The theorem that says so, or "no theorem".
+        reason: Why no epsilon is finite, with the remedy.
+    """
+    return Guarantee(
+        epsilon=math.inf,
+        delta=delta,
+        unit=unit,
+        adjacency=adjacency,
+        release=Release.EVERY_UPDATE,
+        status=Status.NONE,
+        mechanism=described(mechanisms),
+        source=source,
+        reason=reason,
+    )
+
+
 def proven_guarantee(
     mechanisms: Sequence[Mechanism],
     *,

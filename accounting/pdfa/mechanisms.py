@@ -24,6 +24,7 @@ from accounting.mechanisms import (
     Positive,
     counted,
     described,
+    no_guarantee,
     require_text,
 )
 from accounting.theorems import Theorem
@@ -372,14 +373,11 @@ def published_guarantee(runs: Sequence[PublishedPdfa], delta: float) -> Guarante
 
 def whole_record_guarantee(mechanisms: Sequence[Mechanism], delta: float) -> Guarantee:
     """Return status none for whole records, whatever sigma (theorem pdfa-row-space)."""
-    return Guarantee(
-        epsilon=math.inf,
+    return no_guarantee(
+        mechanisms,
         delta=delta,
         unit=Unit.RECORD,
         adjacency=Adjacency.REPLACE_ONE,
-        release=Release.EVERY_UPDATE,
-        status=Status.NONE,
-        mechanism=described(mechanisms),
         source=ROW_SPACE.citation,
         reason="the noise of an update lies in the span of the batch's inputs, so membership shows at every sigma",
     )

@@ -7,7 +7,6 @@ without forming it. A step releases [sum over a Poisson(q) batch of min(1, C / |
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self
@@ -15,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Self
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.guarantee import Adjacency, Guarantee, Release, Status
+from accounting.guarantee import Adjacency, Guarantee
 from accounting.mechanisms import (
     DeviceNoise,
     ErrorProbability,
@@ -23,7 +22,7 @@ from accounting.mechanisms import (
     Positive,
     SamplingProbability,
     counted,
-    described,
+    no_guarantee,
     proven_guarantee,
     require_text,
     spend_certificates,
@@ -193,14 +192,11 @@ class Unprotected(Mechanism):
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
         """Return one statement of status none; `enforced` changes nothing, since nothing is assumed."""
         return [
-            Guarantee(
-                epsilon=math.inf,
+            no_guarantee(
+                mechanisms,
                 delta=delta,
                 unit=mechanisms[0].unit,
                 adjacency=Adjacency.ADD_OR_REMOVE_ONE,
-                release=Release.EVERY_UPDATE,
-                status=Status.NONE,
-                mechanism=described(mechanisms),
                 source="no theorem",
                 reason="records are neither clipped nor covered by central noise; protect them with --protect record",
             )

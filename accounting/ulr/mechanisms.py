@@ -33,6 +33,7 @@ from accounting.mechanisms import (
     SamplingProbability,
     counted,
     described,
+    no_guarantee,
     proven_guarantee,
 )
 from accounting.theorems import Theorem, about_relation
@@ -304,14 +305,11 @@ def published_guarantee(runs: Sequence[PublishedUlr], delta: float) -> Guarantee
 
 def _whole_record_guarantee(runs: Sequence[PublishedUlr], delta: float) -> Guarantee:
     """Status none for whole records (theorem ulr-batch-noise)."""
-    return Guarantee(
-        epsilon=math.inf,
+    return no_guarantee(
+        runs,
         delta=delta,
         unit=Unit.RECORD,
         adjacency=Adjacency.ADD_OR_REMOVE_ONE,
-        release=Release.EVERY_UPDATE,
-        status=Status.NONE,
-        mechanism=described(runs),
         source=BATCH_NOISE.citation,
         reason="no noise level bounds it over all data: the noise is made of the batch's own losses and inputs, so a "
         "record with a loss or an input that the others lack shows; use trainer.form = 'proven' and --protect record",

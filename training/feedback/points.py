@@ -81,8 +81,8 @@ class FeedbackAlignment(nn.Module):
             positions, which all positions receive; k: those of k positions drawn in each step, times positions / k.
         spread: How one row reaches the positions of a record. "broadcast": the same C numbers at every position;
             "full": every position has its own outputs of B, C P in all.
-        slices: "own": each point has its own outputs of B. "shared": all points use the same, which suits a residual
-            stream, where all points see nearly the same gradient.
+        slices: "shared": all points use the same outputs of B, as in TinyDFA, which suits a residual stream, where all
+            points see nearly the same gradient. "own": disjoint outputs for each point, as in the PDFA paper.
         encoding: How e is shown: "ternary", "planes", "sign" (see `training.feedback.projection`), or "real" without a
             device. None takes "ternary" with a device, else "real".
         threshold: Threshold of "ternary" in units of the row's root mean square, at least 0.
@@ -103,7 +103,7 @@ class FeedbackAlignment(nn.Module):
         >>> net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
         >>> model = FeedbackAlignment(net)
         >>> model.points, model.shape(torch.zeros(2, 8))
-        (('1', '3'), FeedbackShape(n_inputs=3, n_outputs=32))
+        (('1', '3'), FeedbackShape(n_inputs=3, n_outputs=16))
         >>> nn.functional.cross_entropy(model(torch.randn(2, 8)), torch.tensor([0, 1])).backward()
     """
 
@@ -116,7 +116,7 @@ class FeedbackAlignment(nn.Module):
         error_at: str | None = None,
         rows: Rows = "each",
         spread: Literal["broadcast", "full"] = "broadcast",
-        slices: Literal["own", "shared"] = "own",
+        slices: Literal["own", "shared"] = "shared",
         encoding: EncodingName | None = None,
         threshold: float = 0.6,
         planes: int = 4,

@@ -36,6 +36,8 @@ from training.feedback.projection import (
 )
 
 _LARGEST_STEP = 2**63
+_NUMBERS_AT_ONCE = 2**18
+"""Numbers of an error or a reading in one call of the device, so that their copies take little memory."""
 
 
 class FeedbackShape(NamedTuple):
@@ -414,8 +416,15 @@ class FeedbackAlignment(nn.Module):
         reading = self._read(rows).view(*chosen.shape[:2], -1)
         extent = Extent(*error.shape)
         found: list[Tensor] = []
+        signals: dict[Any, Tensor] = {}  # points that share outputs and sizes share a signal
         for part, h in zip(self._slices, points, strict=True):
-            signal = spread(reading, part, extent, self._view.extent(h.shape), drawn, self._rows) * self._gain
+            point = self._view.extent(h.shape)
+            key = (part.offset, part.end, point)
+            if key not in signals:
+                signals[key] = spread(
+                    reading, part, extent, point, drawn=drawn, rows=self._rows, gain=self._gain
+                )
+            signal = signals[key]
             if self._normalised:
                 signal = _through_layer_norm(signal, self._view.rows(h.detach().float()))
             found.append(self._view.shaped(signal, h.shape).to(h.dtype))
@@ -425,15 +434,14 @@ class FeedbackAlignment(nn.Module):
 
     def _read(self, rows: Tensor) -> Tensor:
         """Return B e for rows (n, n_inputs); a row of zeros is not shown, a row that is not finite reads NaN."""
-        finite = torch.isfinite(rows).all(dim=1)
-        live = finite & rows.any(dim=1)
+        largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
+        finite = torch.isfinite(largest)
+        shown = torch.nonzero(finite & (largest > 0)).squeeze(1)
         projection = self._projector(rows.device)
-        if bool(live.all()) and len(rows):
-            return projection.read(rows)
         n_outputs = self._shape.n_outputs if self._device is None else self._device.n_outputs
         reading = rows.new_zeros(len(rows), n_outputs)
-        if bool(live.any()):
-            reading[live] = projection.read(rows[live])
+        for part in shown.split(max(1, _NUMBERS_AT_ONCE // max(rows.shape[1], n_outputs))):
+            reading[part] = projection.read(rows[part])
         reading[~finite] = torch.nan
         return reading
 

@@ -81,8 +81,19 @@ class DataConfig(Section):
     """What decides whether a record is held out. index: its position among all n, by a seeded permutation. content: a
     keyed hash of its own features. id: a keyed hash of the ID given with it. None: id if IDs were given, else content
     for protection.relation = 'add_or_remove_one', else index."""
+    target: Literal["auto", "class", "tokens", "real", "labels"] = "auto"
+    """What to predict of user-supplied records. class: one of n_classes, whole numbers y (n,). tokens: the token at
+    each position, whole numbers y (n, T). real: numbers, y (n,) or (n, k). labels: which of k labels hold, zeros and
+    ones y (n, k). auto: tokens if y is missing or has the shape of x, both int64; else class."""
+    inputs: Literal["auto", "features", "tokens"] = "auto"
+    """What user-supplied x holds: quantities (features) or numbers of tokens (tokens). auto: tokens only for tokens to
+    predict."""
     n_classes: int | None = Field(None, ge=2)
-    """Number of classes of user-supplied arrays; None reads it off the labels (one more than the largest)."""
+    """Number of classes of user-supplied records, or of token values to predict; None reads it off the labels (one more
+    than the largest)."""
+    vocabulary: int | None = Field(None, ge=2)
+    """Number of token values in user-supplied x; None takes n_classes for tokens to predict, else reads it off x (one
+    more than the largest)."""
     standardise: bool = True
     """Subtract and divide by public constants of the data set."""
     mean: float | None = None

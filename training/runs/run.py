@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from accounting.guarantee import Guarantee
 from training.config.run import LossName, RunConfig
 from training.data import Split, load_dataset
-from training.data.arrays import check_lengths, check_range, checked_features, checked_labels
+from training.data.arrays import RecordForm, standardised
 from training.data.catalogue import OWN_ARRAYS
 from training.data.dataset import DataError, PrincipalComponents, Standardisation
 from training.data.formats import read_arrays
@@ -85,7 +85,7 @@ class Run:
 
     @property
     def n_features(self) -> int:
-        """Features per record, as the run takes them."""
+        """Numbers per record, as the run takes them."""
         if self._components is not None:
             return self._components.n_features
         return int(self.facts["network"]["n_inputs"])
@@ -110,26 +110,34 @@ class Run:
         return self.folder.read_summary()
 
     def predict(self, x: np.ndarray | Tensor) -> np.ndarray | Tensor:
-        """Predict the classes of records.
+        """Predict the classes of records, or what else the run was trained to predict.
 
         Args:
-            x: Features as they were given to training (this method standardises them), shape (n, d).
+            x: Records as they were given to training (this method standardises them): features of shape (n, d), images
+                (n, c, h, w), or tokens (n, T).
 
         Returns:
-            Class numbers, shape (n,), int64; numpy for numpy input, torch for torch input.
+            By data.target: class numbers, shape (n,), int64; tokens, shape (n, T), int64; real numbers, shape (n, k),
+            float32; whether each label holds, shape (n, k), bool. numpy for numpy input, torch for torch input.
 
         Raises:
             ValueError: The shape is wrong, or a value is not finite.
         """
-        classes = model_outputs(self.model, self._prepared(x)).argmax(dim=1)
-        return classes.numpy() if isinstance(x, np.ndarray) else classes
+        outputs = model_outputs(self.model, self._prepared(self.form.features(x, "x")))
+        found = outputs
+        if self.form.target in ("class", "tokens"):
+            found = outputs.argmax(dim=-1)
+        elif self.form.target == "labels":
+            found = outputs > 0
+        return found.numpy() if isinstance(x, np.ndarray) else found
 
-    def evaluate(self, x: np.ndarray | Tensor, y: np.ndarray | Tensor) -> dict[str, float]:
+    def evaluate(self, x: np.ndarray | Tensor, y: np.ndarray | Tensor | None) -> dict[str, float]:
         """Measure loss and accuracy on user-supplied records.
 
         Args:
-            x: Features as for `predict`.
-            y: Class numbers, shape (n,).
+            x: Records as for `predict`.
+            y: What is to be predicted, as it was given to training, such as class numbers of shape (n,); None for the
+                next tokens of x (n, T + 1).
 
         Returns:
             {"loss": mean loss, "accuracy": share of correct classes, in [0, 1]}.
@@ -137,19 +145,24 @@ class Run:
         Raises:
             ValueError: A shape is wrong, or a value is out of range.
         """
-        features, labels = self._prepared(x), checked_labels(y, "y")
-        check_lengths(features, labels, "x", "y")
-        check_range(labels, self.facts["data"]["n_classes"], "y")
-        return evaluate_split(self.model, Split(features, labels), self.config.loss)
+        records = self.form.records(x, y)
+        return evaluate_split(self.model, Split(self._prepared(records.x), records.y), self.config.loss)
 
-    def _prepared(self, x: np.ndarray | Tensor) -> Tensor:
-        features = checked_features(x, "x")
-        if features.shape[1] != self.n_features:
-            raise ValueError(
-                f"x has {features.shape[1]} features per record; this run takes (n, {self.n_features})"
-            )
-        standardised = read_standardisation(self.facts["data"]).apply(features)
-        return standardised if self._components is None else self._components.apply(standardised)
+    @property
+    def form(self) -> RecordForm:
+        """What records hold and what is predicted of them, by which further ones are read."""
+        facts = self.facts["data"]
+        return RecordForm(
+            target=facts.get("target", "class"),  # older runs know only classes
+            n_classes=facts["n_classes"],
+            n_features=self.n_features,
+            vocabulary=facts.get("vocabulary"),
+        )
+
+    def _prepared(self, x: Tensor) -> Tensor:
+        """Return records in the standardised features or components that the model takes."""
+        x = standardised(x, read_standardisation(self.facts["data"]))
+        return x if self._components is None else self._components.apply(x)
 
 
 def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:

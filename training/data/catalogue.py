@@ -27,6 +27,7 @@ from training.data.arrays import from_arrays
 from training.data.dataset import DataError, Dataset, Standardisation
 from training.data.formats import ARCHIVE, VARIABLE, Parts, read_cifar10, read_labelled_images
 from training.data.splits import split_by_index
+from training.data.texts import load_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class Entry:
 
 
 def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Dataset:
-    """Load the known data set that a configuration names.
+    """Load the known data set, or the file, that a configuration names.
 
     Args:
         options: Section `data` of the configuration.
@@ -80,7 +81,8 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
 
     Raises:
         DataError: The data set cannot be read.
-        ConfigError: The name stands for user-supplied arrays, or an option does not apply to a known data set.
+        ConfigError: The name stands for user-supplied arrays, or an option does not apply to the data set.
+        ModuleNotFoundError: A library that reads the file is missing.
         ValueError: The name is unknown.
     """
     if options.name == OWN_ARRAYS:
@@ -89,6 +91,15 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
             "data.name",
             "stands for user-supplied arrays, which no file holds; give them again: "
             "opusim.train(..., data=(x, y)), with folder=... and resume=True to resume a run",
+        )
+    if options.file_kind == "text":
+        return load_text(
+            options.file,
+            context=options.context,
+            tokenizer=None if options.tokenizer is None else Path(options.tokenizer),
+            validation_fraction=options.validation_fraction,
+            test=None if options.test is None else Path(options.test),
+            name=options.name,
         )
     for key in ("n_classes", "target", "inputs", "vocabulary"):
         value = getattr(options, key)

@@ -7,8 +7,9 @@ A map is public if it was fixed without the records that it is applied to. `Stan
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -154,12 +155,14 @@ class Dataset:
         test: Records that were never in the training set, or None if there are none.
         standardisation: The map already applied to all parts.
         components: The map that replaced the standardised features by fewer ones, or None if there was none.
-        split: The rule that separated train from validation: index, content or id (see `from_arrays`); given if the
-            caller supplied both parts, so that a guarantee covers only the records of `train`.
+        split: The rule that separated train from validation: index, content or id (see `from_arrays`); tail if
+            validation is the last part of a text; given if the caller supplied both parts, so that a guarantee covers
+            only the records of `train`.
         record_shape: Shape of one record, whose numbers are a row of x in C order: (d,) for features, (c, h, w) for
             images, (T,) for tokens. Empty stands for (d,).
         target: What a model predicts of a record; it decides the shape of y (see `Split`).
         vocabulary: Number of token values, each below it, if x holds tokens; else None.
+        origin: What `config.json` says of the file that the records were read from: JSON values.
     """
 
     name: str
@@ -169,10 +172,11 @@ class Dataset:
     test: Split | None
     standardisation: Standardisation
     components: PrincipalComponents | None = None
-    split: Literal["index", "content", "id", "given"] = "given"
+    split: Literal["index", "content", "id", "tail", "given"] = "given"
     record_shape: tuple[int, ...] = ()
     target: Target = "class"
     vocabulary: int | None = None
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.record_shape:

@@ -182,7 +182,7 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
 
 def _new_folder(config: RunConfig) -> RunFolder:
     """Return a new folder of a name that no other process has: runs/pdfa-digits-1, -2, ..."""
-    stem = f"{config.trainer.kind}-{config.data.name}"
+    stem = f"{config.trainer.kind}-{config.data.short_name}"
     for number in itertools.count(1):
         folder = RunFolder.claimed(own_folder(Path("runs") / f"{stem}-{number}"))
         if folder is not None:
@@ -227,6 +227,8 @@ def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
             "n_validation": len(dataset.validation),
             "n_test": 0 if dataset.test is None else len(dataset.test),
         }
+        if dataset.origin:
+            facts["origin"] = dict(dataset.origin)
     facts["standardisation"] = asdict(dataset.standardisation)
     if config.mode == "experiment":
         facts["fingerprint"] = fingerprint(dataset.train)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
 from accounting.theorems import require_poisson
 from training.config.run import RunConfig, split_refusal
@@ -80,7 +81,8 @@ def require_covered(plan: Plan) -> None:
             protected.
     """
     config, dataset, options = plan.config, plan.dataset, plan.config.protection
-    if dataset.split != "given" and dataset.split not in config.fitting_splits:
+    by_position = () if config.relation is Adjacency.ADD_OR_REMOVE_ONE else ("tail",)
+    if dataset.split not in ("given", *by_position, *config.fitting_splits):
         raise NoGuarantee(split_refusal(config, dataset.split))
     if options.poisson:
         require_poisson(plan.sampler.scheme, by=f"protection.kind = {options.kind!r}")

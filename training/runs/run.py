@@ -7,7 +7,7 @@ user-supplied arrays.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from accounting.guarantee import Guarantee
 from training.config.run import LossName, RunConfig
-from training.data import Split, load_dataset
+from training.config.sections import DataConfig
+from training.data import Dataset, Split
 from training.data.arrays import RecordForm, standardised
-from training.data.catalogue import OWN_ARRAYS
+from training.data.catalogue import OWN_ARRAYS, build_dataset
 from training.data.dataset import DataError, PrincipalComponents, Standardisation
 from training.data.formats import read_arrays
+from training.data.texts import bits_per_byte
 from training.errors import RunFolderError
 from training.networks.functions import LOSSES
 from training.runs.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
@@ -212,11 +214,12 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
 
     Args:
         path: The run folder.
-        data: Name of a known data set, whose test records are used; None takes the run's own.
+        data: Name of a known data set, whose test records are used, or a file such as ``text:PATH``, all of whose
+            records are used; None takes the run's own test records.
         arrays: An .npz file with x (n, d) and y (n,) to use instead.
 
     Returns:
-        {"data": name, "records": n, "loss": ..., "accuracy": ...}.
+        {"data": name, "records": n, "loss": ..., "accuracy": ...}, and "bits_per_byte" for the cross-entropy of a text.
 
     Raises:
         DataError: The records cannot be read, or the run was trained on user-supplied arrays and none are given.
@@ -236,22 +239,45 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
         raise DataError(
             f"run {path} was trained on user-supplied arrays; give test records with --arrays FILE.npz"
         )
-    name = data or run.config.data.name
-    split = _test_records(run, name)
-    return {"data": name, "records": len(split), **run.evaluate(split.x, split.y)}
+    dataset, part = _other_records(run, data or run.config.data.name)
+    split = getattr(dataset, part)
+    figures = run.evaluate(split.x, split.y)
+    if run.config.loss == "cross-entropy" and "bytes_per_token" in dataset.origin:
+        figures["bits_per_byte"] = bits_per_byte(figures["loss"], dataset.origin["bytes_per_token"][part])
+    return {"data": dataset.name, "records": len(split), **figures}
 
 
-def _test_records(run: Run, name: str) -> Split:
-    """Load the test records of a known data set, with features in [0, 1] as the run's standardisation expects."""
-    dataset = load_dataset(name, split_seed=run.config.data.split_seed, standardise=False)
+def _other_records(run: Run, name: str) -> tuple[Dataset, Literal["train", "test"]]:
+    """Load records to evaluate a run on, with features as its standardisation expects them, and say which part it is.
+
+    Raises:
+        DataError: They cannot be read, have another number of features, or hold no test records.
+    """
+    own, part = run.config.data, "test"
+    options = DataConfig(name=name, split_seed=own.split_seed)
+    if options.file_kind is not None:
+        changes: dict[str, Any] = {"name": name}
+        if name != own.name:  # then all of the file is for the test
+            changes |= {"test": None, "validation_fraction": 0.0}
+            part = "train"
+        options = own.model_copy(update=changes)
+    raw = {"standardise": False, "mean": None, "std": None}
+    dataset = build_dataset(options.model_copy(update=raw))
     if dataset.n_features != run.n_features:
         raise DataError(
             f"data set {name} has {dataset.n_features} features, the run's network takes "
             f"{run.n_features}; evaluate it on data with as many features"
         )
+    if part == "train":
+        return dataset, "train"
     if dataset.test is None:
-        raise DataError(f"data set {name} has no test records; give some with --arrays FILE.npz")
-    return dataset.test
+        raise DataError(
+            f"data set {name} has no test records; give some with --data {options.file_kind}:PATH, or train with "
+            "data.test"
+            if options.file_kind
+            else f"data set {name} has no test records; give some with --arrays FILE.npz"
+        )
+    return dataset, "test"
 
 
 def read_npz(

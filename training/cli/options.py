@@ -101,7 +101,8 @@ DATA = KeyOption(
     "data",
     "data.name",
     str,
-    "digits (embedded), mnist or fashion-mnist (from $OPUSIM_DATA, else downloaded), cifar-10 ($OPUSIM_DATA).",
+    "digits (embedded), mnist or fashion-mnist (from $OPUSIM_DATA, else downloaded), cifar-10 ($OPUSIM_DATA); "
+    "text:PATH for language models.",
 )
 EPOCHS = KeyOption("epochs", "epochs", int, "Passes over the training records.")
 SEED = KeyOption("seed", "seed", int, "Seed of initialisation, batches and simulated noise.")

@@ -22,10 +22,11 @@ from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
 from training.config.run import RunConfig
 from training.data import Dataset, Split, from_arrays
+from training.data.arrays import Pair
 from training.data.catalogue import OWN_ARRAYS, build_dataset, standardisation_of
 from training.data.dataset import PrincipalComponents, reduced
 from training.data.samplers import PoissonSampler, Sampler, make_sampler
-from training.engine.algorithm import Algorithm, Arrays, require_applied
+from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
 from training.errors import RunFolderError
 from training.networks.base import Network
 from training.protections.base import Protection
@@ -96,6 +97,7 @@ class RunPlan:
         """Return the plan of a run whose noise is not calibrated yet; see `resolve`."""
         config = for_this_machine(config)
         _require_named(config, dataset)
+        require_target(config, dataset)
         dataset = with_principal_components(config, dataset, folder)
         plan = cls(
             config=config,
@@ -272,19 +274,25 @@ def with_own_data(config: RunConfig, data: Arrays | Dataset | None) -> RunConfig
     return config.replaced(data=changes)
 
 
-def load_data(config: RunConfig, data: Arrays | Dataset | None) -> Dataset:
+def load_data(config: RunConfig, data: Arrays | Dataset | None, test: Pair | None = None) -> Dataset:
     """Return the records to train on: those given, or the data set that the configuration names.
+
+    Args:
+        config: The configuration.
+        data: User-supplied records, or None.
+        test: User-supplied test records (x, y), which go with data=(x, y).
 
     Raises:
         TypeError: `data` is something else.
-        ConfigError: data.split does not fit what was given: IDs, or a Dataset that was split before.
+        ValueError: `test` was given without arrays.
+        ConfigError: data.split does not fit the given IDs, or a key says something else of a Dataset than it holds.
     """
+    if test is not None and not isinstance(data, tuple):
+        raise ValueError(
+            "test = (x, y) goes with data=(x, y); a known data set and a Dataset have their own test records"
+        )
     if isinstance(data, Dataset):
-        if config.data.split not in (None, data.split):
-            reason = (
-                f"{config.data.split!r} is not how the given Dataset was split ({data.split}); leave it out"
-            )
-            raise ConfigError("configuration", "data.split", reason)
+        _require_stated(config, data)
         return data
     if data is None:
         return build_dataset(config.data, config.split)
@@ -307,8 +315,32 @@ def load_data(config: RunConfig, data: Arrays | Dataset | None) -> Dataset:
         split_seed=options.split_seed,
         split=split,
         ids=ids,
+        test=test,
         standardise=standardisation_of(options),
+        target=options.target,
+        inputs=options.inputs,
+        vocabulary=options.vocabulary,
     )
+
+
+def _require_stated(config: RunConfig, dataset: Dataset) -> None:
+    """Refuse keys that say something else of a given Dataset than it holds.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    found = {
+        "split": dataset.split,
+        "target": dataset.target,
+        "inputs": "tokens" if dataset.holds_tokens else "features",
+        "n_classes": dataset.n_classes,
+        "vocabulary": dataset.vocabulary,
+    }
+    for key, value in found.items():
+        stated = getattr(config.data, key)
+        if stated not in (None, "auto", value):
+            reason = f"{stated!r} is not that of the given Dataset ({value}); leave it out"
+            raise ConfigError("configuration", f"data.{key}", reason)
 
 
 def _require_named(config: RunConfig, dataset: Dataset) -> None:
@@ -338,6 +370,9 @@ def with_principal_components(config: RunConfig, dataset: Dataset, folder: RunFo
     wanted = config.data.components
     if wanted is None:
         return dataset
+    if dataset.holds_tokens:
+        reason = f"{wanted} is for features, and these records hold tokens; leave it out"
+        raise ConfigError("configuration", "data.components", reason)
     if folder is not None:
         return reduced(dataset, PrincipalComponents.from_array(read_array(folder.components_file)))
     return reduced(dataset, PrincipalComponents.fit(dataset.train.x, wanted, whitening=config.data.whitening))

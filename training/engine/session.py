@@ -21,6 +21,7 @@ from training.config.kinds import KINDS
 from training.config.reading import flat, load_config
 from training.config.run import RunConfig
 from training.data import Dataset
+from training.data.arrays import Pair
 from training.engine.algorithm import Arrays
 from training.engine.loop import Engine, Watcher, deferred_interrupt, torch_threads
 from training.engine.plan import (
@@ -45,6 +46,7 @@ def train(
     config: RunConfig | str | Path | Mapping[str, Any] | None = None,
     *,
     data: Arrays | Dataset | None = None,
+    test: Pair | None = None,
     model: nn.Module | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
@@ -56,14 +58,16 @@ def train(
 
     Args:
         config: A RunConfig, a TOML file, a mapping, or None for the defaults (PDFA on digits).
-        data: (x, y) with x of shape (n, d) and class numbers y of shape (n,), numpy or torch; (x, y, ids) with an ID
-            of each record, by which data.split = 'id' holds records out; or a Dataset, whose parts are taken as they
-            are; None loads the data set that the configuration names.
+        data: (x, y) with x of shape (n, d) or of images (n, c, h, w) and class numbers y of shape (n,), numpy or torch
+            (data.target has other things to predict); (x, y, ids) with an ID of each record, by which data.split =
+            'id' holds records out; or a Dataset, whose parts are taken as they are; None loads the data set that the
+            configuration names.
+        test: Test records (x, y) that go with data=(x, y).
         model: A module to train in place, of a type that the trainer takes (feedback trainers: an nn.Sequential of
             nn.Linear and activations; ulr: an nn.Sequential of any modules); None builds the configuration's network.
         folder: The run folder; None takes a new one under ./runs.
         resume: Resume the unfinished run in `folder`, under its own configuration; data and model are given
-            again if they were given at first.
+            again if they were given at first, and so is test.
         moved: Confirms that no other copy of the folder was or will be resumed. A release run needs it if its folder
             was moved or restored by copying: no ledger counts what two copies release.
         settings: Lines "key=value" over the configuration.
@@ -82,7 +86,7 @@ def train(
     resolved, data, model = default_inputs(resolved, data, model)
     resolved = with_own_data(resolved, data)
     run_folder = None if folder is None else RunFolder(own_folder(Path(folder)))
-    records = load_data(resolved, data)
+    records = load_data(resolved, data, test)
     return train_on(resolved, records, run_folder, model=model, resume=resume, moved=moved, watcher=watcher)
 
 
@@ -178,7 +182,7 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
 
 def _new_folder(config: RunConfig) -> RunFolder:
     """Return a new folder of a name that no other process has: runs/pdfa-digits-1, -2, ..."""
-    stem = f"{config.trainer.kind}-{config.data.name}"
+    stem = f"{config.trainer.kind}-{config.data.short_name}"
     for number in itertools.count(1):
         folder = RunFolder.claimed(own_folder(Path("runs") / f"{stem}-{number}"))
         if folder is not None:
@@ -209,16 +213,27 @@ def _kinds(plan: RunPlan) -> list[tuple[str, str]]:
 
 def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     """Return what `config.json` says of the data; in release mode no number of records that the relation hides."""
-    facts: dict[str, Any] = {"name": dataset.name, "n_classes": dataset.n_classes, "split": dataset.split}
+    facts: dict[str, Any] = {
+        "name": dataset.name,
+        "n_classes": dataset.n_classes,
+        "split": dataset.split,
+        "target": dataset.target,
+        "record_shape": list(dataset.record_shape),
+        "vocabulary": dataset.vocabulary,
+    }
     if config.mode == "experiment" or config.relation is not Adjacency.ADD_OR_REMOVE_ONE:
         facts |= {
             "n_train": len(dataset.train),
             "n_validation": len(dataset.validation),
             "n_test": 0 if dataset.test is None else len(dataset.test),
         }
+        if dataset.origin:
+            facts["origin"] = dict(dataset.origin)
     facts["standardisation"] = asdict(dataset.standardisation)
     if config.mode == "experiment":
         facts["fingerprint"] = fingerprint(dataset.train)
+        if dataset.test is not None:
+            facts["test_fingerprint"] = fingerprint(dataset.test)
     return facts
 
 

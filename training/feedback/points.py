@@ -153,7 +153,7 @@ class FeedbackAlignment(nn.Module):
         self._n_inputs, self._slices = 0, list[Slice]()
         self._calls: list[tuple[str, Tensor]] | None = None
         self._kept: list[tuple[str, Tensor]] = []
-        self._connected = False
+        self._connected, self._learning = False, False
         self._state: Literal["learning", "measuring", "backpropagating"] = "learning"
         self._warned = False
         self._observed: list[_Reading] | None = None
@@ -305,13 +305,23 @@ class FeedbackAlignment(nn.Module):
         handles.append(self.model.register_forward_hook(self._end))
         return handles
 
+    @torch._disable_dynamo
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Start to record points; nothing is recorded outside a forward pass of the whole model."""
+        if module is not self.model:
+            raise ValueError(
+                "the model runs as a replica of nn.DataParallel, whose threads would mix up their feedback; use "
+                "nn.parallel.DistributedDataParallel"
+            )
         self._calls, self._connected = [], False
+        self._learning = self._state == "learning" and torch.is_grad_enabled()
 
+    @torch._disable_dynamo
     def _mark(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
         """Record the output of a point and let it go on detached."""
         if self._state == "learning" and not torch.is_grad_enabled():
+            if self._calls is not None and self._learning:
+                raise ValueError(_no_gradient(name))
             return None
         if self._calls is None:  # outside a forward pass, or in the recomputation of a checkpointed part
             return mapped(output, Tensor.detach) if _in_backward() else None
@@ -326,10 +336,13 @@ class FeedbackAlignment(nn.Module):
         self._calls.append((name, tensors[0]))
         if self._state != "learning":
             return None
+        if not tensors[0].requires_grad and any(p.requires_grad for p in module.parameters()):
+            raise ValueError(_no_gradient(name))
         if not self._warned and not self._normalised:
             warn_if_unnormalised(name, tensors[0])
         return mapped(output, Tensor.detach)
 
+    @torch._disable_dynamo
     def _connect(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Let the gradient of this output be projected to all points recorded so far."""
         idle = self._state == "backpropagating" or (self._state == "learning" and not torch.is_grad_enabled())
@@ -347,6 +360,11 @@ class FeedbackAlignment(nn.Module):
             )
         self._connected = True
         error, calls = tensors[0], self._calls
+        if torch._C._functorch.is_functorch_wrapped_tensor(error):
+            raise NotImplementedError(
+                "feedback points do not run inside torch.func.grad or vmap; use loss.backward() or torch.autograd.grad, "
+                "and opacus.GradSampleModule for gradients of single records"
+            )
         self._lay_out(error, calls)
         if self._state == "measuring":
             return None
@@ -354,6 +372,7 @@ class FeedbackAlignment(nn.Module):
         connected = _Project.apply(self, error, *(h for _, h in calls))
         return mapped(output, lambda tensor: connected if tensor is error else tensor)
 
+    @torch._disable_dynamo
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Stop recording; refuse a forward pass whose error was never taken."""
         calls, self._calls = self._calls, None
@@ -540,6 +559,13 @@ def _check_rows(rows: object) -> None:
         checks.integer(rows=rows, minimum=1)
     else:
         checks.choice(("each", "sum"), rows=rows, remedy="or give a number of positions")
+
+
+def _no_gradient(name: str) -> str:
+    return (
+        f"point {name!r} computes without gradients, so that its block cannot learn; give use_reentrant=False if "
+        "activations are checkpointed (torch.utils.checkpoint), else leave the point out or take it out of no_grad"
+    )
 
 
 def _in_backward() -> bool:

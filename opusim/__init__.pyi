@@ -85,6 +85,8 @@ from training.engine.algorithm import Algorithm as Algorithm
 from training.engine.algorithm import DeviceShape as DeviceShape
 from training.engine.trainer import StepRecord as StepRecord
 from training.engine.trainer import Trainer as Trainer
+from training.feedback.diagnosis import Diagnosis as Diagnosis
+from training.feedback.points import FeedbackAlignment as FeedbackAlignment
 from training.protections.base import PoissonProtection as PoissonProtection
 from training.protections.base import PrivateGradients as PrivateGradients
 from training.protections.base import Protection as Protection

@@ -14,13 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from opusim.devices.base import NoisyDevice
-from opusim.encodings import bit_planes, ternarize
+from training.feedback.projection import Projection
 from training.networks.network import ForwardPass, FullyConnected
-
-_CALIBRATION_STEP = 2**64 - 2
-"""Step number for reading columns of B; no training step repeats its noise."""
-_CALIBRATION_READINGS = 64
 
 Draw = Callable[[tuple[int, int]], Tensor]
 """Returns fresh noise of shape (batch, width)."""
@@ -112,100 +107,6 @@ class Backpropagation(Feedback):
             layers.append(delta)
         gains = [self._signal_gain] * network.depth
         return Deltas(layers=layers[::-1], gains=gains, signal_norms=signal_norms, noise_norms=noise_norms)
-
-
-class Projection(ABC):
-    """Reads B e for all hidden layers at once; layers use disjoint slices of one reading."""
-
-    def noise_std(self, error: Tensor) -> Tensor:
-        """Return the standard deviation of a reading's noise, mean over records, in units of B e.
-
-        Args:
-            error: e, shape (batch, n_L).
-
-        Returns:
-            One value, shape (), or one per output.
-        """
-        return error.new_zeros(())
-
-    @abstractmethod
-    def read(self, error: Tensor) -> Tensor:
-        """Return the projected error, shape (batch, sum of hidden widths).
-
-        Args:
-            error: e, shape (batch, n_L).
-        """
-
-    @abstractmethod
-    def columns(self, n_inputs: int) -> Tensor:
-        """Return B transposed as the trainer knows it, shape (n_L, sum of hidden widths).
-
-        Args:
-            n_inputs: n_L.
-        """
-
-
-class DigitalProjection(Projection):
-    """B e, or B ternarize(e), as a matrix product.
-
-    Args:
-        matrix: B transposed, shape (n_L, sum of hidden widths); entries N(0, 1).
-        threshold: Ternarization threshold, or None to project e itself.
-    """
-
-    def __init__(self, matrix: Tensor, *, threshold: float | None = None) -> None:
-        self._matrix = matrix
-        self._threshold = threshold
-
-    def read(self, error: Tensor) -> Tensor:
-        """See Projection.read."""
-        return (error if self._threshold is None else ternarize(error, self._threshold)) @ self._matrix
-
-    def columns(self, n_inputs: int) -> Tensor:
-        """See Projection.columns: B transposed exactly."""
-        return self._matrix
-
-
-class DeviceProjection(Projection):
-    """B t(e) + noise, read from a noisy device (PDFA paper, section 4).
-
-    t(e) is the ternarized error, with one reading per record; or e in signed binary digits, with one reading per digit.
-    Then the device shows e / max|e| and the reading is multiplied by max|e| of the same record, so that the noise
-    shrinks with e.
-
-    Args:
-        device: An open device of n_L inputs and (sum of hidden widths) outputs.
-        threshold: Ternarization threshold.
-        planes: Number of digits, or None to ternarize.
-    """
-
-    def __init__(self, device: NoisyDevice, *, threshold: float, planes: int | None = None) -> None:
-        self._device = device
-        self._threshold = threshold
-        self._planes = planes
-        variance = torch.as_tensor(device.noise.variance_bounds()[1], dtype=torch.float32)
-        shares = 1.0 if planes is None else sum(0.25**k for k in range(1, planes + 1))
-        self._std = (variance * shares).sqrt()
-
-    def noise_std(self, error: Tensor) -> Tensor:
-        """See Projection.noise_std."""
-        std = self._std.to(error.device)
-        return std if self._planes is None else std * error.abs().amax(dim=1).mean()
-
-    def read(self, error: Tensor) -> Tensor:
-        """See Projection.read."""
-        if self._planes is None:
-            return self._device.project(ternarize(error, self._threshold))
-        scale = error.abs().amax(dim=1, keepdim=True)  # (batch, 1)
-        digits, weights = bit_planes(error / scale.clamp_min(torch.finfo(error.dtype).tiny), self._planes)
-        readings = self._device.project(digits.flatten(0, 1))  # (planes * batch, n_outputs)
-        return (weights @ readings.view(self._planes, -1)).view(len(error), -1).mul_(scale)
-
-    def columns(self, n_inputs: int) -> Tensor:
-        """See Projection.columns: the mean of several readings of each column, which hardware can measure too."""
-        self._device.seek(_CALIBRATION_STEP)
-        one_hot = torch.eye(n_inputs).repeat(_CALIBRATION_READINGS, 1)
-        return self._device.project(one_hot).view(_CALIBRATION_READINGS, n_inputs, -1).mean(dim=0)
 
 
 class Alignment(Feedback):

@@ -20,17 +20,15 @@ from training.config.run import LossName
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
 from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig, TdfaConfig
-from training.feedback.rules import (
-    Alignment,
-    Backpropagation,
-    Deltas,
+from training.feedback.projection import (
+    AbsoluteTernary,
+    BitPlanes,
     DeviceProjection,
     DigitalProjection,
-    Draw,
-    Feedback,
+    Encoding,
     Projection,
-    Scale,
 )
+from training.feedback.rules import Alignment, Backpropagation, Deltas, Draw, Feedback, Scale
 from training.networks.clipping import ActivationClipping, ball_factors, sphere_factors
 from training.networks.functions import LOSSES
 from training.networks.network import ForwardPass, FullyConnected
@@ -201,8 +199,8 @@ class FeedbackTrainer(Trainer):
         widths = self._network.widths
         medium = Medium(widths[-1], max(sum(widths[:-1]), 1), config.feedback_seed)
         matrix = medium.dense().to(self._network.linears[0].weight.device)
-        threshold = config.threshold if isinstance(config, TdfaConfig) else None
-        projection = DigitalProjection(matrix, threshold=threshold)
+        encoding = AbsoluteTernary(config.threshold) if isinstance(config, TdfaConfig) else None
+        projection = DigitalProjection(matrix, encoding=encoding)
         return _alignment(projection, config, draw, gain=config.gain)
 
     def _photonic(self, config: PdfaConfig) -> Feedback:
@@ -218,8 +216,9 @@ class FeedbackTrainer(Trainer):
                 f"device {device.name!r} is open with {device.n_inputs} inputs and {device.n_outputs} outputs, the "
                 f"network needs {wanted[0]} and {wanted[1]}; open it with n_inputs={wanted[0]}, n_outputs={wanted[1]}"
             )
-        planes = config.planes if config.encoding == "planes" else None
-        projection = DeviceProjection(device, threshold=config.threshold, planes=planes)
+        planes = config.encoding == "planes"
+        encoding: Encoding = BitPlanes(config.planes) if planes else AbsoluteTernary(config.threshold)
+        projection = DeviceProjection(device, encoding=encoding)
         draw = device.draw if config.order == "published" else None
         return _alignment(projection, config, draw, gain=config.gain)
 

@@ -12,7 +12,13 @@ from opusim.devices.base import NoisyDevice
 from opusim.encodings import bit_planes
 from training.config.kinds import TRAINERS
 from training.config.sections import OptimizerConfig
-from training.feedback.rules import DeviceProjection
+from training.feedback.projection import (
+    AbsoluteTernary,
+    BitPlanes,
+    DeviceProjection,
+    Encoding,
+    RelativeTernary,
+)
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
 from training.networks.optimizers import make_optimizer
@@ -37,7 +43,7 @@ def test_planes_are_the_weighted_sum_of_one_reading_for_each(planes: int) -> Non
     """The readings of the same step, taken one by one from a second device of the same seed."""
     error = errors()
     first, second = device_of(), device_of()
-    found = DeviceProjection(first, threshold=0.1, planes=planes).read(error)
+    found = DeviceProjection(first, encoding=BitPlanes(planes)).read(error)
     scale = error.abs().amax(dim=1, keepdim=True)
     digits, weights = bit_planes(torch.where(scale > 0, error / scale, 0.0), planes)
     readings = second.project(digits.reshape(planes * BATCH, CLASSES)).view(planes, BATCH, OUTPUTS)
@@ -51,23 +57,26 @@ def test_without_noise_planes_project_the_error_itself() -> None:
     error = errors()
     exact = error @ device_of().matrix().t()
     for planes in (3, 12):
-        found = DeviceProjection(device_of(sigma=0.0), threshold=0.1, planes=planes).read(error)
+        found = DeviceProjection(device_of(sigma=0.0), encoding=BitPlanes(planes)).read(error)
         largest = error.abs().amax(dim=1, keepdim=True) * 2.0**-planes
         bound = largest * device_of().matrix().abs().sum(dim=1) + 1e-5
         assert bool(((found - exact).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("planes", [None, 1, 3, 8])
-def test_the_reported_noise_is_the_measured_one(planes: int | None, seed: int) -> None:
+@pytest.mark.parametrize(
+    "encoding", [AbsoluteTernary(0.1), RelativeTernary(0.6), BitPlanes(1), BitPlanes(3), BitPlanes(8)]
+)
+def test_the_reported_noise_is_the_measured_one(encoding: Encoding, seed: int) -> None:
     """Root mean square over records that share max|e| against noise_std, five standard errors; 5 % off is caught."""
     n = 2000
     row = torch.tensor([[0.9, -0.2, -0.5, -0.2]]) * 0.7
     error = row.expand(n, CLASSES)
-    projection = DeviceProjection(device_of(seed=seed % 2**31), threshold=0.1, planes=planes)
-    silent = DeviceProjection(device_of(sigma=0.0), threshold=0.1, planes=planes)
+    projection = DeviceProjection(device_of(seed=seed % 2**31), encoding=encoding)
+    silent = DeviceProjection(device_of(sigma=0.0), encoding=encoding)
     assert torch.equal(device_of(seed=seed % 2**31).matrix(), device_of(sigma=0.0).matrix())
     noise = (projection.read(error) - silent.read(error)).double()
-    reported = float(projection.noise_std(error)) ** 2
+    reported = float(projection.noise_power(error))
+    assert reported == pytest.approx(float(projection.noise_std(error)) ** 2, rel=1e-5)  # rows of one scale
     standard_error = reported * (2 / noise.numel()) ** 0.5
     assert abs(float(noise.square().mean()) - reported) < 5 * standard_error
     assert abs(float((0.95 * noise).square().mean()) - reported) > 5 * standard_error
@@ -75,7 +84,7 @@ def test_the_reported_noise_is_the_measured_one(planes: int | None, seed: int) -
 
 
 def test_the_reported_noise_is_a_mean_over_records() -> None:
-    projection = DeviceProjection(device_of(), threshold=0.1, planes=4)
+    projection = DeviceProjection(device_of(), encoding=BitPlanes(4))
     error = errors()
     each = torch.stack([projection.noise_std(row[None]) for row in error])
     torch.testing.assert_close(projection.noise_std(error), each.mean())

@@ -1,0 +1,92 @@
+"""Say how well feedback works on a batch: alignment with backpropagation, share shown, signal to noise, frames."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from opusim.tables import as_records, column_widths, output_width
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointDiagnosis:
+    """What one feedback point receives.
+
+    Attributes:
+        name: The point.
+        signal_alignment: Cosine of its feedback with the true gradient dL/dh, over the batch; in [-1, 1].
+        update_alignment: Cosine of the gradients of its block's parameters with those of backpropagation; in [-1, 1],
+            NaN if the block has no parameters.
+        signal_to_noise: Root mean square of its reading without noise over the noise's standard deviation; infinite
+            without noise.
+    """
+
+    name: str
+    signal_alignment: float
+    update_alignment: float
+    signal_to_noise: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """How feedback compares with backpropagation on one batch; prints as a table.
+
+    Attributes:
+        points: One entry for each call of a point, from the input to the output.
+        shown: Share of the entries of the error that the device is shown, in [0, 1]; 1 for a real projection.
+        rows: Rows that are projected in a step.
+        frames: Frames of the device in a step; 0 without a device.
+        seconds: Device time of a step, s.
+    """
+
+    points: tuple[PointDiagnosis, ...]
+    shown: float
+    rows: int
+    frames: int
+    seconds: float
+
+    def __str__(self) -> str:
+        columns = ["feedback point", "signal alignment", "update alignment", "signal to noise"]
+        cells = [
+            [p.name, f"{p.signal_alignment:+.3f}", f"{p.update_alignment:+.3f}", f"{p.signal_to_noise:.3g}"]
+            for p in self.points
+        ]
+        step = (
+            f"{self.rows:,} rows and {self.frames:,} frames a step ({self.seconds:.3g} s of device time), "
+            f"{self.shown:.0%} of the entries shown"
+        )
+        widths = column_widths([columns, *cells], output_width())
+        if widths is None:
+            return f"{as_records('', columns, cells)}\n{step}"
+        lines = [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [columns, *cells]
+        ]
+        return "\n".join([*lines, step])
+
+
+def cosine(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:
+    """Return the cosine of two lists of tensors, each seen as one vector; None counts as zeros. NaN if one is 0."""
+    dot = norm_1 = norm_2 = 0.0
+    for a, b in zip(first, second, strict=True):
+        norm_1 += 0.0 if a is None else float(a.double().square().sum())
+        norm_2 += 0.0 if b is None else float(b.double().square().sum())
+        if a is not None and b is not None:
+            dot += float((a.double() * b.double()).sum())
+    return dot / math.sqrt(norm_1 * norm_2) if norm_1 * norm_2 else math.nan
+
+
+def signal_to_noise(reading: Tensor, noise_power: Tensor) -> float:
+    """Return the signal's root mean square over the noise's, estimated from noisy readings.
+
+    Args:
+        reading: Noisy readings, shape (rows, outputs).
+        noise_power: Variance of their noise, shape () or (outputs,).
+    """
+    noise = float(noise_power.double().mean())
+    if not noise:
+        return math.inf
+    return math.sqrt(max(float(reading.double().square().mean()) - noise, 0.0) / noise)

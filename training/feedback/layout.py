@@ -1,0 +1,187 @@
+"""Bring errors and outputs of feedback points to rows, and rows of feedback to the shape of a point's output.
+
+A tensor of any shape is seen as (records, positions, channels). Symbols: N records, P positions, C channels of a point;
+e row of the error, n numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opusim.randomness import derive_seed
+
+Rows = Literal["each", "sum"] | int
+
+
+class Extent(NamedTuple):
+    """Sizes of a tensor seen as rows."""
+
+    records: int
+    positions: int
+    channels: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """How tensors of a model are seen as rows.
+
+    Attributes:
+        batch_dim: Dimension of the records, for tensors of at least three dimensions.
+        channel_dim: Dimension of the channels, or None for 1 in four and five dimensions and the last in others.
+    """
+
+    batch_dim: int = 0
+    channel_dim: int | None = None
+
+    def extent(self, shape: Sequence[int]) -> Extent:
+        """Return the sizes of a tensor of some shape."""
+        if len(shape) < 3:
+            return Extent(shape[0] if shape else 1, 1, shape[1] if len(shape) == 2 else 1)
+        batch, channel = self._dims(len(shape))
+        n, c = shape[batch], shape[channel]
+        return Extent(n, math.prod(shape) // max(n * c, 1), c)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return a tensor as (records, positions, channels)."""
+        if tensor.ndim < 3:
+            return tensor.reshape(self.extent(tensor.shape))
+        batch, channel = self._dims(tensor.ndim)
+        return tensor.movedim((batch, channel), (0, -1)).flatten(1, -2)
+
+    def shaped(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return rows (records, positions, channels) in the shape that they come from."""
+        if len(shape) < 3:
+            return rows.reshape(tuple(shape))
+        batch, channel = self._dims(len(shape))
+        moved = [size for dim, size in enumerate(shape) if dim not in (batch, channel)]
+        return rows.reshape(shape[batch], *moved, shape[channel]).movedim((0, -1), (batch, channel))
+
+    def _dims(self, ndim: int) -> tuple[int, int]:
+        channel = self.channel_dim
+        if channel is None:
+            channel = 1 if ndim in (4, 5) else ndim - 1
+        return self.batch_dim % ndim, channel % ndim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """The outputs of B that belong to one call of a point.
+
+    Attributes:
+        name: The point.
+        offset: First output.
+        channels: C.
+        positions: Positions with outputs of their own: 1, or all of a record under spread = 'full'.
+    """
+
+    name: str
+    offset: int
+    channels: int
+    positions: int
+
+    @property
+    def end(self) -> int:
+        """One behind the last output."""
+        return self.offset + self.channels * self.positions
+
+
+def one_to_one(error: Extent, point: Extent, rows: Rows) -> bool:
+    """Whether every row of a point has its own row of the error, in the same order."""
+    same = (error.records, error.positions) == (point.records, point.positions)
+    flattened = 1 in (error.positions, point.positions)  # one of them has positions among its records
+    return rows != "sum" and (
+        same or (flattened and error.records * error.positions == point.records * point.positions)
+    )
+
+
+def arrange(
+    error: Extent,
+    points: Sequence[tuple[str, Extent]],
+    *,
+    rows: Rows,
+    full: bool,
+    shared: bool,
+) -> list[Slice]:
+    """Return the slices of B of all calls of points.
+
+    Args:
+        error: Sizes of the error.
+        points: Name and sizes of each call.
+        rows: Which rows are projected.
+        full: Whether a record's one row gives every position its own outputs.
+        shared: Whether all points use the same outputs.
+
+    Raises:
+        ValueError: A point has neither the error's rows nor its records.
+    """
+    slices: list[Slice] = []
+    for name, point in points:
+        own_rows = one_to_one(error, point, rows)
+        if not own_rows and error.records != point.records:
+            raise ValueError(
+                f"point {name!r} has {point.records} records of {point.positions} positions and the error "
+                f"{error.records} of {error.positions}; give batch_dim or channel_dim, or another point"
+            )
+        positions = point.positions if full and not own_rows else 1
+        offset = 0 if shared or not slices else slices[-1].end
+        slices.append(Slice(name=name, offset=offset, channels=point.channels, positions=positions))
+    return slices
+
+
+def chosen_rows(error: Tensor, rows: Rows, *, seed: int) -> tuple[Tensor, Tensor | None]:
+    """Return the rows to project, shape (records, chosen, n), and the positions that were drawn.
+
+    Args:
+        error: E, shape (records, positions, n).
+        rows: "each", "sum", or a number of positions to draw, the same for all records.
+        seed: Seed of the draw.
+    """
+    if rows == "each":
+        return error, None
+    if rows == "sum":
+        return error.sum(dim=1, keepdim=True), None
+    positions = error.shape[1]
+    if rows >= positions:
+        return error, None
+    generator = torch.Generator().manual_seed(derive_seed(seed, "positions") % 2**63)
+    drawn = torch.randperm(positions, generator=generator)[:rows].sort().values.to(error.device)
+    return error[:, drawn], drawn
+
+
+def spread(
+    reading: Tensor,
+    part: Slice,
+    error: Extent,
+    point: Extent,
+    *,
+    drawn: Tensor | None,
+    rows: Rows,
+    gain: float,
+) -> Tensor:
+    """Return the feedback of one point, shape (records, positions, channels).
+
+    Args:
+        reading: Outputs of B for the chosen rows, shape (records, chosen, n_outputs).
+        part: The point's slice.
+        error: Sizes of the error.
+        point: Sizes of the point's output.
+        drawn: Positions of the chosen rows, or None if there are all.
+        rows: Which rows were projected.
+        gain: Factor on the feedback, besides the width's.
+    """
+    own = reading[..., part.offset : part.end]
+    if drawn is not None:
+        gain *= error.positions / len(drawn)
+    if one_to_one(error, point, rows):
+        if drawn is not None:
+            own = own.new_zeros(error.records, error.positions, own.shape[2]).index_copy_(1, drawn, own)
+        return (own * (gain / part.channels**0.5)).reshape(point)
+    total = own.sum(dim=1)  # (records, channels x positions with their own outputs)
+    total = total.mul_(gain / (part.channels * point.positions) ** 0.5)
+    return total.view(len(total), part.positions, part.channels).expand(tuple(point))

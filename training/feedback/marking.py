@@ -1,0 +1,207 @@
+"""Choose feedback points among the submodules of a model, and look at what they return."""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from torch import Tensor, nn
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList)
+_PASSED = (
+    "View",
+    "UnsafeView",
+    "Reshape",
+    "Transpose",
+    "Permute",
+    "Clone",
+    "ToCopy",
+    "Dropout",
+    "Relu",
+    "Gelu",
+    "Silu",
+)
+"""Names of the autograd nodes, before "Backward", behind which a residual sum is still unnormalised."""
+_MOST_STEPS = 6
+
+
+def find_points(
+    model: nn.Module, points: str | type[nn.Module] | Sequence[str | type[nn.Module]]
+) -> tuple[str, ...]:
+    """Return the names of the submodules that are feedback points, in the order of the model.
+
+    Args:
+        model: The model.
+        points: "blocks" (see `find_blocks`), or names, shell patterns of names, or classes of submodules. As in
+            paths, "layers.*" means layers.0 and layers.1, and not layers.0.norm.
+
+    Raises:
+        ValueError: Nothing matches, or points is empty.
+        TypeError: An entry is neither a string nor a class of modules.
+    """
+    if isinstance(points, str) and points == "blocks":
+        return find_blocks(model)
+    entries = [points] if isinstance(points, str | type) else list(points)
+    if not entries:
+        raise ValueError("points is empty; give names, or train the plain model by backpropagation")
+    modules = {name: module for name, module in model.named_modules() if name}
+    chosen: set[str] = set()
+    for entry in entries:
+        chosen |= _matches(modules, entry)
+    return tuple(name for name in modules if name in chosen)
+
+
+def _matches(modules: Mapping[str, nn.Module], entry: object) -> set[str]:
+    """Return the names of the submodules that one entry of `points` means."""
+    if isinstance(entry, str):
+        found = {name for name in modules if _fits(name, entry)}
+        label = repr(entry)
+    elif isinstance(entry, type) and issubclass(entry, nn.Module):
+        found = {name for name, module in modules.items() if isinstance(module, entry)}
+        label = entry.__name__
+    else:
+        raise TypeError(f"points holds {entry!r}; give names, patterns or classes of submodules")
+    if not found:
+        raise ValueError(f"points: no submodule is {label}; {_some_names(modules, str(entry))}")
+    return found
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a pattern means a name; `*` stays within one part of it, as in a path."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def require_submodule(model: nn.Module, name: str, *, parameter: str) -> str:
+    """Return the name of a submodule that exists.
+
+    Raises:
+        ValueError: There is none.
+    """
+    modules = {found: module for found, module in model.named_modules() if found}
+    if name not in modules:
+        raise ValueError(f"{parameter} = {name!r} is no submodule; {_some_names(modules, name)}")
+    return name
+
+
+def _some_names(modules: Mapping[str, nn.Module], wanted: str) -> str:
+    close = get_close_matches(wanted, modules, n=3)
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    return (
+        f"it has {', '.join(list(modules)[:8])}{', ...' if len(modules) > 8 else ''} (model.named_modules())"
+    )
+
+
+def find_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Return the feedback points that "blocks" stands for.
+
+    1. `model.feedback_points`, if the model declares them.
+    2. The repeated blocks but the last: the outermost modules with submodules of their own, of the most frequent class,
+       at least two of them; two classes if they are equally frequent, as the layers of an encoder and a decoder.
+       Sequential and ModuleList are looked into.
+    3. Without repeated blocks: every activation module with a parameterised module behind it, as in an MLP.
+
+    Raises:
+        ValueError: None of these exists.
+    """
+    declared = getattr(model, "feedback_points", None)
+    if declared is not None:
+        return find_points(model, declared)
+    blocks = _repeated(model) or _activations(model)
+    if not blocks:
+        raise ValueError(
+            f"points = 'blocks' finds no repeated block in {type(model).__name__}, and no activation module before a "
+            "layer with parameters; name the submodules whose output receives feedback"
+        )
+    return tuple(blocks)
+
+
+def _repeated(model: nn.Module) -> list[str]:
+    """Return the outermost modules of the most frequent classes with submodules, without the last one."""
+    candidates = list(_composites(model, ""))
+    counts = Counter(type(module) for _, module in candidates)
+    while candidates and max(counts.values()) < 2:  # look one level deeper
+        candidates = [found for name, module in candidates for found in _composites(module, f"{name}.")]
+        counts = Counter(type(module) for _, module in candidates)
+    if not candidates:
+        return []
+    most = max(counts.values())
+    return [name for name, module in candidates if counts[type(module)] == most][:-1]
+
+
+def _composites(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the nearest modules below one that have children and parameters; containers are looked into."""
+    for name, child in module.named_children():
+        if isinstance(child, _CONTAINERS):
+            yield from _composites(child, f"{prefix}{name}.")
+        elif next(child.children(), None) is not None and next(child.parameters(), None) is not None:
+            yield prefix + name, child
+
+
+def _activations(model: nn.Module) -> list[str]:
+    """Return the activation modules that a parameterised leaf follows, in the order of definition."""
+    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
+    last = max((n for n, (_, leaf) in enumerate(leaves) if list(leaf.parameters())), default=0)
+    return [
+        name
+        for number, (name, leaf) in enumerate(leaves)
+        if name
+        and number < last
+        and type(leaf).__module__ == "torch.nn.modules.activation"
+        and not isinstance(leaf, nn.MultiheadAttention)
+    ]
+
+
+def warn_if_unnormalised(name: str, output: Tensor) -> None:
+    """Warn if a point's output is a residual sum that no normalisation follows.
+
+    The projected error does not shrink as the stream grows, so such a stream grows without bound and the model falls to
+    chance. The autograd graph of the output says how it was computed.
+    """
+    node: Any = output.grad_fn
+    for _ in range(_MOST_STEPS):
+        kind = type(node).__name__.partition("Backward")[0]
+        if kind not in _PASSED or not node.next_functions:
+            break
+        node = node.next_functions[0][0]
+    if type(node).__name__.partition("Backward")[0] == "Add" and all(
+        before is not None and type(before).__name__ != "AccumulateGrad"  # a bias
+        for before, _ in node.next_functions
+    ):
+        warnings.warn(
+            f"feedback point {name!r} returns a residual sum that is not normalised; projected errors let it grow "
+            "until the model falls to chance. Put a LayerNorm or BatchNorm behind the sum (a post-norm block), or give "
+            "normalised=True",
+            stacklevel=2,
+        )
+
+
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in a module's output: a tensor, or a tuple, list or mapping of outputs."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_of(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from tensors_of(value)
+
+
+def mapped(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a module's output with every floating-point tensor in it changed."""
+    if isinstance(output, Tensor):
+        return change(output) if output.is_floating_point() else output
+    if isinstance(output, Mapping):
+        return type(output)(**{key: mapped(value, change) for key, value in output.items()})
+    if isinstance(output, tuple) and hasattr(output, "_fields"):  # a named tuple
+        return type(output)(*(mapped(value, change) for value in output))
+    if isinstance(output, tuple | list):
+        return type(output)(mapped(value, change) for value in output)
+    return output

@@ -1,0 +1,667 @@
+"""Train any torch module by direct feedback alignment in an ordinary training loop: feedback points.
+
+A feedback point is a submodule whose output goes on detached, so that autograd stops behind it. What follows the last
+point, and every block between two points, is differentiated by autograd as usual. One autograd function connects the
+blocks: its backward takes e = dL/dz at the place of the error, and returns e for what computed z and slices of one
+projection B e for the points (Launay et al., "Direct feedback alignment scales to modern deep learning tasks and
+architectures", 2020). Optimizers, hooks, mixed precision, gradient accumulation and DDP see an ordinary backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from opusim import checks
+from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import Usage
+from opusim.medium.transmission import Medium
+from opusim.randomness import derive_seed
+from training.feedback.diagnosis import Diagnosis, PointDiagnosis, cosine, signal_to_noise
+from training.feedback.layout import Extent, Rows, Slice, View, arrange, chosen_rows, spread
+from training.feedback.marking import find_points, mapped, require_submodule, tensors_of, warn_if_unnormalised
+from training.feedback.projection import (
+    DeviceProjection,
+    DigitalProjection,
+    EncodingName,
+    Projection,
+    make_encoding,
+)
+
+_LARGEST_STEP = 2**63
+_NUMBERS_AT_ONCE = 2**18
+"""Numbers of an error or a reading in one call of the device, so that their copies take little memory."""
+
+
+class FeedbackShape(NamedTuple):
+    """Width of the error and number of outputs of B that a model needs; `opusim.open_device` takes both."""
+
+    n_inputs: int
+    n_outputs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """What the last backward pass projected, kept for a diagnosis."""
+
+    rows: Tensor
+    reading: Tensor
+    feedback: list[Tensor]
+
+
+class FeedbackAlignment(nn.Module):
+    """A module whose blocks learn from a projected error instead of a backpropagated one.
+
+    With e a row of dL/dz at `error_at`, n_inputs numbers, a point of C channels receives in place of dL/dh
+
+        gain / sqrt(C) B_point e        a row for a row (tokens, nodes, records)
+        gain / sqrt(C P) B_point e      one row for the P positions of a record
+
+    Entries of B have variance 1, so the feedback to a record has the expected norm gain * norm(e). B is a Gaussian
+    matrix of this seed, or the device's, whose readings carry noise. Parameters behind the last point receive their
+    exact gradients.
+
+    Training is `loss.backward()` as ever. The hooks are on `model`, so that a framework may be given `model` itself;
+    `remove` takes them off. If a module returns a tuple or a mapping, all of it goes on detached and its first tensor
+    receives the feedback. A module that is called several times is a point at each call.
+
+    Args:
+        model: Any module. The state dict has the keys of the plain model.
+        points: "blocks" for all repeated blocks but the last (see `training.feedback.marking.find_blocks`); or names,
+            shell patterns of names such as "layers.*", which means layers.0 and not layers.0.norm, or classes of
+            submodules.
+        device: An open device of the model's `shape`, or a larger one. None computes B e digitally.
+        error_at: Name of the submodule whose output is z; None takes the model's output, which is then one tensor. For
+            a language model name the module before the vocabulary layer.
+        rows: Which rows of the error are projected. "each": every position's; "sum": their sum over a record's
+            positions, which all positions receive; k: those of k positions drawn in each step, times positions / k.
+        spread: How one row reaches the positions of a record. "broadcast": the same C numbers at every position;
+            "full": every position has its own outputs of B, C P in all.
+        slices: "shared": all points use the same outputs of B, as in TinyDFA, which suits a residual stream, where all
+            points see nearly the same gradient. "own": disjoint outputs for each point, as in the PDFA paper.
+        encoding: How e is shown: "ternary", "planes", "sign" (see `training.feedback.projection`), or "real" without a
+            device. None takes "ternary" with a device, else "real".
+        threshold: Threshold of "ternary" in units of the row's root mean square, at least 0.
+        planes: Digits of "planes", from 1 to 24.
+        normalised: Whether the feedback passes through the Jacobian of a layer norm of the point's output, as the
+            gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it.
+        gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that
+            feedback has to beat.
+        seed: Seed of the digital matrix and of drawn positions, in [0, 2^64). The default is the packaged devices'
+            medium.
+        batch_dim: Dimension of records in outputs of three dimensions and more, else 0; 1 for modules that put time
+            first.
+        channel_dim: Dimension of channels; None takes 1 in outputs of four or five dimensions, else the last.
+
+    Raises:
+        ValueError: An argument is out of range or no submodule matches. A forward or backward pass raises it if points
+            and error do not fit together, or the device is too small; the message says how to open one that fits.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+        >>> model = FeedbackAlignment(net)
+        >>> model.points, model.shape(torch.zeros(2, 8))
+        (('1', '3'), FeedbackShape(n_inputs=3, n_outputs=16))
+        >>> nn.functional.cross_entropy(model(torch.randn(2, 8)), torch.tensor([0, 1])).backward()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        points: str | type[nn.Module] | Sequence[str | type[nn.Module]] = "blocks",
+        *,
+        device: NoisyDevice | None = None,
+        error_at: str | None = None,
+        rows: Rows = "each",
+        spread: Literal["broadcast", "full"] = "broadcast",
+        slices: Literal["own", "shared"] = "shared",
+        encoding: EncodingName | None = None,
+        threshold: float = 0.6,
+        planes: int = 4,
+        normalised: bool = False,
+        gain: float = 1.0,
+        seed: int = 20210603,
+        batch_dim: int = 0,
+        channel_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check_rows(rows)
+        checks.choice(("broadcast", "full"), spread=spread)
+        checks.choice(("own", "shared"), slices=slices)
+        checks.non_negative(gain=gain)
+        checks.integer(seed=seed, minimum=0, maximum=2**64 - 1)
+        make_encoding(encoding or "real", threshold=threshold, planes=planes)
+        _refuse_second(model)
+        self.model = model
+        self.points = find_points(model, points)
+        """Names of the feedback points, in the order of the model."""
+        self.error_at = None if error_at is None else require_submodule(model, error_at, parameter="error_at")
+        if self.error_at in self.points:
+            raise ValueError(
+                f"error_at = {error_at!r} is a feedback point too; leave it out of points, so that it receives the "
+                "true gradient"
+            )
+        self._rows, self._full, self._shared = rows, spread == "full", slices == "shared"
+        self._encoding, self._threshold, self._planes = encoding, threshold, planes
+        self._normalised, self._gain, self._seed = normalised, gain, seed
+        self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
+        self._device = device
+        self._projection: Projection | None = None
+        self._place = torch.device("cpu")
+        self._n_inputs, self._slices = 0, list[Slice]()
+        self._calls: list[tuple[str, Tensor]] | None = None
+        self._kept: list[tuple[str, Tensor]] = []
+        self._connected, self._learning = False, False
+        self._state: Literal["learning", "measuring", "backpropagating"] = "learning"
+        self._warned = False
+        self._observed: list[_Reading] | None = None
+        self._step = 0
+        self._handles = self._install()
+        self.register_state_dict_post_hook(_drop_prefix)
+        self.register_load_state_dict_pre_hook(_add_prefix)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns."""
+        return self.model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up in the model what this module lacks, such as `config` or `generate`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model":
+                raise
+            return getattr(super().__getattr__("model"), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the model and its hooks; the copy reads the same device."""
+        memo[id(self._device)] = self._device
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return copied
+
+    def remove(self) -> nn.Module:
+        """Take the hooks off the model and return it; it learns by backpropagation from then on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        return self.model
+
+    @contextmanager
+    def backpropagating(self) -> Iterator[None]:
+        """Switch the points off within the block: forward passes in it are learnt from by backpropagation.
+
+        With activation checkpointing the backward pass belongs into the block too, because it runs parts again.
+        """
+        with self._in_state("backpropagating"):
+            yield
+
+    @contextmanager
+    def _in_state(self, state: Literal["measuring", "backpropagating"]) -> Iterator[None]:
+        before, self._state = self._state, state
+        try:
+            yield
+        finally:
+            self._state = before
+
+    # The device
+
+    @property
+    def device(self) -> NoisyDevice | None:
+        """The device that projects, or None for a digital projection; may be set once `shape` is known."""
+        return self._device
+
+    @device.setter
+    def device(self, device: NoisyDevice | None) -> None:
+        self._device, self._projection = device, None
+
+    @property
+    def usage(self) -> Usage:
+        """Frames, seconds and joules of the device so far; zero without a device."""
+        return Usage() if self._device is None else self._device.usage
+
+    def seek(self, step: int) -> None:
+        """Say which step the next backward pass is, such as after loading a checkpoint; each pass counts one.
+
+        A device in experiment mode repeats the noise of a repeated step.
+        """
+        checks.integer(step=step, minimum=0, maximum=_LARGEST_STEP)
+        self._step = step
+
+    def shape(self, *args: Any, **kwargs: Any) -> FeedbackShape:
+        """Return the size of B that the model needs, from a forward pass in evaluation mode without gradients.
+
+        Args:
+            *args: Arguments of the model, such as two records.
+            **kwargs: Keyword arguments of the model.
+        """
+        modes = {module: module.training for module in self.model.modules()}
+        self._slices, self._projection = [], None
+        try:
+            self.model.eval()
+            with torch.no_grad(), self._in_state("measuring"):
+                self.model(*args, **kwargs)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return self._shape
+
+    @property
+    def _shape(self) -> FeedbackShape:
+        return FeedbackShape(self._n_inputs, max((part.end for part in self._slices), default=0))
+
+    def start_from_feedback(self, linear: nn.Linear) -> None:
+        """Set a linear layer's weights to the feedback of the last point, W = gain / sqrt(C) B^T, and its bias to 0.
+
+        If the layer leads from the stream of the points to z, the feedback then starts out as the gradient that
+        backpropagation through this layer would give. The columns of B are measured on the device.
+
+        Args:
+            linear: A layer of C inputs and n_inputs outputs.
+
+        Raises:
+            RuntimeError: The sizes are unknown, because neither `shape` nor the model was called.
+            ValueError: The layer has another shape, or the point's positions have outputs of their own.
+        """
+        if not self._slices:
+            raise RuntimeError(
+                "the sizes of the points are not known yet; call shape(x) with two records first"
+            )
+        part = self._slices[-1]
+        wanted = (self._n_inputs, part.channels)
+        if tuple(linear.weight.shape) != wanted or part.positions > 1:
+            raise ValueError(
+                f"linear has weights of shape {tuple(linear.weight.shape)}, the feedback of point {part.name!r} needs "
+                f"{wanted} and spread = 'broadcast'; give the layer between the last point and error_at"
+            )
+        columns = self._projector(linear.weight.device).columns(self._n_inputs)[:, part.offset : part.end]
+        with torch.no_grad():
+            linear.weight.copy_(columns * (self._gain / part.channels**0.5))
+            if linear.bias is not None:
+                linear.bias.zero_()
+
+    def diagnose(self, loss: Callable[[], Tensor]) -> Diagnosis:
+        """Compare the feedback with backpropagation on one batch; parameters, gradients and buffers stay as they are.
+
+        Args:
+            loss: Runs the model on the batch and returns the loss; called twice, with the same random numbers.
+
+        Raises:
+            ValueError: The loss does not come from a forward pass of this model.
+        """
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        before, step, self._observed = self.usage, self._step, []
+        try:
+            calls, updates = self._gradients(loss, parameters, owners=True)
+            if not self._observed:
+                raise ValueError(
+                    "loss() returns a value that no forward pass of the model led to; run it on a batch"
+                )
+            seen, used = self._observed[-1], self.usage - before
+            with self.backpropagating():
+                true, reference = self._gradients(loss, parameters, owners=False)
+        finally:
+            self._observed, self._kept, self._step = None, [], step
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(buffers[name])
+        return self._compared(calls, updates, true, reference, seen, used)
+
+    # Hooks
+
+    def _install(self) -> list[Any]:
+        """Put the hooks on the model."""
+        handles = [self.model.register_forward_pre_hook(self._begin)]
+        for name in self.points:
+            submodule = self.model.get_submodule(name)
+            handles.append(submodule.register_forward_hook(partial(self._mark, name)))
+        place = self.model if self.error_at is None else self.model.get_submodule(self.error_at)
+        handles.append(place.register_forward_hook(self._connect))
+        handles.append(self.model.register_forward_hook(self._end))
+        handles.append(self.model.register_forward_hook(self._forget, always_call=True))
+        return handles
+
+    @torch._disable_dynamo
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        """Start to record points; nothing is recorded outside a forward pass of the whole model."""
+        if module is not self.model:
+            raise ValueError(
+                "the model runs as a replica of nn.DataParallel, whose threads would mix up their feedback; use "
+                "nn.parallel.DistributedDataParallel"
+            )
+        self._calls, self._connected = [], False
+        self._learning = self._state == "learning" and torch.is_grad_enabled()
+
+    @torch._disable_dynamo
+    def _mark(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        """Record the output of a point and let it go on detached."""
+        if self._state == "learning" and not torch.is_grad_enabled():
+            if self._calls is not None and self._learning:
+                raise ValueError(_no_gradient(name))
+            return None
+        if self._calls is None:  # outside a forward pass, or in the recomputation of a checkpointed part
+            recomputed = self._state == "learning" and _in_backward()
+            return mapped(output, Tensor.detach) if recomputed else None
+        if self._connected and self._state != "backpropagating":
+            raise ValueError(
+                f"point {name!r} runs after the error is taken at {self.error_at!r}; leave it out of points, or take "
+                "the error further down"
+            )
+        tensors = list(tensors_of(output))
+        if not tensors:
+            raise ValueError(f"point {name!r} returns no tensor of real numbers; name a module that does")
+        self._calls.append((name, tensors[0]))
+        if self._state != "learning":
+            return None
+        if not tensors[0].requires_grad and any(p.requires_grad for p in module.parameters()):
+            raise ValueError(_no_gradient(name))
+        if not self._warned and not self._normalised:
+            warn_if_unnormalised(name, tensors[0])
+        return mapped(output, Tensor.detach)
+
+    @torch._disable_dynamo
+    def _connect(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Let the gradient of this output be projected to all points recorded so far."""
+        idle = self._state == "backpropagating" or (self._state == "learning" and not torch.is_grad_enabled())
+        if idle or self._calls is None:
+            return None
+        tensors = list(tensors_of(output))
+        if not tensors or (self.error_at is None and not isinstance(output, Tensor)):
+            raise ValueError(
+                f"the model returns {type(output).__name__} instead of one tensor; name the submodule whose output "
+                "carries the error, error_at = the module before the output layer or the output layer"
+            )
+        if self._connected:
+            raise ValueError(
+                f"error_at = {self.error_at!r} runs twice in one forward pass; name a module that runs once"
+            )
+        self._connected = True
+        error, calls = tensors[0], self._calls
+        if torch._C._functorch.is_functorch_wrapped_tensor(error):
+            raise NotImplementedError(
+                "feedback points do not run inside torch.func.grad or vmap; use loss.backward() or "
+                "torch.autograd.grad, and opacus.GradSampleModule for gradients of single records"
+            )
+        self._lay_out(error, calls)
+        if self._state == "measuring":
+            return None
+        self._warned = True
+        connected = _Project.apply(self, error, *(h for _, h in calls))
+        return mapped(output, lambda tensor: connected if tensor is error else tensor)
+
+    @torch._disable_dynamo
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Stop recording; refuse a forward pass whose error was never taken."""
+        calls = self._calls
+        if self._observed is not None:
+            self._kept = calls or []
+        wanted = self._state == "measuring" or (self._state == "learning" and torch.is_grad_enabled())
+        if wanted and not self._connected:
+            raise ValueError(
+                f"error_at = {self.error_at!r} did not run in this forward pass; name a module that does"
+            )
+
+    @torch._disable_dynamo
+    def _forget(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Let go of the recorded outputs, also if the forward pass failed."""
+        self._calls = None
+
+    def _lay_out(self, error: Tensor, calls: Sequence[tuple[str, Tensor]]) -> None:
+        """Give every call of a point its outputs of B; they must stay the same, and the device must have them."""
+        missing = [name for name in self.points if name not in {called for called, _ in calls}]
+        if missing:
+            raise ValueError(
+                f"point {missing[0]!r} does not run before the error is taken; leave it out of points, or name another "
+                "error_at"
+            )
+        extent = self._view.extent(error.shape)
+        slices = arrange(
+            extent,
+            [(name, self._view.extent(h.shape)) for name, h in calls],
+            rows=self._rows,
+            full=self._full,
+            shared=self._shared,
+        )
+        if not self._slices:
+            self._n_inputs, self._slices = extent.channels, slices
+        if len(self._slices) != len(slices):
+            raise ValueError(
+                f"points run {len(slices)} times in this forward pass and ran {len(self._slices)} times in the first, "
+                "and each call has its own place in B; run them equally often, or name points that run once"
+            )
+        if (self._n_inputs, self._slices) != (extent.channels, slices):
+            raise ValueError(
+                "the points' outputs have other sizes than in the first forward pass, and each entry has its own "
+                "output of B; keep the sizes, or take spread = 'broadcast'"
+            )
+        device, shape = self._device, self._shape
+        if device is not None and (device.n_inputs < shape.n_inputs or device.n_outputs < shape.n_outputs):
+            raise ValueError(
+                f"device {device.name!r} is open with {device.n_inputs} inputs and {device.n_outputs} outputs, the "
+                f"model needs {shape.n_inputs} and {shape.n_outputs}; open it with n_inputs={shape.n_inputs}, "
+                f"n_outputs={shape.n_outputs}"
+            )
+
+    # The backward pass
+
+    def _project(self, gradient: Tensor, points: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the feedback of each point.
+
+        Args:
+            gradient: dL/dz.
+            points: The points' outputs, or tensors of their shapes and types.
+        """
+        step, self._step = self._step, self._step + 1
+        if self._device is not None:
+            self._device.seek(step)
+        error = self._view.rows(gradient.detach().float())
+        chosen, drawn = chosen_rows(
+            error, self._rows, seed=derive_seed(self._seed, f"positions of step {step}")
+        )
+        rows = chosen.flatten(0, 1)
+        reading = self._read(rows).view(*chosen.shape[:2], -1)
+        extent = Extent(*error.shape)
+        found: list[Tensor] = []
+        signals: dict[Any, Tensor] = {}  # points that share outputs and sizes share a signal
+        for part, h in zip(self._slices, points, strict=True):
+            point = self._view.extent(h.shape)
+            key = (part.offset, part.end, point)
+            if key not in signals:
+                signals[key] = spread(
+                    reading, part, extent, point, drawn=drawn, rows=self._rows, gain=self._gain
+                )
+            signal = signals[key]
+            if self._normalised:
+                signal = _through_layer_norm(signal, self._view.rows(h.detach().float()))
+            found.append(self._view.shaped(signal, h.shape).to(h.dtype))
+        if self._observed is not None:
+            self._observed.append(_Reading(rows=rows, reading=reading.flatten(0, 1), feedback=found))
+        return [signal if h.requires_grad else None for signal, h in zip(found, points, strict=True)]
+
+    def _read(self, rows: Tensor) -> Tensor:
+        """Return B e for rows (n, n_inputs); a row of zeros is not shown, a row that is not finite reads NaN."""
+        largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
+        finite = torch.isfinite(largest)
+        shown = torch.nonzero(finite & (largest > 0)).squeeze(1)
+        projection = self._projector(rows.device)
+        n_outputs = self._shape.n_outputs if self._device is None else self._device.n_outputs
+        reading = rows.new_zeros(len(rows), n_outputs)
+        for part in shown.split(max(1, _NUMBERS_AT_ONCE // max(rows.shape[1], n_outputs))):
+            reading[part] = projection.read(rows[part])
+        reading[~finite] = torch.nan
+        return reading
+
+    def _projector(self, place: torch.device) -> Projection:
+        """Return the projection through the device, or the digital one on a torch device."""
+        if self._projection is None or (self._device is None and self._place != place):
+            name = self._encoding or ("real" if self._device is None else "ternary")
+            encoding = make_encoding(name, threshold=self._threshold, planes=self._planes)
+            if self._device is None:
+                matrix = Medium(*self._shape, self._seed).dense().to(place)
+                self._place = place
+                self._projection = DigitalProjection(matrix, encoding=encoding)
+            elif encoding is None:
+                raise ValueError(
+                    "encoding = 'real' cannot be shown to a device; use 'ternary', 'planes' or 'sign'"
+                )
+            else:
+                self._projection = DeviceProjection(self._device, encoding=encoding)
+        return self._projection
+
+    # Diagnosis
+
+    def _gradients(
+        self, loss: Callable[[], Tensor], parameters: Sequence[Tensor], *, owners: bool
+    ) -> tuple[list[Any], list[Tensor | None]]:
+        """Return, for each call of a point, (name, parameters of its block or dL/dh), and the parameters' gradients."""
+        with torch.random.fork_rng(), torch.enable_grad():
+            value = loss()
+        calls = self._kept
+        if owners:
+            found: list[Any] = [(name, _reached(h, parameters)) for name, h in calls]
+            return found, list(torch.autograd.grad(value, parameters, allow_unused=True))
+        outputs = [h for _, h in calls if h.requires_grad]
+        gradients: list[Tensor | None] = [
+            *torch.autograd.grad(value, [*outputs, *parameters], allow_unused=True)
+        ]
+        found = [(name, gradients.pop(0) if h.requires_grad else None) for name, h in calls]
+        return found, gradients
+
+    def _compared(
+        self,
+        calls: Sequence[tuple[str, list[bool]]],
+        updates: Sequence[Tensor | None],
+        true: Sequence[tuple[str, Tensor | None]],
+        reference: Sequence[Tensor | None],
+        seen: _Reading,
+        used: Usage,
+    ) -> Diagnosis:
+        projection = self._projector(seen.rows.device)
+        noise = projection.noise_power(seen.rows).expand(seen.reading.shape[1])
+        points = []
+        for part, (name, reached), (_, gradient), feedback in zip(
+            self._slices, calls, true, seen.feedback, strict=True
+        ):
+            outputs = slice(part.offset, part.end)
+            points.append(
+                PointDiagnosis(
+                    name=name,
+                    signal_alignment=cosine([feedback], [gradient]),
+                    update_alignment=cosine(
+                        [g for g, own in zip(updates, reached, strict=True) if own],
+                        [g for g, own in zip(reference, reached, strict=True) if own],
+                    ),
+                    signal_to_noise=signal_to_noise(seen.reading[:, outputs], noise[outputs]),
+                )
+            )
+        return Diagnosis(
+            points=tuple(points),
+            shown=projection.shown(seen.rows),
+            rows=len(seen.rows),
+            frames=used.frames,
+            seconds=used.seconds,
+        )
+
+
+class _Project(torch.autograd.Function):
+    """z, unchanged; backward returns dL/dz for z and the projected error for the points."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: FeedbackAlignment, z: Tensor, *points: Tensor) -> Tensor:
+        ctx.owner = owner
+        if owner._normalised:
+            ctx.save_for_backward(*points)
+        else:  # only shapes and types are needed, so that the outputs can be freed
+            meta = [torch.empty(h.shape, dtype=h.dtype, device="meta") for h in points]
+            ctx.points = [m.requires_grad_(h.requires_grad) for m, h in zip(meta, points, strict=True)]
+        return z.view_as(z)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        points = ctx.saved_tensors if ctx.owner._normalised else ctx.points
+        with torch.autocast(gradient.device.type, enabled=False):
+            return None, gradient, *ctx.owner._project(gradient, points)
+
+
+def _refuse_second(model: nn.Module) -> None:
+    """Refuse a model that has feedback points already: the first ones would win in silence."""
+    for module in model.modules():
+        owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+        if isinstance(module, FeedbackAlignment) or any(isinstance(o, FeedbackAlignment) for o in owners):
+            raise ValueError(
+                "model has feedback points already; call remove() of its FeedbackAlignment first, which returns the "
+                "plain model"
+            )
+
+
+def _check_rows(rows: object) -> None:
+    if isinstance(rows, int) and not isinstance(rows, bool):
+        checks.integer(rows=rows, minimum=1)
+    else:
+        checks.choice(("each", "sum"), rows=rows, remedy="or give a number of positions")
+
+
+def _no_gradient(name: str) -> str:
+    return (
+        f"point {name!r} computes without gradients, so that its block cannot learn; give use_reentrant=False if "
+        "activations are checkpointed (torch.utils.checkpoint), else leave the point out or take it out of no_grad"
+    )
+
+
+def _in_backward() -> bool:
+    """Whether autograd is running a backward pass, as it is while a checkpointed part is recomputed."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _reached(output: Tensor, parameters: Sequence[Tensor]) -> list[bool]:
+    """Return which parameters the graph of an output leads to."""
+    if not output.requires_grad:
+        return [False] * len(parameters)
+    found = torch.autograd.grad(
+        output, parameters, torch.zeros_like(output), retain_graph=True, allow_unused=True
+    )
+    return [gradient is not None for gradient in found]
+
+
+def _through_layer_norm(signal: Tensor, h: Tensor) -> Tensor:
+    """Return J^T s with J the Jacobian of (h - mean h) / std h, for each row; no gain and no bias.
+
+    J^T s = (s - mean s - x mean(s x)) / std h, with x = (h - mean h) / std h (Ba et al., "Layer normalization", 2016).
+    """
+    centred = h - h.mean(dim=-1, keepdim=True)
+    std = centred.square().mean(dim=-1, keepdim=True).add_(1e-5).sqrt_()
+    x = centred / std
+    return (signal - signal.mean(dim=-1, keepdim=True) - x * (signal * x).mean(dim=-1, keepdim=True)) / std
+
+
+def _drop_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Name the entries of a state dict, and its metadata, as the plain model does."""
+    inner = f"{prefix}model."
+    _rename(state, {key: prefix + key.removeprefix(inner) for key in state if key.startswith(inner)})
+    versions = getattr(state, "_metadata", {})
+    whole = inner.removesuffix(".")
+    renamed = {key: prefix + key.removeprefix(inner) for key in versions if key.startswith(inner)}
+    _rename(versions, {whole: prefix.removesuffix("."), **renamed} if whole in versions else renamed)
+
+
+def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Undo `_drop_prefix` before a state dict is loaded."""
+    _rename(
+        state, {key: f"{prefix}model.{key.removeprefix(prefix)}" for key in state if key.startswith(prefix)}
+    )
+
+
+def _rename(entries: dict[str, Any], names: dict[str, str]) -> None:
+    """Rename entries, all at once: a new name may be another entry's old one."""
+    values = {new: entries.pop(old) for old, new in names.items()}
+    entries.update(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,10 +10,9 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.randomness.streams import derive_seed
 from training.config.sections import SplitRule
-from training.data.dataset import Dataset, Split, Standardisation, Target
-from training.data.splits import Ids, split_by_content, split_by_id, split_by_index
+from training.data.dataset import Dataset, Split, Standardisation, Target, is_text, numbered
+from training.data.splits import Ids, split_records
 
 Array = np.ndarray | torch.Tensor
 Pair = tuple[Array, Array | None]
@@ -36,6 +36,7 @@ def from_arrays(
     target: AskedTarget = "auto",
     inputs: AskedInputs = "auto",
     vocabulary: int | None = None,
+    classes: Sequence[str] = (),
 ) -> Dataset:
     """Make a data set of records and what to predict of them.
 
@@ -68,6 +69,8 @@ def from_arrays(
         inputs: Whether x holds features or tokens; ``"auto"`` takes tokens only if tokens are predicted.
         vocabulary: Number of token values in x. ``None`` takes `n_classes` if tokens are predicted, else one more than
             the largest token.
+        classes: Names of the classes for `y` of strings, in the order of their numbers; empty takes the names in y,
+            sorted.
 
     Returns:
         The data set on the CPU; features are float32, tokens and classes int64, real numbers and labels float32.
@@ -84,6 +87,7 @@ def from_arrays(
     """
     checks.integer(split_seed=split_seed, minimum=0, maximum=2**64 - 1)
     kind = _target_of(x, y, target)
+    y, classes = _named(y, kind, classes)
     holds_tokens = inputs == "tokens" or (inputs == "auto" and kind == "tokens")
     if kind == "tokens" and not holds_tokens:
         raise ValueError(
@@ -96,8 +100,15 @@ def from_arrays(
         raise ValueError(
             f"data.vocabulary = {vocabulary} is for tokens; set data.inputs = 'tokens', or leave it out"
         )
-    n_outputs = vocabulary if kind == "tokens" and vocabulary else _number_of_outputs(labels, kind, n_classes)
-    form = RecordForm(target=kind, n_classes=n_outputs, n_features=features.shape[1], vocabulary=vocabulary)
+    n_outputs = vocabulary if kind == "tokens" and vocabulary else None
+    n_outputs = n_outputs or _number_of_outputs(labels, kind, n_classes, classes)
+    form = RecordForm(
+        target=kind,
+        n_classes=n_outputs,
+        n_features=features.shape[1],
+        vocabulary=vocabulary,
+        classes=tuple(classes),
+    )
     standardisation = _constants(standardise, tokens=holds_tokens)
     test_split = None
     if test is not None:
@@ -105,7 +116,7 @@ def from_arrays(
             raise TypeError(f"test must be a pair (features, labels), got {type(test).__name__}")
         records = form.records(*test, names=("test[0]", "test[1]"))
         test_split = Split(standardised(records.x, standardisation), records.y)
-    kept, held_out = _split(features, ids, split, validation_fraction, split_seed)
+    kept, held_out = split_records(features, ids, split, validation_fraction, split_seed)
     features = standardised(features, standardisation)
     return Dataset(
         name=name,
@@ -118,6 +129,7 @@ def from_arrays(
         record_shape=record_shape,
         target=kind,
         vocabulary=vocabulary,
+        classes=form.classes,
     )
 
 
@@ -130,12 +142,14 @@ class RecordForm:
         n_classes: Number of classes, token values, real numbers or labels to predict.
         n_features: Numbers of a record.
         vocabulary: Number of token values, or None if records hold features.
+        classes: Names of the classes, if labels are strings.
     """
 
     target: Target
     n_classes: int
     n_features: int
     vocabulary: int | None = None
+    classes: tuple[str, ...] = ()
 
     def features(self, x: Array, name: str) -> torch.Tensor:
         """Return checked records, flat: float32 (n, d), or int64 (n, T) for tokens; not standardised.
@@ -161,6 +175,8 @@ class RecordForm:
             TypeError, ValueError: They are of another form, or of different lengths.
         """
         holds_tokens = self.vocabulary is not None
+        if self.classes and is_text(y):
+            y = numbered(y, self.classes, names[1])
         features, labels, _ = _checked(x, y, self.target, tokens=holds_tokens, names=names)
         self._fitting(features, names[0])
         for values, name in ((features, names[0]), (labels, names[1])):
@@ -182,6 +198,22 @@ class RecordForm:
                 f"{name} has {features.shape[1]} {what} per record; the training records have {self.n_features}"
             )
         return features
+
+
+def _named(y: Array | None, target: Target, classes: Sequence[str]) -> tuple[Array | None, tuple[str, ...]]:
+    """Return the numbers of classes that are strings, and the names; other labels are returned unchanged."""
+    if not is_text(y) or target != "class":
+        if classes:
+            raise ValueError(
+                "data.classes names classes of y given as strings, and y holds numbers; leave it out"
+            )
+        return y, ()
+    names = tuple(classes) or tuple(sorted({str(name) for name in y}))
+    if len(set(names)) < max(2, len(names)):
+        raise ValueError(
+            f"data.classes = {', '.join(names)}: must be at least 2 different names; name also those without a record"
+        )
+    return numbered(y, names, "y"), names
 
 
 def standardised(x: torch.Tensor, constants: Standardisation) -> torch.Tensor:
@@ -233,37 +265,6 @@ def _checked(
             "position"
         )
     return features, labels, tuple(x.shape[1:])
-
-
-def _split(
-    features: torch.Tensor, ids: Ids | None, split: SplitRule, fraction: float, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of training and validation records under a rule.
-
-    Raises:
-        ValueError: The rule is unknown, IDs are missing, superfluous or too few, or no record is left to train on.
-    """
-    checks.choice(("index", "content", "id"), split=split)
-    if (ids is not None) != (split == "id"):
-        raise ValueError(
-            f"split = {split!r} with{'out' if ids is None else ''} ids: split = 'id' needs ids, and only it takes them"
-        )
-    if split == "index":
-        return split_by_index(len(features), fraction, derive_seed(seed, "validation"))
-    if ids is None:
-        kept, held_out = split_by_content(features, fraction, seed)
-    else:
-        if len(ids) != len(features):
-            raise ValueError(
-                f"x has {len(features)} records and ids {len(ids)} entries; give one ID per record"
-            )
-        kept, held_out = split_by_id(ids, fraction, seed)
-    if not len(kept):
-        raise ValueError(
-            f"validation_fraction = {fraction:g} leaves no record for training under split = {split!r}; lower it, or "
-            "change split_seed"
-        )
-    return kept, held_out
 
 
 def checked_features(values: Array, name: str) -> torch.Tensor:
@@ -384,8 +385,16 @@ def check_lengths(features: torch.Tensor, labels: torch.Tensor, x_name: str, y_n
         )
 
 
-def _number_of_outputs(labels: torch.Tensor, target: Target, n_classes: int | None) -> int:
+def _number_of_outputs(
+    labels: torch.Tensor, target: Target, n_classes: int | None, classes: Sequence[str]
+) -> int:
     """Return the number of classes, or of numbers to predict, which `n_classes` may state."""
+    if classes:
+        if n_classes not in (None, len(classes)):
+            raise ValueError(
+                f"data.n_classes = {n_classes} differs from the {len(classes)} named classes; leave it out"
+            )
+        return len(classes)
     if target == "class":
         return _number_of_classes(labels, n_classes)
     columns = labels.shape[1]

@@ -7,9 +7,9 @@ A map is public if it was fixed without the records that it is applied to. `Stan
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeGuard
 
 import numpy as np
 import torch
@@ -162,6 +162,8 @@ class Dataset:
             images, (T,) for tokens. Empty stands for (d,).
         target: What a model predicts of a record; it decides the shape of y (see `Split`).
         vocabulary: Number of token values, each below it, if x holds tokens; else None.
+        classes: Names of the classes in the order of their numbers, if labels were given as strings.
+        columns: Names of the features, if records were given as a table.
         origin: What `config.json` says of the file that the records were read from: JSON values.
     """
 
@@ -176,6 +178,8 @@ class Dataset:
     record_shape: tuple[int, ...] = ()
     target: Target = "class"
     vocabulary: int | None = None
+    classes: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
     origin: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -215,6 +219,30 @@ def _check_target(part: Split, target: Target, n_outputs: int) -> None:
         raise ValueError(
             f"target = {target!r} takes y of {dtype} and shape {shape}, got {y.dtype} of shape {tuple(y.shape)}"
         )
+
+
+def is_text(y: object) -> TypeGuard[np.ndarray]:
+    """Return whether labels are an array of strings."""
+    if not isinstance(y, np.ndarray) or y.ndim != 1:
+        return False
+    return y.dtype.kind in "UT" or (y.dtype.kind == "O" and all(isinstance(name, str) for name in y))
+
+
+def numbered(y: np.ndarray, classes: Sequence[str], name: str) -> np.ndarray:
+    """Return the numbers of named classes, shape (n,), int64.
+
+    Raises:
+        ValueError: A name is not among the classes.
+    """
+    numbers = {known: number for number, known in enumerate(classes)}
+    texts = [str(value) for value in y]
+    unknown = next((text for text in texts if text not in numbers), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{name} holds {unknown!r}, which is none of the {len(classes)} classes {', '.join(classes[:8])}; remove "
+            "such records, or name it in data.classes"
+        )
+    return np.array([numbers[text] for text in texts], dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -168,16 +168,18 @@ def warn_if_unnormalised(name: str, output: Tensor) -> None:
         if not _keeps_scale(node):
             break
         node = node.next_functions[0][0]
-    if _operation(node) == "Add" and all(
-        before is not None and type(before).__name__ != "AccumulateGrad"  # a bias
-        for before, _ in node.next_functions
-    ):
+    if _operation(node) == "Add" and all(_may_grow(before) for before, _ in node.next_functions):
         warnings.warn(
-            f"feedback point {name!r} returns a residual sum that is not normalised; projected errors let it grow "
-            "until the model falls to chance. Put a LayerNorm or BatchNorm behind the sum (a post-norm block), or give "
-            "normalised=True",
+            f"feedback point {name!r} returns a residual sum that is not normalised; projected errors may let it grow "
+            "until the model falls to chance. Put a norm behind the sum (a post-norm block) or at the end of the "
+            "branch, give normalised=True, or start the layer before the error from the feedback (start_from_feedback)",
             stacklevel=2,
         )
+
+
+def _may_grow(node: Any) -> bool:
+    """Whether a summand is neither a bias nor the output of a normalisation."""
+    return node is not None and type(node).__name__ != "AccumulateGrad" and "Norm" not in _operation(node)
 
 
 def _operation(node: Any) -> str:

@@ -275,8 +275,8 @@ class ModelConfig(Section):
         ),
         Effect(
             keys=("model.initial_output",),
-            needs="a feedback matrix (trainer.kind = 'dfa', 'tdfa' or 'pdfa') and model.name = 'mlp'",
-            holds=lambda run: run.trainer.feedback_matrix and _is_mlp(run),
+            needs="a feedback matrix (trainer.kind = 'dfa', 'tdfa' or 'pdfa')",
+            holds=lambda run: run.trainer.feedback_matrix,
         ),
         Effect(
             keys=("model.tau_h_min",),
@@ -304,7 +304,7 @@ class ModelConfig(Section):
     initial_output: Literal["random", "feedback"] = "random"
     """How the output layer starts: from random parameters (random) or as the feedback matrix (feedback). The matrix is
     that of the last hidden layer, read from the device, so that the projected error starts out as the backpropagated
-    one."""
+    one. Other models than mlp name the layer themselves (feedback_start)."""
     tau_h_max: float | None = Field(None, gt=0.0)
     """tau_h^max of eq. 9 for the neurons themselves: hidden activations are clipped to tau_h_max / sqrt(width) in
     the forward pass, at inference too."""

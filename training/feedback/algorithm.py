@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from accounting.errors import NoGuarantee
 from accounting.mechanisms import Mechanism
@@ -19,7 +19,7 @@ from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
 from training.feedback.config import DfaConfig, FeedbackConfig, PdfaConfig, PointsConfig, TdfaConfig
-from training.feedback.module_trainer import ModuleTrainer
+from training.feedback.module_trainer import ModuleTrainer, feedback_start
 from training.feedback.points import FeedbackAlignment
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.any_module import AnyModule, build_any_module
@@ -85,6 +85,8 @@ class FeedbackAlgorithm(
         require_keys(config, self.options, closed_form=isinstance(network, FullyConnected))
         if isinstance(network, AnyModule):
             require_applicable(config, self.protection.needs)
+            if config.model.initial_output == "feedback":
+                feedback_start(network)
             _ = self.device_shape
         super().require_covered()
 
@@ -99,12 +101,15 @@ class FeedbackAlgorithm(
         if feedback is None:
             return DeviceShape(n_inputs=1, n_outputs=1)
         try:
-            place = network.parameters[0].device
-            records = self.plan.dataset.train.x[:1].to(place).expand(2, -1)
-            shape = feedback.shape(network.shaped(records))
+            shape = feedback.shape(network.shaped(self._two_records))
         finally:
             feedback.remove()
         return DeviceShape(n_inputs=shape.n_inputs, n_outputs=shape.n_outputs)
+
+    @property
+    def _two_records(self) -> Tensor:
+        place = self.network.parameters[0].device
+        return self.plan.dataset.train.x[:1].to(place).expand(2, -1)
 
     def trainer(
         self, device: NoisyDevice | None, labels: SoftLabels | None = None
@@ -147,7 +152,11 @@ class FeedbackAlgorithm(
 
     def initialise(self, trainer: FeedbackTrainer | ModuleTrainer) -> None:
         """See Algorithm.initialise."""
-        if self.plan.config.model.initial_output == "feedback" and isinstance(trainer, FeedbackTrainer):
+        if self.plan.config.model.initial_output == "random":
+            return
+        if isinstance(trainer, ModuleTrainer):
+            trainer.start_from_feedback(self._two_records)
+        else:
             trainer.start_from_feedback()
 
     def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:
@@ -182,9 +191,6 @@ def require_keys(config: RunConfig, options: FeedbackConfig, *, closed_form: boo
         raise ConfigError(
             "configuration", f"trainer.{name}", f"{value!r} does nothing for this model: {reason}"
         )
-    if not closed_form and config.model.initial_output != "random":
-        reason = f"{config.model.initial_output!r} is for fully connected networks; take 'random'"
-        raise ConfigError("configuration", "model.initial_output", reason)
 
 
 def require_applicable(config: RunConfig, needs: Collection[Applied]) -> None:

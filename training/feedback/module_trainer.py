@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opusim.devices.usage import Usage
 from opusim.randomness import derive_seed
@@ -96,6 +96,19 @@ class ModuleTrainer(Trainer):
         """See Trainer.usage."""
         return Usage() if self._feedback is None else self._feedback.usage
 
+    def start_from_feedback(self, records: Tensor) -> None:
+        """Set the layer that the model names to the feedback of the last point, and its bias to zero.
+
+        Args:
+            records: Two records, shape (2, n_inputs), from which the points' sizes are read.
+
+        Raises:
+            ValueError: The model names no such layer, or it has other sizes than the feedback.
+        """
+        if self._feedback is not None:
+            self._feedback.shape(self._network.shaped(records))
+            self._feedback.start_from_feedback(feedback_start(self._network))
+
     def close(self) -> None:
         """See Trainer.close."""
         if self._feedback is not None:
@@ -150,6 +163,22 @@ class ModuleTrainer(Trainer):
 
     def _seed_of(self, step: int) -> int | None:
         return None if self._seed is None else derive_seed(self._seed, f"step {step}")
+
+
+def feedback_start(network: AnyModule) -> nn.Linear:
+    """Return the linear layer of a model that can start as the feedback matrix.
+
+    Raises:
+        ValueError: The model names none by an attribute `feedback_start`.
+    """
+    name = getattr(network.model, "feedback_start", None)
+    layer = network.model.get_submodule(name) if isinstance(name, str) else None
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(
+            f"model.initial_output = 'feedback' needs a layer to start, and {type(network.model).__name__} names none; "
+            "use 'random', or give it an attribute feedback_start with the name of its last linear layer"
+        )
+    return layer
 
 
 def _require_finite(value: Tensor, step: int) -> None:

@@ -144,7 +144,7 @@ class Mixer(BlockModel):
         width: int = 64,
         depth: int = 3,
         over_patches: int = 32,
-        over_channels: int = 128,
+        over_channels: int = 64,
         patch: int | None = None,
         norm: NormPlace = "post",
         dropout: float = 0.0,
@@ -173,40 +173,64 @@ class Mixer(BlockModel):
         return scores
 
 
-class _ConvolutionBlock(nn.Module):
-    """ReLU(x + f(x)) with two convolutions of 3x3 (He et al. 2016, Figure 2); a projection if the shape changes.
+class PoolShortcut(nn.Module):
+    """Shortcut without parameters: a mean over stride x stride positions, and zeros for new channels.
 
-    With `behind_sum`, a norm stands between the sum and the ReLU.
+    Option A of He et al. 2016 (section 4.1) with a mean in place of subsampling. The mean over all positions behind the
+    last stage then sees every stage directly, so that one broadcast is nearly the gradient of all of them.
+
+    Args:
+        channels: Channels of the input.
+        width: Channels of the output, at least `channels`.
+        stride: 1 or 2.
     """
 
-    def __init__(self, channels: int, width: int, stride: int, norm: ImageNorm, *, behind_sum: bool) -> None:
+    def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.norm = _norm(norm, width) if behind_sum else nn.Identity()
+        self.new_channels, self.stride = width - channels, stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, channels, h, w) to (batch, width, h / stride, w / stride), rounded up."""
+        pooled = nn.functional.avg_pool2d(x, self.stride, ceil_mode=True) if self.stride > 1 else x
+        return nn.functional.pad(pooled, (0, 0, 0, 0, 0, self.new_channels))
+
+
+class ConvolutionBlock(nn.Module):
+    """ReLU(shortcut(x) + f(x)) with two normalised convolutions of 3x3 (He et al. 2016, Figure 2).
+
+    Args:
+        channels: Channels of the input.
+        width: Channels of the output, at least `channels`.
+        stride: 1 or 2, of the first convolution.
+        norm: See ResNet.
+    """
+
+    def __init__(self, channels: int, width: int, stride: int, norm: ImageNorm) -> None:
+        super().__init__()
         self.first = _convolution(channels, width, stride, norm)
         self.second = nn.Sequential(
             *list(_convolution(width, width, 1, norm))[:-1]
         )  # the ReLU follows the sum
-        changes = stride != 1 or channels != width
-        self.shortcut = nn.Conv2d(channels, width, 1, stride=stride) if changes else nn.Identity()
+        self.shortcut = PoolShortcut(channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.norm(self.shortcut(x) + self.second(self.first(x))))
+        """Map (batch, channels, h, w) to (batch, width, h / stride, w / stride), rounded up."""
+        return torch.relu(self.shortcut(x) + self.second(self.first(x)))
 
 
 class ResNet(BlockModel):
     """The residual network of He et al. 2016 for small images (their section 4.2), with 6 n + 2 layers.
 
-    Three stages of n blocks; each later stage halves the image and doubles the channels. DFA trains convolutions badly
+    A convolution of stride 2, then stages of n blocks; each later stage halves the image. DFA trains convolutions badly
     (Refinetti et al. 2021).
 
     Args:
         record_shape: (c, h, w).
         n_outputs: Number of scores.
-        width: Channels of the first stage (16 in the paper).
+        widths: Channels of the stages, each at least those of the one before.
         blocks_per_stage: n.
+        stem_stride: Stride of the first convolution, 1 or 2 (1 in the paper).
         norm: "batch" (the paper), or "group" of 4 groups, which mixes no records.
-        behind_sum: Whether another norm stands behind each residual sum; without it, as in the paper, projected errors
-            let the stream grow.
     """
 
     def __init__(
@@ -214,21 +238,22 @@ class ResNet(BlockModel):
         record_shape: Sequence[int],
         n_outputs: int,
         *,
-        width: int = 8,
+        widths: Sequence[int] = (16, 32, 64),
         blocks_per_stage: int = 1,
+        stem_stride: int = 2,
         norm: ImageNorm = "batch",
-        behind_sum: bool = True,
     ) -> None:
         super().__init__()
         channels, _, _ = _image(record_shape)
         checks.integer(blocks_per_stage=blocks_per_stage, minimum=1)
-        self.stem = _convolution(channels, width, 1, norm)
-        widths = [width * 2**stage for stage in range(3) for _ in range(blocks_per_stage)]
-        blocks, before = [], width
-        for number, after in enumerate(widths):
+        if list(widths) != sorted(widths) or len(widths) < 2:
+            raise ValueError(f"widths = {list(widths)}: must be at least two numbers that do not fall")
+        self.stem = _convolution(channels, widths[0], stem_stride, norm)
+        blocks, before = [], widths[0]
+        for number, width in enumerate(each for each in widths for _ in range(blocks_per_stage)):
             halves = number > 0 and number % blocks_per_stage == 0
-            blocks.append(_ConvolutionBlock(before, after, 2 if halves else 1, norm, behind_sum=behind_sum))
-            before = after
+            blocks.append(ConvolutionBlock(before, width, 2 if halves else 1, norm))
+            before = width
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(before, n_outputs)
 

@@ -25,10 +25,12 @@ class BlockModel(nn.Module):
         blocks: At least two.
         feedback_points: Names of the submodules that `points = "blocks"` stands for.
         error_at: Name of the submodule whose output carries the projected error; None for the model's own output.
+        feedback_start: Name of the linear layer that starts as the feedback matrix (`model.initial_output`).
     """
 
     blocks: nn.Sequential
     error_at: str | None = None
+    feedback_start = "head"
 
     @property
     def feedback_points(self) -> tuple[str, ...]:
@@ -123,7 +125,8 @@ def encoder_block(
 class TransformerLM(BlockModel):
     """Transformer decoder that predicts the next token (Vaswani et al. 2017; GPT, Radford et al. 2018).
 
-    The error is taken before the vocabulary layer, at `top` (Launay et al. 2020): its rows have `width` entries instead
+    A linear transform stands before the vocabulary layer, as in BERT's prediction head (Devlin et al. 2019). The error
+    is taken at the transform, before the vocabulary layer (Launay et al. 2020): its rows have `width` entries instead
     of one for each token of the vocabulary, and the vocabulary layer learns from the true gradient.
 
     Args:
@@ -138,7 +141,8 @@ class TransformerLM(BlockModel):
         tied: Whether the vocabulary layer shares its matrix with the embedding (Press and Wolf 2017).
     """
 
-    error_at = "top"
+    error_at = "transform"
+    feedback_start = "transform"
 
     def __init__(
         self,
@@ -162,14 +166,16 @@ class TransformerLM(BlockModel):
                 for _ in range(depth)
             )
         )
-        self.top = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
+        self.norm = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
+        self.transform = nn.Linear(width, width)
         self.vocabulary = nn.Linear(width, n_outputs, bias=not tied)
         if tied:
             self.vocabulary.weight = self.embedding.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits (batch, T, n_outputs) of the next token after every position of tokens (batch, T)."""
-        logits: Tensor = self.vocabulary(self.top(self.blocks(self.embedding(tokens))))
+        stream = self.norm(self.blocks(self.embedding(tokens)))
+        logits: Tensor = self.vocabulary(self.transform(stream))
         return logits
 
 

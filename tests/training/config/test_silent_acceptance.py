@@ -65,7 +65,6 @@ RECORD = {"kind": "record", "noise_multiplier": 1.0}
 USELESS: list[tuple[str, dict[str, Any], Any]] = [
     ("model.options.depth", {}, 4),
     ("model.hidden", {"model": {"name": "vit-small"}}, [3]),
-    ("model.initial_output", {"model": {"name": "vit-small"}}, "feedback"),
     ("trainer.points", {"trainer": {"kind": "bp"}}, ["1"]),
     ("trainer.threshold", {"model": {"name": "vit-small"}}, 0.3),
     ("trainer.relative_threshold", {"trainer": {"encoding": "planes"}}, 0.3),

@@ -120,7 +120,7 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, stop_at: Any
 
 
 def test_a_built_in_model_comes_back_from_its_folder(tmp_path: Path) -> None:
-    config = {**CONFIG, "model": {"name": "resnet-small", "options": {"width": 4}}, "epochs": 3}
+    config = {**CONFIG, "model": {"name": "resnet-small", "options": {"widths": [4, 8]}}, "epochs": 3}
     state = torch.get_rng_state()
     run = training.train(config, data=images(), folder=tmp_path)
     assert torch.equal(torch.get_rng_state(), state)
@@ -139,7 +139,14 @@ def sequences(n: int = 48) -> tuple[np.ndarray, np.ndarray]:
 
 TARGETS: dict[str, tuple[dict[str, Any], Any, nn.Module | None, str]] = {
     "tokens": (
-        {"model": {"name": "transformer-lm", "options": {"width": 16, "depth": 2}}, "data": {"n_classes": 5}},
+        {
+            "model": {
+                "name": "transformer-lm",
+                "options": {"width": 16, "depth": 2},
+                "initial_output": "feedback",
+            },
+            "data": {"n_classes": 5},
+        },
         sequences(),
         None,
         "bits_per_token",
@@ -245,7 +252,7 @@ def test_labels_that_were_replaced_train_any_module(tmp_path: Path) -> None:
         ),
         ({"trainer": {"threshold": 0.3}}, ConfigError, "take trainer.relative_threshold"),
         ({"trainer": {"kind": "dfa", "sigma": 0.3, "order": "published"}}, ConfigError, "trainer.order"),
-        ({"model": {"initial_output": "feedback"}}, ConfigError, "model.initial_output"),
+        ({"model": {"initial_output": "feedback"}}, ValueError, "Sequential names none; use 'random'"),
         ({"trainer": {"points": ["9"]}}, ValueError, "no submodule is '9'"),
         ({"trainer": {"error_at": "tpo"}}, ValueError, "error_at = 'tpo' is no submodule"),
         ({"loss": "binary-cross-entropy"}, ConfigError, "takes no class numbers, which the data have"),

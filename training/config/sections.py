@@ -132,8 +132,9 @@ class DataConfig(Section):
     vocabulary: int | None = Field(None, ge=2)
     """Number of token values in user-supplied x; None takes n_classes for tokens to predict, else reads it off x (one
     more than the largest)."""
-    standardise: bool = True
-    """Subtract and divide by public constants of the data set."""
+    standardise: bool | Literal["records"] = True
+    """Subtract and divide by public constants of the data set. records: by the mean and the standard deviation of each
+    feature over user-supplied training records, which no guarantee for records covers."""
     mean: float | None = None
     """Another public constant to subtract instead, for features in [0, 1]; requires std."""
     std: float | None = Field(None, gt=0.0)
@@ -193,6 +194,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check_constants(self) -> Self:
+        if self.standardise == "records" and self.mean is not None:
+            raise ValueError(
+                f"standardise = 'records' computes what mean = {self.mean} states; give one of them"
+            )
         if (self.mean is None) != (self.std is None):
             raise ValueError(f"mean = {self.mean} and std = {self.std} go together; give both or neither")
         return self

@@ -225,6 +225,37 @@ class TestRuns:
             opusim.train(named, folder=tmp_path / "run")
 
 
+class TestStandardisation:
+    def test_constants_of_the_training_records_only(self, tmp_path: Path) -> None:
+        config = CONFIG | {"data": {"standardise": "records"}}
+        frame = FRAME.assign(length=FRAME["length"] * 1e6 + 5e7)
+        run = opusim.train(config, data=frame, label="species", folder=tmp_path / "run")
+        data = _load(frame, standardise="records")
+        torch.testing.assert_close(data.train.x.mean(dim=0), torch.zeros(3), atol=1e-4, rtol=0)
+        torch.testing.assert_close(data.train.x.std(dim=0, correction=0), torch.ones(3), atol=1e-4, rtol=0)
+        assert float(data.validation.x.mean(dim=0).abs().max()) > 0.01
+        constants = run.facts["data"]["standardisation"]
+        assert (constants["public"], len(constants["mean"])) == (False, 3)
+        metrics = run.evaluate(frame)
+        assert np.isfinite(metrics["loss"])
+        assert run.facts["data"]["fingerprint"] == fingerprint(data.train)
+
+    def test_where_it_is_refused(self, tmp_path: Path) -> None:
+        wanted = {"data": {"standardise": "records"}}
+        private = CONFIG | {"protection": {"kind": "record", "noise_multiplier": 1.0}}
+        keys = {"standardise": "records", "classes": sorted(set(SPECIES.tolist()))}
+        with pytest.raises(NoGuarantee, match="standardised by statistics of the data"):
+            opusim.train(private | {"data": keys}, data=FRAME, label="species", folder=tmp_path / "run")
+        with pytest.raises(ConfigError, match="data.standardise: 'records' is for user-supplied data"):
+            opusim.train(CONFIG | wanted, folder=tmp_path / "run")
+        with pytest.raises(ConfigError, match="a Dataset has its constants"):
+            opusim.train(CONFIG | wanted, data=_load(FRAME), folder=tmp_path / "run")
+        with pytest.raises(ValueError, match="x holds tokens"):
+            _load((np.arange(40).reshape(10, 4), None), label=None, standardise="records")
+        with pytest.raises(ConfigError, match="computes what mean = 0.5 states"):
+            load_config({"data": {"standardise": "records", "mean": 0.5, "std": 0.5}})
+
+
 class TestFiles:
     def test_a_file_that_holds_no_table_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -153,7 +153,7 @@ class DataConfig(Section):
     sorted."""
     context: int = Field(128, ge=1)
     """Tokens of a record of text:PATH: the text is cut into windows of one more, each token to be predicted from those
-    before it."""
+    before it. The end of the text is held out, not windows drawn at random."""
     tokenizer: str | None = None
     """A tokenizer.json of the library tokenizers, for text:PATH in UTF-8; None takes the bytes of the file."""
     test: str | None = None

@@ -209,8 +209,7 @@ def table_of(
         raise ValueError(f"{what} has several columns of the name {twice[0]!r}; rename or drop them")
     if not label:
         raise ValueError(
-            f"data.label is missing: name the column of {what} to predict, one of {_listed(found)}, such as "
-            f"opusim.train(data=frame, label={found[-1] if found else 'NAME'!r})"
+            f"data.label is missing: name the column of {what} to predict, one of {_listed(found)}"
         )
     for column in label:
         if column not in found:

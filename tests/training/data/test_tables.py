@@ -21,7 +21,9 @@ from training.config import load_config
 from training.data import Dataset, from_arrays
 from training.data import tables as tables_module
 from training.data.dataset import DataError
-from training.engine.plan import fingerprint, load_data, with_own_data
+from training.engine.plan import RunPlan, fingerprint, load_data, with_own_data
+from training.errors import RunFolderError
+from training.runs.folder import RunFolder
 from training.runs.run import evaluate_run
 
 pandas = pytest.importorskip("pandas")
@@ -213,6 +215,10 @@ class TestRuns:
         own = json.loads(capsys.readouterr().out)
         assert (own["data"], own["records"], own["accuracy"]) == (test.name, 40, summary["test_accuracy"])
         assert evaluate_run(folder, data=f"{kind}:{test}") == own
+        if kind == "csv":
+            FRAME.assign(count=1).to_csv(train, index=False)
+            with pytest.raises(RunFolderError, match="was trained on other data"):
+                RunPlan.stored(RunFolder(folder))
 
     def test_private_classes_have_to_be_stated(self, tmp_path: Path) -> None:
         protected = CONFIG | {"protection": {"kind": "record", "noise_multiplier": 1.0}}

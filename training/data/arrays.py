@@ -11,7 +11,7 @@ import torch
 
 from opusim import checks
 from training.config.sections import SplitRule
-from training.data.dataset import Dataset, Split, Standardisation, Target, is_text, numbered
+from training.data.dataset import PADDING, Dataset, Split, Standardisation, Target, is_text, numbered
 from training.data.splits import Ids, split_records
 
 Array = np.ndarray | torch.Tensor
@@ -179,9 +179,10 @@ class RecordForm:
             y = numbered(y, self.classes, names[1])
         features, labels, _ = _checked(x, y, self.target, tokens=holds_tokens, names=names)
         self._fitting(features, names[0])
-        for values, name in ((features, names[0]), (labels, names[1])):
-            if self.vocabulary is not None and (values is features or self.target == "tokens"):
-                _check_tokens(values, self.vocabulary, name)
+        if self.vocabulary is not None:
+            _check_tokens(features, self.vocabulary, names[0])
+            if self.target == "tokens":
+                _check_tokens(labels[labels != PADDING], self.vocabulary, names[1])
         if self.target == "class":
             check_range(labels, self.n_classes, names[1])
         elif self.target != "tokens" and labels.shape[1] != self.n_classes:
@@ -424,7 +425,7 @@ def _vocabulary(
     x: torch.Tensor, y: torch.Tensor, target: Target, stated: int | None, n_classes: int | None
 ) -> int:
     """Return the stated number of token values, or one more than the largest."""
-    seen = [x, y] if target == "tokens" else [x]
+    seen = [x, y[y != PADDING]] if target == "tokens" else [x]
     if target == "tokens" and None not in (stated, n_classes) and stated != n_classes:
         raise ValueError(
             f"data.vocabulary = {stated} and data.n_classes = {n_classes} are the same number if tokens are predicted; "
@@ -432,7 +433,7 @@ def _vocabulary(
         )
     if stated is None and target == "tokens":
         stated = n_classes
-    size = 1 + max(int(tokens.max()) for tokens in seen) if stated is None else stated
+    size = 1 + max(int(tokens.max()) for tokens in seen if len(tokens)) if stated is None else stated
     checks.integer(vocabulary=size, minimum=2, remedy="it counts all tokens, also those that do not occur")
     for tokens, name in zip(seen, ("x", "y"), strict=False):
         _check_tokens(tokens, size, name)
@@ -441,6 +442,10 @@ def _vocabulary(
 
 def _check_tokens(tokens: torch.Tensor, vocabulary: int, name: str) -> None:
     """Refuse tokens outside 0 .. vocabulary - 1."""
+    if not len(tokens):
+        raise ValueError(
+            f"{name} holds no token but padding ({PADDING}); give records with something to predict"
+        )
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocabulary:
         raise ValueError(

@@ -21,6 +21,10 @@ Target = Literal["class", "tokens", "real", "labels"]
 """What a model predicts of a record: one class, a token at each position, real numbers, or a set of labels."""
 
 
+PADDING = -100
+"""A token of y that is not predicted, at the end of a record that is shorter than others."""
+
+
 class DataError(OpusimError, ValueError):
     """A data set cannot be used: a file is missing, cut short or of another kind, or a download failed.
 
@@ -119,8 +123,8 @@ class Split:
 
     Attributes:
         x: Features, shape (n, d), float32; or tokens, shape (n, T), int64, counted from 0.
-        y: What to predict: classes, shape (n,), int64, counted from 0; tokens, shape (n, T), int64; real numbers or
-            labels 0 and 1, shape (n, k), float32.
+        y: What to predict: classes, shape (n,), int64, counted from 0; tokens, shape (n, T), int64, some of them
+            `PADDING`; real numbers or labels 0 and 1, shape (n, k), float32.
     """
 
     x: torch.Tensor

@@ -251,6 +251,31 @@ def numbered(y: np.ndarray, classes: Sequence[str], name: str) -> np.ndarray:
     return np.array([numbers[text] for text in texts], dtype=np.int64)
 
 
+def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[Any, tuple[str, ...]]:
+    """Return the numbers of classes given as strings, and their names; other labels are returned unchanged.
+
+    Args:
+        y: Labels.
+        classes: The names in the order of their numbers; empty takes those in y, sorted.
+        target: What is predicted; names go with classes only.
+
+    Raises:
+        ValueError: There are fewer than 2 names, one comes twice, or names go with numbers.
+    """
+    if target != "class" or not is_text(y):
+        if classes:
+            raise ValueError(
+                "data.classes names classes that y gives as strings, and y holds none; leave it out"
+            )
+        return y, ()
+    names = tuple(classes) or tuple(sorted({str(name) for name in y}))
+    if len(set(names)) < max(2, len(names)):
+        raise ValueError(
+            f"data.classes = {', '.join(names)}: must be at least 2 different names; name also those without a record"
+        )
+    return numbered(y, names, "y"), names
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrincipalComponents:
     """The affine map x -> (x - mean) axes.

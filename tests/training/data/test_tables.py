@@ -153,8 +153,12 @@ class TestOtherForms:
             assert _load((x, y), label=None).classes == ("setosa", "versicolor", "virginica")
         with pytest.raises(ValueError, match="must be at least 2 different names"):
             _load((x, np.full(40, "a")), label=None)
-        with pytest.raises(ValueError, match="data.classes names classes of y given as strings"):
+        with pytest.raises(ValueError, match="data.classes names classes that y gives as strings"):
             _load((x, np.arange(40) % 2), label=None, classes=["a", "b"])
+        with pytest.raises(ValueError, match="data.classes names classes"):
+            _load((x, np.arange(40) / 2), label=None, classes=["a", "b"], target="real")
+        with pytest.raises(TypeError, match="y must hold numbers"):
+            _load((x, SPECIES), label=None, target="real")
 
     def test_a_tensor_dataset_is_its_tensors(self) -> None:
         x, y = torch.randn(20, 1, 4, 4), torch.arange(20) % 3

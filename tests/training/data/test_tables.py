@@ -176,7 +176,30 @@ class TestOtherForms:
 
 
 class TestRuns:
-    def test_a_run_of_a_frame_is_measured_on_frames_and_resumed(self, tmp_path: Path) -> None:
+    def test_a_stopped_run_of_a_frame_resumes_on_the_same_frame_only(self, tmp_path: Path) -> None:
+        class Stop:
+            def on_start(self, *, step: int, total_steps: int) -> None:
+                pass
+
+            def on_step(self, *, step: int) -> None:
+                if step == 3:
+                    raise RuntimeError("stopped")
+
+            def on_epoch(self, record: dict[str, Any]) -> None:
+                pass
+
+        given: dict[str, Any] = {"data": FRAME, "test": FRAME}
+        whole = opusim.train(CONFIG, **given, label="species", folder=tmp_path / "whole")
+        with pytest.raises(RuntimeError, match="stopped"):
+            opusim.train(CONFIG, **given, label="species", folder=tmp_path / "run", watcher=Stop())
+        for other in ({"data": FRAME.assign(count=1)}, {"test": FRAME.assign(count=1)}):
+            with pytest.raises(RunFolderError, match="was started with another data"):
+                opusim.train(**(given | other), folder=tmp_path / "run", resume=True)
+        resumed = opusim.train(**given, folder=tmp_path / "run", resume=True)
+        assert np.array_equal(resumed.predict(FRAME), whole.predict(FRAME))
+        assert resumed.summary == whole.summary
+
+    def test_a_run_of_a_frame_is_measured_on_frames(self, tmp_path: Path) -> None:
         run = opusim.train(CONFIG, data=FRAME, test=FRAME, label="species", folder=tmp_path / "run")
         facts = json.loads((tmp_path / "run/config.json").read_text())
         assert facts["data"]["classes"] == ["setosa", "versicolor", "virginica"]

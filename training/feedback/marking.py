@@ -20,7 +20,7 @@ _PASSED = (
     "Permute",
     "Clone",
     "ToCopy",
-    "Dropout",
+    "NativeDropout",
     "Relu",
     "Gelu",
     "Silu",
@@ -165,20 +165,34 @@ def warn_if_unnormalised(name: str, output: Tensor) -> None:
     """
     node: Any = output.grad_fn
     for _ in range(_MOST_STEPS):
-        kind = type(node).__name__.partition("Backward")[0]
-        if kind not in _PASSED or not node.next_functions:
+        if not _keeps_scale(node):
             break
         node = node.next_functions[0][0]
-    if type(node).__name__.partition("Backward")[0] == "Add" and all(
-        before is not None and type(before).__name__ != "AccumulateGrad"  # a bias
-        for before, _ in node.next_functions
-    ):
+    if _operation(node) == "Add" and all(_may_grow(before) for before, _ in node.next_functions):
         warnings.warn(
-            f"feedback point {name!r} returns a residual sum that is not normalised; projected errors let it grow "
-            "until the model falls to chance. Put a LayerNorm or BatchNorm behind the sum (a post-norm block), or give "
-            "normalised=True",
+            f"feedback point {name!r} returns a residual sum that is not normalised; projected errors may let it grow "
+            "until the model falls to chance. Put a norm behind the sum (a post-norm block) or at the end of the "
+            "branch, give normalised=True, or start the layer before the error from the feedback (start_from_feedback)",
             stacklevel=2,
         )
+
+
+def _may_grow(node: Any) -> bool:
+    """Whether a summand is neither a bias nor the output of a normalisation."""
+    return node is not None and type(node).__name__ != "AccumulateGrad" and "Norm" not in _operation(node)
+
+
+def _operation(node: Any) -> str:
+    """Return the name of an autograd node's operation."""
+    return type(node).__name__.partition("Backward")[0]
+
+
+def _keeps_scale(node: Any) -> bool:
+    """Whether a node's output grows in proportion to its first input; a product with a constant does (dropout)."""
+    constant = (
+        _operation(node) == "Mul" and len(node.next_functions) == 2 and node.next_functions[1][0] is None
+    )
+    return (constant or _operation(node) in _PASSED) and bool(node.next_functions)
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:

@@ -263,6 +263,17 @@ def test_feedback_has_the_norm_of_the_error_in_expectation(point: tuple, error: 
         assert abs(ratio - 1) < 5 * (2 / free) ** 0.5
 
 
+def test_normalised_feedback_passes_through_the_jacobian_of_a_layer_norm() -> None:
+    """As autograd computes it, for the point's output."""
+    e = normal(N, P, CLASSES)
+    model = FeedbackAlignment(Toy((N, P, C), (N, P, CLASSES)), ["first"], normalised=True)
+    (model() * e).sum().backward()
+    h = model.first.values.detach().requires_grad_()
+    signal = e @ matrix(C).t() / C**0.5
+    (expected,) = torch.autograd.grad(nn.functional.layer_norm(h, (C,)), h, signal)
+    torch.testing.assert_close(model.first.values.grad, expected, rtol=1e-4, atol=1e-6)
+
+
 # The scale of the error
 
 

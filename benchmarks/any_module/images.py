@@ -1,0 +1,300 @@
+"""Do a mixer and a small ResNet learn images by direct feedback alignment, and what helps convolutions?
+
+CIFAR-10 and FashionMNIST: two epochs of 30,000 training records, a tenth of all held out for validation; batch 64, Adam
+with a warm-up over 5 % of the steps and a cosine decay; mean cross-entropy; three seeds of parameters, batches and B.
+
+Models: an MLP-Mixer of three post-norm blocks (patches of 4 x 4, width 64), and a ResNet of three stages of one block
+(16, 32 and 64 channels). Methods: backpropagation (bp), digital DFA with e itself (dfa) and with its ternary code
+(tdfa), photonic DFA through the `gaussian` device (pdfa), and a model of which only the last block and the head learn
+(top-only). Points: every block but the last, broadcast over positions, all with the same outputs of B. Learning rates:
+the best of three on validation records after one epoch (seed 0); tdfa and pdfa take dfa's.
+
+Remedies for convolutions: points at layers or stages, full feedback or broadcast, a head that starts as the feedback
+matrix, as many channels at every stage, one point, local heads, and vector units under a global error broadcast.
+
+Required: pdfa within one point of dfa; the best remedy within 10 points of bp. A second call resumes: every finished run
+is kept in the results.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.any_module.convolutions import LocalHeads, ResNet, VectorisedNetwork
+from benchmarks.results_file import load_results, save_results
+from opusim import FeedbackAlignment, open_device
+from training.data import Dataset, load_dataset
+from training.data.samplers import ShuffledEpochsSampler
+from training.networks.image_models import Mixer
+from training.networks.models import multiply_adds
+
+MODULE, NAME = "benchmarks.any_module.images", "any_module_images"
+SHAPES = {"cifar-10": (3, 32, 32), "fashion-mnist": (1, 28, 28)}
+CLASSES, SEEDS, MATRIX_SEED = 10, range(3), 20210603
+RECORDS, EPOCHS, BATCH, WARM_UP = 30_000, 2, 64, 0.05
+RATES = (1e-3, 2e-3, 5e-3)
+MOST_SHORTFALL, MOST_GAP = 1.0, 10.0
+WIDTHS, EVEN_WIDTHS = (16, 32, 64), (24, 24, 24)
+LAYERS, STAGES = ("stem", "blocks.?.first", "blocks.?"), ("blocks.?",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One row of the tables.
+
+    Attributes:
+        build: Returns the model for records of a shape.
+        points: Feedback points; None backpropagates.
+        options: Further arguments of FeedbackAlignment.
+        device: Whether the projection goes through the device.
+        aligned: Whether the head starts as the feedback matrix.
+        frozen: Whether nothing before the last feedback point learns.
+        rate: Row of the same table whose learning rate is taken; None searches for one.
+    """
+
+    build: Callable[[tuple[int, ...]], nn.Module]
+    points: str | tuple[str, ...] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    device: bool = False
+    aligned: bool = False
+    frozen: bool = False
+    rate: str | None = None
+
+
+def mixer(shape: tuple[int, ...]) -> nn.Module:
+    return Mixer(shape, CLASSES, over_channels=64)
+
+
+def resnet(shape: tuple[int, ...]) -> nn.Module:
+    return ResNet(shape, CLASSES, WIDTHS)
+
+
+def even_resnet(shape: tuple[int, ...]) -> nn.Module:
+    return ResNet(shape, CLASSES, EVEN_WIDTHS)
+
+
+def local_heads(shape: tuple[int, ...]) -> nn.Module:
+    return LocalHeads(ResNet(shape, CLASSES, WIDTHS), WIDTHS, CLASSES)
+
+
+def methods(build: Callable[[tuple[int, ...]], nn.Module]) -> dict[str, Method]:
+    """Return the five methods for one model."""
+    return {
+        "bp": Method(build=build),
+        "dfa": Method(build=build, points="blocks"),
+        "tdfa": Method(build=build, points="blocks", options={"encoding": "ternary"}, rate="dfa"),
+        "pdfa": Method(build=build, points="blocks", device=True, rate="dfa"),
+        "top-only": Method(build=build, points="blocks", frozen=True),
+    }
+
+
+def remedies() -> dict[str, Method]:
+    """Return what is tried on the ResNet besides the five methods."""
+
+    def by(points: tuple[str, ...], **options: Any) -> Method:
+        return Method(build=resnet, points=points, options=options, rate="dfa")
+
+    def started(build: Callable[[tuple[int, ...]], nn.Module], *, device: bool) -> Method:
+        return Method(build=build, points=STAGES, aligned=True, device=device, rate="dfa")
+
+    return {
+        "points at 7 layers, full, own outputs": by(LAYERS, spread="full", slices="own"),
+        "points at 7 layers, broadcast, own outputs": by(LAYERS, slices="own"),
+        "points at 3 stages, full, own outputs": by(STAGES, spread="full", slices="own"),
+        "points at 3 stages, broadcast, own outputs": by(STAGES, slices="own"),
+        "points at 3 stages, broadcast, shared outputs": by(STAGES),
+        "3 stages, shared, head starts as B": started(resnet, device=False),
+        "3 stages, shared, head starts as B, device": started(resnet, device=True),
+        "24 channels at every stage, head starts as B": started(even_resnet, device=False),
+        "24 channels at every stage, head starts as B, device": started(even_resnet, device=True),
+        "24 channels at every stage, bp": Method(build=even_resnet, rate="bp"),
+        "one point behind the second stage": by(("blocks.1",)),
+        "local heads, no feedback": Method(build=local_heads),
+        "vector units, bp": Method(build=lambda shape: VectorisedNetwork(shape, CLASSES, broadcast=False)),
+        "vector units, global error broadcast": Method(
+            build=lambda shape: VectorisedNetwork(shape, CLASSES, broadcast=True)
+        ),
+    }
+
+
+TABLES: dict[str, dict[str, Method]] = {
+    "resnet": {**methods(resnet), **remedies()},
+    "mixer": methods(mixer),
+}
+
+
+@cache
+def images(name: str) -> Dataset:
+    return load_dataset(name, validation_fraction=0.1, split_seed=0)
+
+
+def new_model(method: Method, shape: tuple[int, ...], seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return method.build(shape)
+
+
+def train(method: Method, name: str, rate: float, seed: int, *, epochs: int) -> nn.Module:
+    """Return a model trained by one method.
+
+    Args:
+        method: The row.
+        name: The data set.
+        rate: Adam's learning rate.
+        seed: Of parameters, batches and the device's noise.
+        epochs: Passes over the records.
+    """
+    x, y = images(name).train.x[:RECORDS].view(-1, *SHAPES[name]), images(name).train.y[:RECORDS]
+    model = new_model(method, SHAPES[name], seed)
+    feedback = None if method.points is None else with_points(method, model, x[:2], seed)
+    learning = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(learning, lr=rate)
+    sampler = ShuffledEpochsSampler(n_records=len(x), seed=seed, batch_size=BATCH, drop_last=True)
+    steps = epochs * sampler.steps_per_epoch
+    decay = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda k: min(1.0, (k + 1) / (WARM_UP * steps)) * (1 + math.cos(math.pi * k / steps)) / 2,
+    )
+    model.train()
+    for step in range(steps):
+        index = sampler.indices(step)
+        optimizer.zero_grad()
+        loss_of(model, x[index], y[index]).backward()
+        optimizer.step()
+        decay.step()
+        if isinstance(model, VectorisedNetwork):
+            model.keep_signs()
+    if feedback is not None:
+        if feedback.device is not None:
+            feedback.device.close()
+        feedback.remove()
+    return model
+
+
+def with_points(method: Method, model: nn.Module, example: Tensor, seed: int) -> FeedbackAlignment:
+    """Put the feedback points on a model; its device is open."""
+    matrix = MATRIX_SEED + seed
+    feedback = FeedbackAlignment(model, method.points or "blocks", seed=matrix, **method.options)
+    n_inputs, n_outputs = feedback.shape(example)
+    if method.device:
+        feedback.device = open_device(
+            "gaussian", n_inputs=n_inputs, n_outputs=n_outputs, seed=seed, medium={"seed": matrix}
+        )
+    if method.aligned:
+        feedback.start_from_feedback(model.get_submodule("head"))  # type: ignore[arg-type]
+    if method.frozen:
+        freeze(model, feedback.points[-1])
+    return feedback
+
+
+def freeze(model: nn.Module, point: str) -> None:
+    """Let no parameter learn that stands before the end of a submodule."""
+    for name, module in model.named_modules():
+        if name == point:
+            module.requires_grad_(False)
+            return
+        if next(module.children(), None) is None:
+            module.requires_grad_(False)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the loss that training backpropagates or feeds back."""
+    if isinstance(model, LocalHeads):
+        return model.loss(x, y)
+    return functional.cross_entropy(model(x), y)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, part: str, name: str) -> float:
+    """Return the accuracy on a part of a data set, per cent."""
+    model.eval()
+    records = getattr(images(name), part)
+    x = records.x.view(-1, *SHAPES[name]).split(500)
+    right = sum(
+        int((model(batch).argmax(dim=1) == labels).sum())
+        for batch, labels in zip(x, records.y.split(500), strict=True)
+    )
+    return 100 * right / len(records)
+
+
+def find_rate(results: dict[str, Any], table: str, row: str, name: str) -> float:
+    """Return a row's learning rate, from the results or by a search on validation records."""
+    method = TABLES[table][row]
+    if method.rate is not None:
+        return find_rate(results, table, method.rate, name)
+    found: dict[str, float] = results["search"].setdefault(f"{name}, {table}, {row}", {})
+    for rate in RATES:
+        if str(rate) not in found:
+            model = train(method, name, rate, SEEDS[0], epochs=1)
+            found[str(rate)] = accuracy(model, "validation", name)
+            save_results(NAME, results)
+            print(f"{name}, {table}, {row}, rate {rate:g}: {found[str(rate)]:.2f} %", flush=True)
+    return float(max(found, key=lambda rate: found[rate]))
+
+
+def settings() -> dict[str, Any]:
+    return {
+        "epochs": EPOCHS,
+        "batch": BATCH,
+        "rates": list(RATES),
+        "records": RECORDS,
+        "multiply_adds": {
+            f"{name}, {table}, {row}": multiply_adds(new_model(method, shape, 0), shape)
+            for name, shape in SHAPES.items()
+            for table, rows in TABLES.items()
+            for row, method in rows.items()
+        },
+    }
+
+
+def runs() -> Iterator[tuple[str, str, str, int]]:
+    """All runs, the five methods first."""
+    five = len(methods(resnet))
+    for name in SHAPES:
+        for table, rows in TABLES.items():
+            yield from ((name, table, row, seed) for row in list(rows)[:five] for seed in SEEDS)
+    for name in SHAPES:
+        for table, rows in TABLES.items():
+            yield from ((name, table, row, seed) for row in list(rows)[five:] for seed in SEEDS)
+
+
+def measure() -> None:
+    """Train every run that the results lack."""
+    torch.set_num_threads(1)
+    results = load_results(NAME) or {"search": {}, "runs": {}}
+    results |= {"settings": settings()}
+    for name, table, row, seed in runs():
+        key = f"{name}, {table}, {row}, {seed}"
+        if key in results["runs"]:
+            continue
+        rate = find_rate(results, table, row, name)
+        started = time.perf_counter()
+        model = train(TABLES[table][row], name, rate, seed, epochs=EPOCHS)
+        seconds = time.perf_counter() - started
+        results["runs"][key] = {
+            "validation": accuracy(model, "validation", name),
+            "test": accuracy(model, "test", name),
+            "rate": rate,
+            "seconds": round(seconds, 1),
+        }
+        save_results(NAME, results)
+        print(f"{key}: {results['runs'][key]}", flush=True)
+
+
+def tests(results: dict[str, Any], name: str, table: str, row: str) -> list[float]:
+    """Test accuracies of the seeds measured so far, per cent."""
+    keys = (f"{name}, {table}, {row}, {seed}" for seed in SEEDS)
+    return [results["runs"][key]["test"] for key in keys if key in results["runs"]]
+
+
+if __name__ == "__main__":
+    measure()

@@ -115,10 +115,10 @@ class LocalHeads(nn.Module):
 class VectorisedNetwork(nn.Module):
     """A network of vector units, which a global error broadcast can train.
 
-    Clark et al. 2021, "Credit assignment through broadcasting a global error vector", sections 2 and 3. A unit holds K numbers, one for each class, and a weight between two units is one number for all K. A unit's K
-    numbers pass if their sum with fixed signs is not negative. All weights but the first layer's stay non-negative, and
-    units come in pairs of opposite sign (ON and OFF). Then every unit may take the error itself, K numbers, in place of
-    its gradient.
+    Clark et al. 2021, "Credit assignment through broadcasting a global error vector", sections 2 and 3. A unit holds K
+    numbers, one for each class, and a weight between two units is one number for all K. A unit's K numbers pass if
+    their sum with fixed signs is not negative. All weights but the first layer's stay non-negative, and units come in
+    pairs of opposite sign (ON and OFF). Then every unit may take the error itself, K numbers, in place of its gradient.
 
     Args:
         record_shape: (c, h, w).

@@ -12,13 +12,14 @@ the best of three on validation records after one epoch (seed 0); tdfa and pdfa 
 Remedies for convolutions: points at layers or stages, full feedback or broadcast, a head that starts as the feedback
 matrix, as many channels at every stage, one point, local heads, and vector units under a global error broadcast.
 
-Required: pdfa within one point of dfa; the best remedy within 10 points of bp. A second call resumes: every finished run
-is kept in the results.
+Required: pdfa within one point of dfa; the best remedy within 10 points of bp. A second call resumes: the results keep
+every finished run.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.any_module.convolutions import LocalHeads, ResNet, VectorisedNetwork
+from benchmarks.markdown import Row, command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
 from opusim import FeedbackAlignment, open_device
 from training.data import Dataset, load_dataset
@@ -44,6 +46,13 @@ RECORDS, EPOCHS, BATCH, WARM_UP = 30_000, 2, 64, 0.05
 RATES = (1e-3, 2e-3, 5e-3)
 MOST_SHORTFALL, MOST_GAP = 1.0, 10.0
 WIDTHS, EVEN_WIDTHS = (16, 32, 64), (24, 24, 24)
+FED_BACK = (
+    "dfa",
+    "points at 3 stages, broadcast, shared outputs",
+    "3 stages, shared, head starts as B",
+    "24 channels at every stage, head starts as B",
+)
+"""Rows of the ResNet at which every block but the last, or every block, learns from B e."""
 LAYERS, STAGES = ("stem", "blocks.?.first", "blocks.?"), ("blocks.?",)
 
 
@@ -290,10 +299,121 @@ def measure() -> None:
         print(f"{key}: {results['runs'][key]}", flush=True)
 
 
-def tests(results: dict[str, Any], name: str, table: str, row: str) -> list[float]:
-    """Test accuracies of the seeds measured so far, per cent."""
+def figures(results: dict[str, Any], name: str, table: str, row: str, part: str = "test") -> list[float]:
+    """Accuracies of the seeds measured so far, per cent."""
     keys = (f"{name}, {table}, {row}, {seed}" for seed in SEEDS)
-    return [results["runs"][key]["test"] for key in keys if key in results["runs"]]
+    return [results["runs"][key][part] for key in keys if key in results["runs"]]
+
+
+def mean(results: dict[str, Any], name: str, table: str, row: str, part: str = "test") -> float | None:
+    """Mean accuracy of all seeds, per cent, or None if one is missing."""
+    found = figures(results, name, table, row, part)
+    return statistics.mean(found) if len(found) == len(SEEDS) else None
+
+
+def shortfalls(results: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """Return dfa minus pdfa in points, by data set and model."""
+    found = {}
+    for name in SHAPES:
+        for table in TABLES:
+            digital, photonic = (mean(results, name, table, row) for row in ("dfa", "pdfa"))
+            if digital is not None and photonic is not None:
+                found[name, table] = digital - photonic
+    return found
+
+
+def best_remedies(results: dict[str, Any]) -> dict[str, tuple[str, float]]:
+    """Return, by data set, the row of FED_BACK that is best on validation records, and bp minus its test accuracy."""
+    found = {}
+    for name in SHAPES:
+        means = {row: mean(results, name, "resnet", row, "validation") for row in FED_BACK}
+        known = {row: figure for row, figure in means.items() if figure is not None}
+        reference = mean(results, name, "resnet", "bp")
+        if reference is not None and known:
+            best = max(known, key=lambda row: known[row])
+            found[name] = (best, reference - statistics.mean(figures(results, name, "resnet", best)))
+    return found
+
+
+def cell(results: dict[str, Any], name: str, table: str, row: str) -> str:
+    """Mean and standard error of the test accuracy, per cent."""
+    found = figures(results, name, table, row)
+    if len(found) < len(SEEDS):
+        return "-"
+    return f"{statistics.mean(found):.1f} ± {statistics.stdev(found) / len(found) ** 0.5:.1f}"
+
+
+def methods_table(results: dict[str, Any]) -> str:
+    """Return the table of the five methods."""
+    columns = [(name, table) for name in SHAPES for table in TABLES]
+    rows = [(row, *(cell(results, name, table, row) for name, table in columns)) for row in methods(resnet)]
+    return markdown(("method", *(f"{name}, {table} [%]" for name, table in columns)), rows)
+
+
+def remedies_table(results: dict[str, Any]) -> str:
+    """Return the table of the remedies, with bp minus each."""
+    rows = []
+    for row in ("bp", "dfa", "top-only", *remedies()):
+        cells: list[str] = []
+        for name in SHAPES:
+            figure, reference = (mean(results, name, "resnet", each) for each in (row, "bp"))
+            gap = "-" if figure is None or reference is None else f"{reference - figure:.1f}"
+            cells += [cell(results, name, "resnet", row), gap]
+        rows.append((row, *cells))
+    return markdown(("ResNet", *(part for name in SHAPES for part in (f"{name} [%]", "bp minus it"))), rows)
+
+
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    results = load_results(NAME)
+    if not results:
+        return ""
+    used = results["settings"]
+    most = max(used["multiply_adds"].values()) / 1e6
+    text = (
+        f"Test accuracy, mean and standard error of {len(SEEDS)} seeds, after {used['epochs']} epochs of "
+        f"{used['records']:,} records; at most {most:.1f} million multiply-adds an image "
+        f"({results['date']}, {command(MODULE)}). Each learning rate is the best of "
+        f"{', '.join(f'{rate:g}' for rate in used['rates'])} on validation records. top-only: the last block and the "
+        "head learn. dfa, tdfa and pdfa feed the same error back to the blocks before them."
+    )
+    return section(
+        "Images",
+        text,
+        methods_table(results),
+        _judgement(results),
+        "Convolutions learn poorly by DFA (Refinetti et al. 2021). The remedies, and how far they stay behind "
+        "backpropagation, in points; vector units after Clark et al. 2021, local heads after Belilovsky et al. 2019:",
+        remedies_table(results),
+    )
+
+
+def _judgement(results: dict[str, Any]) -> str:
+    """Return how the requirements are met."""
+    lost, best = shortfalls(results), best_remedies(results)
+    parts = []
+    if lost:
+        worst = max(lost.values())
+        judged = verdict(worst <= MOST_SHORTFALL)
+        parts.append(f"pdfa at most {MOST_SHORTFALL:g} point below dfa: {judged}, {worst:+.2f} at worst.")
+    for name, (row, gap) in best.items():
+        parts.append(
+            f"Best remedy on {name} at most {MOST_GAP:g} points below bp: {verdict(gap <= MOST_GAP)}, {gap:.1f} "
+            f"({row})."
+        )
+    return " ".join(parts)
+
+
+def headline_rows() -> list[Row]:
+    """Return the lines of the overview."""
+    results = load_results(NAME)
+    rows = []
+    for name in SHAPES if results else ():
+        for table in TABLES:
+            cells = ", ".join(f"{row} {cell(results, name, table, row)}" for row in methods(resnet))
+            what = f"{name}, {table}, test accuracy [%], mean of {len(SEEDS)} seeds"
+            rows.append((what, cells, command(MODULE)))
+    return rows
 
 
 if __name__ == "__main__":

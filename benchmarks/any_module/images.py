@@ -5,9 +5,10 @@ with a warm-up over 5 % of the steps and a cosine decay; mean cross-entropy; thr
 
 Models: an MLP-Mixer of three post-norm blocks (patches of 4 x 4, width 64), and a ResNet of three stages of one block
 (16, 32 and 64 channels). Methods: backpropagation (bp), digital DFA with e itself (dfa) and with its ternary code
-(tdfa), photonic DFA through the `gaussian` device (pdfa), and a model of which only the last block and the head learn
-(top-only). Points: every block but the last, broadcast over positions, all with the same outputs of B. Learning rates:
-the best of three on validation records after one epoch (seed 0); tdfa and pdfa take dfa's.
+(tdfa), photonic DFA through the `gaussian` device with four bit planes of e (pdfa) or its ternary code, and a model of
+which only the last block and the head learn (top-only). Points: every block but the last, broadcast over positions, all
+with the same outputs of B. Learning rates and the ternary threshold: the best of three on validation records after one
+epoch (seed 0). All methods with feedback take dfa's rate.
 
 Remedies for convolutions: points at layers or stages, full feedback or broadcast, a head that starts as the feedback
 matrix, as many channels at every stage, one point, local heads, and vector units under a global error broadcast.
@@ -43,7 +44,7 @@ MODULE, NAME = "benchmarks.any_module.images", "any_module_images"
 SHAPES = {"cifar-10": (3, 32, 32), "fashion-mnist": (1, 28, 28)}
 CLASSES, SEEDS, MATRIX_SEED = 10, range(3), 20210603
 RECORDS, EPOCHS, BATCH, WARM_UP = 30_000, 2, 64, 0.05
-RATES = (1e-3, 2e-3, 5e-3)
+RATES, THRESHOLDS = (1e-3, 2e-3, 5e-3), (0.6, 1.0, 1.5)
 MOST_SHORTFALL, MOST_GAP = 1.0, 10.0
 WIDTHS, EVEN_WIDTHS = (16, 32, 64), (24, 24, 24)
 FED_BACK = (
@@ -53,6 +54,7 @@ FED_BACK = (
     "24 channels at every stage, head starts as B",
 )
 """Rows of the ResNet at which every block but the last, or every block, learns from B e."""
+PLANES = {"encoding": "planes", "planes": 4}
 LAYERS, STAGES = ("stem", "blocks.?.first", "blocks.?"), ("blocks.?",)
 
 
@@ -67,6 +69,7 @@ class Method:
         device: Whether the projection goes through the device.
         aligned: Whether the head starts as the feedback matrix.
         frozen: Whether nothing before the last feedback point learns.
+        ternary: Whether the error is shown as its ternary code; the threshold is searched for.
         rate: Row of the same table whose learning rate is taken; None searches for one.
     """
 
@@ -76,6 +79,7 @@ class Method:
     device: bool = False
     aligned: bool = False
     frozen: bool = False
+    ternary: bool = False
     rate: str | None = None
 
 
@@ -96,12 +100,13 @@ def local_heads(shape: tuple[int, ...]) -> nn.Module:
 
 
 def methods(build: Callable[[tuple[int, ...]], nn.Module]) -> dict[str, Method]:
-    """Return the five methods for one model."""
+    """Return the methods for one model."""
     return {
         "bp": Method(build=build),
         "dfa": Method(build=build, points="blocks"),
-        "tdfa": Method(build=build, points="blocks", options={"encoding": "ternary"}, rate="dfa"),
-        "pdfa": Method(build=build, points="blocks", device=True, rate="dfa"),
+        "tdfa": Method(build=build, points="blocks", ternary=True, rate="dfa"),
+        "pdfa": Method(build=build, points="blocks", options=PLANES, device=True, rate="dfa"),
+        "pdfa, ternary": Method(build=build, points="blocks", device=True, ternary=True, rate="dfa"),
         "top-only": Method(build=build, points="blocks", frozen=True),
     }
 
@@ -112,8 +117,7 @@ def remedies() -> dict[str, Method]:
     def by(points: tuple[str, ...], **options: Any) -> Method:
         return Method(build=resnet, points=points, options=options, rate="dfa")
 
-    def started(build: Callable[[tuple[int, ...]], nn.Module], *, device: bool) -> Method:
-        return Method(build=build, points=STAGES, aligned=True, device=device, rate="dfa")
+    started: dict[str, Any] = {"points": STAGES, "aligned": True, "rate": "dfa"}
 
     return {
         "points at 7 layers, full, own outputs": by(LAYERS, spread="full", slices="own"),
@@ -121,10 +125,11 @@ def remedies() -> dict[str, Method]:
         "points at 3 stages, full, own outputs": by(STAGES, spread="full", slices="own"),
         "points at 3 stages, broadcast, own outputs": by(STAGES, slices="own"),
         "points at 3 stages, broadcast, shared outputs": by(STAGES),
-        "3 stages, shared, head starts as B": started(resnet, device=False),
-        "3 stages, shared, head starts as B, device": started(resnet, device=True),
-        "24 channels at every stage, head starts as B": started(even_resnet, device=False),
-        "24 channels at every stage, head starts as B, device": started(even_resnet, device=True),
+        "3 stages, shared, head starts as B": Method(build=resnet, **started),
+        "24 channels at every stage, head starts as B": Method(build=even_resnet, **started),
+        "24 channels at every stage, head starts as B, device": Method(
+            build=even_resnet, device=True, options=PLANES, **started
+        ),
         "24 channels at every stage, bp": Method(build=even_resnet, rate="bp"),
         "one point behind the second stage": by(("blocks.1",)),
         "local heads, no feedback": Method(build=local_heads),
@@ -152,19 +157,22 @@ def new_model(method: Method, shape: tuple[int, ...], seed: int) -> nn.Module:
         return method.build(shape)
 
 
-def train(method: Method, name: str, rate: float, seed: int, *, epochs: int) -> nn.Module:
+def train(
+    method: Method, name: str, rate: float, threshold: float | None, seed: int, *, epochs: int = EPOCHS
+) -> nn.Module:
     """Return a model trained by one method.
 
     Args:
         method: The row.
         name: The data set.
         rate: Adam's learning rate.
+        threshold: Of the ternary code; None if the method takes none.
         seed: Of parameters, batches and the device's noise.
         epochs: Passes over the records.
     """
     x, y = images(name).train.x[:RECORDS].view(-1, *SHAPES[name]), images(name).train.y[:RECORDS]
     model = new_model(method, SHAPES[name], seed)
-    feedback = None if method.points is None else with_points(method, model, x[:2], seed)
+    feedback = None if method.points is None else with_points(method, model, x[:2], threshold, seed)
     learning = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(learning, lr=rate)
     sampler = ShuffledEpochsSampler(n_records=len(x), seed=seed, batch_size=BATCH, drop_last=True)
@@ -189,10 +197,13 @@ def train(method: Method, name: str, rate: float, seed: int, *, epochs: int) -> 
     return model
 
 
-def with_points(method: Method, model: nn.Module, example: Tensor, seed: int) -> FeedbackAlignment:
+def with_points(
+    method: Method, model: nn.Module, example: Tensor, threshold: float | None, seed: int
+) -> FeedbackAlignment:
     """Put the feedback points on a model; its device is open."""
     matrix = MATRIX_SEED + seed
-    feedback = FeedbackAlignment(model, method.points or "blocks", seed=matrix, **method.options)
+    code: dict[str, Any] = {} if threshold is None else {"encoding": "ternary", "threshold": threshold}
+    feedback = FeedbackAlignment(model, method.points or "blocks", seed=matrix, **method.options, **code)
     n_inputs, n_outputs = feedback.shape(example)
     if method.device:
         feedback.device = open_device(
@@ -235,19 +246,47 @@ def accuracy(model: nn.Module, part: str, name: str) -> float:
     return 100 * right / len(records)
 
 
-def find_rate(results: dict[str, Any], table: str, row: str, name: str) -> float:
+def find_rate(results: dict[str, Any], name: str, table: str, row: str) -> float:
     """Return a row's learning rate, from the results or by a search on validation records."""
     method = TABLES[table][row]
     if method.rate is not None:
-        return find_rate(results, table, method.rate, name)
-    found: dict[str, float] = results["search"].setdefault(f"{name}, {table}, {row}", {})
-    for rate in RATES:
-        if str(rate) not in found:
-            model = train(method, name, rate, SEEDS[0], epochs=1)
-            found[str(rate)] = accuracy(model, "validation", name)
+        return find_rate(results, name, table, method.rate)
+    return best_of(
+        results,
+        f"{name}, {table}, {row}, rate",
+        RATES,
+        lambda rate: train(method, name, rate, None, SEEDS[0], epochs=1),
+        name,
+    )
+
+
+def find_threshold(results: dict[str, Any], name: str, table: str) -> float:
+    """Return the threshold of the ternary code, from the results or by a search on validation records."""
+    rate = find_rate(results, name, table, "dfa")
+    return best_of(
+        results,
+        f"{name}, {table}, threshold",
+        THRESHOLDS,
+        lambda threshold: train(TABLES[table]["tdfa"], name, rate, threshold, SEEDS[0], epochs=1),
+        name,
+    )
+
+
+def best_of(
+    results: dict[str, Any],
+    key: str,
+    values: tuple[float, ...],
+    trained: Callable[[float], nn.Module],
+    name: str,
+) -> float:
+    """Return the value with the best validation accuracy; accuracies are kept in the results."""
+    found: dict[str, float] = results["search"].setdefault(key, {})
+    for value in values:
+        if str(value) not in found:
+            found[str(value)] = accuracy(trained(value), "validation", name)
             save_results(NAME, results)
-            print(f"{name}, {table}, {row}, rate {rate:g}: {found[str(rate)]:.2f} %", flush=True)
-    return float(max(found, key=lambda rate: found[rate]))
+            print(f"{key} {value:g}: {found[str(value)]:.2f} %", flush=True)
+    return float(max(found, key=lambda value: found[value]))
 
 
 def settings() -> dict[str, Any]:
@@ -255,6 +294,7 @@ def settings() -> dict[str, Any]:
         "epochs": EPOCHS,
         "batch": BATCH,
         "rates": list(RATES),
+        "thresholds": list(THRESHOLDS),
         "records": RECORDS,
         "multiply_adds": {
             f"{name}, {table}, {row}": multiply_adds(new_model(method, shape, 0), shape)
@@ -266,14 +306,13 @@ def settings() -> dict[str, Any]:
 
 
 def runs() -> Iterator[tuple[str, str, str, int]]:
-    """All runs, the five methods first."""
-    five = len(methods(resnet))
-    for name in SHAPES:
-        for table, rows in TABLES.items():
-            yield from ((name, table, row, seed) for row in list(rows)[:five] for seed in SEEDS)
-    for name in SHAPES:
-        for table, rows in TABLES.items():
-            yield from ((name, table, row, seed) for row in list(rows)[five:] for seed in SEEDS)
+    """All runs, those of the remedies last."""
+    for rows in (methods(resnet), remedies()):
+        for name in SHAPES:
+            for table in TABLES:
+                yield from (
+                    (name, table, row, seed) for row in rows if row in TABLES[table] for seed in SEEDS
+                )
 
 
 def measure() -> None:
@@ -285,14 +324,16 @@ def measure() -> None:
         key = f"{name}, {table}, {row}, {seed}"
         if key in results["runs"]:
             continue
-        rate = find_rate(results, table, row, name)
+        method, rate = TABLES[table][row], find_rate(results, name, table, row)
+        threshold = find_threshold(results, name, table) if method.ternary else None
         started = time.perf_counter()
-        model = train(TABLES[table][row], name, rate, seed, epochs=EPOCHS)
+        model = train(method, name, rate, threshold, seed)
         seconds = time.perf_counter() - started
         results["runs"][key] = {
             "validation": accuracy(model, "validation", name),
             "test": accuracy(model, "test", name),
             "rate": rate,
+            "threshold": threshold,
             "seconds": round(seconds, 1),
         }
         save_results(NAME, results)

@@ -144,6 +144,7 @@ TABLES: dict[str, dict[str, Method]] = {
     "resnet": {**methods(resnet), **remedies()},
     "mixer": methods(mixer),
 }
+"""The rows measured for each model."""
 
 
 @cache
@@ -306,9 +307,9 @@ def settings() -> dict[str, Any]:
 
 
 def runs() -> Iterator[tuple[str, str, str, int]]:
-    """All runs, those of the remedies last."""
-    for rows in (methods(resnet), remedies()):
-        for name in SHAPES:
+    """All runs, a data set after the other, its remedies last."""
+    for name in SHAPES:
+        for rows in (methods(resnet), remedies()):
             for table in TABLES:
                 yield from (
                     (name, table, row, seed) for row in rows if row in TABLES[table] for seed in SEEDS

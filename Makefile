@@ -32,6 +32,7 @@ bench: $(DEV)  ## Speed, as ratios in one run.
 	$(BIN)/python -m benchmarks.speed.projection
 	$(BIN)/python -m benchmarks.speed.pdfa_step
 	$(BIN)/python -m benchmarks.speed.record_step
+	$(BIN)/python -m benchmarks.speed.transformer_step
 	$(BIN)/python -m benchmarks.speed.accounting
 	$(BIN)/python -m benchmarks.speed.camera
 	$(BIN)/python -m benchmarks.speed.matrix_free

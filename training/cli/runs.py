@@ -29,7 +29,10 @@ def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     data: Annotated[
         str | None,
-        typer.Option(help="Evaluate on the test records of this known data set instead of the run's own."),
+        typer.Option(
+            help="Evaluate on the test records of this known data set, or on all records of csv:PATH, parquet:PATH or "
+            "text:PATH, instead of the run's own test records."
+        ),
     ] = None,
     arrays: Annotated[
         Path | None,

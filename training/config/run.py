@@ -44,6 +44,7 @@ _FITTING_SPLITS: dict[Adjacency, tuple[SplitRule, ...]] = {
 _MISFITS: dict[str, str] = {
     "index": "an added record would push another one out of the training set",
     "content": "the number of training records would depend on what the records hold",
+    "tail": "an added record would move the cut between the parts of the text",
     "id": "a replaced record may have another ID, so the number of training records would change",
 }
 

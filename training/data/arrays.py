@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
 import numpy as np
 import torch
 
 from opusim import checks
-from opusim.randomness.streams import derive_seed
 from training.config.sections import SplitRule
-from training.data.dataset import Dataset, Split, Standardisation
-from training.data.splits import Ids, split_by_content, split_by_id, split_by_index
+from training.data.dataset import Dataset, Split, Standardisation, Target, is_text, numbered
+from training.data.splits import Ids, split_records
 
 Array = np.ndarray | torch.Tensor
+Pair = tuple[Array, Array | None]
+"""Records and what to predict of them; None predicts the next token."""
+AskedTarget = Literal["auto", "class", "tokens", "real", "labels"]
+AskedInputs = Literal["auto", "features", "tokens"]
 
 
 def from_arrays(
     x: Array,
-    y: Array,
+    y: Array | None,
     *,
     n_classes: int | None = None,
     validation_fraction: float,
     split_seed: int,
     split: SplitRule = "index",
     ids: Ids | None = None,
-    test: tuple[Array, Array] | None = None,
+    test: Pair | None = None,
     standardise: Standardisation | None = None,
     name: str = "arrays",
+    target: AskedTarget = "auto",
+    inputs: AskedInputs = "auto",
+    vocabulary: int | None = None,
+    classes: Sequence[str] = (),
 ) -> Dataset:
-    """Make a data set of features and labels.
+    """Make a data set of records and what to predict of them.
 
     Labels never decide which records are held out for validation. The arrays are copied.
 
@@ -38,21 +49,31 @@ def from_arrays(
     - ``split="id"`` does the same by a keyed hash of the record's ID.
 
     Args:
-        x: Features, shape (n, d), real and finite.
-        y: Labels, shape (n,), whole numbers from 0 to ``n_classes - 1``.
+        x: Features, real and finite, shape (n, d) or (n, ...) such as images (n, c, h, w), whose shape
+            `Dataset.record_shape` keeps; or tokens, whole numbers, shape (n, T).
+        y: What to predict, by `target`. For tokens, None predicts the next token: x (n, T + 1) gives records of its
+            first T tokens, and its last T tokens are y.
         n_classes: Number of classes, at least 2. ``None`` takes one more than the largest label of `y`. That number
             depends on the records, so state `n_classes` if you ask for a guarantee.
         validation_fraction: Share of the records to hold out, in [0, 1).
         split_seed: Chooses the validation records, in [0, 2^64); public.
         split: Rule that chooses the validation records, see the table.
         ids: One ID per record, whole numbers or strings, shape (n,); required by ``split="id"`` only.
-        test: Test features and labels, with the same requirements as `x` and `y`.
+        test: Test records and what to predict of them, with the same requirements as `x` and `y`.
         standardise: Constants to apply to all features, or ``None`` to use the features as they are. A run with a
             guarantee refuses constants of `Standardisation.from_data`, which are not public.
         name: Name of the data set in reports.
+        target: ``"class"``, y (n,) of whole numbers from 0 to ``n_classes - 1``; ``"tokens"``, y (n, T) of whole
+            numbers; ``"real"``, y (n,) or (n, k); ``"labels"``, y (n, k) of zeros and ones. ``"auto"`` takes tokens if
+            `y` is None, or if x and y are int64 of one shape (n, T), else class.
+        inputs: Whether x holds features or tokens; ``"auto"`` takes tokens only if tokens are predicted.
+        vocabulary: Number of token values in x. ``None`` takes `n_classes` if tokens are predicted, else one more than
+            the largest token.
+        classes: Names of the classes for `y` of strings, in the order of their numbers; empty takes the names in y,
+            sorted.
 
     Returns:
-        The data set; features are float32, labels int64, both on the CPU.
+        The data set on the CPU; features are float32, tokens and classes int64, real numbers and labels float32.
 
     Raises:
         TypeError: An argument is not an array, features are complex or labels are not whole numbers.
@@ -65,91 +86,202 @@ def from_arrays(
         (90, 10, 2)
     """
     checks.integer(split_seed=split_seed, minimum=0, maximum=2**64 - 1)
-    features, labels = checked_features(x, "x"), checked_labels(y, "y")
-    check_lengths(features, labels, "x", "y")
-    classes = _number_of_classes(labels, n_classes)
-    standardisation = standardise or Standardisation.identity()
+    kind = _target_of(x, y, target)
+    y, classes = _named(y, kind, classes)
+    holds_tokens = inputs == "tokens" or (inputs == "auto" and kind == "tokens")
+    if kind == "tokens" and not holds_tokens:
+        raise ValueError(
+            "data.inputs = 'features' has no next token; use 'tokens', or another data.target than 'tokens'"
+        )
+    features, labels, record_shape = _checked(x, y, kind, tokens=holds_tokens, names=("x", "y"))
+    if holds_tokens:
+        vocabulary = _vocabulary(features, labels, kind, vocabulary, n_classes)
+    elif vocabulary is not None:
+        raise ValueError(
+            f"data.vocabulary = {vocabulary} is for tokens; set data.inputs = 'tokens', or leave it out"
+        )
+    n_outputs = vocabulary if kind == "tokens" and vocabulary else None
+    n_outputs = n_outputs or _number_of_outputs(labels, kind, n_classes, classes)
+    form = RecordForm(
+        target=kind,
+        n_classes=n_outputs,
+        n_features=features.shape[1],
+        vocabulary=vocabulary,
+        classes=tuple(classes),
+    )
+    standardisation = _constants(standardise, tokens=holds_tokens)
     test_split = None
     if test is not None:
-        test_split = _test_split(test, features.shape[1], classes, standardisation)
-    kept, held_out = _split(features, ids, split, validation_fraction, split_seed)
-    features = standardisation.apply(features)
+        if not isinstance(test, tuple) or len(test) != 2:
+            raise TypeError(f"test must be a pair (features, labels), got {type(test).__name__}")
+        records = form.records(*test, names=("test[0]", "test[1]"))
+        test_split = Split(standardised(records.x, standardisation), records.y)
+    kept, held_out = split_records(features, ids, split, validation_fraction, split_seed)
+    features = standardised(features, standardisation)
     return Dataset(
         name=name,
-        n_classes=classes,
+        n_classes=n_outputs,
         train=Split(features[kept], labels[kept]),
         validation=Split(features[held_out], labels[held_out]),
         test=test_split,
         standardisation=standardisation,
         split=split,
+        record_shape=record_shape,
+        target=kind,
+        vocabulary=vocabulary,
+        classes=form.classes,
     )
 
 
-def _split(
-    features: torch.Tensor, ids: Ids | None, split: SplitRule, fraction: float, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of training and validation records under a rule.
+@dataclass(frozen=True, kw_only=True)
+class RecordForm:
+    """What the records of a data set hold, by which further records are read and checked.
+
+    Attributes:
+        target: What is predicted of a record.
+        n_classes: Number of classes, token values, real numbers or labels to predict.
+        n_features: Numbers of a record.
+        vocabulary: Number of token values, or None if records hold features.
+        classes: Names of the classes, if labels are strings.
+    """
+
+    target: Target
+    n_classes: int
+    n_features: int
+    vocabulary: int | None = None
+    classes: tuple[str, ...] = ()
+
+    def features(self, x: Array, name: str) -> torch.Tensor:
+        """Return checked records, flat: float32 (n, d), or int64 (n, T) for tokens; not standardised.
+
+        Raises:
+            TypeError, ValueError: They are of another form.
+        """
+        if self.vocabulary is None:
+            return self._fitting(checked_features(x, name), name)
+        tokens = self._fitting(checked_tokens(x, name), name)
+        _check_tokens(tokens, self.vocabulary, name)
+        return tokens
+
+    def records(self, x: Array, y: Array | None, *, names: tuple[str, str] = ("x", "y")) -> Split:
+        """Return checked records and what to predict of them, not standardised.
+
+        Args:
+            x: Records.
+            y: What to predict; None for the next tokens.
+            names: Of both, for messages.
+
+        Raises:
+            TypeError, ValueError: They are of another form, or of different lengths.
+        """
+        holds_tokens = self.vocabulary is not None
+        if self.classes and is_text(y):
+            y = numbered(y, self.classes, names[1])
+        features, labels, _ = _checked(x, y, self.target, tokens=holds_tokens, names=names)
+        self._fitting(features, names[0])
+        for values, name in ((features, names[0]), (labels, names[1])):
+            if self.vocabulary is not None and (values is features or self.target == "tokens"):
+                _check_tokens(values, self.vocabulary, name)
+        if self.target == "class":
+            check_range(labels, self.n_classes, names[1])
+        elif self.target != "tokens" and labels.shape[1] != self.n_classes:
+            raise ValueError(
+                f"{names[1]} has {labels.shape[1]} numbers per record, and {self.n_classes} are predicted; they must "
+                "agree"
+            )
+        return Split(features, labels)
+
+    def _fitting(self, features: torch.Tensor, name: str) -> torch.Tensor:
+        if features.shape[1] != self.n_features:
+            what = "features" if self.vocabulary is None else "tokens"
+            raise ValueError(
+                f"{name} has {features.shape[1]} {what} per record; the training records have {self.n_features}"
+            )
+        return features
+
+
+def _named(y: Array | None, target: Target, classes: Sequence[str]) -> tuple[Array | None, tuple[str, ...]]:
+    """Return the numbers of classes that are strings, and the names; other labels are returned unchanged."""
+    if not is_text(y) or target != "class":
+        if classes:
+            raise ValueError(
+                "data.classes names classes of y given as strings, and y holds numbers; leave it out"
+            )
+        return y, ()
+    names = tuple(classes) or tuple(sorted({str(name) for name in y}))
+    if len(set(names)) < max(2, len(names)):
+        raise ValueError(
+            f"data.classes = {', '.join(names)}: must be at least 2 different names; name also those without a record"
+        )
+    return numbered(y, names, "y"), names
+
+
+def standardised(x: torch.Tensor, constants: Standardisation) -> torch.Tensor:
+    """Return standardised features; tokens stay as they are."""
+    return x if x.dtype == torch.int64 else constants.apply(x)
+
+
+def _target_of(x: Array, y: Array | None, asked: AskedTarget) -> Target:
+    """Return what is predicted: what was asked for, or what the arrays look like."""
+    if y is None and asked not in ("auto", "tokens"):
+        raise ValueError(
+            f"y is missing, which data.target = {asked!r} needs; only 'tokens' predicts x itself"
+        )
+    if asked != "auto":
+        checks.choice(("class", "tokens", "real", "labels"), target=asked)
+        return asked
+    if y is None:
+        return "tokens"
+    arrays = [value for value in (x, y) if isinstance(value, np.ndarray | torch.Tensor)]
+    whole = [str(value.dtype).removeprefix("torch.") == "int64" and value.ndim == 2 for value in arrays]
+    return "tokens" if whole == [True, True] and arrays[0].shape == arrays[1].shape else "class"
+
+
+def _constants(wanted: Standardisation | None, *, tokens: bool) -> Standardisation:
+    """Return the map to apply to features, or the identity.
 
     Raises:
-        ValueError: The rule is unknown, IDs are missing, superfluous or too few, or no record is left to train on.
+        ValueError: Tokens would be standardised.
     """
-    checks.choice(("index", "content", "id"), split=split)
-    if (ids is not None) != (split == "id"):
-        raise ValueError(
-            f"split = {split!r} with{'out' if ids is None else ''} ids: split = 'id' needs ids, and only it takes them"
-        )
-    if split == "index":
-        return split_by_index(len(features), fraction, derive_seed(seed, "validation"))
-    if ids is None:
-        kept, held_out = split_by_content(features, fraction, seed)
-    else:
-        if len(ids) != len(features):
-            raise ValueError(
-                f"x has {len(features)} records and ids {len(ids)} entries; give one ID per record"
-            )
-        kept, held_out = split_by_id(ids, fraction, seed)
-    if not len(kept):
-        raise ValueError(
-            f"validation_fraction = {fraction:g} leaves no record for training under split = {split!r}; lower it, or "
-            "change split_seed"
-        )
-    return kept, held_out
+    if tokens and wanted is not None:
+        raise ValueError("data.mean and data.std are for features, and x holds tokens; leave them out")
+    return wanted or Standardisation.identity()
 
 
-def _test_split(
-    test: tuple[Array, Array], n_features: int, n_classes: int, standardisation: Standardisation
-) -> Split:
-    """Return the checked and standardised test records."""
-    if not isinstance(test, tuple) or len(test) != 2:
-        raise TypeError(f"test must be a pair (features, labels), got {type(test).__name__}")
-    features, labels = checked_features(test[0], "test[0]"), checked_labels(test[1], "test[1]")
-    check_lengths(features, labels, "test[0]", "test[1]")
-    if features.shape[1] != n_features:
-        raise ValueError(f"test[0] has {features.shape[1]} features and x has {n_features}; they must agree")
-    check_range(labels, n_classes, "test[1]")
-    return Split(standardisation.apply(features), labels)
+def _checked(
+    x: Array, y: Array | None, target: Target, *, tokens: bool, names: tuple[str, str]
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """Return records and what to predict of them, of the same length, and the shape of one record."""
+    features = checked_tokens(x, names[0]) if tokens else checked_features(x, names[0])
+    if y is None:
+        if features.shape[1] < 2:
+            raise ValueError(f"{names[0]} has one token per record; the next token needs at least 2")
+        return features[:, :-1], features[:, 1:], (features.shape[1] - 1,)
+    labels = checked_target(y, target, names[1])
+    check_lengths(features, labels, *names)
+    if target == "tokens" and labels.shape != features.shape:
+        raise ValueError(
+            f"{names[1]} has {labels.shape[1]} tokens per record and {names[0]} {features.shape[1]}; give one for each "
+            "position"
+        )
+    return features, labels, tuple(x.shape[1:])
 
 
 def checked_features(values: Array, name: str) -> torch.Tensor:
-    """Check features and return them as float32, shape (n, d).
+    """Check features and return them as float32, shape (n, d); a record of another shape is laid out in C order.
 
     Raises:
         TypeError: They are no array, or complex.
         ValueError: The shape is wrong, there is no record, or a number is not finite as float32.
     """
     tensor = _tensor(values, name)
-    if tensor.ndim > 2:
-        raise ValueError(
-            f"{name} must have shape (n, d), got {tuple(tensor.shape)}: flatten each record with "
-            f"{name}.reshape(len({name}), -1)"
-        )
-    if tensor.ndim != 2 or tensor.shape[1] == 0:
+    if tensor.ndim < 2 or 0 in tensor.shape[1:]:
         raise ValueError(f"{name} must have shape (n, d) with d at least 1, got {tuple(tensor.shape)}")
     if len(tensor) == 0:
         raise ValueError(f"{name} is empty: it has shape {tuple(tensor.shape)} and needs at least one record")
     if tensor.is_complex():
         raise TypeError(f"{name} must be real, got {tensor.dtype}: give real and imaginary parts as features")
-    features = tensor.to(torch.float32)
+    features = tensor.to(torch.float32).reshape(len(tensor), -1)
     finite = torch.isfinite(features).all(dim=1)
     if not bool(finite.all()):
         bad = torch.nonzero(~finite).reshape(-1)
@@ -158,6 +290,54 @@ def checked_features(values: Array, name: str) -> torch.Tensor:
             f"infinity or a number too large, the first at position {int(bad[0])}: remove or fill them"
         )
     return features
+
+
+def checked_tokens(values: Array, name: str) -> torch.Tensor:
+    """Check tokens and return them as int64, shape (n, T).
+
+    Raises:
+        TypeError: They are no array of whole numbers.
+        ValueError: The shape is wrong, or there is no record.
+    """
+    tensor = _tensor(values, name)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(
+            f"{name} must hold tokens, which are whole numbers, got {tensor.dtype}: number them from 0"
+        )
+    if tensor.ndim != 2 or 0 in tensor.shape:
+        raise ValueError(
+            f"{name} must have shape (n, T) with n and T at least 1, got {tuple(tensor.shape)}: give one row of tokens "
+            "per record"
+        )
+    return tensor.to(torch.int64, copy=True)
+
+
+def checked_target(values: Array, target: Target, name: str) -> torch.Tensor:
+    """Check what is to be predicted, and return it in the shape and type of its target (see `Split`).
+
+    Raises:
+        TypeError: It is no array, or of another type of number.
+        ValueError: The shape is wrong, or a number is not finite, or not 0 or 1 for labels.
+    """
+    if target == "class":
+        return checked_labels(values, name)
+    if target == "tokens":
+        return checked_tokens(values, name)
+    tensor = _tensor(values, name)
+    if tensor.ndim not in (1, 2) or 0 in tensor.shape[1:] or tensor.is_complex():
+        raise ValueError(
+            f"{name} must hold real numbers of shape (n,) or (n, k) for data.target = {target!r}, got {tensor.dtype} "
+            f"of shape {tuple(tensor.shape)}"
+        )
+    numbers = tensor.to(torch.float32, copy=True).reshape(len(tensor), -1)
+    if not bool(torch.isfinite(numbers).all()):
+        raise ValueError(f"{name} must be finite as float32: remove or fill records with NaN or an infinity")
+    if target == "labels" and not bool(((numbers == 0) | (numbers == 1)).all()):
+        raise ValueError(
+            f"{name} must hold zeros and ones for data.target = 'labels', one column per label; use 'real' for other "
+            "numbers"
+        )
+    return numbers
 
 
 def checked_labels(values: Array, name: str) -> torch.Tensor:
@@ -171,12 +351,12 @@ def checked_labels(values: Array, name: str) -> torch.Tensor:
     if tensor.ndim != 1:
         raise ValueError(
             f"{name} must have shape (n,), got {tuple(tensor.shape)}: use {name}.reshape(-1) for a column, "
-            f"{name}.argmax(1) for one-hot labels"
+            f"{name}.argmax(1) for one-hot labels, or set data.target = 'real' or 'labels' to predict several numbers"
         )
     if tensor.is_floating_point() or tensor.is_complex():
         raise TypeError(
             f"{name} must hold whole numbers, got {tensor.dtype}: for a numpy array of whole numbers use "
-            f"{name}.astype('int64'), for a torch tensor {name}.long()"
+            f"{name}.astype('int64'), for a torch tensor {name}.long(); to predict numbers set data.target = 'real'"
         )
     return tensor.to(torch.int64, copy=True)
 
@@ -205,6 +385,27 @@ def check_lengths(features: torch.Tensor, labels: torch.Tensor, x_name: str, y_n
         )
 
 
+def _number_of_outputs(
+    labels: torch.Tensor, target: Target, n_classes: int | None, classes: Sequence[str]
+) -> int:
+    """Return the number of classes, or of numbers to predict, which `n_classes` may state."""
+    if classes:
+        if n_classes not in (None, len(classes)):
+            raise ValueError(
+                f"data.n_classes = {n_classes} differs from the {len(classes)} named classes; leave it out"
+            )
+        return len(classes)
+    if target == "class":
+        return _number_of_classes(labels, n_classes)
+    columns = labels.shape[1]
+    if n_classes not in (None, columns):
+        raise ValueError(
+            f"data.n_classes = {n_classes} differs from the {columns} numbers per record of y; leave it out for "
+            f"data.target = {target!r}"
+        )
+    return columns
+
+
 def _number_of_classes(labels: torch.Tensor, n_classes: int | None) -> int:
     """Return the stated number of classes, or one more than the largest label."""
     least = int(labels.min())
@@ -217,6 +418,35 @@ def _number_of_classes(labels: torch.Tensor, n_classes: int | None) -> int:
     checks.integer(n_classes=classes, minimum=2, remedy="it counts all classes, also those without a record")
     check_range(labels, classes, "y")
     return classes
+
+
+def _vocabulary(
+    x: torch.Tensor, y: torch.Tensor, target: Target, stated: int | None, n_classes: int | None
+) -> int:
+    """Return the stated number of token values, or one more than the largest."""
+    seen = [x, y] if target == "tokens" else [x]
+    if target == "tokens" and None not in (stated, n_classes) and stated != n_classes:
+        raise ValueError(
+            f"data.vocabulary = {stated} and data.n_classes = {n_classes} are the same number if tokens are predicted; "
+            "give one of them"
+        )
+    if stated is None and target == "tokens":
+        stated = n_classes
+    size = 1 + max(int(tokens.max()) for tokens in seen) if stated is None else stated
+    checks.integer(vocabulary=size, minimum=2, remedy="it counts all tokens, also those that do not occur")
+    for tokens, name in zip(seen, ("x", "y"), strict=False):
+        _check_tokens(tokens, size, name)
+    return size
+
+
+def _check_tokens(tokens: torch.Tensor, vocabulary: int, name: str) -> None:
+    """Refuse tokens outside 0 .. vocabulary - 1."""
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"{name} must hold tokens from 0 to {vocabulary - 1}, got {low} to {high}: number them from 0, or state "
+            "data.vocabulary"
+        )
 
 
 def check_range(labels: torch.Tensor, n_classes: int, name: str) -> None:

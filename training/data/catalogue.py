@@ -7,6 +7,7 @@ as public. User-supplied data need constants that were chosen without looking at
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from training.data.arrays import from_arrays
 from training.data.dataset import DataError, Dataset, Standardisation
 from training.data.formats import ARCHIVE, VARIABLE, Parts, read_cifar10, read_labelled_images
 from training.data.splits import split_by_index
+from training.data.tables import file_dataset, standardisation_of
+from training.data.texts import load_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +56,24 @@ class Entry:
         full_scale: Value of a white pixel in the files; features are pixels divided by it, in [0, 1].
         standardisation: Public constants for features in [0, 1].
         read: Returns the pixels and labels.
+        channels: Colours of a pixel.
     """
 
     full_scale: float
     standardisation: Standardisation
     read: Callable[[], Parts]
+    channels: int = 1
+
+    def images(self, pixels: np.ndarray) -> torch.Tensor:
+        """Return pixels (n, d) in [0, 1], shape (n, channels, side, side); (n, d) if they are not square images."""
+        scaled = torch.from_numpy(pixels.astype(np.float32)) / self.full_scale
+        side = math.isqrt(scaled.shape[1] // self.channels)
+        shape = (self.channels, side, side)
+        return scaled.reshape(-1, *shape) if math.prod(shape) == scaled.shape[1] else scaled
 
 
 def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Dataset:
-    """Load the known data set that a configuration names.
+    """Load the known data set, or the file, that a configuration names.
 
     Args:
         options: Section `data` of the configuration.
@@ -70,7 +82,8 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
 
     Raises:
         DataError: The data set cannot be read.
-        ConfigError: The name stands for user-supplied arrays, or an option does not apply to a known data set.
+        ConfigError: The name stands for user-supplied arrays, or an option does not apply to the data set.
+        ModuleNotFoundError: A library that reads the file is missing.
         ValueError: The name is unknown.
     """
     if options.name == OWN_ARRAYS:
@@ -80,9 +93,22 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
             "stands for user-supplied arrays, which no file holds; give them again: "
             "opusim.train(..., data=(x, y)), with folder=... and resume=True to resume a run",
         )
-    if options.n_classes is not None:
-        reason = f"{options.n_classes} is for user-supplied arrays; leave it out for {options.name}"
-        raise ConfigError("configuration", "data.n_classes", reason)
+    if options.file_kind == "text":
+        return load_text(
+            options.file,
+            context=options.context,
+            tokenizer=None if options.tokenizer is None else Path(options.tokenizer),
+            validation_fraction=options.validation_fraction,
+            test=None if options.test is None else Path(options.test),
+            name=options.name,
+        )
+    if options.file_kind is not None:
+        return file_dataset(options, split or options.split or "index")
+    for key in ("n_classes", "target", "inputs", "vocabulary", "label", "classes"):
+        value = getattr(options, key)
+        if value not in (None, "auto", ()):
+            reason = f"{value!r} is for user-supplied data; leave it out for {options.name}"
+            raise ConfigError("configuration", f"data.{key}", reason)
     rule = split or options.split or "index"
     if rule == "id":
         reason = f"'id' is for arrays that are given with IDs; use 'index' or 'content' for {options.name}"
@@ -93,15 +119,6 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
         split_seed=options.split_seed,
         split=rule,
         standardise=standardisation_of(options) or options.standardise,
-    )
-
-
-def standardisation_of(options: DataConfig) -> Standardisation | None:
-    """Return the constants that a configuration states, or None if it states none."""
-    if options.mean is None or options.std is None:
-        return None
-    return Standardisation(
-        mean=options.mean, std=options.std, source="data.mean and data.std of the configuration"
     )
 
 
@@ -154,7 +171,7 @@ def load_dataset(
     entry = CATALOGUE[name]
     published = entry.standardisation if standardise else None
     constants = standardise if isinstance(standardise, Standardisation) else published
-    parts = {part: (_scaled(x, entry.full_scale), y) for part, (x, y) in entry.read().items()}
+    parts = {part: (entry.images(x), y) for part, (x, y) in entry.read().items()}
     return from_arrays(
         *parts["train"],
         name=name,
@@ -200,10 +217,6 @@ def download_labelled_images(source: OpenmlSource) -> Parts:
     x, y = pixels.astype(np.float32), labels.astype(np.int64)
     n = source.n_train
     return {"train": (x[:n], y[:n]), "test": (x[n:], y[n:])}
-
-
-def _scaled(pixels: np.ndarray, full_scale: float) -> torch.Tensor:
-    return torch.from_numpy(pixels.astype(np.float32)) / full_scale
 
 
 def _read_digits() -> Parts:
@@ -293,6 +306,7 @@ CATALOGUE: dict[str, Entry] = {
             source="over all channels, from the channels' own figures in common use, pixels / 255",
         ),
         read=_read_cifar10,
+        channels=3,
     ),
 }
 """Every known data set by name."""

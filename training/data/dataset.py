@@ -6,14 +6,19 @@ A map is public if it was fixed without the records that it is applied to. `Stan
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, Self
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from opusim.errors import OpusimError
+
+Target = Literal["class", "tokens", "real", "labels"]
+"""What a model predicts of a record: one class, a token at each position, real numbers, or a set of labels."""
 
 
 class DataError(OpusimError, ValueError):
@@ -111,22 +116,26 @@ class Split:
     """Some records of a data set, in a fixed order.
 
     Attributes:
-        x: Features, shape (n, d), float32.
-        y: Labels, shape (n,), int64, counted from 0.
+        x: Features, shape (n, d), float32; or tokens, shape (n, T), int64, counted from 0.
+        y: What to predict: classes, shape (n,), int64, counted from 0; tokens, shape (n, T), int64; real numbers or
+            labels 0 and 1, shape (n, k), float32.
     """
 
     x: torch.Tensor
     y: torch.Tensor
 
     def __post_init__(self) -> None:
-        if self.x.ndim != 2 or self.x.dtype != torch.float32:
+        x, y = self.x, self.y
+        if x.ndim != 2 or x.dtype not in (torch.float32, torch.int64):
             raise ValueError(
-                f"x must be float32 of shape (n, d), got {self.x.dtype} of shape {tuple(self.x.shape)}"
+                f"x must be float32 of shape (n, d), or int64 for tokens, got {x.dtype} of shape {tuple(x.shape)}"
             )
-        if self.y.shape != self.x.shape[:1] or self.y.dtype != torch.int64:
+        if y.ndim == 2 and (y.dtype == torch.float32 or y.dtype == x.dtype) and len(y) == len(x):
+            return
+        if y.shape != x.shape[:1] or y.dtype != torch.int64:
             raise ValueError(
-                f"y must be int64 of shape ({len(self.x)},), got {self.y.dtype} of shape "
-                f"{tuple(self.y.shape)}"
+                f"y must be int64 of shape ({len(x)},), or float32 of shape ({len(x)}, k), got {y.dtype} of shape "
+                f"{tuple(y.shape)}"
             )
 
     def __len__(self) -> int:
@@ -139,14 +148,23 @@ class Dataset:
 
     Attributes:
         name: Its name in reports.
-        n_classes: Number of classes; every label is below it.
+        n_classes: Number of outputs that a model of it has: classes, token values, real numbers or labels. Every class
+            and every token of y is below it.
         train: The records that a guarantee protects.
         validation: Records held out of the training set; empty if none were.
         test: Records that were never in the training set, or None if there are none.
         standardisation: The map already applied to all parts.
         components: The map that replaced the standardised features by fewer ones, or None if there was none.
-        split: The rule that separated train from validation: index, content or id (see `from_arrays`); given if the
-            caller supplied both parts, so that a guarantee covers only the records of `train`.
+        split: The rule that separated train from validation: index, content or id (see `from_arrays`); tail if
+            validation is the last part of a text; given if the caller supplied both parts, so that a guarantee covers
+            only the records of `train`.
+        record_shape: Shape of one record, whose numbers are a row of x in C order: (d,) for features, (c, h, w) for
+            images, (T,) for tokens. Empty stands for (d,).
+        target: What a model predicts of a record; it decides the shape of y (see `Split`).
+        vocabulary: Number of token values, each below it, if x holds tokens; else None.
+        classes: Names of the classes in the order of their numbers, if labels were given as strings.
+        columns: Names of the features, if records were given as a table.
+        origin: What `config.json` says of the file that the records were read from: JSON values.
     """
 
     name: str
@@ -156,12 +174,75 @@ class Dataset:
     test: Split | None
     standardisation: Standardisation
     components: PrincipalComponents | None = None
-    split: Literal["index", "content", "id", "given"] = "given"
+    split: Literal["index", "content", "id", "tail", "given"] = "given"
+    record_shape: tuple[int, ...] = ()
+    target: Target = "class"
+    vocabulary: int | None = None
+    classes: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.record_shape:
+            object.__setattr__(self, "record_shape", (self.n_features,))
+        if math.prod(self.record_shape) != self.n_features:
+            raise ValueError(
+                f"record_shape = {self.record_shape} does not hold the {self.n_features} numbers of a record; give the "
+                "shape of one record"
+            )
+        if self.holds_tokens != (self.vocabulary is not None):
+            raise ValueError(
+                f"vocabulary = {self.vocabulary} with x of {self.train.x.dtype}; give the number of token values for "
+                "int64 x, and None for float32 x"
+            )
+        for part in (self.train, self.validation, self.test):
+            if part is not None:
+                _check_target(part, self.target, self.n_classes)
 
     @property
     def n_features(self) -> int:
-        """Number of features of a record."""
+        """Number of features of a record, or of its tokens."""
         return self.train.x.shape[1]
+
+    @property
+    def holds_tokens(self) -> bool:
+        """Whether x holds tokens instead of features."""
+        return self.train.x.dtype == torch.int64
+
+
+def _check_target(part: Split, target: Target, n_outputs: int) -> None:
+    """Refuse y of another shape or type than its target has."""
+    x, y = part.x, part.y
+    shape = {"class": (len(x),), "tokens": tuple(x.shape)}.get(target, (len(x), n_outputs))
+    dtype = torch.int64 if target in ("class", "tokens") else torch.float32
+    if tuple(y.shape) != shape or y.dtype != dtype:
+        raise ValueError(
+            f"target = {target!r} takes y of {dtype} and shape {shape}, got {y.dtype} of shape {tuple(y.shape)}"
+        )
+
+
+def is_text(y: object) -> TypeGuard[np.ndarray]:
+    """Return whether labels are an array of strings."""
+    if not isinstance(y, np.ndarray) or y.ndim != 1:
+        return False
+    return y.dtype.kind in "UT" or (y.dtype.kind == "O" and all(isinstance(name, str) for name in y))
+
+
+def numbered(y: np.ndarray, classes: Sequence[str], name: str) -> np.ndarray:
+    """Return the numbers of named classes, shape (n,), int64.
+
+    Raises:
+        ValueError: A name is not among the classes.
+    """
+    numbers = {known: number for number, known in enumerate(classes)}
+    texts = [str(value) for value in y]
+    unknown = next((text for text in texts if text not in numbers), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{name} holds {unknown!r}, which is none of the {len(classes)} classes {', '.join(classes[:8])}; remove "
+            "such records, or name it in data.classes"
+        )
+    return np.array([numbers[text] for text in texts], dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,4 +324,5 @@ def reduced(dataset: Dataset, components: PrincipalComponents) -> Dataset:
         validation=transform(dataset.validation),
         test=None if dataset.test is None else transform(dataset.test),
         components=components,
+        record_shape=(),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib
 import io
 import lzma
 import math
@@ -35,6 +36,25 @@ _UNSIGNED_BYTE = 8
 _IDX_BYTES_LIMIT = 2**31
 """Bytes of elements; the images of the largest set in this format, EMNIST, take 0.6 of 2^30."""
 _DOWNLOAD_AGAIN = "delete this file and download it again; nothing else is lost"
+
+
+def required_library(name: str, extra: str, what: str) -> Any:
+    """Import an optional library when it is needed.
+
+    Args:
+        name: Of its module.
+        extra: The extra of opusim that installs it.
+        what: What needs it, for the message.
+
+    Raises:
+        ModuleNotFoundError: It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"{what} needs the library {name}, which is missing: pip install 'opusim[{extra}]'"
+        ) from error
 
 
 def read_idx(path: Path, *, n_dimensions: int) -> np.ndarray:

@@ -8,28 +8,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
-import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
 from accounting.records.mechanisms import RecordCentral, RecordReplaced, Unprotected
 from opusim.devices.base import NoisyDevice
+from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
 from training.config.run import RunConfig
 from training.config.sections import TrainerSection
 from training.data import Dataset
-from training.data.splits import Ids
+from training.data.dataset import Target
+from training.data.tables import Arrays
 from training.engine.trainer import Trainer
 from training.networks.base import Network
 from training.protections.base import Applied, PrivateGradients, Protection, SoftLabels
 from training.protections.planning import Plan, Updates
 from training.runs.folder import RunFolder
 
-Array = np.ndarray | Tensor
-Arrays = tuple[Array, Array] | tuple[Array, Array, Ids]
-"""User-supplied data: features and class numbers, and for data.split = 'id' an ID of each record."""
 OptionsT = TypeVar("OptionsT", bound=TrainerSection)
 NetworkT = TypeVar("NetworkT", bound=Network)
 TrainerT = TypeVar("TrainerT", bound=Trainer)
@@ -77,6 +75,8 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         noise_guess: Where the search for the noise multiplier starts, above 0.
     """
 
+    targets: ClassVar[tuple[Target, ...]] = ("class",)
+    """What the trainer predicts of a record; one that names "tokens" also takes records that hold tokens."""
     applies: ClassVar[frozenset[Applied]] = frozenset()
     """How the trainer carries out a protection; nothing by default."""
     uses_public_randomness: ClassVar[bool] = False
@@ -271,6 +271,29 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
     def equivalent_noise(self, noise_multiplier: float) -> float:
         """Return the noise multiplier at which a step's guarantee is that of one Gaussian release at the given one."""
         return noise_multiplier
+
+
+def require_target(config: RunConfig, dataset: Dataset) -> None:
+    """Refuse records that the run's trainer or protection does not take, before a network is built.
+
+    Raises:
+        ConfigError: `Algorithm.targets` lacks what is predicted of them, they hold tokens and it lacks tokens, or their
+            labels are protected and are no classes.
+    """
+    kind, found = config.trainer.kind, dataset.target
+    taken = config.trainer.implementation().targets
+    if found not in taken:
+        reason = (
+            f"{found!r} is not what trainer.kind = {kind!r} learns, which is {' or '.join(map(repr, taken))}; take "
+            "trainer.kind = 'bp', 'dfa', 'tdfa' or 'pdfa' with a model of your own"
+        )
+        raise ConfigError("configuration", "data.target", reason)
+    if dataset.holds_tokens and "tokens" not in taken:
+        reason = f"'tokens' is not what trainer.kind = {kind!r} takes; give features, as float32"
+        raise ConfigError("configuration", "data.inputs", reason)
+    if config.protection.protects == "labels" and found != "class":
+        reason = f"{config.protection.kind!r} protects class numbers, and data.target is {found!r}; take another one"
+        raise ConfigError("configuration", "protection.kind", reason)
 
 
 def require_applied(algorithm: Algorithm[Any, Any, Any]) -> None:

@@ -21,7 +21,7 @@ from training.config.kinds import KINDS
 from training.config.reading import flat, load_config
 from training.config.run import RunConfig
 from training.data import Dataset
-from training.engine.algorithm import Arrays
+from training.data.tables import OwnData, OwnTest
 from training.engine.loop import Engine, Watcher, deferred_interrupt, torch_threads
 from training.engine.plan import (
     RunPlan,
@@ -44,7 +44,9 @@ _NO_FOLDER = "resume needs folder, that of the run to resume"
 def train(
     config: RunConfig | str | Path | Mapping[str, Any] | None = None,
     *,
-    data: Arrays | Dataset | None = None,
+    data: OwnData | Dataset | None = None,
+    test: OwnTest | None = None,
+    label: str | Sequence[str] | None = None,
     model: nn.Module | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
@@ -56,14 +58,19 @@ def train(
 
     Args:
         config: A RunConfig, a TOML file, a mapping, or None for the defaults (PDFA on digits).
-        data: (x, y) with x of shape (n, d) and class numbers y of shape (n,), numpy or torch; (x, y, ids) with an ID
-            of each record, by which data.split = 'id' holds records out; or a Dataset, whose parts are taken as they
-            are; None loads the data set that the configuration names.
+        data: (x, y) with x of shape (n, d) or of images (n, c, h, w) and class numbers y of shape (n,), numpy or torch
+            (data.target has other things to predict); (x, y, ids) with an ID of each record, by which data.split =
+            'id' holds records out; a TensorDataset; a DataFrame, with `label`; or a Dataset, whose parts are taken as
+            they are; None loads the data set or the file that the configuration names. Labels may be strings, which
+            are numbered in sorted order.
+        test: Test records that go with user-supplied data, in the same form.
+        label: The column of a DataFrame to predict, or several for data.target = 'real' or 'labels'; the others are
+            features. None takes data.label.
         model: A module to train in place, of a type that the trainer takes (feedback trainers: an nn.Sequential of
             nn.Linear and activations; ulr: an nn.Sequential of any modules); None builds the configuration's network.
         folder: The run folder; None takes a new one under ./runs.
         resume: Resume the unfinished run in `folder`, under its own configuration; data and model are given
-            again if they were given at first.
+            again if they were given at first, and so is test.
         moved: Confirms that no other copy of the folder was or will be resumed. A release run needs it if its folder
             was moved or restored by copying: no ledger counts what two copies release.
         settings: Lines "key=value" over the configuration.
@@ -80,9 +87,9 @@ def train(
         _stored(config, settings, folder) if resume else load_config(config, settings)
     )
     resolved, data, model = default_inputs(resolved, data, model)
-    resolved = with_own_data(resolved, data)
+    resolved = with_own_data(resolved, data, label)
     run_folder = None if folder is None else RunFolder(own_folder(Path(folder)))
-    records = load_data(resolved, data)
+    records = load_data(resolved, data, test)
     return train_on(resolved, records, run_folder, model=model, resume=resume, moved=moved, watcher=watcher)
 
 
@@ -178,7 +185,7 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
 
 def _new_folder(config: RunConfig) -> RunFolder:
     """Return a new folder of a name that no other process has: runs/pdfa-digits-1, -2, ..."""
-    stem = f"{config.trainer.kind}-{config.data.name}"
+    stem = f"{config.trainer.kind}-{config.data.short_name}"
     for number in itertools.count(1):
         folder = RunFolder.claimed(own_folder(Path("runs") / f"{stem}-{number}"))
         if folder is not None:
@@ -209,16 +216,29 @@ def _kinds(plan: RunPlan) -> list[tuple[str, str]]:
 
 def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     """Return what `config.json` says of the data; in release mode no number of records that the relation hides."""
-    facts: dict[str, Any] = {"name": dataset.name, "n_classes": dataset.n_classes, "split": dataset.split}
+    facts: dict[str, Any] = {
+        "name": dataset.name,
+        "n_classes": dataset.n_classes,
+        "split": dataset.split,
+        "target": dataset.target,
+        "record_shape": list(dataset.record_shape),
+        "vocabulary": dataset.vocabulary,
+        "classes": list(dataset.classes),
+        "columns": list(dataset.columns),
+    }
     if config.mode == "experiment" or config.relation is not Adjacency.ADD_OR_REMOVE_ONE:
         facts |= {
             "n_train": len(dataset.train),
             "n_validation": len(dataset.validation),
             "n_test": 0 if dataset.test is None else len(dataset.test),
         }
+        if dataset.origin:
+            facts["origin"] = dict(dataset.origin)
     facts["standardisation"] = asdict(dataset.standardisation)
     if config.mode == "experiment":
         facts["fingerprint"] = fingerprint(dataset.train)
+        if dataset.test is not None:
+            facts["test_fingerprint"] = fingerprint(dataset.test)
     return facts
 
 

@@ -92,8 +92,12 @@ class Slice:
 
 
 def one_to_one(error: Extent, point: Extent, rows: Rows) -> bool:
-    """Whether every row of a point has its own row of the error."""
-    return rows != "sum" and error.records * error.positions == point.records * point.positions
+    """Whether every row of a point has its own row of the error, in the same order."""
+    same = (error.records, error.positions) == (point.records, point.positions)
+    flattened = 1 in (error.positions, point.positions)  # one of them has positions among its records
+    return rows != "sum" and (
+        same or (flattened and error.records * error.positions == point.records * point.positions)
+    )
 
 
 def arrange(
@@ -151,9 +155,16 @@ def chosen_rows(error: Tensor, rows: Rows, *, seed: int) -> tuple[Tensor, Tensor
 
 
 def spread(
-    reading: Tensor, part: Slice, error: Extent, point: Extent, drawn: Tensor | None, rows: Rows
+    reading: Tensor,
+    part: Slice,
+    error: Extent,
+    point: Extent,
+    *,
+    drawn: Tensor | None,
+    rows: Rows,
+    gain: float,
 ) -> Tensor:
-    """Return the feedback of one point before the gain, shape (records, positions, channels).
+    """Return the feedback of one point, shape (records, positions, channels).
 
     Args:
         reading: Outputs of B for the chosen rows, shape (records, chosen, n_outputs).
@@ -162,14 +173,15 @@ def spread(
         point: Sizes of the point's output.
         drawn: Positions of the chosen rows, or None if there are all.
         rows: Which rows were projected.
+        gain: Factor on the feedback, besides the width's.
     """
     own = reading[..., part.offset : part.end]
     if drawn is not None:
-        own = own * (error.positions / len(drawn))
+        gain *= error.positions / len(drawn)
     if one_to_one(error, point, rows):
         if drawn is not None:
             own = own.new_zeros(error.records, error.positions, own.shape[2]).index_copy_(1, drawn, own)
-        return (own / part.channels**0.5).reshape(point)
+        return (own * (gain / part.channels**0.5)).reshape(point)
     total = own.sum(dim=1)  # (records, channels x positions with their own outputs)
-    total = total / (part.channels * point.positions) ** 0.5
+    total = total.mul_(gain / (part.channels * point.positions) ** 0.5)
     return total.view(len(total), part.positions, part.channels).expand(tuple(point))

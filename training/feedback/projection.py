@@ -109,10 +109,10 @@ class RelativeTernary(Encoding):
 
     def __call__(self, error: Tensor) -> Encoded:
         """See Encoding."""
-        rms = error.square().mean(dim=1, keepdim=True).sqrt_()
+        rms = torch.linalg.vector_norm(error, dim=1, keepdim=True) / error.shape[1] ** 0.5
         shown = error.abs() > self._threshold * rms
         frames = error.sign().mul_(shown)
-        sums = (error * frames).sum(dim=1, keepdim=True)
+        sums = torch.linalg.vecdot(error, frames)[:, None]
         return Encoded(frames=frames[None], scale=sums / shown.sum(dim=1, keepdim=True).clamp_min(1))
 
 

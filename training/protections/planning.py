@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
 from accounting.theorems import require_poisson
 from training.config.run import RunConfig, split_refusal
 from training.config.sections import ProtectionSection
 from training.data import Dataset
-from training.data.catalogue import OWN_ARRAYS
 from training.data.samplers import Sampler
 
 
@@ -80,7 +80,8 @@ def require_covered(plan: Plan) -> None:
             protected.
     """
     config, dataset, options = plan.config, plan.dataset, plan.config.protection
-    if dataset.split != "given" and dataset.split not in config.fitting_splits:
+    by_position = () if config.relation is Adjacency.ADD_OR_REMOVE_ONE else ("tail",)
+    if dataset.split not in ("given", *by_position, *config.fitting_splits):
         raise NoGuarantee(split_refusal(config, dataset.split))
     if options.poisson:
         require_poisson(plan.sampler.scheme, by=f"protection.kind = {options.kind!r}")
@@ -94,9 +95,32 @@ def require_covered(plan: Plan) -> None:
             f"data.components = {config.data.components}: principal components are computed from the private records, "
             "which no guarantee covers; leave it out"
         )
-    if config.data.name == OWN_ARRAYS and config.data.n_classes is None:
+    if config.data.is_own:
+        _require_stated_numbers(config, dataset)
+
+
+def _require_stated_numbers(config: RunConfig, dataset: Dataset) -> None:
+    """Refuse user-supplied records whose number or names of classes, or number of token values, are read off them.
+
+    Raises:
+        NoGuarantee: One of them is.
+    """
+    stated, target = config.data, dataset.target
+    if dataset.classes and not stated.classes:
+        raise NoGuarantee(
+            "data.classes is missing: the names of the classes would be read off the private labels; state them"
+        )
+    if target == "class" and stated.n_classes is None and not stated.classes:
         raise NoGuarantee(
             "data.n_classes is missing: the number of classes would be read off the private labels; state it"
+        )
+    if (
+        dataset.holds_tokens
+        and stated.vocabulary is None
+        and (target != "tokens" or stated.n_classes is None)
+    ):
+        raise NoGuarantee(
+            "data.vocabulary is missing: the number of token values would be read off the private records; state it"
         )
 
 

@@ -7,7 +7,7 @@ user-supplied arrays.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from accounting.guarantee import Guarantee
 from training.config.run import LossName, RunConfig
-from training.data import Split, load_dataset
-from training.data.arrays import check_lengths, check_range, checked_features, checked_labels
-from training.data.catalogue import OWN_ARRAYS
+from training.config.sections import DataConfig
+from training.data import Dataset, Split
+from training.data.arrays import RecordForm, standardised
+from training.data.catalogue import OWN_ARRAYS, build_dataset
 from training.data.dataset import DataError, PrincipalComponents, Standardisation
 from training.data.formats import read_arrays
+from training.data.tables import Frame, feature_array, is_frame, read_frame, table_of
+from training.data.texts import bits_per_byte
 from training.errors import RunFolderError
 from training.networks.functions import LOSSES
 from training.runs.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
@@ -85,7 +88,7 @@ class Run:
 
     @property
     def n_features(self) -> int:
-        """Features per record, as the run takes them."""
+        """Numbers per record, as the run takes them."""
         if self._components is not None:
             return self._components.n_features
         return int(self.facts["network"]["n_inputs"])
@@ -109,27 +112,38 @@ class Run:
         """Final figures, or None if the run is not finished."""
         return self.folder.read_summary()
 
-    def predict(self, x: np.ndarray | Tensor) -> np.ndarray | Tensor:
-        """Predict the classes of records.
+    def predict(self, x: np.ndarray | Tensor | Frame) -> np.ndarray | Tensor:
+        """Predict the classes of records, or what else the run was trained to predict.
 
         Args:
-            x: Features as they were given to training (this method standardises them), shape (n, d).
+            x: Records as they were given to training (this method standardises them): features of shape (n, d), images
+                (n, c, h, w), tokens (n, T), or a DataFrame with the columns of the training records.
 
         Returns:
-            Class numbers, shape (n,), int64; numpy for numpy input, torch for torch input.
+            By data.target: class numbers, shape (n,), int64; tokens, shape (n, T), int64; real numbers, shape (n, k),
+            float32; whether each label holds, shape (n, k), bool. torch for torch input, else numpy.
 
         Raises:
             ValueError: The shape is wrong, or a value is not finite.
         """
-        classes = model_outputs(self.model, self._prepared(x)).argmax(dim=1)
-        return classes.numpy() if isinstance(x, np.ndarray) else classes
+        features = feature_array(x, self.columns, "x") if is_frame(x) else x
+        outputs = model_outputs(self.model, self._prepared(self.form.features(features, "x")))
+        found = outputs
+        if self.form.target in ("class", "tokens"):
+            found = outputs.argmax(dim=-1)
+        elif self.form.target == "labels":
+            found = outputs > 0
+        return found if isinstance(x, Tensor) else found.numpy()
 
-    def evaluate(self, x: np.ndarray | Tensor, y: np.ndarray | Tensor) -> dict[str, float]:
+    def evaluate(
+        self, x: np.ndarray | Tensor | Frame, y: np.ndarray | Tensor | None = None
+    ) -> dict[str, float]:
         """Measure loss and accuracy on user-supplied records.
 
         Args:
-            x: Features as for `predict`.
-            y: Class numbers, shape (n,).
+            x: Records as for `predict`.
+            y: What is to be predicted, as it was given to training, such as class numbers of shape (n,); None for the
+                next tokens of x (n, T + 1), and for a DataFrame with the column of the labels.
 
         Returns:
             {"loss": mean loss, "accuracy": share of correct classes, in [0, 1]}.
@@ -137,19 +151,40 @@ class Run:
         Raises:
             ValueError: A shape is wrong, or a value is out of range.
         """
-        features, labels = self._prepared(x), checked_labels(y, "y")
-        check_lengths(features, labels, "x", "y")
-        check_range(labels, self.facts["data"]["n_classes"], "y")
-        return evaluate_split(self.model, Split(features, labels), self.config.loss)
+        if is_frame(x):
+            label = self.config.data.label
+            table = table_of(x, label, "x", columns=self.columns, as_text=bool(self.classes))
+            records = self.form.records(table.x, table.y)
+        else:
+            records = self.form.records(x, y)
+        return evaluate_split(self.model, Split(self._prepared(records.x), records.y), self.config.loss)
 
-    def _prepared(self, x: np.ndarray | Tensor) -> Tensor:
-        features = checked_features(x, "x")
-        if features.shape[1] != self.n_features:
-            raise ValueError(
-                f"x has {features.shape[1]} features per record; this run takes (n, {self.n_features})"
-            )
-        standardised = read_standardisation(self.facts["data"]).apply(features)
-        return standardised if self._components is None else self._components.apply(standardised)
+    @property
+    def form(self) -> RecordForm:
+        """What records hold and what is predicted of them, by which further ones are read."""
+        facts = self.facts["data"]
+        return RecordForm(
+            target=facts.get("target", "class"),  # older runs know only classes
+            n_classes=facts["n_classes"],
+            n_features=self.n_features,
+            vocabulary=facts.get("vocabulary"),
+            classes=self.classes,
+        )
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes in the order of their numbers, if the labels were strings; else empty."""
+        return tuple(self.facts["data"].get("classes", ()))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the features, if the run was trained on a table; else empty."""
+        return tuple(self.facts["data"].get("columns", ()))
+
+    def _prepared(self, x: Tensor) -> Tensor:
+        """Return records in the standardised features or components that the model takes."""
+        x = standardised(x, read_standardisation(self.facts["data"]))
+        return x if self._components is None else self._components.apply(x)
 
 
 def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:
@@ -199,11 +234,12 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
 
     Args:
         path: The run folder.
-        data: Name of a known data set, whose test records are used; None takes the run's own.
+        data: Name of a known data set, whose test records are used, or a file (``csv:PATH``, ``parquet:PATH``,
+            ``text:PATH``), all of whose records are used; None takes the run's own test records.
         arrays: An .npz file with x (n, d) and y (n,) to use instead.
 
     Returns:
-        {"data": name, "records": n, "loss": ..., "accuracy": ...}.
+        {"data": name, "records": n, "loss": ..., "accuracy": ...}, and "bits_per_byte" for the cross-entropy of a text.
 
     Raises:
         DataError: The records cannot be read, or the run was trained on user-supplied arrays and none are given.
@@ -224,21 +260,62 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
             f"run {path} was trained on user-supplied arrays; give test records with --arrays FILE.npz"
         )
     name = data or run.config.data.name
-    split = _test_records(run, name)
-    return {"data": name, "records": len(split), **run.evaluate(split.x, split.y)}
+    options = DataConfig(name=name, split_seed=run.config.data.split_seed)
+    if options.file_kind in ("csv", "parquet"):
+        return _evaluate_table(run, options)
+    dataset, part = _other_records(run, name)
+    split = getattr(dataset, part)
+    figures = run.evaluate(split.x, split.y)
+    if run.config.loss == "cross-entropy" and "bytes_per_token" in dataset.origin:
+        figures["bits_per_byte"] = bits_per_byte(figures["loss"], dataset.origin["bytes_per_token"][part])
+    return {"data": dataset.name, "records": len(split), **figures}
 
 
-def _test_records(run: Run, name: str) -> Split:
-    """Load the test records of a known data set, with features in [0, 1] as the run's standardisation expects."""
-    dataset = load_dataset(name, split_seed=run.config.data.split_seed, standardise=False)
+def _evaluate_table(run: Run, options: DataConfig) -> dict[str, Any]:
+    """Measure a run on a file, or on that of its own data.test if the file is the one that it was trained on."""
+    path, own = options.file, run.config.data
+    if options.name == own.name:
+        if own.test is None:
+            raise DataError(
+                f"run {run.folder.path} has no test records; give some with --data {options.file_kind}:PATH, or train "
+                "with data.test"
+            )
+        path = Path(own.test)
+    frame = read_frame(path, options)
+    return {"data": path.name, "records": len(frame), **run.evaluate(frame)}
+
+
+def _other_records(run: Run, name: str) -> tuple[Dataset, Literal["train", "test"]]:
+    """Load records to evaluate a run on, with features as its standardisation expects them, and say which part it is.
+
+    Raises:
+        DataError: They cannot be read, have another number of features, or hold no test records.
+    """
+    own, part = run.config.data, "test"
+    options = DataConfig(name=name, split_seed=own.split_seed)
+    if options.file_kind is not None:
+        changes: dict[str, Any] = {"name": name}
+        if name != own.name:  # then all of the file is for the test
+            changes |= {"test": None, "validation_fraction": 0.0}
+            part = "train"
+        options = own.model_copy(update=changes)
+    raw = {"standardise": False, "mean": None, "std": None}
+    dataset = build_dataset(options.model_copy(update=raw))
     if dataset.n_features != run.n_features:
         raise DataError(
             f"data set {name} has {dataset.n_features} features, the run's network takes "
             f"{run.n_features}; evaluate it on data with as many features"
         )
+    if part == "train":
+        return dataset, "train"
     if dataset.test is None:
-        raise DataError(f"data set {name} has no test records; give some with --arrays FILE.npz")
-    return dataset.test
+        raise DataError(
+            f"data set {name} has no test records; give some with --data {options.file_kind}:PATH, or train with "
+            "data.test"
+            if options.file_kind
+            else f"data set {name} has no test records; give some with --arrays FILE.npz"
+        )
+    return dataset, "test"
 
 
 def read_npz(

@@ -252,7 +252,7 @@ def test_a_data_set_that_was_split_before_must_fit_too(tmp_path: Path) -> None:
     )  # no record was held out: the statement is about these
     run = training.train(known, data=given, folder=tmp_path / "given")
     assert run.facts["data"]["split"] == "given"
-    with pytest.raises(ConfigError, match=r"'content' is not how the given Dataset was split \(given\)"):
+    with pytest.raises(ConfigError, match=r"'content' is not that of the given Dataset \(given\)"):
         load_data(load_config(merged(ADDED, {"data": {"split": "content"}})), given)
 
 
@@ -282,7 +282,7 @@ def test_ids_that_come_with_the_arrays_decide(tmp_path: Path) -> None:
     assert found.guarantees[0].adjacency is Adjacency.ADD_OR_REMOVE_ONE
     with pytest.raises(ConfigError, match="'id' needs IDs, and none were given"):
         audit_run(tmp_path / "run", data=(x, y), trials=40)
-    with pytest.raises(ConfigError, match=r"'id' is not how the given Dataset was split \(content\)"):
+    with pytest.raises(ConfigError, match=r"'id' is not that of the given Dataset \(content\)"):
         audit_run(tmp_path / "run", data=split_before("content"), trials=40)
     with pytest.raises(ConfigError, match="'content' does not look at IDs, and some were given; use 'id'"):
         load_data(load_config(merged(ADDED, {"data": {"split": "content"}})), (x, y, ids))

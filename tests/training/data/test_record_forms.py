@@ -1,0 +1,191 @@
+"""Records of other forms than (n, d) with classes: images, tokens, real numbers, sets of labels, own test records."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import opusim
+from opusim.errors import ConfigError
+from training.data import Dataset, Split, from_arrays, load_dataset
+from training.data.dataset import Standardisation
+from training.engine.plan import fingerprint
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.normal(size=(20, 3, 4, 5)).astype("float32")
+TOKENS = RNG.integers(0, 7, size=(20, 6))
+CLASSES = np.arange(20) % 4
+CONFIG = {"trainer": {"kind": "bp"}, "model": {"hidden": [8]}, "epochs": 1, "sampler": {"batch_size": 5}}
+
+
+def _load(x: Any, y: Any, **changes: Any) -> Dataset:
+    return from_arrays(x, y, **({"validation_fraction": 0.25, "split_seed": 1} | changes))
+
+
+class TestShapes:
+    def test_an_image_keeps_its_shape_and_its_row(self) -> None:
+        data, flat = _load(IMAGES, CLASSES), _load(IMAGES.reshape(20, -1), CLASSES)
+        assert (data.record_shape, flat.record_shape) == ((3, 4, 5), (60,))
+        assert (data.target, data.vocabulary) == ("class", None)
+        assert fingerprint(data.train) == fingerprint(flat.train)
+        images = data.train.x.reshape(-1, *data.record_shape)
+        assert any(torch.equal(images[0], torch.from_numpy(image)) for image in IMAGES)
+
+    def test_a_sequence_of_vectors_keeps_its_shape(self) -> None:
+        assert _load(IMAGES[:, 0], CLASSES).record_shape == (4, 5)
+
+    def test_content_of_an_image_decides_as_that_of_its_row(self) -> None:
+        one, other = (_load(x, CLASSES, split="content").train.x for x in (IMAGES, IMAGES.reshape(20, -1)))
+        assert torch.equal(one, other)
+
+    def test_known_images_have_a_shape(self) -> None:
+        assert load_dataset("digits", split_seed=0).record_shape == (1, 8, 8)
+
+    def test_a_shape_that_does_not_hold_a_record_is_refused(self) -> None:
+        data = _load(IMAGES, CLASSES)
+        with pytest.raises(ValueError, match="does not hold the 60 numbers"):
+            Dataset(**{**vars(data), "record_shape": (3, 4, 4)})
+
+
+class TestTokens:
+    def test_the_next_token_is_the_default_target(self) -> None:
+        data = _load(TOKENS, None, validation_fraction=0.0)
+        assert (data.target, data.n_classes, data.vocabulary, data.record_shape) == ("tokens", 7, 7, (5,))
+        assert (data.train.x.dtype, data.train.y.dtype) == (torch.int64, torch.int64)
+        assert torch.equal(data.train.x[:, 1:], data.train.y[:, :-1])
+        assert data.standardisation == Standardisation.identity()
+
+    @pytest.mark.parametrize("y", [TOKENS[:, ::-1].copy(), TOKENS])
+    def test_whole_numbers_of_the_same_shape_are_tokens(self, y: np.ndarray) -> None:
+        data = _load(TOKENS, y, n_classes=9)
+        assert (data.target, data.n_classes, data.vocabulary) == ("tokens", 9, 9)
+
+    def test_whole_numbers_with_classes_stay_features(self) -> None:
+        data = _load(TOKENS, CLASSES)
+        assert (data.target, data.train.x.dtype, data.vocabulary) == ("class", torch.float32, None)
+
+    def test_tokens_may_have_a_class(self) -> None:
+        data = _load(TOKENS.astype("uint8"), CLASSES, inputs="tokens", vocabulary=100)
+        assert (data.target, data.n_classes, data.vocabulary) == ("class", 4, 100)
+        assert data.train.x.dtype == torch.int64
+
+
+class TestNumbersAndLabels:
+    def test_real_numbers_become_columns(self) -> None:
+        data = _load(IMAGES, np.arange(20) / 3, target="real", validation_fraction=0.0)
+        assert (data.target, data.n_classes, data.train.y.shape) == ("real", 1, (20, 1))
+        assert sorted(data.train.y[:, 0].tolist()) == (np.arange(20) / 3).astype("float32").tolist()
+
+    @pytest.mark.parametrize("dtype", ["bool", "float64", "int64"])
+    def test_labels_are_zeros_and_ones(self, dtype: str) -> None:
+        data = _load(IMAGES, (np.eye(4)[CLASSES] + np.eye(4)[0] > 0).astype(dtype), target="labels")
+        assert (data.target, data.n_classes, data.train.y.dtype) == ("labels", 4, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "changes", "message"),
+    [
+        (IMAGES, np.arange(20) / 3, {}, "set data.target = 'real'"),
+        (IMAGES, np.eye(4)[CLASSES], {}, "set data.target = 'real' or 'labels'"),
+        (IMAGES, None, {}, "x must hold tokens, which are whole numbers, got torch.float32"),
+        (TOKENS, None, {"target": "real"}, "y is missing, which data.target = 'real' needs"),
+        (TOKENS, TOKENS[:, :3], {"target": "tokens"}, "y has 3 tokens per record and x 6"),
+        (TOKENS[:, :1], None, {}, "x has one token per record"),
+        (TOKENS, None, {"n_classes": 5}, "x must hold tokens from 0 to 4, got 0 to 6"),
+        (TOKENS - 1, None, {}, "got -1 to 5: number them from 0"),
+        (TOKENS, None, {"n_classes": 8, "vocabulary": 9}, "are the same number if tokens are predicted"),
+        (TOKENS, None, {"standardise": Standardisation(mean=0, std=1, source="")}, "x holds tokens"),
+        (TOKENS, TOKENS, {"inputs": "features"}, "has no next token"),
+        (IMAGES, CLASSES, {"vocabulary": 9}, "data.vocabulary = 9 is for tokens"),
+        (IMAGES, np.full(20, np.nan), {"target": "real"}, "y must be finite"),
+        (IMAGES, np.full((20, 2), 0.5), {"target": "labels"}, "y must hold zeros and ones"),
+        (IMAGES, np.zeros((20, 2)), {"target": "real", "n_classes": 3}, "differs from the 2 numbers"),
+        (IMAGES, np.zeros((20, 2, 2)), {"target": "real"}, "of shape (n,) or (n, k)"),
+        (
+            IMAGES,
+            np.zeros((20, 2)),
+            {"target": "real", "test": (IMAGES, np.zeros(20))},
+            "test[1] has 1 numbers per record, and 2 are predicted",
+        ),
+        (TOKENS, None, {"n_classes": 7, "test": (TOKENS + 1, None)}, "test[0] must hold tokens from 0 to 6"),
+        (TOKENS, None, {"test": (TOKENS[:, :3], None)}, "test[0] has 2 tokens per record"),
+    ],
+)
+def test_what_does_not_fit_is_named(x: Any, y: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        _load(x, y, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"y": torch.zeros(4, 3)}, "target = 'class' takes y"),
+        ({"x": torch.zeros(4, 2, dtype=torch.int64)}, "vocabulary = None with x of torch.int64"),
+    ],
+)
+def test_a_dataset_of_parts_that_contradict_each_other_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    parts = {"x": torch.zeros(4, 2), "y": torch.zeros(4, dtype=torch.int64)} | changes
+    part = Split(**parts)
+    identity = Standardisation.identity()
+    with pytest.raises(ValueError, match=message):
+        Dataset(name="x", n_classes=3, train=part, validation=part, test=None, standardisation=identity)
+
+
+class TestRuns:
+    def test_images_train_predict_and_evaluate_like_their_rows(self, tmp_path: Path) -> None:
+        rows = IMAGES.reshape(20, -1)
+        runs = [
+            opusim.train(CONFIG, data=(x, CLASSES), test=(x, CLASSES), folder=tmp_path / str(x.ndim))
+            for x in (IMAGES, rows)
+        ]
+        for x in (IMAGES, rows):
+            assert np.array_equal(runs[0].predict(x), runs[1].predict(rows))
+            assert runs[0].evaluate(x, CLASSES) == runs[1].evaluate(rows, CLASSES)
+        facts = runs[0].facts["data"]
+        assert (facts["record_shape"], facts["target"], facts["n_test"]) == ([3, 4, 5], "class", 20)
+        assert runs[0].summary is not None
+        assert runs[0].summary["test_accuracy"] == runs[0].evaluate(rows, CLASSES)["accuracy"]
+
+    def test_test_records_go_with_arrays_only(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"goes with data=\(x, y\)"):
+            opusim.train(CONFIG, test=(IMAGES, CLASSES), folder=tmp_path / "run")
+
+    @pytest.mark.parametrize(
+        ("kind", "changes", "data", "message"),
+        [
+            (
+                "ulr",
+                {"target": "real"},
+                (IMAGES, CLASSES),
+                "data.target: 'real' is not what trainer.kind = 'ulr'",
+            ),
+            ("convex", {}, (TOKENS, None), "data.target: 'tokens' is not what trainer.kind = 'convex'"),
+            ("zo", {"inputs": "tokens"}, (TOKENS, CLASSES), "data.inputs: 'tokens' is not what"),
+        ],
+    )
+    def test_a_trainer_of_classes_refuses_other_targets(
+        self, kind: str, changes: dict[str, Any], data: Any, message: str, tmp_path: Path
+    ) -> None:
+        config = {"trainer": {"kind": kind}, "data": changes}
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            opusim.train(config, data=data, folder=tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+    def test_a_known_data_set_has_its_own_target(self) -> None:
+        with pytest.raises(ConfigError, match="data.target: 'real' is for user-supplied data"):
+            opusim.train({"data": {"target": "real"}})
+
+    def test_a_dataset_is_what_it_is(self, tmp_path: Path) -> None:
+        data = _load(IMAGES, CLASSES)
+        for changes in ({"target": "labels"}, {"n_classes": 5}, {"vocabulary": 9}):
+            with pytest.raises(
+                ConfigError, match=f"data.{next(iter(changes))}: .* is not that of the given Dataset"
+            ):
+                opusim.train(CONFIG | {"data": changes}, data=data, folder=tmp_path / "run")

@@ -1,0 +1,191 @@
+"""Texts as data: windows, the held-out end, bytes and tokenizers, limits."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import opusim
+from opusim.errors import ConfigError
+from training.cli import main
+from training.config import load_config
+from training.data import Dataset, texts
+from training.data.dataset import DataError
+from training.data.texts import bits_per_byte, load_text
+from training.engine.plan import load_data
+
+TEXT = "".join(f"{n} kettles, naïve ones. \n" for n in range(60))
+BYTES = len(TEXT.encode())
+TOKENIZER = {
+    "version": "1.0",
+    "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+    "padding": None,
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": None,
+    "decoder": None,
+    "model": {
+        "type": "WordLevel",
+        "vocab": {"?": 0, "kettles": 1, ",": 2, "naïve": 3, "ones": 4, ".": 9},
+        "unk_token": "?",
+    },
+}
+"""Six words, one with a number that leaves a gap, and a truncation to four tokens, which has to be ignored."""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "kettles.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(TOKENIZER))
+    return path
+
+
+def _bytes_of(part: Any) -> bytes:
+    """The text of a part, whose windows hold each token once."""
+    return bytes(torch.cat([part.x, part.y[:, -1:]], dim=1).reshape(-1).tolist())
+
+
+class TestBytes:
+    def test_windows_follow_each_other_and_the_end_is_held_out(self, text: Path) -> None:
+        data = load_text(text, context=15, validation_fraction=0.25)
+        content = TEXT.encode()
+        train, validation = _bytes_of(data.train), _bytes_of(data.validation)
+        assert content.startswith(train)
+        assert validation in content[len(train) :]
+        assert len(content) - len(train) - len(validation) < 2 * 16
+        assert torch.equal(data.train.x[:, 1:], data.train.y[:, :-1])
+        assert abs(data.origin["bytes"]["validation"] - 0.25 * len(content)) < 4
+        assert (data.n_classes, data.vocabulary, data.record_shape, data.target) == (
+            256,
+            256,
+            (15,),
+            "tokens",
+        )
+        assert (data.split, data.test, data.name) == ("tail", None, f"text:{text}")
+
+    def test_a_leak_of_neighbouring_windows_would_be_seen(self, text: Path) -> None:
+        data = load_text(text, context=15, validation_fraction=0.25)
+        swapped = torch.cat([data.validation.x, data.train.x])[: len(data.train)]
+        assert not TEXT.encode().startswith(bytes(swapped.reshape(-1).tolist()))
+
+    def test_the_cut_spares_characters(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.txt"
+        path.write_bytes("€".encode() * 40)
+        for share in (0.3, 0.31, 0.32):
+            data = load_text(path, context=1, validation_fraction=share)
+            assert data.origin["bytes"]["train"] % 3 == 0
+
+    def test_bytes_are_counted_by_part(self, text: Path) -> None:
+        data = load_text(text, context=9, test=text, validation_fraction=0.0)
+        assert data.origin["bytes"] == data.origin["tokens"] == {"train": BYTES, "test": BYTES}
+        assert data.origin["bytes_per_token"] == {"train": 1.0, "test": 1.0}
+        assert data.validation.x.shape == (0, 9)
+
+    def test_any_bytes_are_a_text(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.bin"
+        path.write_bytes(bytes(range(256)) * 4)
+        assert int(load_text(path, context=3, validation_fraction=0).train.y.max()) == 255
+
+
+class TestTokenizer:
+    def test_words_are_tokens_in_their_order(self, text: Path, tokenizer: Path) -> None:
+        pytest.importorskip("tokenizers")
+        data = load_text(text, context=5, tokenizer=tokenizer, validation_fraction=0.0)
+        assert torch.cat([data.train.x[0], data.train.y[0, -1:]]).tolist() == [0, 1, 2, 3, 4, 9]
+        assert (data.n_classes, data.origin["tokens"]) == (10, {"train": 360})
+        assert data.origin["bytes_per_token"]["train"] == BYTES / 360
+
+    def test_pieces_are_cut_at_line_ends(
+        self, text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("tokenizers")
+        whole = load_text(text, context=5, tokenizer=tokenizer)
+        monkeypatch.setattr(texts, "_PIECE", 40)
+        assert torch.equal(load_text(text, context=5, tokenizer=tokenizer).train.x, whole.train.x)
+
+    def test_another_tokenizer_is_another_origin(self, text: Path, tokenizer: Path) -> None:
+        pytest.importorskip("tokenizers")
+        before = load_text(text, context=5, tokenizer=tokenizer).origin["tokenizer"]
+        tokenizer.write_text(tokenizer.read_text() + "\n")
+        assert load_text(text, context=5, tokenizer=tokenizer).origin["tokenizer"] != before
+
+    def test_a_missing_library_is_named_with_its_extra(
+        self, text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'opusim\[llm\]'"):
+            load_text(text, tokenizer=tokenizer)
+
+
+def test_bits_per_byte_of_a_uniform_guess() -> None:
+    assert bits_per_byte(math.log(256), 1.0) == pytest.approx(8.0)
+    assert bits_per_byte(math.log(1024), 2.5) == pytest.approx(4.0)
+
+
+class TestRefusals:
+    def test_what_cannot_be_read_is_named(
+        self, text: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("tokenizers")
+        binary = tmp_path / "a.bin"
+        binary.write_bytes(b"\xff" * 900)
+        refused: list[tuple[dict[str, Any], str]] = [
+            ({"path": tmp_path / "none.txt"}, "none.txt cannot be read (No such file or directory)"),
+            ({"path": tmp_path}, "cannot be read"),
+            ({"context": 2000}, "one window takes data.context + 1 = 2001; lower data.context"),
+            ({"test": text, "context": 200, "validation_fraction": 0.01}, "(validation) has"),
+            ({"tokenizer": text}, "is no tokenizer.json"),
+            ({"path": binary, "tokenizer": tokenizer}, "is not UTF-8 text"),
+        ]
+        for changes, message in refused:
+            with pytest.raises(DataError, match=re.escape(message)):
+                load_text(**({"path": text} | changes))
+        monkeypatch.setattr(texts, "TEXT_LIMIT", 1000)
+        with pytest.raises(DataError, match="has 1,550 bytes, more than the limit of 1,000"):
+            load_text(text)
+
+    def test_a_file_needs_its_path(self) -> None:
+        with pytest.raises(ConfigError, match="lacks the path of the file; give text:PATH"):
+            load_config({"data": {"name": "text:"}})
+
+    def test_a_trainer_of_classes_refuses_a_text(self, text: Path, tmp_path: Path) -> None:
+        config = {"trainer": {"kind": "zo"}, "data": {"name": f"text:{text}"}}
+        with pytest.raises(ConfigError, match="data.target: 'tokens' is not what trainer.kind = 'zo'"):
+            opusim.train(config, folder=tmp_path / "run")
+
+
+def test_a_configuration_names_a_text(text: Path, tokenizer: Path) -> None:
+    pytest.importorskip("tokenizers")
+    keys = {"name": f"text:{text}", "tokenizer": str(tokenizer), "context": 5, "test": str(text)}
+    config = load_config({"data": keys | {"validation_fraction": 0.2}})
+    data: Dataset = load_data(config, None)
+    assert config.data.short_name == "kettles"
+    assert data.test is not None
+    assert (data.n_features, data.n_classes, len(data.test)) == (5, 10, 60)
+
+
+def test_the_command_says_what_a_text_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = f"text:{tmp_path / 'none.txt'}"
+    monkeypatch.setattr(
+        "sys.argv", ["opusim", "train", "bp", "--data", missing, "--out", str(tmp_path / "run")]
+    )
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "none.txt cannot be read" in capsys.readouterr().err

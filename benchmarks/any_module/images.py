@@ -5,10 +5,10 @@ with a warm-up over 5 % of the steps and a cosine decay; mean cross-entropy; thr
 
 Models: an MLP-Mixer of three post-norm blocks (patches of 4 x 4, width 64), and a ResNet of three stages of one block
 (16, 32 and 64 channels). Methods: backpropagation (bp), digital DFA with e itself (dfa) and with its ternary code
-(tdfa), photonic DFA through the `gaussian` device with four bit planes of e (pdfa) or its ternary code, and a model of
-which only the last block and the head learn (top-only). Points: every block but the last, broadcast over positions, all
-with the same outputs of B. Learning rates and the ternary threshold: the best of three on validation records after one
-epoch (seed 0). All methods with feedback take dfa's rate.
+(tdfa), photonic DFA through the `gaussian` device with four bit planes of e (pdfa) or with its stochastic ternary code,
+and a model of which only the last block and the head learn (top-only). Points: every block but the last, broadcast over
+positions, all with the same outputs of B. Learning rates and the ternary threshold: the best of three on validation
+records after one epoch (seed 0). All methods with feedback take dfa's rate.
 
 Remedies for convolutions: points at layers or stages, full feedback or broadcast, a head that starts as the feedback
 matrix, as many channels at every stage, one point, local heads, and vector units under a global error broadcast.
@@ -54,7 +54,7 @@ FED_BACK = (
     "24 channels at every stage, head starts as B",
 )
 """Rows of the ResNet at which every block but the last, or every block, learns from B e."""
-PLANES = {"encoding": "planes", "planes": 4}
+PLANES, DRAWN = {"encoding": "planes", "planes": 4}, {"encoding": "stochastic"}
 LAYERS, STAGES = ("stem", "blocks.?.first", "blocks.?"), ("blocks.?",)
 
 
@@ -68,7 +68,6 @@ class Method:
         options: Further arguments of FeedbackAlignment.
         device: Whether the projection goes through the device.
         aligned: Whether the head starts as the feedback matrix.
-        frozen: Whether nothing before the last feedback point learns.
         ternary: Whether the error is shown as its ternary code; the threshold is searched for.
         rate: Row of the same table whose learning rate is taken; None searches for one.
     """
@@ -78,7 +77,6 @@ class Method:
     options: dict[str, Any] = field(default_factory=dict)
     device: bool = False
     aligned: bool = False
-    frozen: bool = False
     ternary: bool = False
     rate: str | None = None
 
@@ -106,8 +104,8 @@ def methods(build: Callable[[tuple[int, ...]], nn.Module]) -> dict[str, Method]:
         "dfa": Method(build=build, points="blocks"),
         "tdfa": Method(build=build, points="blocks", ternary=True, rate="dfa"),
         "pdfa": Method(build=build, points="blocks", options=PLANES, device=True, rate="dfa"),
-        "pdfa, ternary": Method(build=build, points="blocks", device=True, ternary=True, rate="dfa"),
-        "top-only": Method(build=build, points="blocks", frozen=True),
+        "pdfa, stochastic": Method(build=build, points="blocks", options=DRAWN, device=True, rate="dfa"),
+        "top-only": Method(build=build, points="blocks", options={"gain": 0.0}),
     }
 
 
@@ -174,8 +172,7 @@ def train(
     x, y = images(name).train.x[:RECORDS].view(-1, *SHAPES[name]), images(name).train.y[:RECORDS]
     model = new_model(method, SHAPES[name], seed)
     feedback = None if method.points is None else with_points(method, model, x[:2], threshold, seed)
-    learning = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(learning, lr=rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     sampler = ShuffledEpochsSampler(n_records=len(x), seed=seed, batch_size=BATCH, drop_last=True)
     steps = epochs * sampler.steps_per_epoch
     decay = torch.optim.lr_scheduler.LambdaLR(
@@ -212,19 +209,7 @@ def with_points(
         )
     if method.aligned:
         feedback.start_from_feedback(model.get_submodule("head"))  # type: ignore[arg-type]
-    if method.frozen:
-        freeze(model, feedback.points[-1])
     return feedback
-
-
-def freeze(model: nn.Module, point: str) -> None:
-    """Let no parameter learn that stands before the end of a submodule."""
-    for name, module in model.named_modules():
-        if name == point:
-            module.requires_grad_(False)
-            return
-        if next(module.children(), None) is None:
-            module.requires_grad_(False)
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -277,7 +277,7 @@ def test_normalised_feedback_passes_through_the_jacobian_of_a_layer_norm() -> No
 # The scale of the error
 
 
-@pytest.mark.parametrize("encoding", ["ternary", "planes", "sign"])
+@pytest.mark.parametrize("encoding", ["ternary", "stochastic", "planes", "sign"])
 def test_a_scaled_loss_scales_the_gradients(encoding: str) -> None:
     """Exactly, by a power of two, noise included: a batch mean, gradient accumulation and GradScaler lose nothing."""
     e = normal(6, CLASSES)

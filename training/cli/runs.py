@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from accounting.ledger.ledger import LedgerContent
+    from accounting.ledger.statement import Statement
     from training.attacks.findings import RunAudit
     from training.runs.folder import RunFolder
 
@@ -303,33 +303,60 @@ def account_run(
 ) -> None:
     """State the guarantees of what a run's ledger has paid for; refuse a ledger that is not the run's newest."""
     from accounting.cli import show
-    from accounting.guarantee import Release
-    from training.runs.folder import RunFolder
+    from accounting.ledger.statement import WARNINGS
 
-    folder = RunFolder(path if path.is_dir() else path.parent)
-    content = _content(path, folder)
-    found = content.guarantees(delta=delta)
-    show(found, content.mechanisms, as_json=as_json, seed_stored=content.mode == "experiment")
-    last_only = any(guarantee.release is Release.LAST_ITERATE for guarantee in found)
-    if last_only and path.is_dir() and not folder.finished and not as_json:
-        typer.echo(
-            "Run unfinished. This guarantee covers only the final model, not the checkpoints in this folder."
-        )
+    statement = _stated(path, delta)
+    if as_json:
+        typer.echo(json.dumps(statement.to_json(), indent=2, allow_nan=False))
+        return
+    if "unwitnessed" in statement.warnings:
+        typer.echo(WARNINGS["unwitnessed"], err=True)
+    show(
+        list(statement.guarantees),
+        list(statement.mechanisms),
+        as_json=False,
+        seed_stored="experiment" in statement.warnings,
+    )
+    if "unfinished" in statement.warnings:
+        typer.echo(WARNINGS["unfinished"])
 
 
-def _content(path: Path, folder: RunFolder) -> LedgerContent:
-    """Read the ledger; in a run folder, check it against the checkpoint and the summary."""
+def _stated(path: Path, delta: float | None) -> Statement:
+    """Read a ledger and what may be stated of it; in a run folder, check it against the checkpoint and the summary."""
     from accounting.ledger.ledger import read_ledger
+    from accounting.ledger.statement import LedgerFacts, RunFacts, Statement
+    from training.runs.folder import RunFolder, versions
 
-    if not folder.started or path not in (folder.path, folder.ledger_file):
-        return read_ledger(path)
-    if not folder.witnesses():
-        typer.echo(
-            f"not checked: no checkpoint and no summary in {folder.path} says how long its ledger was, so an older or "
-            "altered one would go unnoticed",
-            err=True,
+    folder, run, checked_against = RunFolder(path if path.is_dir() else path.parent), None, []
+    if folder.started and path in (folder.path, folder.ledger_file):
+        header = folder.newest_header()
+        run = RunFacts(
+            finished=folder.finished,
+            step=None if header is None else header.step,
+            versions=_versions_of(folder),
         )
-    return folder.read_ledger()
+        checked_against = [witness.name for witness in folder.witnesses()]
+        content = folder.read_ledger()
+    else:
+        content = read_ledger(path)
+    return Statement(
+        mode=content.mode,
+        guarantees=tuple(content.guarantees(delta=delta)),
+        mechanisms=tuple(content.mechanisms),
+        ledger=LedgerFacts.of(content, checked_against),
+        run=run,
+        versions={name: version for name, version in versions().items() if name in ("python", "opusim")},
+    )
+
+
+def _versions_of(folder: RunFolder) -> dict[str, str]:
+    """Return the versions that a run was started with; none if its configuration, which no guarantee needs, is bad."""
+    from training.errors import RunFolderError
+
+    try:
+        return {str(name): str(version) for name, version in folder.read_facts()["versions"].items()}
+    except (RunFolderError, AttributeError):
+        return {}
 
 
 DeviceArgument = Annotated[

@@ -1,4 +1,4 @@
-"""The commands on finished runs: evaluate, report, audit, zo replay, account run, account device."""
+"""The commands on runs: evaluate, report, audit, zo replay, runs list, runs rm, account run, account device."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 zo_app = typer.Typer(help="Replay a zeroth-order run from its step log.", no_args_is_help=True)
 app.add_typer(zo_app, name="zo")
+runs_app = typer.Typer(help="List the runs of a folder, or remove some.", no_args_is_help=True)
+app.add_typer(runs_app, name="runs")
 
 
 @zo_app.callback()
@@ -292,6 +294,79 @@ def zo_replay(
     typer.echo(f"{found.steps:,} steps replayed; parameters {found.digest}: {agreement}")
     if out is not None:
         typer.echo(f"written to {out}")
+
+
+@runs_app.callback()
+def runs() -> None:
+    """List the runs of a folder, or remove some."""
+
+
+@runs_app.command("list")
+def list_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="A folder of run folders.", show_default="./runs")
+    ] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the runs of a folder: trainer, data, day, state, epsilon, accuracy, size."""
+    from accounting.tables import print_rows
+    from opusim.tables import wrapped
+    from training.runs.listing import SCHEMA, VERSION, list_runs
+
+    entries = list_runs(folder)
+    if as_json:
+        content = {"schema": SCHEMA, "version": VERSION, "runs": [entry.to_json() for entry in entries]}
+        typer.echo(json.dumps(content, indent=2, allow_nan=False))
+        return
+    sound = [entry for entry in entries if entry.state != "damaged"]
+    if sound:
+        print_rows([entry.to_row() for entry in sound])
+    for entry in entries:
+        if entry.state == "damaged":
+            typer.echo(f"{entry.path}: damaged: {entry.problem}")
+    if any(entry.guarantee is not None for entry in sound):
+        typer.echo(
+            wrapped(
+                "`opusim account run RUN` states an epsilon in full: delta, relation, release, hypotheses. That of an "
+                "experiment holds for the same run in release mode."
+            )
+        )
+    if not entries:
+        typer.echo(f"no runs in {folder}")
+
+
+@runs_app.command("rm")
+def remove_command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, finished or not.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    lose_ledger: Annotated[
+        bool,
+        typer.Option(
+            "--lose-ledger",
+            help="Also remove a release run that paid for private data, and with it the account of what it revealed.",
+        ),
+    ] = False,
+) -> None:
+    """Remove runs after a question; a folder that is being written or holds other files is refused."""
+    from training.runs.listing import remove_runs, require_removable
+
+    folders = list({run.absolute(): run for run in runs}.values())
+    for folder in folders:
+        require_removable(folder, lose_ledger=lose_ledger)
+    if not yes:
+        named = ", ".join(map(str, folders))
+        try:
+            agreed = typer.confirm(f"Remove {named}?", err=True)
+        except typer.Abort as error:
+            typer.echo(err=True)
+            raise ValueError(
+                "--yes is missing: there is no answer to read; give it to remove unasked"
+            ) from error
+        if not agreed:
+            typer.echo("nothing was removed")
+            raise typer.Exit(1)
+    for folder in remove_runs(folders, lose_ledger=lose_ledger):
+        typer.echo(f"removed {folder}")
 
 
 def account_run(

@@ -87,9 +87,10 @@ class FeedbackAlignment(nn.Module):
             "full": every position has its own outputs of B, C P in all.
         slices: "shared": all points use the same outputs of B, as in TinyDFA, which suits a residual stream, where all
             points see nearly the same gradient. "own": disjoint outputs for each point, as in the PDFA paper.
-        encoding: How e is shown: "ternary", "stochastic", "planes", "sign" (see `training.feedback.projection`), or
-            "real" without a device. None takes "ternary" with a device, else "real". For the error of a classifier
-            "stochastic" loses less than "ternary" at the same frames.
+        encoding: How e is shown: "stochastic", "ternary", "planes", "sign" (see `training.feedback.projection`), or
+            "real" without a device. None takes "stochastic" with a device, else "real". "stochastic" shows each entry
+            with a probability in proportion to its size, so that the feedback is right on average; a threshold
+            ("ternary") drops the small entries of a classifier's error in every record alike.
         threshold: Threshold of "ternary" in units of the row's root mean square, at least 0.
         planes: Digits of "planes", from 1 to 24.
         normalised: Whether the feedback passes through the Jacobian of a layer norm of the point's output, as the
@@ -505,7 +506,7 @@ class FeedbackAlignment(nn.Module):
     def _projector(self, place: torch.device) -> Projection:
         """Return the projection through the device, or the digital one on a torch device."""
         if self._projection is None or (self._device is None and self._place != place):
-            name = self._encoding or ("real" if self._device is None else "ternary")
+            name = self._encoding or ("real" if self._device is None else "stochastic")
             encoding = make_encoding(name, threshold=self._threshold, planes=self._planes, seed=self._seed)
             if self._device is None:
                 matrix = Medium(*self._shape, self._seed).dense().to(place)

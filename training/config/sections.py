@@ -163,8 +163,9 @@ class DataConfig(Section):
     vocabulary: int | None = Field(None, ge=2)
     """Number of token values in user-supplied x; None takes n_classes for tokens to predict, else reads it off x (one
     more than the largest)."""
-    standardise: bool = True
-    """Subtract and divide by public constants of the data set."""
+    standardise: bool | Literal["records"] = True
+    """Subtract and divide by public constants of the data set. records: by the mean and the standard deviation of each
+    feature over user-supplied training records, which no guarantee for records covers."""
     mean: float | None = None
     """Another public constant to subtract instead, for features in [0, 1]; requires std."""
     std: float | None = Field(None, gt=0.0)
@@ -183,7 +184,7 @@ class DataConfig(Section):
     sorted."""
     context: int = Field(128, ge=1)
     """Tokens of a record of text:PATH: the text is cut into windows of one more, each token to be predicted from those
-    before it."""
+    before it. The end of the text is held out, not windows drawn at random."""
     tokenizer: str | None = None
     """A tokenizer.json of the library tokenizers, for text:PATH in UTF-8; None takes the bytes of the file."""
     test: str | None = None
@@ -224,6 +225,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check_constants(self) -> Self:
+        if self.standardise == "records" and self.mean is not None:
+            raise ValueError(
+                f"standardise = 'records' computes what mean = {self.mean} states; give one of them"
+            )
         if (self.mean is None) != (self.std is None):
             raise ValueError(f"mean = {self.mean} and std = {self.std} go together; give both or neither")
         return self

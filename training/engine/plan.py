@@ -280,7 +280,9 @@ def with_own_data(
         config = config.replaced(data={"label": label})
     if data is None:
         return config
-    changes: dict[str, Any] = {"name": OWN_ARRAYS, "standardise": config.data.mean is not None}
+    changes: dict[str, Any] = {"name": OWN_ARRAYS}
+    if config.data.standardise != "records":
+        changes["standardise"] = config.data.mean is not None
     if isinstance(data, tuple) and len(data) == 3 and config.data.split is None:
         changes["split"] = "id"
     return config.replaced(data=changes)
@@ -327,6 +329,11 @@ def _require_stated(config: RunConfig, dataset: Dataset) -> None:
         "classes": dataset.classes,
         "label": (),
     }
+    if config.data.standardise == "records":
+        reason = (
+            "'records' is for features as they were measured, and a Dataset has its constants; leave it out"
+        )
+        raise ConfigError("configuration", "data.standardise", reason)
     for key, value in found.items():
         stated = getattr(config.data, key)
         if stated not in (None, "auto", (), value):

@@ -293,7 +293,7 @@ class ModelConfig(Section):
     name: ModelName = "mlp"
     """mlp (fully connected), vit-small, mixer-small, resnet-small, conv-small, transformer-lm, transformer-encoder, gru
     (`training.networks.models`), or the import path package.module:factory of a class or function. It gets
-    record_shape, n_outputs and the options as keywords and returns a torch module."""
+    record_shape, n_outputs, vocabulary (of tokens) and the options as keywords and returns a torch module."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keywords of the model, such as model.options.depth = 4."""
     hidden: tuple[int, ...] = (512, 512)

@@ -115,6 +115,7 @@ def from_recipe(recipe: dict[str, Any], *, seed: int | None) -> nn.Module:
         recipe["options"],
         record_shape=recipe["record_shape"],
         n_outputs=recipe["n_outputs"],
+        vocabulary=recipe["vocabulary"],
         seed=seed,
         name=name,
     )
@@ -140,6 +141,7 @@ def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | Non
             "options": json.loads(json.dumps(config.model.options)),
             "record_shape": list(dataset.record_shape),
             "n_outputs": dataset.n_classes,
+            "vocabulary": dataset.vocabulary,
         }
         model = from_recipe(recipe, seed=config.seed_for("initialisation"))
     if not isinstance(model, nn.Module):

@@ -22,6 +22,7 @@ from training.errors import RunFolderError, TrainingDiverged
 from training.feedback.algorithm import feedback_points
 from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
 from training.feedback.module_trainer import ModuleTrainer
+from training.feedback.points import FeedbackAlignment
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.any_module import AnyModule
 from training.networks.models import MODELS
@@ -292,6 +293,22 @@ def test_an_audit_of_a_module_is_refused(tmp_path: Path) -> None:
     training.train(config, data=images(), folder=tmp_path)
     with pytest.raises(ValueError, match="trained Gru; the controls of an audit clip"):
         training.audit_run(tmp_path, data=images())
+
+
+@pytest.mark.parametrize("name", ["transformer-encoder", "gru"])
+def test_tokens_are_classified(tmp_path: Path, name: str) -> None:
+    """The class of a sequence is its first token; a model learns the number of tokens from the data."""
+    x = np.random.default_rng(2).integers(0, 3, size=(90, 5))
+    config = {**CONFIG, "trainer": {"kind": "dfa"}, "model": {"name": name, "options": {"width": 8}}}
+    config |= {"data": {"n_classes": 3, "inputs": "tokens", "vocabulary": 3}, "epochs": 1}
+    run = training.train(config, data=(x, x[:, 0]), folder=tmp_path)
+    assert run.facts["network"]["recipe"]["vocabulary"] == 3
+    assert run.predict(x).shape == (90,)
+
+
+def test_points_that_are_on_the_model_already_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="give the plain module"):
+        training.train(CONFIG, data=images(), model=FeedbackAlignment(module()), folder=tmp_path / "run")
 
 
 def test_a_module_that_gives_other_outputs_is_refused(tmp_path: Path) -> None:

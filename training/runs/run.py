@@ -142,8 +142,8 @@ class Run:
 
         Args:
             x: Records as for `predict`.
-            y: What is to be predicted, as it was given to training, such as class numbers of shape (n,); None for the
-                next tokens of x (n, T + 1), and for a DataFrame with the column of the labels.
+            y: What is to be predicted, as it was given to training, such as class numbers of shape (n,); None if x
+                (n, T + 1) holds the next tokens, or is a DataFrame with the column of the labels.
 
         Returns:
             {"loss": mean loss, "accuracy": share of correct classes, in [0, 1]}.

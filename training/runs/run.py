@@ -268,7 +268,10 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
     figures = run.evaluate(split.x, split.y)
     if run.config.loss == "cross-entropy" and "bytes_per_token" in dataset.origin:
         figures["bits_per_byte"] = bits_per_byte(figures["loss"], dataset.origin["bytes_per_token"][part])
-    return {"data": dataset.name, "records": len(split), **figures}
+    shown = dataset.name
+    if options.file_kind is not None:
+        shown = Path(str(run.config.data.test)).name if part == "test" else options.file.name
+    return {"data": shown, "records": len(split), **figures}
 
 
 def _evaluate_table(run: Run, options: DataConfig) -> dict[str, Any]:

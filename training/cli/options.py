@@ -102,8 +102,9 @@ DATA = KeyOption(
     "data.name",
     str,
     "digits (embedded), mnist or fashion-mnist (from $OPUSIM_DATA, else downloaded), cifar-10 ($OPUSIM_DATA); "
-    "text:PATH for language models.",
+    "csv:PATH or parquet:PATH with --label; text:PATH.",
 )
+LABEL = KeyOption("label", "data.label", str, "Column to predict, for --data csv:PATH or parquet:PATH.")
 EPOCHS = KeyOption("epochs", "epochs", int, "Passes over the training records.")
 SEED = KeyOption("seed", "seed", int, "Seed of initialisation, batches and simulated noise.")
 DEVICE = KeyOption(
@@ -138,7 +139,7 @@ _RESERVED = {"config", "set", "settings", "out", "quiet", "help", "debug", "devi
 
 def trainer_options(kind: str, section: type[TrainerSection]) -> list[KeyOption]:
     """The options of `opusim train KIND`: the shared ones, then its flags and one for each field of its section."""
-    shared = [DATA, EPOCHS, SEED]
+    shared = [DATA, LABEL, EPOCHS, SEED]
     if section.device_keys is not None:
         shared.append(replace(DEVICE, also=section.device_keys))
     shared += [_protect(kind, section), EPSILON, DELTA, NOISE_MULTIPLIER, RELEASE]

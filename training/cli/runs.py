@@ -32,8 +32,8 @@ def evaluate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Evaluate on the test records of this known data set, or on all records of text:PATH, instead of the "
-            "run's own test records."
+            help="Evaluate on the test records of this known data set, or on all records of csv:PATH, parquet:PATH or "
+            "text:PATH, instead of the run's own test records."
         ),
     ] = None,
     arrays: Annotated[

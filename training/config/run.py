@@ -250,10 +250,8 @@ def _updated(section: ModelT, changes: Mapping[str, Any]) -> ModelT:
 def split_refusal(config: RunConfig, split: str) -> str:
     """Why a rule for holding records out does not fit a run's relation, and which rules do."""
     fitting = " or ".join(repr(rule) for rule in config.fitting_splits)
-    return (
-        f"data.split = {split!r} does not fit the relation {str(config.relation)!r}: {_MISFITS[split]}; "
-        f"use {fitting}"
-    )
+    remedy = "take protection.relation = 'zero_out' or 'replace_one'" if split == "tail" else f"use {fitting}"
+    return f"data.split = {split!r} does not fit the relation {str(config.relation)!r}: {_MISFITS[split]}; {remedy}"
 
 
 def _check_kinds(config: RunConfig) -> None:

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from accounting.guarantee import Adjacency
 from opusim.description.section import Section as BaseSection
@@ -48,7 +48,7 @@ LossName = Literal["cross-entropy", "squared-error"]
 Relation = Literal["zero_out", "add_or_remove_one", "replace_one"]
 Given = Mapping[str, Mapping[str, Any]]
 """The keys that a run was given, by section, before any default is filled in."""
-FileKind = Literal["text"]
+FileKind = Literal["csv", "parquet", "text"]
 FILE_KINDS: tuple[FileKind, ...] = get_args(FileKind)
 """What data.name may begin with, followed by a colon and a path, to take records from a file."""
 OWN_ARRAYS = "arrays"
@@ -89,21 +89,28 @@ class DataConfig(Section):
                     "data.standardise",
                     "data.components",
                 ),
-                *("data.n_classes", "data.target", "data.inputs", "data.vocabulary"),
+                *(
+                    "data.n_classes",
+                    "data.target",
+                    "data.inputs",
+                    "data.vocabulary",
+                    "data.label",
+                    "data.classes",
+                ),
             ),
             needs="data other than text:PATH, which says it itself",
             holds=lambda run: run.data.file_kind != "text",
         ),
         Effect(
             keys=("data.test",),
-            needs="data.name = 'text:PATH'",
+            needs="a data.name that begins with csv:, parquet: or text:",
             holds=lambda run: run.data.file_kind is not None,
         ),
     )
 
     name: str = "digits"
-    """digits, mnist, fashion-mnist or cifar-10; text:PATH for windows of a text file; "arrays" if `opusim.train` was
-    given arrays."""
+    """digits, mnist, fashion-mnist or cifar-10; csv:PATH or parquet:PATH for a table with a column data.label;
+    text:PATH for windows of a text file; "arrays" if `opusim.train` was given the records."""
     validation_fraction: float = Field(0.1, ge=0.0, lt=1.0)
     """Share of the training records held out for validation (0.1 in the PDFA paper)."""
     split_seed: int = Field(0, ge=0)
@@ -125,8 +132,9 @@ class DataConfig(Section):
     vocabulary: int | None = Field(None, ge=2)
     """Number of token values in user-supplied x; None takes n_classes for tokens to predict, else reads it off x (one
     more than the largest)."""
-    standardise: bool = True
-    """Subtract and divide by public constants of the data set."""
+    standardise: bool | Literal["records"] = True
+    """Subtract and divide by public constants of the data set. records: by the mean and the standard deviation of each
+    feature over user-supplied training records, which no guarantee for records covers."""
     mean: float | None = None
     """Another public constant to subtract instead, for features in [0, 1]; requires std."""
     std: float | None = Field(None, gt=0.0)
@@ -135,9 +143,17 @@ class DataConfig(Section):
     """Replace the features by this many principal components of the training records; only for public features."""
     whitening: float = Field(0.5, ge=0.0, le=1.0)
     """How far the variances of the components are equalised: 0 not at all, 1 completely."""
+    label: Annotated[
+        tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+    ] = ()
+    """Column of a table that holds what to predict; several for data.target = 'real' or 'labels'. The others are
+    features."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, if labels are strings, in the order of their numbers; empty reads them off the labels,
+    sorted."""
     context: int = Field(128, ge=1)
     """Tokens of a record of text:PATH: the text is cut into windows of one more, each token to be predicted from those
-    before it."""
+    before it. The end of the text is held out, not windows drawn at random."""
     tokenizer: str | None = None
     """A tokenizer.json of the library tokenizers, for text:PATH in UTF-8; None takes the bytes of the file."""
     test: str | None = None
@@ -148,6 +164,11 @@ class DataConfig(Section):
         """The kind of the file that data.name names, or None if it names none."""
         kind = self.name.partition(":")[0]
         return next((known for known in FILE_KINDS if known == kind and ":" in self.name), None)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether records are user-supplied, so that whatever is read off their labels depends on private records."""
+        return self.name == OWN_ARRAYS or self.file_kind in ("csv", "parquet")
 
     @property
     def file(self) -> Path:
@@ -173,6 +194,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check_constants(self) -> Self:
+        if self.standardise == "records" and self.mean is not None:
+            raise ValueError(
+                f"standardise = 'records' computes what mean = {self.mean} states; give one of them"
+            )
         if (self.mean is None) != (self.std is None):
             raise ValueError(f"mean = {self.mean} and std = {self.std} go together; give both or neither")
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,10 +10,18 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.randomness.streams import derive_seed
 from training.config.sections import SplitRule
-from training.data.dataset import Dataset, Split, Standardisation, Target
-from training.data.splits import Ids, split_by_content, split_by_id, split_by_index
+from training.data.dataset import (
+    PADDING,
+    Dataset,
+    Split,
+    Standardisation,
+    Target,
+    is_text,
+    numbered,
+    numbers_and_names,
+)
+from training.data.splits import Ids, split_records
 
 Array = np.ndarray | torch.Tensor
 Pair = tuple[Array, Array | None]
@@ -36,6 +45,7 @@ def from_arrays(
     target: AskedTarget = "auto",
     inputs: AskedInputs = "auto",
     vocabulary: int | None = None,
+    classes: Sequence[str] = (),
 ) -> Dataset:
     """Make a data set of records and what to predict of them.
 
@@ -68,6 +78,8 @@ def from_arrays(
         inputs: Whether x holds features or tokens; ``"auto"`` takes tokens only if tokens are predicted.
         vocabulary: Number of token values in x. ``None`` takes `n_classes` if tokens are predicted, else one more than
             the largest token.
+        classes: Names of the classes for `y` of strings, in the order of their numbers; empty takes the names in y,
+            sorted.
 
     Returns:
         The data set on the CPU; features are float32, tokens and classes int64, real numbers and labels float32.
@@ -84,32 +96,29 @@ def from_arrays(
     """
     checks.integer(split_seed=split_seed, minimum=0, maximum=2**64 - 1)
     kind = _target_of(x, y, target)
-    holds_tokens = inputs == "tokens" or (inputs == "auto" and kind == "tokens")
-    if kind == "tokens" and not holds_tokens:
-        raise ValueError(
-            "data.inputs = 'features' has no next token; use 'tokens', or another data.target than 'tokens'"
-        )
-    features, labels, record_shape = _checked(x, y, kind, tokens=holds_tokens, names=("x", "y"))
-    if holds_tokens:
-        vocabulary = _vocabulary(features, labels, kind, vocabulary, n_classes)
-    elif vocabulary is not None:
-        raise ValueError(
-            f"data.vocabulary = {vocabulary} is for tokens; set data.inputs = 'tokens', or leave it out"
-        )
-    n_outputs = vocabulary if kind == "tokens" and vocabulary else _number_of_outputs(labels, kind, n_classes)
-    form = RecordForm(target=kind, n_classes=n_outputs, n_features=features.shape[1], vocabulary=vocabulary)
-    standardisation = _constants(standardise, tokens=holds_tokens)
+    y, names = numbers_and_names(y, classes, kind)
+    tokens = _holds_tokens(inputs, kind)
+    features, labels, record_shape = _checked(x, y, kind, tokens=tokens, names=("x", "y"))
+    vocabulary = _vocabulary(features, labels, kind, vocabulary, n_classes, tokens=tokens)
+    form = RecordForm(
+        target=kind,
+        n_classes=_number_of_outputs(labels, kind, vocabulary if kind == "tokens" else n_classes, names),
+        n_features=features.shape[1],
+        vocabulary=vocabulary,
+        classes=names,
+    )
+    standardisation = _constants(standardise, tokens=tokens)
     test_split = None
     if test is not None:
         if not isinstance(test, tuple) or len(test) != 2:
             raise TypeError(f"test must be a pair (features, labels), got {type(test).__name__}")
         records = form.records(*test, names=("test[0]", "test[1]"))
         test_split = Split(standardised(records.x, standardisation), records.y)
-    kept, held_out = _split(features, ids, split, validation_fraction, split_seed)
+    kept, held_out = split_records(features, ids, split, validation_fraction, split_seed)
     features = standardised(features, standardisation)
     return Dataset(
         name=name,
-        n_classes=n_outputs,
+        n_classes=form.n_classes,
         train=Split(features[kept], labels[kept]),
         validation=Split(features[held_out], labels[held_out]),
         test=test_split,
@@ -118,6 +127,7 @@ def from_arrays(
         record_shape=record_shape,
         target=kind,
         vocabulary=vocabulary,
+        classes=form.classes,
     )
 
 
@@ -130,12 +140,14 @@ class RecordForm:
         n_classes: Number of classes, token values, real numbers or labels to predict.
         n_features: Numbers of a record.
         vocabulary: Number of token values, or None if records hold features.
+        classes: Names of the classes, if labels are strings.
     """
 
     target: Target
     n_classes: int
     n_features: int
     vocabulary: int | None = None
+    classes: tuple[str, ...] = ()
 
     def features(self, x: Array, name: str) -> torch.Tensor:
         """Return checked records, flat: float32 (n, d), or int64 (n, T) for tokens; not standardised.
@@ -161,11 +173,14 @@ class RecordForm:
             TypeError, ValueError: They are of another form, or of different lengths.
         """
         holds_tokens = self.vocabulary is not None
+        if self.classes and is_text(y):
+            y = numbered(y, self.classes, names[1])
         features, labels, _ = _checked(x, y, self.target, tokens=holds_tokens, names=names)
         self._fitting(features, names[0])
-        for values, name in ((features, names[0]), (labels, names[1])):
-            if self.vocabulary is not None and (values is features or self.target == "tokens"):
-                _check_tokens(values, self.vocabulary, name)
+        if self.vocabulary is not None:
+            _check_tokens(features, self.vocabulary, names[0])
+            if self.target == "tokens":
+                _check_tokens(labels[labels != PADDING], self.vocabulary, names[1])
         if self.target == "class":
             check_range(labels, self.n_classes, names[1])
         elif self.target != "tokens" and labels.shape[1] != self.n_classes:
@@ -187,6 +202,19 @@ class RecordForm:
 def standardised(x: torch.Tensor, constants: Standardisation) -> torch.Tensor:
     """Return standardised features; tokens stay as they are."""
     return x if x.dtype == torch.int64 else constants.apply(x)
+
+
+def _holds_tokens(asked: AskedInputs, target: Target) -> bool:
+    """Return whether x holds tokens.
+
+    Raises:
+        ValueError: Features were asked for, and the next token is predicted.
+    """
+    if target == "tokens" and asked == "features":
+        raise ValueError(
+            "data.inputs = 'features' has no next token; use 'tokens', or another data.target than 'tokens'"
+        )
+    return asked == "tokens" or target == "tokens"
 
 
 def _target_of(x: Array, y: Array | None, asked: AskedTarget) -> Target:
@@ -233,37 +261,6 @@ def _checked(
             "position"
         )
     return features, labels, tuple(x.shape[1:])
-
-
-def _split(
-    features: torch.Tensor, ids: Ids | None, split: SplitRule, fraction: float, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of training and validation records under a rule.
-
-    Raises:
-        ValueError: The rule is unknown, IDs are missing, superfluous or too few, or no record is left to train on.
-    """
-    checks.choice(("index", "content", "id"), split=split)
-    if (ids is not None) != (split == "id"):
-        raise ValueError(
-            f"split = {split!r} with{'out' if ids is None else ''} ids: split = 'id' needs ids, and only it takes them"
-        )
-    if split == "index":
-        return split_by_index(len(features), fraction, derive_seed(seed, "validation"))
-    if ids is None:
-        kept, held_out = split_by_content(features, fraction, seed)
-    else:
-        if len(ids) != len(features):
-            raise ValueError(
-                f"x has {len(features)} records and ids {len(ids)} entries; give one ID per record"
-            )
-        kept, held_out = split_by_id(ids, fraction, seed)
-    if not len(kept):
-        raise ValueError(
-            f"validation_fraction = {fraction:g} leaves no record for training under split = {split!r}; lower it, or "
-            "change split_seed"
-        )
-    return kept, held_out
 
 
 def checked_features(values: Array, name: str) -> torch.Tensor:
@@ -384,8 +381,18 @@ def check_lengths(features: torch.Tensor, labels: torch.Tensor, x_name: str, y_n
         )
 
 
-def _number_of_outputs(labels: torch.Tensor, target: Target, n_classes: int | None) -> int:
-    """Return the number of classes, or of numbers to predict, which `n_classes` may state."""
+def _number_of_outputs(
+    labels: torch.Tensor, target: Target, n_classes: int | None, classes: Sequence[str]
+) -> int:
+    """Return the number of classes, token values or numbers to predict, which `n_classes` may state."""
+    if target == "tokens" and n_classes is not None:
+        return n_classes
+    if classes:
+        if n_classes not in (None, len(classes)):
+            raise ValueError(
+                f"data.n_classes = {n_classes} differs from the {len(classes)} named classes; leave it out"
+            )
+        return len(classes)
     if target == "class":
         return _number_of_classes(labels, n_classes)
     columns = labels.shape[1]
@@ -412,10 +419,22 @@ def _number_of_classes(labels: torch.Tensor, n_classes: int | None) -> int:
 
 
 def _vocabulary(
-    x: torch.Tensor, y: torch.Tensor, target: Target, stated: int | None, n_classes: int | None
-) -> int:
-    """Return the stated number of token values, or one more than the largest."""
-    seen = [x, y] if target == "tokens" else [x]
+    x: torch.Tensor,
+    y: torch.Tensor,
+    target: Target,
+    stated: int | None,
+    n_classes: int | None,
+    *,
+    tokens: bool,
+) -> int | None:
+    """Return the stated number of token values, or one more than the largest; None for features."""
+    if not tokens:
+        if stated is not None:
+            raise ValueError(
+                f"data.vocabulary = {stated} is for tokens; set data.inputs = 'tokens', or leave it out"
+            )
+        return None
+    seen = [x, y[y != PADDING]] if target == "tokens" else [x]
     if target == "tokens" and None not in (stated, n_classes) and stated != n_classes:
         raise ValueError(
             f"data.vocabulary = {stated} and data.n_classes = {n_classes} are the same number if tokens are predicted; "
@@ -423,15 +442,19 @@ def _vocabulary(
         )
     if stated is None and target == "tokens":
         stated = n_classes
-    size = 1 + max(int(tokens.max()) for tokens in seen) if stated is None else stated
+    size = 1 + max(int(values.max()) for values in seen if len(values)) if stated is None else stated
     checks.integer(vocabulary=size, minimum=2, remedy="it counts all tokens, also those that do not occur")
-    for tokens, name in zip(seen, ("x", "y"), strict=False):
-        _check_tokens(tokens, size, name)
+    for values, name in zip(seen, ("x", "y"), strict=False):
+        _check_tokens(values, size, name)
     return size
 
 
 def _check_tokens(tokens: torch.Tensor, vocabulary: int, name: str) -> None:
     """Refuse tokens outside 0 .. vocabulary - 1."""
+    if not len(tokens):
+        raise ValueError(
+            f"{name} holds no token but padding ({PADDING}); give records with something to predict"
+        )
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocabulary:
         raise ValueError(

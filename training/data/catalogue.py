@@ -27,6 +27,7 @@ from training.data.arrays import from_arrays
 from training.data.dataset import DataError, Dataset, Standardisation
 from training.data.formats import ARCHIVE, IMAGE_FILES, VARIABLE, Parts, read_cifar10, read_labelled_images
 from training.data.splits import split_by_index
+from training.data.tables import file_dataset, standardisation_of
 from training.data.texts import load_text
 
 
@@ -103,9 +104,14 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
             test=None if options.test is None else Path(options.test),
             name=options.name,
         )
-    for key in ("n_classes", "target", "inputs", "vocabulary"):
+    if options.file_kind is not None:
+        return file_dataset(options, split or options.split or "index")
+    if options.standardise == "records":
+        reason = f"'records' is for user-supplied data; leave it out for {options.name}, whose constants are published"
+        raise ConfigError("configuration", "data.standardise", reason)
+    for key in ("n_classes", "target", "inputs", "vocabulary", "label", "classes"):
         value = getattr(options, key)
-        if value not in (None, "auto"):
+        if value not in (None, "auto", ()):
             reason = f"{value!r} is for user-supplied data; leave it out for {options.name}"
             raise ConfigError("configuration", f"data.{key}", reason)
     rule = split or options.split or "index"
@@ -118,15 +124,6 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
         split_seed=options.split_seed,
         split=rule,
         standardise=standardisation_of(options) or options.standardise,
-    )
-
-
-def standardisation_of(options: DataConfig) -> Standardisation | None:
-    """Return the constants that a configuration states, or None if it states none."""
-    if options.mean is None or options.std is None:
-        return None
-    return Standardisation(
-        mean=options.mean, std=options.std, source="data.mean and data.std of the configuration"
     )
 
 
@@ -175,6 +172,9 @@ def load_dataset(
     if name not in CATALOGUE:
         close = difflib.get_close_matches(str(name).lower().replace("_", "-"), CATALOGUE, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = hint or (
+            f" For a file write csv:{name}, parquet:{name} or text:{name}." if "." in str(name) else ""
+        )
         raise ValueError(f"data.name = {name!r}: must be one of {', '.join(CATALOGUE)}.{hint}")
     entry = CATALOGUE[name]
     published = entry.standardisation if standardise else None

@@ -14,7 +14,9 @@ from fractions import Fraction
 import numpy as np
 import torch
 
+from opusim import checks
 from opusim.randomness.streams import derive_seed
+from training.config.sections import SplitRule
 
 Ids = np.ndarray | torch.Tensor | Sequence[str] | Sequence[int]
 """One ID per record: whole numbers or strings."""
@@ -110,6 +112,37 @@ def split_by_id(ids: Ids, fraction: float, seed: int) -> tuple[torch.Tensor, tor
         ValueError: `fraction` is outside its range.
     """
     return _split_by_hash(_id_bytes(ids), fraction, derive_seed(seed, "split by ID"))
+
+
+def split_records(
+    features: torch.Tensor, ids: Ids | None, split: SplitRule, fraction: float, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of training and validation records under a rule.
+
+    Raises:
+        ValueError: The rule is unknown, IDs are missing, superfluous or too few, or no record is left to train on.
+    """
+    checks.choice(("index", "content", "id"), split=split)
+    if (ids is not None) != (split == "id"):
+        raise ValueError(
+            f"split = {split!r} with{'out' if ids is None else ''} ids: split = 'id' needs ids, and only it takes them"
+        )
+    if split == "index":
+        return split_by_index(len(features), fraction, derive_seed(seed, "validation"))
+    if ids is None:
+        kept, held_out = split_by_content(features, fraction, seed)
+    else:
+        if len(ids) != len(features):
+            raise ValueError(
+                f"x has {len(features)} records and ids {len(ids)} entries; give one ID per record"
+            )
+        kept, held_out = split_by_id(ids, fraction, seed)
+    if not len(kept):
+        raise ValueError(
+            f"validation_fraction = {fraction:g} leaves no record for training under split = {split!r}; lower it, or "
+            "change split_seed"
+        )
+    return kept, held_out
 
 
 def _id_bytes(ids: Ids) -> Iterable[bytes]:

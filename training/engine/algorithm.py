@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
-import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
@@ -22,17 +21,13 @@ from training.config.run import RunConfig
 from training.config.sections import TrainerSection
 from training.data import Dataset
 from training.data.dataset import Target
-from training.data.splits import Ids
+from training.data.tables import Arrays
 from training.engine.trainer import Trainer
 from training.networks.base import Network
 from training.protections.base import Applied, PrivateGradients, Protection, SoftLabels
 from training.protections.planning import Plan, Updates
 from training.runs.folder import RunFolder
 
-Array = np.ndarray | Tensor
-Arrays = tuple[Array, Array | None] | tuple[Array, Array | None, Ids]
-"""User-supplied data: records, what to predict of them (None: the next tokens), and for data.split = 'id' an ID of each
-record."""
 OptionsT = TypeVar("OptionsT", bound=TrainerSection)
 NetworkT = TypeVar("NetworkT", bound=Network)
 TrainerT = TypeVar("TrainerT", bound=Trainer)

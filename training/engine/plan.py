@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,11 +21,11 @@ from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
 from training.config.run import RunConfig
-from training.data import Dataset, Split, from_arrays
-from training.data.arrays import Pair
-from training.data.catalogue import OWN_ARRAYS, build_dataset, standardisation_of
+from training.data import Dataset, Split
+from training.data.catalogue import OWN_ARRAYS, build_dataset
 from training.data.dataset import PrincipalComponents, reduced
 from training.data.samplers import PoissonSampler, Sampler, make_sampler
+from training.data.tables import OwnData, OwnTest, own_dataset
 from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
 from training.errors import RunFolderError
 from training.networks.base import Network
@@ -112,7 +112,7 @@ class RunPlan:
 
     @classmethod
     def stored(
-        cls, folder: RunFolder, data: Arrays | Dataset | None = None, model: nn.Module | None = None
+        cls, folder: RunFolder, data: OwnData | Dataset | None = None, model: nn.Module | None = None
     ) -> Self:
         """Return the plan of the run in a folder, without another check or calibration.
 
@@ -254,8 +254,8 @@ def check_torch_device(name: str) -> None:
 
 
 def default_inputs(
-    config: RunConfig, data: Arrays | Dataset | None, model: nn.Module | None
-) -> tuple[RunConfig, Arrays | Dataset | None, nn.Module | None]:
+    config: RunConfig, data: OwnData | Dataset | None, model: nn.Module | None
+) -> tuple[RunConfig, OwnData | Dataset | None, nn.Module | None]:
     """Return what a run trains on: what the user gave, or what the configuration itself names."""
     if data is not None or model is not None:
         return config, data, model
@@ -264,63 +264,52 @@ def default_inputs(
     return inputs
 
 
-def with_own_data(config: RunConfig, data: Arrays | Dataset | None) -> RunConfig:
-    """Return the configuration for user-supplied data: their name, and no constants of a known data set."""
+def with_own_data(
+    config: RunConfig, data: OwnData | Dataset | None, label: str | Sequence[str] | None = None
+) -> RunConfig:
+    """Return the configuration for user-supplied data: their name, and no constants of a known data set.
+
+    Args:
+        config: The configuration.
+        data: The data, or None.
+        label: The column of a table that holds what to predict, or several; None takes data.label.
+    """
+    if label is not None:
+        config = config.replaced(data={"label": label})
     if data is None:
         return config
-    changes: dict[str, Any] = {"name": OWN_ARRAYS, "standardise": config.data.mean is not None}
+    changes: dict[str, Any] = {"name": OWN_ARRAYS}
+    if config.data.standardise != "records":
+        changes["standardise"] = config.data.mean is not None
     if isinstance(data, tuple) and len(data) == 3 and config.data.split is None:
         changes["split"] = "id"
     return config.replaced(data=changes)
 
 
-def load_data(config: RunConfig, data: Arrays | Dataset | None, test: Pair | None = None) -> Dataset:
+def load_data(config: RunConfig, data: OwnData | Dataset | None, test: OwnTest | None = None) -> Dataset:
     """Return the records to train on: those given, or the data set that the configuration names.
 
     Args:
         config: The configuration.
         data: User-supplied records, or None.
-        test: User-supplied test records (x, y), which go with data=(x, y).
+        test: User-supplied test records (x, y), which go with user-supplied records.
 
     Raises:
         TypeError: `data` is something else.
         ValueError: `test` was given without arrays.
         ConfigError: data.split does not fit the given IDs, or a key says something else of a Dataset than it holds.
     """
-    if test is not None and not isinstance(data, tuple):
+    if test is not None and (data is None or isinstance(data, Dataset)):
         raise ValueError(
-            "test = (x, y) goes with data=(x, y); a known data set and a Dataset have their own test records"
+            "test = (x, y) goes with data=(x, y); a known data set and a Dataset have their own test records, and "
+            "data.test names a file"
         )
     if isinstance(data, Dataset):
         _require_stated(config, data)
         return data
     if data is None:
         return build_dataset(config.data, config.split)
-    if not isinstance(data, tuple) or len(data) not in (2, 3):
-        raise TypeError(
-            f"data must be (x, y), (x, y, ids) or a Dataset, got {type(data).__name__}; give data=(x, y)"
-        )
-    options, ids = config.data, data[2] if len(data) == 3 else None
-    split = "id" if ids is not None and options.split is None else config.split
-    if (ids is not None) != (split == "id"):
-        reason = f"{split!r} does not look at IDs, and some were given; use 'id'"
-        if ids is None:
-            reason = "'id' needs IDs, and none were given; give data=(x, y, ids)"
-        raise ConfigError("configuration", "data.split", reason)
-    return from_arrays(
-        data[0],
-        data[1],
-        n_classes=options.n_classes,
-        validation_fraction=options.validation_fraction,
-        split_seed=options.split_seed,
-        split=split,
-        ids=ids,
-        test=test,
-        standardise=standardisation_of(options),
-        target=options.target,
-        inputs=options.inputs,
-        vocabulary=options.vocabulary,
-    )
+    return own_dataset(config.data, config.split, data, test)
 
 
 def _require_stated(config: RunConfig, dataset: Dataset) -> None:
@@ -335,10 +324,17 @@ def _require_stated(config: RunConfig, dataset: Dataset) -> None:
         "inputs": "tokens" if dataset.holds_tokens else "features",
         "n_classes": dataset.n_classes,
         "vocabulary": dataset.vocabulary,
+        "classes": dataset.classes,
+        "label": (),
     }
+    if config.data.standardise == "records":
+        reason = (
+            "'records' is for features as they were measured, and a Dataset has its constants; leave it out"
+        )
+        raise ConfigError("configuration", "data.standardise", reason)
     for key, value in found.items():
         stated = getattr(config.data, key)
-        if stated not in (None, "auto", value):
+        if stated not in (None, "auto", (), value):
             reason = f"{stated!r} is not that of the given Dataset ({value}); leave it out"
             raise ConfigError("configuration", f"data.{key}", reason)
 

@@ -21,8 +21,7 @@ from training.config.kinds import KINDS
 from training.config.reading import flat, load_config
 from training.config.run import RunConfig
 from training.data import Dataset
-from training.data.arrays import Pair
-from training.engine.algorithm import Arrays
+from training.data.tables import OwnData, OwnTest
 from training.engine.loop import Engine, Watcher, deferred_interrupt, torch_threads
 from training.engine.plan import (
     RunPlan,
@@ -45,8 +44,9 @@ _NO_FOLDER = "resume needs folder, that of the run to resume"
 def train(
     config: RunConfig | str | Path | Mapping[str, Any] | None = None,
     *,
-    data: Arrays | Dataset | None = None,
-    test: Pair | None = None,
+    data: OwnData | Dataset | None = None,
+    test: OwnTest | None = None,
+    label: str | Sequence[str] | None = None,
     model: nn.Module | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
@@ -60,9 +60,12 @@ def train(
         config: A RunConfig, a TOML file, a mapping, or None for the defaults (PDFA on digits).
         data: (x, y) with x of shape (n, d) or of images (n, c, h, w) and class numbers y of shape (n,), numpy or torch
             (data.target has other things to predict); (x, y, ids) with an ID of each record, by which data.split =
-            'id' holds records out; or a Dataset, whose parts are taken as they are; None loads the data set that the
-            configuration names.
-        test: Test records (x, y) that go with data=(x, y).
+            'id' holds records out; a TensorDataset; a DataFrame, with `label`; or a Dataset, whose parts are taken as
+            they are; None loads the data set or the file that the configuration names. Labels may be strings, which
+            are numbered in sorted order.
+        test: Test records that go with user-supplied data, in the same form.
+        label: The column of a DataFrame to predict, or several for data.target = 'real' or 'labels'; the others are
+            features. None takes data.label.
         model: A module to train in place, of a type that the trainer takes (feedback trainers: an nn.Sequential of
             nn.Linear and activations; ulr: an nn.Sequential of any modules); None builds the configuration's network.
         folder: The run folder; None takes a new one under ./runs.
@@ -84,7 +87,7 @@ def train(
         _stored(config, settings, folder) if resume else load_config(config, settings)
     )
     resolved, data, model = default_inputs(resolved, data, model)
-    resolved = with_own_data(resolved, data)
+    resolved = with_own_data(resolved, data, label)
     run_folder = None if folder is None else RunFolder(own_folder(Path(folder)))
     records = load_data(resolved, data, test)
     return train_on(resolved, records, run_folder, model=model, resume=resume, moved=moved, watcher=watcher)
@@ -220,6 +223,8 @@ def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
         "target": dataset.target,
         "record_shape": list(dataset.record_shape),
         "vocabulary": dataset.vocabulary,
+        "classes": list(dataset.classes),
+        "columns": list(dataset.columns),
     }
     if config.mode == "experiment" or config.relation is not Adjacency.ADD_OR_REMOVE_ONE:
         facts |= {

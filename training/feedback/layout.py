@@ -92,8 +92,12 @@ class Slice:
 
 
 def one_to_one(error: Extent, point: Extent, rows: Rows) -> bool:
-    """Whether every row of a point has its own row of the error."""
-    return rows != "sum" and error.records * error.positions == point.records * point.positions
+    """Whether every row of a point has its own row of the error, in the same order."""
+    same = (error.records, error.positions) == (point.records, point.positions)
+    flattened = 1 in (error.positions, point.positions)  # one of them has positions among its records
+    return rows != "sum" and (
+        same or (flattened and error.records * error.positions == point.records * point.positions)
+    )
 
 
 def arrange(

@@ -20,7 +20,7 @@ _PASSED = (
     "Permute",
     "Clone",
     "ToCopy",
-    "Dropout",
+    "NativeDropout",
     "Relu",
     "Gelu",
     "Silu",
@@ -29,20 +29,25 @@ _PASSED = (
 _MOST_STEPS = 6
 
 
-def find_points(model: nn.Module, points: str | Sequence[str | type[nn.Module]]) -> tuple[str, ...]:
+def find_points(
+    model: nn.Module, points: str | type[nn.Module] | Sequence[str | type[nn.Module]]
+) -> tuple[str, ...]:
     """Return the names of the submodules that are feedback points, in the order of the model.
 
     Args:
         model: The model.
-        points: "blocks" (see `find_blocks`), or names, shell patterns of names, or classes of submodules.
+        points: "blocks" (see `find_blocks`), or names, shell patterns of names, or classes of submodules. As in
+            paths, "layers.*" means layers.0 and layers.1, and not layers.0.norm.
 
     Raises:
-        ValueError: Nothing matches.
+        ValueError: Nothing matches, or points is empty.
         TypeError: An entry is neither a string nor a class of modules.
     """
     if isinstance(points, str) and points == "blocks":
         return find_blocks(model)
     entries = [points] if isinstance(points, str | type) else list(points)
+    if not entries:
+        raise ValueError("points is empty; give names, or train the plain model by backpropagation")
     modules = {name: module for name, module in model.named_modules() if name}
     chosen: set[str] = set()
     for entry in entries:
@@ -53,7 +58,7 @@ def find_points(model: nn.Module, points: str | Sequence[str | type[nn.Module]])
 def _matches(modules: Mapping[str, nn.Module], entry: object) -> set[str]:
     """Return the names of the submodules that one entry of `points` means."""
     if isinstance(entry, str):
-        found = set(fnmatch.filter(modules, entry))
+        found = {name for name in modules if _fits(name, entry)}
         label = repr(entry)
     elif isinstance(entry, type) and issubclass(entry, nn.Module):
         found = {name for name, module in modules.items() if isinstance(module, entry)}
@@ -63,6 +68,12 @@ def _matches(modules: Mapping[str, nn.Module], entry: object) -> set[str]:
     if not found:
         raise ValueError(f"points: no submodule is {label}; {_some_names(modules, str(entry))}")
     return found
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a pattern means a name; `*` stays within one part of it, as in a path."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 def require_submodule(model: nn.Module, name: str, *, parameter: str) -> str:
@@ -90,8 +101,9 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the feedback points that "blocks" stands for.
 
     1. `model.feedback_points`, if the model declares them.
-    2. The repeated blocks but the last: the outermost modules with submodules of their own, of one class, at least two
-       of them. Sequential and ModuleList are looked into.
+    2. The repeated blocks but the last: the outermost modules with submodules of their own, of the most frequent class,
+       at least two of them; two classes if they are equally frequent, as the layers of an encoder and a decoder.
+       Sequential and ModuleList are looked into.
     3. Without repeated blocks: every activation module with a parameterised module behind it, as in an MLP.
 
     Raises:
@@ -103,14 +115,14 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     blocks = _repeated(model) or _activations(model)
     if not blocks:
         raise ValueError(
-            f"points = 'blocks' finds no repeated block and no activation in {type(model).__name__}; name the "
-            "submodules whose output receives feedback"
+            f"points = 'blocks' finds no repeated block in {type(model).__name__}, and no activation module before a "
+            "layer with parameters; name the submodules whose output receives feedback"
         )
     return tuple(blocks)
 
 
 def _repeated(model: nn.Module) -> list[str]:
-    """Return the outermost modules of the most frequent class with submodules, without the last one."""
+    """Return the outermost modules of the most frequent classes with submodules, without the last one."""
     candidates = list(_composites(model, ""))
     counts = Counter(type(module) for _, module in candidates)
     while candidates and max(counts.values()) < 2:  # look one level deeper
@@ -118,8 +130,8 @@ def _repeated(model: nn.Module) -> list[str]:
         counts = Counter(type(module) for _, module in candidates)
     if not candidates:
         return []
-    kind = max(counts, key=lambda each: counts[each])
-    return [name for name, module in candidates if type(module) is kind][:-1]
+    most = max(counts.values())
+    return [name for name, module in candidates if counts[type(module)] == most][:-1]
 
 
 def _composites(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -153,19 +165,34 @@ def warn_if_unnormalised(name: str, output: Tensor) -> None:
     """
     node: Any = output.grad_fn
     for _ in range(_MOST_STEPS):
-        kind = type(node).__name__.partition("Backward")[0]
-        if kind not in _PASSED or not node.next_functions:
+        if not _keeps_scale(node):
             break
         node = node.next_functions[0][0]
-    if type(node).__name__.partition("Backward")[0] == "Add" and all(
-        before is not None for before, _ in node.next_functions
-    ):
+    if _operation(node) == "Add" and all(_may_grow(before) for before, _ in node.next_functions):
         warnings.warn(
-            f"feedback point {name!r} returns a residual sum that is not normalised; projected errors let it grow "
-            "until the model falls to chance. Put a LayerNorm or BatchNorm behind the sum (a post-norm block), or give "
-            "normalised=True",
+            f"feedback point {name!r} returns a residual sum that is not normalised; projected errors may let it grow "
+            "until the model falls to chance. Put a norm behind the sum (a post-norm block) or at the end of the "
+            "branch, give normalised=True, or start the layer before the error from the feedback (start_from_feedback)",
             stacklevel=2,
         )
+
+
+def _may_grow(node: Any) -> bool:
+    """Whether a summand is neither a bias nor the output of a normalisation."""
+    return node is not None and type(node).__name__ != "AccumulateGrad" and "Norm" not in _operation(node)
+
+
+def _operation(node: Any) -> str:
+    """Return the name of an autograd node's operation."""
+    return type(node).__name__.partition("Backward")[0]
+
+
+def _keeps_scale(node: Any) -> bool:
+    """Whether a node's output grows in proportion to its first input; a product with a constant does (dropout)."""
+    constant = (
+        _operation(node) == "Mul" and len(node.next_functions) == 2 and node.next_functions[1][0] is None
+    )
+    return (constant or _operation(node) in _PASSED) and bool(node.next_functions)
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,8 @@ class FeedbackAlignment(nn.Module):
     Args:
         model: Any module. The state dict has the keys of the plain model.
         points: "blocks" for all repeated blocks but the last (see `training.feedback.marking.find_blocks`); or names,
-            shell patterns of names such as "layers.*", or classes of submodules.
+            shell patterns of names such as "layers.*", which means layers.0 and not layers.0.norm, or classes of
+            submodules.
         device: An open device of the model's `shape`, or a larger one. None computes B e digitally.
         error_at: Name of the submodule whose output is z; None takes the model's output, which is then one tensor. For
             a language model name the module before the vocabulary layer.
@@ -85,16 +87,20 @@ class FeedbackAlignment(nn.Module):
             "full": every position has its own outputs of B, C P in all.
         slices: "shared": all points use the same outputs of B, as in TinyDFA, which suits a residual stream, where all
             points see nearly the same gradient. "own": disjoint outputs for each point, as in the PDFA paper.
-        encoding: How e is shown: "ternary", "planes", "sign" (see `training.feedback.projection`), or "real" without a
-            device. None takes "ternary" with a device, else "real".
+        encoding: How e is shown: "stochastic", "ternary", "planes", "sign" (see `training.feedback.projection`), or
+            "real" without a device. None takes "stochastic" with a device, else "real". "stochastic" shows each entry
+            with a probability in proportion to its size, so that the feedback is right on average; a threshold
+            ("ternary") drops the small entries of a classifier's error in every record alike.
         threshold: Threshold of "ternary" in units of the row's root mean square, at least 0.
         planes: Digits of "planes", from 1 to 24.
         normalised: Whether the feedback passes through the Jacobian of a layer norm of the point's output, as the
             gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it.
-        gain: Factor on the feedback, above 0.
-        seed: Seed of the digital matrix and of drawn positions, in [0, 2^64). The default is the packaged devices'
-            medium.
-        batch_dim: Dimension of records; 1 for modules that put time first.
+        gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that
+            feedback has to beat.
+        seed: Seed of the digital matrix, of drawn positions and of stochastic codes, in [0, 2^64). The default is the
+            packaged devices' medium.
+        batch_dim: Dimension of records in outputs of three dimensions and more, else 0; 1 for modules that put time
+            first.
         channel_dim: Dimension of channels; None takes 1 in outputs of four or five dimensions, else the last.
 
     Raises:
@@ -112,7 +118,7 @@ class FeedbackAlignment(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        points: str | Sequence[str | type[nn.Module]] = "blocks",
+        points: str | type[nn.Module] | Sequence[str | type[nn.Module]] = "blocks",
         *,
         device: NoisyDevice | None = None,
         error_at: str | None = None,
@@ -132,9 +138,10 @@ class FeedbackAlignment(nn.Module):
         _check_rows(rows)
         checks.choice(("broadcast", "full"), spread=spread)
         checks.choice(("own", "shared"), slices=slices)
-        checks.positive(gain=gain)
+        checks.non_negative(gain=gain)
         checks.integer(seed=seed, minimum=0, maximum=2**64 - 1)
         make_encoding(encoding or "real", threshold=threshold, planes=planes)
+        _refuse_second(model)
         self.model = model
         self.points = find_points(model, points)
         """Names of the feedback points, in the order of the model."""
@@ -150,6 +157,7 @@ class FeedbackAlignment(nn.Module):
         self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
         self._device = device
         self._projection: Projection | None = None
+        self._place = torch.device("cpu")
         self._n_inputs, self._slices = 0, list[Slice]()
         self._calls: list[tuple[str, Tensor]] | None = None
         self._kept: list[tuple[str, Tensor]] = []
@@ -175,6 +183,14 @@ class FeedbackAlignment(nn.Module):
                 raise
             return getattr(super().__getattr__("model"), name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the model and its hooks; the copy reads the same device."""
+        memo[id(self._device)] = self._device
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return copied
+
     def remove(self) -> nn.Module:
         """Take the hooks off the model and return it; it learns by backpropagation from then on."""
         for handle in self._handles:
@@ -184,7 +200,10 @@ class FeedbackAlignment(nn.Module):
 
     @contextmanager
     def backpropagating(self) -> Iterator[None]:
-        """Switch the points off within the block: forward passes in it are learnt from by backpropagation."""
+        """Switch the points off within the block: forward passes in it are learnt from by backpropagation.
+
+        With activation checkpointing the backward pass belongs into the block too, because it runs parts again.
+        """
         with self._in_state("backpropagating"):
             yield
 
@@ -228,7 +247,7 @@ class FeedbackAlignment(nn.Module):
             **kwargs: Keyword arguments of the model.
         """
         modes = {module: module.training for module in self.model.modules()}
-        self._slices = []
+        self._slices, self._projection = [], None
         try:
             self.model.eval()
             with torch.no_grad(), self._in_state("measuring"):
@@ -277,17 +296,24 @@ class FeedbackAlignment(nn.Module):
 
         Args:
             loss: Runs the model on the batch and returns the loss; called twice, with the same random numbers.
+
+        Raises:
+            ValueError: The loss does not come from a forward pass of this model.
         """
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        before, self._observed = self.usage, []
+        before, step, self._observed = self.usage, self._step, []
         try:
             calls, updates = self._gradients(loss, parameters, owners=True)
+            if not self._observed:
+                raise ValueError(
+                    "loss() returns a value that no forward pass of the model led to; run it on a batch"
+                )
             seen, used = self._observed[-1], self.usage - before
             with self.backpropagating():
                 true, reference = self._gradients(loss, parameters, owners=False)
         finally:
-            self._observed = None
+            self._observed, self._kept, self._step = None, [], step
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(buffers[name])
         return self._compared(calls, updates, true, reference, seen, used)
@@ -303,6 +329,7 @@ class FeedbackAlignment(nn.Module):
         place = self.model if self.error_at is None else self.model.get_submodule(self.error_at)
         handles.append(place.register_forward_hook(self._connect))
         handles.append(self.model.register_forward_hook(self._end))
+        handles.append(self.model.register_forward_hook(self._forget, always_call=True))
         return handles
 
     @torch._disable_dynamo
@@ -324,7 +351,8 @@ class FeedbackAlignment(nn.Module):
                 raise ValueError(_no_gradient(name))
             return None
         if self._calls is None:  # outside a forward pass, or in the recomputation of a checkpointed part
-            return mapped(output, Tensor.detach) if _in_backward() else None
+            recomputed = self._state == "learning" and _in_backward()
+            return mapped(output, Tensor.detach) if recomputed else None
         if self._connected and self._state != "backpropagating":
             raise ValueError(
                 f"point {name!r} runs after the error is taken at {self.error_at!r}; leave it out of points, or take "
@@ -362,8 +390,8 @@ class FeedbackAlignment(nn.Module):
         error, calls = tensors[0], self._calls
         if torch._C._functorch.is_functorch_wrapped_tensor(error):
             raise NotImplementedError(
-                "feedback points do not run inside torch.func.grad or vmap; use loss.backward() or torch.autograd.grad, "
-                "and opacus.GradSampleModule for gradients of single records"
+                "feedback points do not run inside torch.func.grad or vmap; use loss.backward() or "
+                "torch.autograd.grad, and opacus.GradSampleModule for gradients of single records"
             )
         self._lay_out(error, calls)
         if self._state == "measuring":
@@ -375,7 +403,7 @@ class FeedbackAlignment(nn.Module):
     @torch._disable_dynamo
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Stop recording; refuse a forward pass whose error was never taken."""
-        calls, self._calls = self._calls, None
+        calls = self._calls
         if self._observed is not None:
             self._kept = calls or []
         wanted = self._state == "measuring" or (self._state == "learning" and torch.is_grad_enabled())
@@ -383,6 +411,11 @@ class FeedbackAlignment(nn.Module):
             raise ValueError(
                 f"error_at = {self.error_at!r} did not run in this forward pass; name a module that does"
             )
+
+    @torch._disable_dynamo
+    def _forget(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Let go of the recorded outputs, also if the forward pass failed."""
+        self._calls = None
 
     def _lay_out(self, error: Tensor, calls: Sequence[tuple[str, Tensor]]) -> None:
         """Give every call of a point its outputs of B; they must stay the same, and the device must have them."""
@@ -402,6 +435,11 @@ class FeedbackAlignment(nn.Module):
         )
         if not self._slices:
             self._n_inputs, self._slices = extent.channels, slices
+        if len(self._slices) != len(slices):
+            raise ValueError(
+                f"points run {len(slices)} times in this forward pass and ran {len(self._slices)} times in the first, "
+                "and each call has its own place in B; run them equally often, or name points that run once"
+            )
         if (self._n_inputs, self._slices) != (extent.channels, slices):
             raise ValueError(
                 "the points' outputs have other sizes than in the first forward pass, and each entry has its own "
@@ -432,6 +470,7 @@ class FeedbackAlignment(nn.Module):
             error, self._rows, seed=derive_seed(self._seed, f"positions of step {step}")
         )
         rows = chosen.flatten(0, 1)
+        self._projector(rows.device).seek(step)
         reading = self._read(rows).view(*chosen.shape[:2], -1)
         extent = Extent(*error.shape)
         found: list[Tensor] = []
@@ -466,15 +505,16 @@ class FeedbackAlignment(nn.Module):
 
     def _projector(self, place: torch.device) -> Projection:
         """Return the projection through the device, or the digital one on a torch device."""
-        if self._projection is None:
-            name = self._encoding or ("real" if self._device is None else "ternary")
-            encoding = make_encoding(name, threshold=self._threshold, planes=self._planes)
+        if self._projection is None or (self._device is None and self._place != place):
+            name = self._encoding or ("real" if self._device is None else "stochastic")
+            encoding = make_encoding(name, threshold=self._threshold, planes=self._planes, seed=self._seed)
             if self._device is None:
                 matrix = Medium(*self._shape, self._seed).dense().to(place)
+                self._place = place
                 self._projection = DigitalProjection(matrix, encoding=encoding)
             elif encoding is None:
                 raise ValueError(
-                    "encoding = 'real' cannot be shown to a device; use 'ternary', 'planes' or 'sign'"
+                    "encoding = 'real' cannot be shown to a device; use 'ternary', 'stochastic', 'planes' or 'sign'"
                 )
             else:
                 self._projection = DeviceProjection(self._device, encoding=encoding)
@@ -492,10 +532,12 @@ class FeedbackAlignment(nn.Module):
         if owners:
             found: list[Any] = [(name, _reached(h, parameters)) for name, h in calls]
             return found, list(torch.autograd.grad(value, parameters, allow_unused=True))
-        outputs = [h if h.requires_grad else h.requires_grad_() for _, h in calls]
-        gradients = torch.autograd.grad(value, [*outputs, *parameters], allow_unused=True)
-        found = [(name, gradient) for (name, _), gradient in zip(calls, gradients, strict=False)]
-        return found, list(gradients[len(outputs) :])
+        outputs = [h for _, h in calls if h.requires_grad]
+        gradients: list[Tensor | None] = [
+            *torch.autograd.grad(value, [*outputs, *parameters], allow_unused=True)
+        ]
+        found = [(name, gradients.pop(0) if h.requires_grad else None) for name, h in calls]
+        return found, gradients
 
     def _compared(
         self,
@@ -554,6 +596,17 @@ class _Project(torch.autograd.Function):
             return None, gradient, *ctx.owner._project(gradient, points)
 
 
+def _refuse_second(model: nn.Module) -> None:
+    """Refuse a model that has feedback points already: the first ones would win in silence."""
+    for module in model.modules():
+        owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+        if isinstance(module, FeedbackAlignment) or any(isinstance(o, FeedbackAlignment) for o in owners):
+            raise ValueError(
+                "model has feedback points already; call remove() of its FeedbackAlignment first, which returns the "
+                "plain model"
+            )
+
+
 def _check_rows(rows: object) -> None:
     if isinstance(rows, int) and not isinstance(rows, bool):
         checks.integer(rows=rows, minimum=1)
@@ -595,13 +648,23 @@ def _through_layer_norm(signal: Tensor, h: Tensor) -> Tensor:
 
 
 def _drop_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Name the entries of a state dict as the plain model does."""
+    """Name the entries of a state dict, and its metadata, as the plain model does."""
     inner = f"{prefix}model."
-    for name in [key for key in state if key.startswith(inner)]:
-        state[prefix + name.removeprefix(inner)] = state.pop(name)
+    _rename(state, {key: prefix + key.removeprefix(inner) for key in state if key.startswith(inner)})
+    versions = getattr(state, "_metadata", {})
+    whole = inner.removesuffix(".")
+    renamed = {key: prefix + key.removeprefix(inner) for key in versions if key.startswith(inner)}
+    _rename(versions, {whole: prefix.removesuffix("."), **renamed} if whole in versions else renamed)
 
 
 def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Undo `_drop_prefix` before a state dict is loaded."""
-    for name in [key for key in state if key.startswith(prefix)]:
-        state[f"{prefix}model.{name.removeprefix(prefix)}"] = state.pop(name)
+    _rename(
+        state, {key: f"{prefix}model.{key.removeprefix(prefix)}" for key in state if key.startswith(prefix)}
+    )
+
+
+def _rename(entries: dict[str, Any], names: dict[str, str]) -> None:
+    """Rename entries, all at once: a new name may be another entry's old one."""
+    values = {new: entries.pop(old) for old, new in names.items()}
+    entries.update(values)

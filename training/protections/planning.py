@@ -12,7 +12,6 @@ from accounting.theorems import require_poisson
 from training.config.run import RunConfig, split_refusal
 from training.config.sections import ProtectionSection
 from training.data import Dataset
-from training.data.catalogue import OWN_ARRAYS
 from training.data.samplers import Sampler
 
 
@@ -96,18 +95,22 @@ def require_covered(plan: Plan) -> None:
             f"data.components = {config.data.components}: principal components are computed from the private records, "
             "which no guarantee covers; leave it out"
         )
-    if config.data.name == OWN_ARRAYS:
+    if config.data.is_own:
         _require_stated_numbers(config, dataset)
 
 
 def _require_stated_numbers(config: RunConfig, dataset: Dataset) -> None:
-    """Refuse user-supplied records whose number of classes or of token values is read off them.
+    """Refuse user-supplied records whose number or names of classes, or number of token values, are read off them.
 
     Raises:
         NoGuarantee: One of them is.
     """
     stated, target = config.data, dataset.target
-    if target == "class" and stated.n_classes is None:
+    if dataset.classes and not stated.classes:
+        raise NoGuarantee(
+            "data.classes is missing: the names of the classes would be read off the private labels; state them"
+        )
+    if target == "class" and stated.n_classes is None and not stated.classes:
         raise NoGuarantee(
             "data.n_classes is missing: the number of classes would be read off the private labels; state it"
         )

@@ -21,6 +21,7 @@ from training.data.arrays import RecordForm, standardised
 from training.data.catalogue import OWN_ARRAYS, build_dataset
 from training.data.dataset import DataError, PrincipalComponents, Standardisation
 from training.data.formats import read_arrays
+from training.data.tables import Frame, feature_array, is_frame, read_frame, table_of
 from training.data.texts import bits_per_byte
 from training.errors import RunFolderError
 from training.networks.functions import LOSSES
@@ -111,35 +112,38 @@ class Run:
         """Final figures, or None if the run is not finished."""
         return self.folder.read_summary()
 
-    def predict(self, x: np.ndarray | Tensor) -> np.ndarray | Tensor:
+    def predict(self, x: np.ndarray | Tensor | Frame) -> np.ndarray | Tensor:
         """Predict the classes of records, or what else the run was trained to predict.
 
         Args:
             x: Records as they were given to training (this method standardises them): features of shape (n, d), images
-                (n, c, h, w), or tokens (n, T).
+                (n, c, h, w), tokens (n, T), or a DataFrame with the columns of the training records.
 
         Returns:
             By data.target: class numbers, shape (n,), int64; tokens, shape (n, T), int64; real numbers, shape (n, k),
-            float32; whether each label holds, shape (n, k), bool. numpy for numpy input, torch for torch input.
+            float32; whether each label holds, shape (n, k), bool. torch for torch input, else numpy.
 
         Raises:
             ValueError: The shape is wrong, or a value is not finite.
         """
-        outputs = model_outputs(self.model, self._prepared(self.form.features(x, "x")))
+        features = feature_array(x, self.columns, "x") if is_frame(x) else x
+        outputs = model_outputs(self.model, self._prepared(self.form.features(features, "x")))
         found = outputs
         if self.form.target in ("class", "tokens"):
             found = outputs.argmax(dim=-1)
         elif self.form.target == "labels":
             found = outputs > 0
-        return found.numpy() if isinstance(x, np.ndarray) else found
+        return found if isinstance(x, Tensor) else found.numpy()
 
-    def evaluate(self, x: np.ndarray | Tensor, y: np.ndarray | Tensor | None) -> dict[str, float]:
+    def evaluate(
+        self, x: np.ndarray | Tensor | Frame, y: np.ndarray | Tensor | None = None
+    ) -> dict[str, float]:
         """Measure loss and accuracy on user-supplied records.
 
         Args:
             x: Records as for `predict`.
             y: What is to be predicted, as it was given to training, such as class numbers of shape (n,); None for the
-                next tokens of x (n, T + 1).
+                next tokens of x (n, T + 1), and for a DataFrame with the column of the labels.
 
         Returns:
             {"loss": mean loss, "accuracy": share of correct classes, in [0, 1]}.
@@ -147,7 +151,12 @@ class Run:
         Raises:
             ValueError: A shape is wrong, or a value is out of range.
         """
-        records = self.form.records(x, y)
+        if is_frame(x):
+            label = self.config.data.label
+            table = table_of(x, label, "x", columns=self.columns, as_text=bool(self.classes))
+            records = self.form.records(table.x, table.y)
+        else:
+            records = self.form.records(x, y)
         return evaluate_split(self.model, Split(self._prepared(records.x), records.y), self.config.loss)
 
     @property
@@ -159,7 +168,18 @@ class Run:
             n_classes=facts["n_classes"],
             n_features=self.n_features,
             vocabulary=facts.get("vocabulary"),
+            classes=self.classes,
         )
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes in the order of their numbers, if the labels were strings; else empty."""
+        return tuple(self.facts["data"].get("classes", ()))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the features, if the run was trained on a table; else empty."""
+        return tuple(self.facts["data"].get("columns", ()))
 
     def _prepared(self, x: Tensor) -> Tensor:
         """Return records in the standardised features or components that the model takes."""
@@ -214,8 +234,8 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
 
     Args:
         path: The run folder.
-        data: Name of a known data set, whose test records are used, or a file such as ``text:PATH``, all of whose
-            records are used; None takes the run's own test records.
+        data: Name of a known data set, whose test records are used, or a file (``csv:PATH``, ``parquet:PATH``,
+            ``text:PATH``), all of whose records are used; None takes the run's own test records.
         arrays: An .npz file with x (n, d) and y (n,) to use instead.
 
     Returns:
@@ -239,12 +259,30 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
         raise DataError(
             f"run {path} was trained on user-supplied arrays; give test records with --arrays FILE.npz"
         )
-    dataset, part = _other_records(run, data or run.config.data.name)
+    name = data or run.config.data.name
+    options = DataConfig(name=name, split_seed=run.config.data.split_seed)
+    if options.file_kind in ("csv", "parquet"):
+        return _evaluate_table(run, options)
+    dataset, part = _other_records(run, name)
     split = getattr(dataset, part)
     figures = run.evaluate(split.x, split.y)
     if run.config.loss == "cross-entropy" and "bytes_per_token" in dataset.origin:
         figures["bits_per_byte"] = bits_per_byte(figures["loss"], dataset.origin["bytes_per_token"][part])
     return {"data": dataset.name, "records": len(split), **figures}
+
+
+def _evaluate_table(run: Run, options: DataConfig) -> dict[str, Any]:
+    """Measure a run on a file, or on that of its own data.test if the file is the one that it was trained on."""
+    path, own = options.file, run.config.data
+    if options.name == own.name:
+        if own.test is None:
+            raise DataError(
+                f"run {run.folder.path} has no test records; give some with --data {options.file_kind}:PATH, or train "
+                "with data.test"
+            )
+        path = Path(own.test)
+    frame = read_frame(path, options)
+    return {"data": path.name, "records": len(frame), **run.evaluate(frame)}
 
 
 def _other_records(run: Run, name: str) -> tuple[Dataset, Literal["train", "test"]]:

@@ -1,0 +1,325 @@
+"""Tables and named classes as data: DataFrames, CSV and Parquet files, strings, TensorDatasets, errors by column."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import opusim
+from accounting.errors import NoGuarantee
+from opusim.errors import ConfigError
+from training.cli import main
+from training.config import load_config
+from training.data import Dataset, from_arrays
+from training.data import tables as tables_module
+from training.data.dataset import DataError
+from training.engine.plan import RunPlan, fingerprint, load_data, with_own_data
+from training.errors import RunFolderError
+from training.runs.folder import RunFolder
+from training.runs.run import evaluate_run
+
+pandas = pytest.importorskip("pandas")
+RNG = np.random.default_rng(0)
+SPECIES = np.array(["setosa", "virginica", "versicolor"])[np.arange(40) % 3]
+FRAME = pandas.DataFrame(
+    {
+        "length": RNG.normal(size=40),
+        "species": SPECIES,
+        "count": np.arange(40),
+        "wild": np.arange(40) % 2 == 0,
+    }
+)
+CONFIG = {"trainer": {"kind": "bp"}, "model": {"hidden": [8]}, "epochs": 1, "sampler": {"batch_size": 5}}
+
+
+def _load(data: Any, test: Any = None, label: Any = "species", **keys: Any) -> Dataset:
+    config = with_own_data(load_config({"data": keys}), data, label)
+    return load_data(config, data, test)
+
+
+def _command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["opusim", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 0
+
+
+class TestFrames:
+    def test_a_frame_is_its_columns_in_their_order(self) -> None:
+        data = _load(FRAME)
+        x = FRAME[["length", "count", "wild"]].to_numpy(dtype="float64")
+        y = np.unique(SPECIES, return_inverse=True)[1]
+        same = from_arrays(x, y, validation_fraction=0.1, split_seed=0)
+        assert fingerprint(data.train) == fingerprint(same.train)
+        assert (data.columns, data.classes) == (
+            ("length", "count", "wild"),
+            ("setosa", "versicolor", "virginica"),
+        )
+        assert (data.n_classes, data.record_shape, data.name) == (3, (3,), "arrays")
+
+    def test_test_columns_are_found_by_name(self) -> None:
+        mixed = FRAME[["wild", "species", "count", "length"]]
+        data, same = _load(FRAME, test=mixed), _load(FRAME, test=FRAME)
+        assert data.test is not None
+        assert same.test is not None
+        assert torch.equal(data.test.x, same.test.x)
+
+    @pytest.mark.parametrize("dtype", ["category", "object", "string"])
+    def test_text_of_any_type_names_classes(self, dtype: str) -> None:
+        data = _load(FRAME.assign(species=FRAME["species"].astype(dtype)))
+        assert fingerprint(data.train) == fingerprint(_load(FRAME).train)
+
+    @pytest.mark.parametrize("dtype", ["int8", "Int64", "category", "bool"])
+    def test_numbers_of_any_type_are_classes(self, dtype: str) -> None:
+        data = _load(FRAME.assign(species=pandas.Series(np.arange(40) % 2).astype(dtype)))
+        assert (data.classes, data.n_classes) == ((), 2)
+
+    def test_stated_classes_have_their_order(self) -> None:
+        data = _load(FRAME, classes=["virginica", "versicolor", "setosa", "none"])
+        assert (data.n_classes, data.classes[0]) == (4, "virginica")
+        numbers = _load(FRAME.assign(species=np.arange(40) % 2 + 5), classes=["5", "6"])
+        assert (numbers.n_classes, sorted(set(numbers.train.y.tolist()))) == (2, [0, 1])
+
+    def test_several_columns_are_numbers_or_labels(self) -> None:
+        real = _load(FRAME.drop(columns="species"), label=["length", "count"], target="real")
+        assert (real.target, real.n_classes, real.columns) == ("real", 2, ("wild",))
+        labels = _load(FRAME.drop(columns="species"), label="wild", target="labels")
+        assert (labels.target, labels.n_classes) == ("labels", 1)
+
+    @pytest.mark.parametrize(
+        ("frame", "test", "label", "message"),
+        [
+            (FRAME, None, None, "data.label is missing: name the column of data to predict, one of length"),
+            (
+                FRAME,
+                None,
+                "specie",
+                "'specie' is no column of data, which has length, species, count, wild; did",
+            ),
+            (
+                FRAME.assign(city="x"),
+                None,
+                "species",
+                "column 'city' of data holds str, and features are numbers",
+            ),
+            (FRAME.assign(city="x"), None, "species", "pandas.get_dummies(frame, columns=['city'])"),
+            (
+                FRAME.assign(day=pandas.Timestamp(0)),
+                None,
+                "species",
+                "column 'day' of data holds datetime64",
+            ),
+            (
+                FRAME.assign(length=FRAME["length"].where(FRAME.index != 7)),
+                None,
+                "species",
+                "column 'length' of data lacks 1 of 40 values, the first in row 7 counted from 0",
+            ),
+            (
+                FRAME.assign(species=FRAME["species"].where(FRAME.index > 1)),
+                None,
+                "species",
+                "column 'species' of data lacks 2 of 40 values",
+            ),
+            (FRAME, None, "length", "column 'species' of data holds str"),
+            (FRAME.drop(columns="species"), None, "length", "set data.target = 'real'"),
+            (FRAME, FRAME.drop(columns="wild"), "species", "test has no column 'wild'"),
+            (FRAME, FRAME.assign(z=1), "species", "test has a column 'z', which the training records lack"),
+            (FRAME, FRAME.assign(species="rosa"), "species", "test[1] holds 'rosa', which is none of the 3"),
+            (FRAME, (np.zeros((4, 3)), np.zeros(4, int)), "species", "must both be DataFrames, or neither"),
+            (FRAME[["species"]], None, "species", "has no column besides the labels"),
+            (pandas.concat([FRAME, FRAME], axis=1), None, "species", "several columns of the name 'count'"),
+        ],
+    )
+    def test_what_does_not_fit_is_named_by_column(
+        self, frame: Any, test: Any, label: Any, message: str
+    ) -> None:
+        with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+            _load(frame, test, label)
+
+
+class TestOtherForms:
+    def test_named_classes_of_arrays(self) -> None:
+        x = np.zeros((40, 2))
+        for y in (SPECIES, SPECIES.astype(object)):
+            assert _load((x, y), label=None).classes == ("setosa", "versicolor", "virginica")
+        with pytest.raises(ValueError, match="must be at least 2 different names"):
+            _load((x, np.full(40, "a")), label=None)
+        with pytest.raises(ValueError, match="data.classes names classes that y gives as strings"):
+            _load((x, np.arange(40) % 2), label=None, classes=["a", "b"])
+        with pytest.raises(ValueError, match="data.classes names classes"):
+            _load((x, np.arange(40) / 2), label=None, classes=["a", "b"], target="real")
+        with pytest.raises(TypeError, match="y must hold numbers"):
+            _load((x, SPECIES), label=None, target="real")
+
+    def test_a_tensor_dataset_is_its_tensors(self) -> None:
+        x, y = torch.randn(20, 1, 4, 4), torch.arange(20) % 3
+        data = _load(TensorDataset(x, y), TensorDataset(x, y), label=None)
+        assert fingerprint(data.train) == fingerprint(_load((x, y), label=None).train)
+        assert data.record_shape == (1, 4, 4)
+
+    def test_other_forms_are_refused(self) -> None:
+        with pytest.raises(
+            TypeError, match=r"data must be \(x, y\), a TensorDataset, a DataFrame or a Dataset"
+        ):
+            _load([1, 2], label=None)
+        with pytest.raises(ConfigError, match="data.label: species names a column of a table"):
+            _load((np.zeros((4, 2)), np.arange(4) % 2))
+
+
+class TestRuns:
+    def test_a_stopped_run_of_a_frame_resumes_on_the_same_frame_only(self, tmp_path: Path) -> None:
+        class Stop:
+            def on_start(self, *, step: int, total_steps: int) -> None:
+                pass
+
+            def on_step(self, *, step: int) -> None:
+                if step == 3:
+                    raise RuntimeError("stopped")
+
+            def on_epoch(self, record: dict[str, Any]) -> None:
+                pass
+
+        given: dict[str, Any] = {"data": FRAME, "test": FRAME}
+        whole = opusim.train(CONFIG, **given, label="species", folder=tmp_path / "whole")
+        with pytest.raises(RuntimeError, match="stopped"):
+            opusim.train(CONFIG, **given, label="species", folder=tmp_path / "run", watcher=Stop())
+        for other in ({"data": FRAME.assign(count=1)}, {"test": FRAME.assign(count=1)}):
+            with pytest.raises(RunFolderError, match="was started with another data"):
+                opusim.train(**(given | other), folder=tmp_path / "run", resume=True)
+        resumed = opusim.train(**given, folder=tmp_path / "run", resume=True)
+        assert np.array_equal(resumed.predict(FRAME), whole.predict(FRAME))
+        assert resumed.summary == whole.summary
+
+    def test_a_run_of_a_frame_is_measured_on_frames(self, tmp_path: Path) -> None:
+        run = opusim.train(CONFIG, data=FRAME, test=FRAME, label="species", folder=tmp_path / "run")
+        facts = json.loads((tmp_path / "run/config.json").read_text())
+        assert facts["data"]["classes"] == ["setosa", "versicolor", "virginica"]
+        assert facts["config"]["data"]["label"] == ["species"]
+        shuffled = FRAME[["species", "wild", "length", "count"]]
+        assert run.summary is not None
+        assert run.evaluate(shuffled)["accuracy"] == run.summary["test_accuracy"]
+        numbers = run.predict(shuffled.drop(columns="species"))
+        found = np.mean(np.array(run.classes)[numbers] == SPECIES)
+        assert found == run.summary["test_accuracy"]
+
+    @pytest.mark.parametrize("kind", ["csv", "parquet"])
+    def test_the_commands_read_files(
+        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        if kind == "parquet":
+            pytest.importorskip("pyarrow")
+        train, test = tmp_path / f"flowers.{kind}", tmp_path / f"test.{kind}"
+        for path, frame in ((train, FRAME), (test, FRAME[["wild", "species", "length", "count"]])):
+            frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
+        settings = ["model.hidden=[8]", "sampler.batch_size=5", f"data.test={test}"]
+        lines = [part for line in settings for part in ("--set", line)]
+        monkeypatch.chdir(tmp_path)
+        _command(
+            monkeypatch,
+            "train",
+            "bp",
+            "--data",
+            f"{kind}:{train}",
+            "--label",
+            "species",
+            "--epochs",
+            1,
+            *lines,
+        )
+        folder = tmp_path / "runs" / "bp-flowers-1"
+        summary = json.loads((folder / "summary.json").read_text())
+        capsys.readouterr()
+        _command(monkeypatch, "evaluate", folder, "--json")
+        own = json.loads(capsys.readouterr().out)
+        assert (own["data"], own["records"], own["accuracy"]) == (test.name, 40, summary["test_accuracy"])
+        assert evaluate_run(folder, data=f"{kind}:{test}") == own
+        if kind == "csv":
+            FRAME.assign(count=1).to_csv(train, index=False)
+            with pytest.raises(RunFolderError, match="was trained on other data"):
+                RunPlan.stored(RunFolder(folder))
+
+    def test_private_classes_have_to_be_stated(self, tmp_path: Path) -> None:
+        protected = CONFIG | {"protection": {"kind": "record", "noise_multiplier": 1.0}}
+        with pytest.raises(NoGuarantee, match="data.classes is missing"):
+            opusim.train(protected, data=FRAME, label="species", folder=tmp_path / "run")
+        path = tmp_path / "flowers.csv"
+        FRAME.assign(species=np.arange(40) % 2).to_csv(path, index=False)
+        named = protected | {"data": {"name": f"csv:{path}", "label": "species"}}
+        with pytest.raises(NoGuarantee, match="data.n_classes is missing"):
+            opusim.train(named, folder=tmp_path / "run")
+
+
+class TestStandardisation:
+    def test_constants_of_the_training_records_only(self, tmp_path: Path) -> None:
+        config = CONFIG | {"data": {"standardise": "records"}}
+        frame = FRAME.assign(length=FRAME["length"] * 1e6 + 5e7)
+        run = opusim.train(config, data=frame, label="species", folder=tmp_path / "run")
+        data = _load(frame, standardise="records")
+        torch.testing.assert_close(data.train.x.mean(dim=0), torch.zeros(3), atol=1e-4, rtol=0)
+        torch.testing.assert_close(data.train.x.std(dim=0, correction=0), torch.ones(3), atol=1e-4, rtol=0)
+        assert float(data.validation.x.mean(dim=0).abs().max()) > 0.01
+        constants = run.facts["data"]["standardisation"]
+        assert (constants["public"], len(constants["mean"])) == (False, 3)
+        metrics = run.evaluate(frame)
+        assert np.isfinite(metrics["loss"])
+        assert run.facts["data"]["fingerprint"] == fingerprint(data.train)
+
+    def test_where_it_is_refused(self, tmp_path: Path) -> None:
+        wanted = {"data": {"standardise": "records"}}
+        private = CONFIG | {"protection": {"kind": "record", "noise_multiplier": 1.0}}
+        keys = {"standardise": "records", "classes": sorted(set(SPECIES.tolist()))}
+        with pytest.raises(NoGuarantee, match="standardised by statistics of the data"):
+            opusim.train(private | {"data": keys}, data=FRAME, label="species", folder=tmp_path / "run")
+        with pytest.raises(ConfigError, match="data.standardise: 'records' is for user-supplied data"):
+            opusim.train(CONFIG | wanted, folder=tmp_path / "run")
+        with pytest.raises(ConfigError, match="a Dataset has its constants"):
+            opusim.train(CONFIG | wanted, data=_load(FRAME), folder=tmp_path / "run")
+        with pytest.raises(ValueError, match="x holds tokens"):
+            _load((np.arange(40).reshape(10, 4), None), label=None, standardise="records")
+        with pytest.raises(ConfigError, match="computes what mean = 0.5 states"):
+            load_config({"data": {"standardise": "records", "mean": 0.5, "std": 0.5}})
+
+
+class TestFiles:
+    def test_a_file_that_holds_no_table_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("pyarrow")
+        path = tmp_path / "a.csv"
+        FRAME.to_csv(path, index=False)
+        (tmp_path / "empty.csv").touch()
+        (tmp_path / "binary.csv").write_bytes(bytes(range(255, 0, -1)))
+        refused = {
+            "csv:none.csv": "none.csv cannot be read (No such file or directory)",
+            "csv:empty.csv": "empty.csv is no csv file with a table",
+            "csv:binary.csv": "binary.csv is no csv file with a table",
+            "parquet:a.csv": "a.csv is no parquet file with a table",
+        }
+        monkeypatch.chdir(tmp_path)
+        for name, message in refused.items():
+            with pytest.raises(DataError, match=re.escape(message)):
+                load_data(load_config({"data": {"name": name, "label": "species"}}), None)
+        monkeypatch.setattr(tables_module, "TABLE_LIMIT", 100)
+        with pytest.raises(DataError, match="more than the limit of 100"):
+            load_data(load_config({"data": {"name": "csv:a.csv", "label": "species"}}), None)
+
+    def test_tabs_separate_the_columns_of_a_tsv(self, tmp_path: Path) -> None:
+        FRAME.to_csv(tmp_path / "a.tsv", sep="\t", index=False)
+        data = load_data(load_config({"data": {"name": f"csv:{tmp_path}/a.tsv", "label": "species"}}), None)
+        assert data.columns == ("length", "count", "wild")
+
+    def test_a_missing_library_is_named_with_its_extra(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "pandas", None)
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'opusim\[data\]'"):
+            load_data(load_config({"data": {"name": f"csv:{tmp_path}/a.csv", "label": "x"}}), None)

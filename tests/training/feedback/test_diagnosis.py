@@ -1,0 +1,135 @@
+"""Diagnose feedback on one batch: alignment, share shown, signal to noise, frames; nothing else changes."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from opusim import FeedbackAlignment, open_device
+from opusim.devices.base import NoisyDevice
+
+CLASSES, WIDTH, BATCH = 4, 32, 16
+x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(1))
+y = torch.arange(BATCH) % CLASSES
+
+
+def network() -> nn.Sequential:
+    """The points are 1 and 4; dropout and batch norm draw and count."""
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Linear(6, WIDTH),
+        nn.Tanh(),
+        nn.BatchNorm1d(WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, CLASSES),
+    )
+
+
+def gaussian(sigma: float = 0.3) -> NoisyDevice:
+    return open_device("gaussian", n_inputs=CLASSES, n_outputs=WIDTH, seed=4, noise={"sigma": sigma})
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return cross_entropy(nn.functional.dropout(model(x), 0.2), y)
+
+
+@pytest.mark.parametrize("photonic", [False, True])
+def test_a_diagnosis_leaves_training_as_it_was(photonic: bool) -> None:
+    """Parameters, gradients, buffers, random numbers, and what the next step draws."""
+    trained = []
+    for diagnosed in (False, True):
+        model = FeedbackAlignment(network(), device=gaussian() if photonic else None)
+        torch.manual_seed(3)
+        loss_of(model).backward()
+        before = deepcopy(model.state_dict()), [p.grad.clone() for p in model.parameters()]
+        if diagnosed:
+            model.diagnose(lambda model=model: loss_of(model))
+        assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before[1], strict=True))
+        loss_of(model).backward()
+        trained.append(model)
+    for first, second in zip(*(model.parameters() for model in trained), strict=True):
+        assert torch.equal(first.grad, second.grad)
+    deepcopy(trained[1])  # no output is kept
+
+
+def test_a_head_that_starts_from_the_feedback_aligns_the_last_point() -> None:
+    """B^T in the output layer is what backpropagation would send; the first point is not aligned by it."""
+    model = FeedbackAlignment(network(), gain=0.7)
+    before = model.diagnose(lambda: loss_of(model)).points
+    model.shape(x)
+    model.start_from_feedback(model.model[5])
+    assert not model.model[5].bias.any()
+    after = model.diagnose(lambda: loss_of(model))
+    assert [point.name for point in after.points] == ["1", "4"]
+    assert before[1].signal_alignment < 0.9
+    assert after.points[1].signal_alignment == pytest.approx(1, abs=1e-6)
+    assert after.points[1].update_alignment == pytest.approx(1, abs=1e-6)
+    assert after.points[0].signal_alignment < 0.9
+    assert after.points[0].signal_to_noise == math.inf
+    assert (after.shown, after.rows, after.frames) == (1.0, BATCH, 0)
+
+
+def test_cosines_are_those_of_the_gradients() -> None:
+    """Against gradients of two passes, one with and one without points."""
+    model = FeedbackAlignment(network())
+    found = model.diagnose(lambda: cross_entropy(model(x), y)).points
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        cross_entropy(model(x), y).backward()
+        gradients.append([p.grad for p in model.parameters()])
+        model.remove()
+    for point, owned in zip(found, (slice(0, 2), slice(2, 6)), strict=True):
+        first, second = (torch.cat([g.flatten() for g in each[owned]]) for each in gradients)
+        expected = torch.cosine_similarity(first, second, dim=0)
+        assert point.update_alignment == pytest.approx(float(expected), abs=1e-5)
+        assert abs(expected) < 0.9
+
+
+def test_a_device_is_asked_once_and_its_noise_is_told() -> None:
+    """The noise is that of a reading times the row's factor s; B t has as many units of variance as t has entries."""
+    sigma = 0.3
+    model = FeedbackAlignment(network(), device=gaussian(sigma), encoding="ternary", threshold=1.0)
+    found = model.diagnose(lambda: cross_entropy(model(x), y))
+    assert found.frames == model.usage.frames == 2 * BATCH
+    assert found.seconds == model.usage.seconds
+    z = model.remove()(x).detach().requires_grad_()
+    (e,) = torch.autograd.grad(cross_entropy(z, y), z)
+    t = (e.abs() > e.square().mean(dim=1, keepdim=True).sqrt()) * e.sign()
+    assert found.shown == pytest.approx(float(t.abs().mean()))
+    scale = (e * t).sum(dim=1) / t.abs().sum(dim=1)
+    matrix = model.device.matrix()
+    signal = ((t @ matrix.t()) * scale[:, None]).square().mean()
+    expected = float((signal / (sigma**2 * scale.square().mean())) ** 0.5)
+    readings = (
+        BATCH * WIDTH
+    )  # the signal's power is estimated from noisy readings, whose cross term has this spread
+    spread = 5 * (4 / (expected**2 * readings) + 2 / (expected**4 * readings)) ** 0.5
+    assert spread < 0.5
+    for point in found.points:
+        assert point.signal_to_noise**2 == pytest.approx(expected**2, rel=2 * spread)
+
+
+def test_a_diagnosis_prints_as_a_table() -> None:
+    model = FeedbackAlignment(network(), device=gaussian())
+    text = str(model.diagnose(lambda: cross_entropy(model(x), y)))
+    titles = ["feedback point", "signal alignment", "update alignment", "signal to noise"]
+    assert text.splitlines()[0].split("  ") == titles
+    assert "16 rows and 32 frames a step" in text
+
+
+def test_a_loss_of_another_model_is_refused() -> None:
+    model = FeedbackAlignment(network())
+    other = network()
+    with pytest.raises(ValueError, match="no forward pass of the model led to"):
+        model.diagnose(lambda: loss_of(other))
+    model.remove()
+    with pytest.raises(ValueError, match="no forward pass of the model led to"):
+        model.diagnose(lambda: loss_of(model))

@@ -1,0 +1,188 @@
+"""Find the blocks of ordinary models, and warn about residual streams that nothing normalises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opusim import FeedbackAlignment
+from training.feedback.marking import find_blocks
+
+WIDTH = 8
+
+
+class Basic(nn.Module):
+    """A residual block as in torchvision, with a submodule that is a Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()
+        self.downsample = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.bn(self.conv(x)) + self.downsample(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1, self.relu = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
+        self.layer1, self.layer2 = nn.Sequential(Basic(), Basic()), nn.Sequential(Basic())
+        self.fc = nn.Linear(4, 2)
+
+
+class Language(nn.Module):
+    """A body in a module of its own, as in transformers."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"embed": nn.Embedding(9, WIDTH), "layers": layers})
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 9))
+
+
+class Declared(nn.Module):
+    feedback_points = ("stem",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def layer(kind: type[nn.Module] = nn.TransformerEncoderLayer, norm_first: bool = False) -> nn.Module:
+    return kind(WIDTH, 2, 8, dropout=0.0, batch_first=True, norm_first=norm_first)
+
+
+def encoder(n_layers: int = 3) -> nn.TransformerEncoder:
+    return nn.TransformerEncoder(layer(), n_layers, enable_nested_tensor=False)
+
+
+MLP = (
+    nn.Flatten(),
+    nn.Linear(4, 4),
+    nn.ReLU(),
+    nn.Dropout(),
+    nn.Linear(4, 4),
+    nn.Tanh(),
+    nn.Linear(4, 2),
+    nn.Sigmoid(),
+)
+MODELS = {
+    "mlp": (nn.Sequential(*MLP), ["2", "5"]),
+    "mlp in parts": (nn.Sequential(nn.Sequential(*MLP[:3]), nn.Sequential(*MLP[3:])), ["0.2", "1.2"]),
+    "resnet": (ResNet(), ["layer1.0", "layer1.1"]),
+    "encoder": (encoder(), ["layers.0", "layers.1"]),
+    "language model": (
+        Language(nn.ModuleList([layer(), layer(), layer()])),
+        ["body.layers.0", "body.layers.1"],
+    ),
+    "encoder and decoder": (
+        nn.Transformer(WIDTH, 2, 2, 2, 8, custom_encoder=encoder(2)),
+        ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0"],
+    ),
+    "more decoder layers": (
+        nn.Transformer(WIDTH, 2, 2, 3, 8, custom_encoder=encoder(2)),
+        ["decoder.layers.0", "decoder.layers.1"],
+    ),
+    "declared": (Declared(), ["stem"]),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_are_found(name: str) -> None:
+    model, expected = MODELS[name]
+    assert list(find_blocks(model)) == expected
+    assert FeedbackAlignment(model).points == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    "model", [nn.GRU(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.Tanh())]
+)
+def test_a_model_without_blocks_is_refused_with_a_remedy(model: nn.Module) -> None:
+    with pytest.raises(
+        ValueError, match=r"finds no repeated block in (GRU|Sequential).*; name the submodules whose"
+    ):
+        FeedbackAlignment(model)
+
+
+@pytest.mark.slow  # the import takes seconds
+def test_blocks_of_transformers_are_found() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 10, "bos_token_id": 0, "eos_token_id": 1}
+    gpt = transformers.GPT2Config(n_layer=3, n_embd=8, n_head=2, **sizes)
+    assert find_blocks(transformers.GPT2LMHeadModel(gpt)) == ("transformer.h.0", "transformer.h.1")
+    bert = transformers.BertConfig(
+        num_hidden_layers=3, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=10
+    )
+    blocks = find_blocks(transformers.BertForSequenceClassification(bert))
+    assert blocks == ("bert.encoder.layer.0", "bert.encoder.layer.1")
+
+
+# Residual streams
+
+
+class Stream(nn.Sequential):
+    """A stem, two blocks and a head; the first block is the point."""
+
+    def __init__(self, block: nn.Module, last: nn.Module, stem: nn.Module | None = None) -> None:
+        super().__init__(stem or nn.Linear(WIDTH, WIDTH), block, last, nn.Linear(WIDTH, 3))
+
+
+class Sum(nn.Module):
+    """x + f(x), and what follows the sum."""
+
+    def __init__(self, *after: nn.Module) -> None:
+        super().__init__()
+        self.f, self.after = nn.Linear(WIDTH, WIDTH), nn.Sequential(*after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(x + self.f(x))
+
+
+class Affine(nn.Module):
+    """A linear layer written out; its bias is no residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w + self.b
+
+
+def pre_norm() -> nn.Module:
+    return layer(norm_first=True)
+
+
+STREAMS = {
+    "pre-norm": (pre_norm, True),
+    "no norm": (Sum, True),
+    "relu of the sum": (lambda: Sum(nn.ReLU()), True),
+    "dropout of the sum": (lambda: Sum(nn.Dropout(0.1)), True),
+    "post-norm": (layer, False),
+    "norm after the sum": (lambda: Sum(nn.LayerNorm(WIDTH)), False),
+    "bounded": (lambda: Sum(nn.Tanh()), False),
+    "multilayer perceptron": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), False),
+    "written out": (Affine, False),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_only_a_stream_that_nothing_normalises_is_warned_about(name: str) -> None:
+    """Once: in the first forward pass that learns."""
+    make, warned = STREAMS[name]
+    x = torch.randn(2, 5, WIDTH)
+    model = FeedbackAlignment(Stream(make(), make()), "1")
+    with torch.no_grad():
+        model(x)
+    if warned:
+        with pytest.warns(
+            UserWarning, match=r"feedback point '1' returns a residual sum that is not normalised"
+        ):
+            model(x)
+    model(x)  # a warning is an error here
+
+
+def test_normalised_feedback_needs_no_warning() -> None:
+    model = FeedbackAlignment(Stream(pre_norm(), pre_norm()), "1", normalised=True)
+    model(torch.randn(2, 5, WIDTH))

@@ -1,0 +1,361 @@
+"""Wrap a module with feedback points: state dicts, copies, checkpointing, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from opusim import FeedbackAlignment, open_device
+
+WIDTH, CLASSES = 6, 3
+x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+y = torch.arange(8) % CLASSES
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.norm(h + self.linear(h).tanh())
+
+
+class Net(nn.Module):
+    """Three blocks, of which the first two are points, and a head; `run` calls a block."""
+
+    def __init__(
+        self, run: Callable[[nn.Module, Tensor], Tensor] | None = None, together: bool = False
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.model = nn.ModuleList(Block() for _ in range(3))  # the name that the wrapper uses as well
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.run, self.together = run, together
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.together:  # points inside one checkpointed part
+            h = checkpoint(lambda h: self.model[1](self.model[0](h)), h, use_reentrant=False)
+            return self.head(self.model[2](h))
+        for block in self.model:
+            h = block(h) if self.run is None else self.run(block, h)
+        return self.head(h)
+
+
+def gradients(model: nn.Module, owner: nn.Module | None = None) -> dict[str, Tensor]:
+    """Gradients of one batch, by the name that the plain model gives them."""
+    cross_entropy(model(x), y).backward()
+    found = {name: p.grad for name, p in (owner or model).named_parameters()}
+    assert all(gradient is not None for gradient in found.values())
+    return found
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return list(first) == list(second) and all(map(torch.equal, first.values(), second.values()))
+
+
+# State dicts
+
+
+class Outer(nn.Module):
+    """A larger model in which the wrapped one is a part."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Linear(2, 2), body
+
+
+class Parallel(nn.Module):
+    """Names its part as DistributedDataParallel does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+NESTINGS = {"bare": lambda m: m, "nested": Outer, "parallel": Parallel, "list": lambda m: nn.ModuleList([m])}
+
+
+@pytest.mark.parametrize("nest", NESTINGS.values(), ids=NESTINGS)
+def test_state_dicts_load_into_the_plain_model_and_back(nest: Callable[[nn.Module], nn.Module]) -> None:
+    wrapped, plain = nest(FeedbackAlignment(Net())), nest(Net())
+    assert list(wrapped.state_dict()) == list(plain.state_dict())
+    assert wrapped.state_dict()._metadata == plain.state_dict()._metadata
+    for source, target in ((wrapped, plain), (plain, wrapped)):
+        for value in [*source.parameters(), *source.buffers()]:
+            value.data = torch.rand(value.shape).to(value.dtype)
+        target.load_state_dict(source.state_dict())
+        assert same(source.state_dict(), target.state_dict())
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*nothing"):
+        wrapped.load_state_dict(plain.state_dict() | {"nothing": torch.zeros(1)})
+
+
+def test_keys_that_differ_by_the_wrappers_own_name_stay_apart() -> None:
+    class Awkward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+            self.add_module("0", nn.Linear(2, 2))
+
+    plain = Awkward()
+    model = FeedbackAlignment(deepcopy(plain), ["model.1"])
+    assert same(model.state_dict(), plain.state_dict())
+    model.load_state_dict(Awkward().state_dict())
+    assert not same(model.state_dict(), plain.state_dict())
+    model.load_state_dict(plain.state_dict())
+    assert same(model.state_dict(), plain.state_dict())
+
+
+# Copies, and points that are off
+
+
+def test_a_copy_has_points_of_its_own_and_reads_the_same_device() -> None:
+    device = open_device("gaussian", n_inputs=CLASSES, n_outputs=WIDTH, noise={"sigma": 0.1})
+    model = FeedbackAlignment(Net(), device=device)
+    model(x)
+    copied = deepcopy(model)
+    assert copied.device is device
+    wanted = gradients(model)
+    assert all(p.grad is None for p in copied.parameters())
+    assert same(gradients(copied), wanted)
+    inner = deepcopy(model.model)  # as an average of the weights is kept; its hooks belong to the copy
+    for p in inner.parameters():
+        p.grad = None
+    copied.remove()
+    assert not same(gradients(model.remove()), wanted)
+    assert [p.grad is None for p in inner.parameters()] == [True] * len(wanted)
+
+
+def test_remove_and_backpropagating_give_the_gradients_of_backpropagation() -> None:
+    wanted = gradients(Net())
+    model = FeedbackAlignment(Net())
+    with model.backpropagating():
+        assert same(gradients(model, model.model), wanted)
+    model.zero_grad()
+    assert not same(gradients(model, model.model), wanted)
+    plain = FeedbackAlignment(Net()).remove()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in plain.modules())
+    assert same(gradients(plain), wanted)
+
+
+@pytest.mark.parametrize("mode", ["eval", "no_grad", "inference"])
+def test_evaluation_is_the_plain_model(mode: str) -> None:
+    plain, model = Net(), FeedbackAlignment(Net())
+    if mode == "eval":
+        plain.eval(), model.eval()
+        assert torch.equal(model(x), plain(x))
+    else:
+        with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
+            assert torch.equal(model(x), plain(x))
+    assert same(model.state_dict(), plain.state_dict())  # running means
+
+
+def test_the_model_itself_learns_through_its_points() -> None:
+    """Frameworks may be given the model; a submodule that is called on its own has no point."""
+    net = Net()
+    wanted = gradients(FeedbackAlignment(Net()).model)
+    model = FeedbackAlignment(net)
+    assert same(gradients(net), wanted)
+    assert net.model[0](x).requires_grad
+    with pytest.raises(RuntimeError):
+        model(x[:, :2])
+    assert net.model[0](x).requires_grad  # also after a forward pass that failed
+    deepcopy(model)
+
+
+def test_attributes_of_the_model_are_found() -> None:
+    model = FeedbackAlignment(Net())
+    assert model.head is model.model.head
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'tail'"):
+        _ = model.tail
+
+
+# Activation checkpointing
+
+
+@pytest.mark.parametrize("point", ["inside", "outside", "around all"])
+def test_checkpointing_changes_no_gradient(point: str) -> None:
+    """Parts that run again in the backward pass are cut at the same places."""
+    runs = []
+
+    def run(block: nn.Module, h: Tensor) -> Tensor:
+        return checkpoint(block, h, use_reentrant=False)
+
+    wanted = gradients(FeedbackAlignment(Net()).model)
+    net = Net(run=run if point == "outside" else None, together=point == "inside")
+    net.model[0].linear.register_forward_hook(lambda *_: runs.append(1))
+    model = FeedbackAlignment(net)
+    if point == "around all":
+        found = checkpoint(model, x, use_reentrant=False)
+        cross_entropy(found, y).backward()
+        assert same({n: p.grad for n, p in net.named_parameters()}, wanted)
+    else:
+        assert same(gradients(net), wanted)
+    assert len(runs) == 2
+    deepcopy(model)  # nothing of the pass is kept
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_backpropagation_through_checkpointed_points(together: bool) -> None:
+    wanted = gradients(Net())
+    net = Net(run=None if together else lambda b, h: checkpoint(b, h, use_reentrant=False), together=together)
+    with FeedbackAlignment(net).backpropagating():
+        assert same(gradients(net), wanted)
+
+
+def test_reentrant_checkpointing_is_refused_by_name() -> None:
+    net = Net(run=lambda block, h: checkpoint(block, h, use_reentrant=True))
+    model = FeedbackAlignment(net)
+    with pytest.raises(ValueError, match=r"'model\.0' computes without gradients.*use_reentrant=False"):
+        model(x.clone().requires_grad_())
+    net.run = lambda block, h: checkpoint(block, h, use_reentrant=False)  # the remedy
+    gradients(model)
+
+
+# What is refused
+
+
+def test_a_second_wrapper_is_refused_until_the_first_is_removed() -> None:
+    """As in a notebook whose cell runs twice: the first wrapper's points would win."""
+    net = Net()
+    first = FeedbackAlignment(net)
+    for model in (net, first, nn.Sequential(net)):
+        with pytest.raises(ValueError, match=r"model has feedback points already; call remove\(\)"):
+            FeedbackAlignment(model)
+    FeedbackAlignment(first.remove())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"points": "model.o"}, "points: no submodule is 'model.o'; did you mean 'model.2' or"),
+        (
+            {"points": ["model.0", nn.GRU]},
+            "points: no submodule is GRU; it has model, model.0, model.0.linear",
+        ),
+        ({"points": []}, "points is empty; give names"),
+        ({"error_at": "haed"}, "error_at = 'haed' is no submodule; did you mean 'head'"),
+        (
+            {"points": "model.1", "error_at": "model.1"},
+            "'model.1' is a feedback point too; leave it out of points",
+        ),
+        ({"rows": 0}, "rows = 0: must be at least 1"),
+        ({"rows": "all"}, "rows = 'all': must be one of 'each', 'sum'; or give a number"),
+        ({"spread": "wide"}, "spread = 'wide': must be one of"),
+        ({"slices": "common"}, "slices = 'common': must be one of"),
+        ({"encoding": "binary"}, "encoding = 'binary': must be one of"),
+        ({"encoding": "planes", "planes": 0}, r"planes = 0: must be an integer in \[1, 24\]"),
+        ({"encoding": "ternary", "threshold": -1.0}, "threshold = -1.0: must be finite and at least 0"),
+        ({"gain": -1.0}, "gain = -1.0: must be finite and at least 0"),
+        ({"seed": -1}, "seed = -1: must be an integer"),
+    ],
+)
+def test_arguments_are_refused_with_a_remedy(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FeedbackAlignment(Net(), **options)
+
+
+def test_points_are_names_patterns_or_classes() -> None:
+    for points in (["model.0", "model.1", "model.2"], "model.*", Block, [Block, "model.0"]):
+        assert FeedbackAlignment(Net(), points).points == ("model.0", "model.1", "model.2")
+    assert FeedbackAlignment(Net(), "model.*.norm").points == ("model.0.norm", "model.1.norm", "model.2.norm")
+    with pytest.raises(TypeError, match="points holds 3; give names"):
+        FeedbackAlignment(Net(), [3])
+
+
+def test_points_and_error_that_do_not_fit_together_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"point 'model\.2' does not run before the error is taken; leave it out"
+    ):
+        FeedbackAlignment(Net(), ["model.0", "model.2"], error_at="model.1")(x)
+    idle = Net()
+    idle.unused = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"error_at = 'unused' did not run in this forward pass"):
+        FeedbackAlignment(idle, error_at="unused")(x)
+
+    class Pair(Net):
+        def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
+            z = super().forward(h)
+            return z, self.head(h)
+
+    with pytest.raises(
+        ValueError, match=r"the model returns tuple instead of one tensor; name the submodule"
+    ):
+        FeedbackAlignment(Pair())(x)
+    with pytest.raises(ValueError, match=r"error_at = 'head' runs twice in one forward pass"):
+        FeedbackAlignment(Pair(), error_at="head")(x)
+    z, _ = FeedbackAlignment(Pair(), error_at="model.2")(x)  # the remedy
+    cross_entropy(z, y).backward()
+
+
+def test_a_device_that_is_too_small_is_refused_with_the_size_to_open() -> None:
+    small = open_device("ideal", n_inputs=2, n_outputs=50)
+    model = FeedbackAlignment(Net(), device=small)
+    with pytest.raises(ValueError, match=r"needs 3 and 6; open it with n_inputs=3, n_outputs=6"):
+        model(x)
+    model.device = None
+    n_inputs, n_outputs = model.shape(x[:2])
+    model.device = open_device("ideal", n_inputs=n_inputs, n_outputs=n_outputs)
+    gradients(model)
+    assert model.usage.frames > 0
+    real = FeedbackAlignment(Net(), device=model.device, encoding="real")
+    with pytest.raises(ValueError, match=r"encoding = 'real' cannot be shown to a device; use 'ternary'"):
+        gradients(real)
+
+
+class Words(nn.Module):
+    """Positions in, one vector out; the block runs `times` times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head, self.times = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES), 1
+
+    def forward(self, h: Tensor) -> Tensor:
+        for _ in range(self.times):
+            h = self.block(h).tanh()
+        return self.head(h.mean(dim=1))
+
+
+def test_lengths_may_change_unless_each_position_has_outputs_of_its_own() -> None:
+    short, long = torch.rand(2, 3, WIDTH), torch.rand(2, 4, WIDTH)
+    shared, full = FeedbackAlignment(Words(), "block"), FeedbackAlignment(Words(), "block", spread="full")
+    for model in (shared, full):
+        model(short)
+    shared(long).sum().backward()
+    with pytest.raises(
+        ValueError, match=r"have other sizes than in the first forward pass.*spread = 'broadcast'"
+    ):
+        full(long)
+    assert full.shape(long) == (CLASSES, 4 * WIDTH)
+    full(long).sum().backward()
+    shared.model.times = 2
+    with pytest.raises(
+        ValueError, match=r"points run 2 times in this forward pass and ran 1 times in the first"
+    ):
+        shared(short)
+
+
+def test_the_start_of_the_output_layer_needs_sizes_and_a_layer_that_fits() -> None:
+    model = FeedbackAlignment(Net())
+    with pytest.raises(RuntimeError, match=r"not known yet; call shape\(x\) with two records first"):
+        model.start_from_feedback(model.head)
+    model.shape(x[:2])
+    with pytest.raises(ValueError, match=r"linear has weights of shape \(6, 6\).*needs \(3, 6\)"):
+        model.start_from_feedback(model.model.model[0].linear)
+
+
+def test_shape_changes_nothing() -> None:
+    model = FeedbackAlignment(Net())
+    before, rng = deepcopy(model.state_dict()), torch.get_rng_state()
+    model.model.model[1].eval()
+    assert model.shape(x) == (CLASSES, WIDTH)
+    assert FeedbackAlignment(Net(), slices="own").shape(x) == (CLASSES, 2 * WIDTH)
+    assert same(model.state_dict(), before)
+    assert [m.training for m in model.model.model] == [True, False, True]
+    assert torch.equal(torch.get_rng_state(), rng)

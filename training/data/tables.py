@@ -1,0 +1,359 @@
+"""Take user-supplied records in any form: arrays, a TensorDataset, a DataFrame, a CSV or a Parquet file.
+
+pandas is imported only if a file has to be read; a DataFrame brings it along.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.data import TensorDataset
+from typing_extensions import TypeIs
+
+from opusim.errors import ConfigError
+from opusim.files import open_to_read
+from training.config.sections import DataConfig, SplitRule
+from training.data.arrays import Array, Pair, from_arrays
+from training.data.dataset import DataError, Dataset, Standardisation, standardised_by_records
+from training.data.formats import required_library
+from training.data.splits import Ids
+
+TABLE_LIMIT = 2**30
+"""Bytes of a CSV file, or of the columns of a Parquet file, at most."""
+_CELL_LIMIT = 2**29
+"""Numbers of a Parquet file, whose columns may repeat a value at no length."""
+
+
+class Frame(Protocol):
+    """A pandas.DataFrame."""
+
+    columns: Any
+
+    def __len__(self) -> int: ...  # number of records
+
+    def isna(self) -> Any:
+        """Mark missing values."""
+
+
+Arrays = tuple[Array, Array | None] | tuple[Array, Array | None, Ids]
+"""Records, what to predict of them (None: the next tokens), and for data.split = 'id' an ID of each record."""
+OwnData = Arrays | TensorDataset | Frame
+"""What `opusim.train(data=...)` takes besides a Dataset."""
+OwnTest = Pair | TensorDataset | Frame
+"""What `opusim.train(test=...)` takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The columns of a table as arrays.
+
+    Attributes:
+        x: Features, shape (n, d), float64.
+        y: The column of labels, shape (n,); or several columns of numbers, shape (n, k).
+        columns: Names of the features.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    columns: tuple[str, ...]
+
+
+def own_dataset(options: DataConfig, split: SplitRule, data: OwnData, test: OwnTest | None = None) -> Dataset:
+    """Make a data set of user-supplied records.
+
+    Args:
+        options: Section `data` of the configuration.
+        split: The rule by which records are held out, unless IDs decide.
+        data: The records.
+        test: Test records, in any form of `data`, or None.
+
+    Raises:
+        TypeError: The records have none of the forms.
+        ValueError: An array or a column cannot be used.
+        ConfigError: data.split does not fit the given IDs, or data.label what was given.
+    """
+    if is_frame(data):
+        table = table_of(data, options.label, "data", as_text=bool(options.classes))
+        pair = None if test is None else _test_pair(test, options, table.columns)
+        return _dataset(options, (table.x, table.y), split=split, test=pair, columns=table.columns)
+    if options.label:
+        reason = f"{', '.join(options.label)} names a column of a table; leave it out with arrays"
+        raise ConfigError("configuration", "data.label", reason)
+    given = _as_tuple(data, "data")
+    if len(given) not in (2, 3):
+        raise TypeError(f"data must be (x, y) or (x, y, ids), got {len(given)} arrays; give data=(x, y)")
+    ids = given[2] if len(given) == 3 else None
+    split = "id" if ids is not None and options.split is None else split
+    if (ids is not None) != (split == "id"):
+        reason = f"{split!r} does not look at IDs, and some were given; use 'id'"
+        if ids is None:
+            reason = "'id' needs IDs, and none were given; give data=(x, y, ids)"
+        raise ConfigError("configuration", "data.split", reason)
+    pair = None if test is None else _test_pair(test, options, ())
+    return _dataset(options, (given[0], given[1]), split=split, ids=ids, test=pair)
+
+
+def file_dataset(options: DataConfig, split: SplitRule) -> Dataset:
+    """Make a data set of the CSV or Parquet file that data.name names, and of data.test if there is such a file.
+
+    Raises:
+        DataError: A file cannot be read.
+        ValueError: A column cannot be used.
+        ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file.
+    """
+    as_text = bool(options.classes)
+    table = table_of(read_frame(options.file, options), options.label, str(options.file), as_text=as_text)
+    test = None
+    if options.test is not None:
+        frame = read_frame(Path(options.test), options)
+        held = table_of(frame, options.label, options.test, columns=table.columns, as_text=as_text)
+        test = (held.x, held.y)
+    return _dataset(
+        options, (table.x, table.y), split=split, test=test, columns=table.columns, name=options.name
+    )
+
+
+def standardisation_of(options: DataConfig) -> Standardisation | None:
+    """Return the constants that a configuration states, or None if it states none."""
+    if options.mean is None or options.std is None:
+        return None
+    return Standardisation(
+        mean=options.mean, std=options.std, source="data.mean and data.std of the configuration"
+    )
+
+
+def is_frame(data: object) -> TypeIs[Frame]:
+    """Return whether something is a DataFrame, without importing pandas."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(data, pandas.DataFrame)
+
+
+def read_frame(path: Path, options: DataConfig) -> Frame:
+    """Read a CSV or Parquet file of the kind that data.name has; the columns of a .tsv file are separated by tabs.
+
+    Raises:
+        DataError: It cannot be read, is of another kind, or is larger than `TABLE_LIMIT`.
+        ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file.
+    """
+    kind = str(options.file_kind)
+    pandas = required_library("pandas", "data", f"{kind}:{path}")
+    try:
+        with os.fdopen(open_to_read(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if kind == "parquet":
+                arrow = required_library("pyarrow.parquet", "data", f"{kind}:{path}")
+                facts = arrow.ParquetFile(file).metadata
+                size = sum(facts.row_group(group).total_byte_size for group in range(facts.num_row_groups))
+                _require_small(path, size, facts.num_rows * facts.num_columns)
+                frame: Frame = pandas.read_parquet(file, engine="pyarrow")
+                return frame
+            _require_small(path, size, 0)
+            separator = "\t" if path.suffix == ".tsv" else ","
+            frame = pandas.read_csv(file, sep=separator)
+            return frame
+    except DataError:
+        raise
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error}); check the path") from error
+    except (ValueError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{path} is no {kind} file with a table ({reason}); write it again") from error
+
+
+def _require_small(path: Path, size: int, cells: int) -> None:
+    """Refuse a table that would take too much memory."""
+    for found, limit, what in ((size, TABLE_LIMIT, "bytes"), (cells, _CELL_LIMIT, "cells")):
+        if found > limit:
+            raise DataError(
+                f"{path} holds {found:,} {what}, more than the limit of {limit:,}; give a part of it"
+            )
+
+
+def table_of(
+    frame: Frame,
+    label: Sequence[str],
+    what: str,
+    *,
+    columns: Sequence[str] | None = None,
+    as_text: bool = False,
+) -> Table:
+    """Return the features and the labels of a table.
+
+    Args:
+        frame: The table.
+        label: The columns that hold what is to be predicted; the others are features.
+        what: Name of the table, for messages.
+        columns: The features in their order; None takes all columns but the labels, in the order of the table.
+        as_text: Whether labels are names of classes, also if they are numbers.
+
+    Raises:
+        ValueError: A column is missing or superfluous, lacks values, or holds something other than numbers.
+    """
+    found = [str(column) for column in frame.columns]
+    renamed: Any = frame
+    if found != list(frame.columns):
+        renamed = renamed.set_axis(found, axis=1)
+    twice = (
+        sorted({column for column in found if found.count(column) > 1})
+        if len(set(found)) < len(found)
+        else []
+    )
+    if twice:
+        raise ValueError(f"{what} has several columns of the name {twice[0]!r}; rename or drop them")
+    if not label:
+        raise ValueError(
+            f"data.label is missing: name the column of {what} to predict, one of {_listed(found)}"
+        )
+    for column in label:
+        if column not in found:
+            close = difflib.get_close_matches(column, found, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f"data.label = {column!r} is no column of {what}, which has {_listed(found)}{hint}"
+            )
+    features = [column for column in found if column not in label]
+    if columns is not None and set(columns) != set(features):
+        _refuse_columns(columns, features, what)
+    features = list(features if columns is None else columns)
+    if not features:
+        raise ValueError(f"{what} has no column besides the labels; give at least one feature")
+    return Table(
+        x=feature_array(renamed, features, what),
+        y=_label_array(renamed, list(label), what, as_text=as_text),
+        columns=tuple(features),
+    )
+
+
+def feature_array(frame: Any, columns: Sequence[str], what: str) -> np.ndarray:
+    """Return the features of a table, shape (n, d), float64.
+
+    Raises:
+        ValueError: A column is missing, lacks values, or holds something other than numbers.
+    """
+    missing = [column for column in columns if column not in frame.columns]
+    if missing:
+        raise ValueError(f"{what} has no column {missing[0]!r}, which the training records have; add it")
+    for column in columns:
+        _require_numbers(frame[column], column, what)
+    return np.asarray(frame[list(columns)].to_numpy(dtype="float64"))
+
+
+def _label_array(frame: Any, label: list[str], what: str, *, as_text: bool) -> np.ndarray:
+    """Return one column of labels, shape (n,), as numbers or as text; or several columns of numbers, shape (n, k)."""
+    if len(label) > 1:
+        return feature_array(frame, label, what)
+    column = frame[label[0]]
+    _require_complete(column, label[0], what)
+    kind = column.dtype.kind if isinstance(column.dtype, np.dtype) else "O"
+    if not isinstance(column.dtype, np.dtype):  # an extension type of pandas
+        values = np.asarray(column.tolist())
+        kind = values.dtype.kind
+    else:
+        values = column.to_numpy()
+    if kind in "biuf" and not as_text:
+        return values
+    texts = [str(value) for value in values.tolist()]
+    if kind not in "biufOUT":
+        raise ValueError(
+            f"column {label[0]!r} of {what} holds {column.dtype}, and labels are numbers or text; convert it"
+        )
+    return np.array(texts)
+
+
+def _require_numbers(column: Any, name: str, what: str) -> None:
+    """Refuse a column of features that holds something other than real numbers, or lacks values."""
+    _require_complete(column, name, what)
+    kind = getattr(column.dtype, "kind", "O")
+    if kind not in "biuf":
+        remedy = "convert it to numbers"
+        if kind in "OUT":
+            remedy = f"encode it, as with pandas.get_dummies(frame, columns=[{name!r}])"
+        raise ValueError(
+            f"column {name!r} of {what} holds {column.dtype}, and features are numbers; drop it, or {remedy}"
+        )
+
+
+def _require_complete(column: Any, name: str, what: str) -> None:
+    """Refuse a column that lacks values."""
+    lacks = np.asarray(column.isna())
+    if lacks.any():
+        raise ValueError(
+            f"column {name!r} of {what} lacks {int(lacks.sum())} of {len(lacks)} values, the first in row "
+            f"{int(lacks.argmax())} counted from 0; drop these rows, or fill them, as with frame[{name!r}].fillna(...)"
+        )
+
+
+def _refuse_columns(wanted: Sequence[str], found: Sequence[str], what: str) -> None:
+    missing = [column for column in wanted if column not in found]
+    if missing:
+        raise ValueError(f"{what} has no column {missing[0]!r}, which the training records have; add it")
+    more = [column for column in found if column not in wanted]
+    raise ValueError(f"{what} has a column {more[0]!r}, which the training records lack; drop it")
+
+
+def _as_tuple(data: object, name: str) -> tuple[Any, ...]:
+    """Return arrays that were given as a tuple or a TensorDataset."""
+    if isinstance(data, TensorDataset):
+        return tuple(data.tensors)
+    if isinstance(data, tuple):
+        return data
+    raise TypeError(
+        f"{name} must be (x, y), a TensorDataset, a DataFrame or a Dataset, got {type(data).__name__}; give "
+        f"{name}=(x, y)"
+    )
+
+
+def _test_pair(test: OwnTest, options: DataConfig, columns: tuple[str, ...]) -> Pair:
+    """Return test records as arrays; those of a table go with a table."""
+    if is_frame(test) != bool(columns):
+        raise TypeError("data and test must both be DataFrames, or neither; give them in the same form")
+    if is_frame(test):
+        table = table_of(test, options.label, "test", columns=columns, as_text=bool(options.classes))
+        return table.x, table.y
+    given = _as_tuple(test, "test")
+    if len(given) != 2:
+        raise TypeError(f"test must be a pair (features, labels), got {len(given)} arrays")
+    return given[0], given[1]
+
+
+def _dataset(
+    options: DataConfig,
+    arrays: Pair,
+    *,
+    split: SplitRule,
+    test: Pair | None,
+    ids: Ids | None = None,
+    columns: tuple[str, ...] = (),
+    name: str = "arrays",
+) -> Dataset:
+    """Make a data set of arrays under the keys of a configuration."""
+    dataset = from_arrays(
+        *arrays,
+        n_classes=options.n_classes,
+        validation_fraction=options.validation_fraction,
+        split_seed=options.split_seed,
+        split=split,
+        ids=ids,
+        test=test,
+        standardise=standardisation_of(options),
+        name=name,
+        target=options.target,
+        inputs=options.inputs,
+        vocabulary=options.vocabulary,
+        classes=options.classes,
+    )
+    dataset = replace(dataset, columns=columns)
+    return standardised_by_records(dataset) if options.standardise == "records" else dataset
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names for a message, at most eight of them."""
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from training.cli.options import TrustCode, say_trusted
+
 if TYPE_CHECKING:
     from accounting.ledger.statement import Statement
     from training.attacks.findings import RunAudit
@@ -41,18 +43,38 @@ def evaluate(
         typer.Option(help="An .npz file with arrays x (n, d) and y (n,), features as given to training."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Measure loss and accuracy of a run's model on test records."""
     from training.runs.run import evaluate_run
 
-    figures = evaluate_run(run, data=data, arrays=arrays)
+    if trust_code:
+        _say_trusted([run])
+    figures = evaluate_run(run, data=data, arrays=arrays, trust_code=trust_code)
     if as_json:
         typer.echo(json.dumps(figures))
     else:
         typer.echo(
-            f"{figures['records']:,} records of {figures['data']}: "
-            f"accuracy {100 * figures['accuracy']:.2f} %, loss {figures['loss']:.4f}"
+            f"{figures.pop('records'):,} records of {figures.pop('data')}: "
+            f"{', '.join(_figure(name, figures[name]) for name in _FIGURES if name in figures)}"
         )
+
+
+_FIGURES = ("accuracy", "bits_per_byte", "bits_per_token", "rmse", "r2", "loss")
+
+
+def _figure(name: str, value: float) -> str:
+    """Return a figure as text."""
+    label = {"rmse": "RMSE", "r2": "R^2"}.get(name, name.replace("_", " "))
+    return f"{label} {100 * value:.2f} %" if name == "accuracy" else f"{label} {value:.4f}"
+
+
+def _say_trusted(runs: Sequence[Path]) -> None:
+    """Print the user-supplied code of runs, before any of it is executed."""
+    from training.runs.folder import RunFolder
+
+    for run in runs:
+        say_trusted(RunFolder(run).read_facts())
 
 
 @app.command()
@@ -66,12 +88,15 @@ def report(
             help="The HTML file; by default report.html in the run folder, for several runs in this one."
         ),
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Draw a run's figures and write its self-contained HTML report; several runs share one page."""
     from training.reports.run_report import run_name, write_comparison, write_report
     from training.runs.run import load_run
 
-    loaded = [load_run(path) for path in runs]
+    if trust_code:
+        _say_trusted(runs)
+    loaded = [load_run(path, trust_code=trust_code) for path in runs]
     if len(loaded) == 1 and out is None:
         typer.echo(write_report(loaded[0]))
         return

@@ -29,6 +29,7 @@ from training.data.tables import OwnData, OwnTest, own_dataset
 from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
 from training.errors import RunFolderError
 from training.networks.base import Network
+from training.networks.user_code import require_trusted
 from training.protections.base import Protection
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
@@ -126,6 +127,7 @@ class RunPlan:
             ConfigError: The data are missing, or the torch device is not available.
         """
         facts, config = folder.read_facts(), for_this_machine(folder.read_config())
+        require_trusted(facts, trust_code=False)
         config, data, model = default_inputs(config, data, model)
         dataset = with_principal_components(config, load_data(config, data), folder)
         _require_same_data(folder, facts["data"], dataset)

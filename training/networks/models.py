@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from opusim.description.section import did_you_mean
+from training.networks.base import seeded_torch
 from training.networks.image_models import ConvolutionalNetwork, Mixer, ResNet, VisionTransformer
 from training.networks.sequence_models import Gru, TransformerEncoder, TransformerLM
 
@@ -69,11 +70,7 @@ def build_model(
                     f"model.options.{option}: {name} has no such option{did_you_mean(option, known)}; it takes "
                     f"{', '.join(known) or 'none'}"
                 )
-    with torch.random.fork_rng(devices=[]):
-        if seed is None:
-            torch.default_generator.seed()
-        else:
-            torch.default_generator.manual_seed(seed)
+    with seeded_torch(seed):
         model = factory(**facts, **options)
     if not isinstance(model, nn.Module):
         raise TypeError(

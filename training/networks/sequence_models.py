@@ -19,15 +19,23 @@ NormPlace = Literal["post", "pre"]
 
 
 class BlockModel(nn.Module):
-    """A model whose feedback points are its `blocks`."""
+    """A model whose feedback points are its `blocks` but the last, which learns from the true gradient.
+
+    Attributes:
+        blocks: At least two.
+        feedback_points: Names of the submodules that `points = "blocks"` stands for.
+        error_at: Name of the submodule whose output carries the projected error; None for the model's own output.
+        feedback_start: Name of the linear layer that starts as the feedback matrix (`model.initial_output`).
+    """
 
     blocks: nn.Sequential
     error_at: str | None = None
+    feedback_start = "head"
 
     @property
     def feedback_points(self) -> tuple[str, ...]:
-        """See the module."""
-        return tuple(f"blocks.{number}" for number in range(len(self.blocks)))
+        """See the class."""
+        return tuple(f"blocks.{number}" for number in range(len(self.blocks) - 1))
 
 
 class Attention(nn.Module):
@@ -117,15 +125,15 @@ def encoder_block(
 class TransformerLM(BlockModel):
     """Transformer decoder that predicts the next token (Vaswani et al. 2017; GPT, Radford et al. 2018).
 
-    The error is taken before the vocabulary layer, at `top` (Launay et al. 2020): its rows have `width` entries instead
-    of one for each token of the vocabulary, and the vocabulary layer learns from the true gradient. So does the top
-    block; the points are the outputs of the blocks below it.
+    A linear transform stands before the vocabulary layer, as in BERT's prediction head (Devlin et al. 2019). The error
+    is taken at the transform, before the vocabulary layer (Launay et al. 2020): its rows have `width` entries instead
+    of one for each token of the vocabulary, and the vocabulary layer learns from the true gradient.
 
     Args:
         record_shape: (T,), the longest context.
         n_outputs: Number of tokens in the vocabulary; 256 for bytes.
         width: Entries of a position's vector.
-        depth: Number of blocks.
+        depth: Number of blocks, at least 2.
         heads: Attention heads.
         expansion: Hidden width of the feed-forward network over `width`.
         norm: See ResidualBlock.
@@ -133,7 +141,8 @@ class TransformerLM(BlockModel):
         tied: Whether the vocabulary layer shares its matrix with the embedding (Press and Wolf 2017).
     """
 
-    error_at = "top"
+    error_at = "transform"
+    feedback_start = "transform"
 
     def __init__(
         self,
@@ -149,7 +158,7 @@ class TransformerLM(BlockModel):
         tied: bool = False,
     ) -> None:
         super().__init__()
-        checks.integer(depth=depth, minimum=1)
+        checks.integer(depth=depth, minimum=2)
         self.embedding = TokenEmbedding(record_shape, n_outputs, width, dropout=dropout)
         self.blocks = nn.Sequential(
             *(
@@ -157,19 +166,16 @@ class TransformerLM(BlockModel):
                 for _ in range(depth)
             )
         )
-        self.top = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
+        self.norm = nn.LayerNorm(width) if norm == "pre" else nn.Identity()
+        self.transform = nn.Linear(width, width)
         self.vocabulary = nn.Linear(width, n_outputs, bias=not tied)
         if tied:
             self.vocabulary.weight = self.embedding.tokens.weight
 
-    @property
-    def feedback_points(self) -> tuple[str, ...]:
-        """See BlockModel; the top block learns from the true gradient."""
-        return super().feedback_points[:-1]
-
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits (batch, T, n_outputs) of the next token after every position of tokens (batch, T)."""
-        logits: Tensor = self.vocabulary(self.top(self.blocks(self.embedding(tokens))))
+        stream = self.norm(self.blocks(self.embedding(tokens)))
+        logits: Tensor = self.vocabulary(self.transform(stream))
         return logits
 
 
@@ -181,7 +187,7 @@ class TransformerEncoder(BlockModel):
         n_outputs: Number of scores.
         vocabulary: Number of tokens; 256 for bytes.
         width: Entries of a position's vector.
-        depth: Number of blocks, the feedback points.
+        depth: Number of blocks, at least 2.
         heads: Attention heads.
         expansion: Hidden width of the feed-forward network over `width`.
         norm: See ResidualBlock.
@@ -202,7 +208,7 @@ class TransformerEncoder(BlockModel):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        checks.integer(depth=depth, minimum=1)
+        checks.integer(depth=depth, minimum=2)
         self.embedding = TokenEmbedding(record_shape, vocabulary, width, dropout=dropout)
         self.blocks = nn.Sequential(
             *(encoder_block(width, heads, expansion, norm=norm, dropout=dropout) for _ in range(depth))
@@ -273,7 +279,7 @@ class Gru(BlockModel):
         n_outputs: Number of scores.
         vocabulary: Number of tokens; None reads numbers instead.
         width: Entries of a layer's state.
-        depth: Number of layers, the feedback points.
+        depth: Number of layers, at least 2.
     """
 
     def __init__(
@@ -286,7 +292,7 @@ class Gru(BlockModel):
         depth: int = 2,
     ) -> None:
         super().__init__()
-        checks.integer(depth=depth, minimum=1)
+        checks.integer(depth=depth, minimum=2)
         self.embedding = None if vocabulary is None else nn.Embedding(vocabulary, width)
         n_inputs = width if vocabulary else record_shape[0] * record_shape[2] if len(record_shape) == 3 else 1
         self.blocks = nn.Sequential(*(_GruLayer(width if n else n_inputs, width) for n in range(depth)))

@@ -74,6 +74,7 @@ def test_parameters_follow_the_seed_and_no_global_state() -> None:
         ("vit-small", (1, 8, 8), {"heads": 5}, "width = 48 is no multiple of heads = 5"),
         ("transformer-lm", (1, 8, 8), {}, "takes sequences of tokens"),
         ("resnet-small", (1, 8, 8), {"norm": "layer"}, "norm = 'layer'"),
+        ("resnet-small", (1, 8, 8), {"widths": [16, 8]}, "two numbers that do not fall"),
     ],
 )
 def test_what_does_not_fit_is_refused(

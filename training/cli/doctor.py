@@ -30,13 +30,6 @@ _NUMBERS = (
     *("CUDA_VISIBLE_DEVICES", "WORLD_SIZE"),
 )
 """Variables that change how a run computes; other variables may hold what a report must not."""
-_GROUPS = (
-    "opusim.devices",
-    "opusim.trainers",
-    "opusim.protections",
-    "opusim.mechanisms",
-    "opusim.noise_laws",
-)
 
 
 @dataclass(frozen=True)
@@ -297,9 +290,11 @@ def _disk() -> Iterator[Fact]:
 
 def _packages() -> Iterator[Fact]:
     """Import every entry point, ours and those of other packages."""
+    from importlib.metadata import entry_points
+
     from opusim import plugins
 
-    for group in _GROUPS:
+    for group in sorted(group for group in entry_points().groups if group.startswith("opusim.")):
         names = plugins.names(group)
         failed = []
         for name in names:

@@ -419,6 +419,12 @@ class FeedbackAlignment(nn.Module):
 
     def _lay_out(self, error: Tensor, calls: Sequence[tuple[str, Tensor]]) -> None:
         """Give every call of a point its outputs of B; they must stay the same, and the device must have them."""
+        last = [name for name, h in calls if (h.data_ptr(), h.shape) == (error.data_ptr(), error.shape)]
+        if last and error.numel():
+            raise ValueError(
+                f"the error is taken at the output of point {last[0]!r}; leave it out of points, so that it receives "
+                "the true gradient"
+            )
         missing = [name for name in self.points if name not in {called for called, _ in calls}]
         if missing:
             raise ValueError(

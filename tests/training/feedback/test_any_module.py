@@ -1,442 +1,377 @@
-"""Train twenty ordinary models through a noisy device, each against the control in which only its top learns."""
+"""Runs of any module: the same updates as the closed form, resumed bit for bit, every target, keys refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu, relu
 
-from opusim import FeedbackAlignment, open_device
-from training.feedback.projection import DeviceProjection
+import training
+from accounting.errors import NoGuarantee
+from opusim import open_device
+from opusim.errors import ConfigError, DeviceError
+from training.config.sections import MODEL_NAMES, OptimizerConfig
+from training.data import from_arrays
+from training.engine.trainer import Trainer
+from training.errors import RunFolderError, TrainingDiverged
+from training.feedback.algorithm import feedback_points
+from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
+from training.feedback.module_trainer import ModuleTrainer
+from training.feedback.trainer import FeedbackTrainer
+from training.networks.any_module import AnyModule
+from training.networks.models import MODELS
+from training.networks.network import FullyConnected
+from training.networks.objectives import Objective, measure
+from training.networks.optimizers import make_optimizer
 
-SIDE, CLASSES, WIDTH, HEADS = 8, 10, 16, 2
-LEVELS, LENGTH = 16, 16  # vocabulary and length of a digit as text
-N_TRAIN, BATCH, SIGMA = 1200, 64, 0.5
-
-
-# Parts
-
-
-def stack(*activations: nn.Module, norm: Callable[[int], nn.Module] | None = None) -> nn.Sequential:
-    """A narrow network of one hidden layer for each activation."""
-    layers: list[nn.Module] = []
-    fan_in = SIDE * SIDE
-    for activation in activations:
-        layers += [nn.Linear(fan_in, WIDTH), *([norm(WIDTH)] if norm else []), activation]
-        fan_in = WIDTH
-    return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
-
-
-class Subclass(nn.Module):
-    """Attributes and a forward of its own, as in a tutorial."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.act1 = nn.Linear(SIDE * SIDE, WIDTH), nn.ReLU()
-        self.fc2, self.act2 = nn.Linear(WIDTH, WIDTH), nn.ReLU()
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.act2(self.fc2(self.act1(self.fc1(x)))))
+CONFIG: dict[str, Any] = {
+    "threads": 1,
+    "epochs": 2,
+    "sampler": {"batch_size": 12},
+    "optimizer": {"name": "adam", "lr": 0.01},
+    "data": {"n_classes": 3},
+}
 
 
-class OwnForward(nn.Module):
-    """Two inputs by keyword, functional activations, and a mapping as output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        half = SIDE * SIDE // 2
-        self.left, self.right = nn.Linear(half, WIDTH), nn.Linear(half, WIDTH)
-        self.mixed, self.head = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, *, pixels: Tensor, scale: float = 1.0) -> dict[str, Any]:
-        upper, lower = pixels.chunk(2, dim=1)
-        h = torch.cat([self.left(upper).tanh(), self.right(lower).tanh()], dim=1)
-        return {"logits": self.head(self.mixed(h).tanh()) * scale, "width": h.shape[1]}
+def images(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    generator, y = np.random.default_rng(3), np.arange(n) % 3
+    x = generator.normal(size=(n, 1, 4, 4))
+    x[np.arange(n), 0, y, y] += 3.0
+    return x, y
 
 
-class Residual(nn.Module):
-    """norm(x + f(x))."""
-
-    def __init__(self, f: nn.Module, norm: nn.Module) -> None:
-        super().__init__()
-        self.f, self.norm = f, norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.f(x))
-
-
-def dense_block() -> nn.Module:
-    return Residual(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), nn.LayerNorm(WIDTH))
-
-
-class BasicBlock(nn.Module):
-    """Two convolutions and a shortcut (He et al., 2016), normalised behind the sum."""
-
-    def __init__(self, c_in: int, c_out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False), nn.BatchNorm2d(c_out)
-        self.conv2, self.bn2 = nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False), nn.BatchNorm2d(c_out)
-        self.shortcut = nn.Conv2d(c_in, c_out, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn2(self.conv2(relu(self.bn1(self.conv1(x)))) + self.shortcut(x)).relu()
-
-
-class ResNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
-        self.layer1, self.layer2 = nn.Sequential(BasicBlock(4, 4, 1)), nn.Sequential(BasicBlock(4, 8, 2))
-        self.pool, self.fc = nn.AdaptiveAvgPool2d(2), nn.Linear(32, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.layer2(self.layer1(self.stem(x.view(-1, 1, SIDE, SIDE))))
-        return self.fc(self.pool(h).flatten(1))
-
-
-def encoder_layer() -> nn.TransformerEncoderLayer:
-    """A post-norm layer of attention and feed-forward."""
-    return nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
-
-
-class Encoder(nn.Module):
-    """A digit's eight rows are the tokens; `patches` makes them squares of an image, as in a ViT."""
-
-    def __init__(self, patches: bool = False) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(1, WIDTH, 4, 4) if patches else None
-        self.rows = None if patches else nn.Linear(SIDE, WIDTH)
-        self.positions = nn.Parameter(torch.randn(4 if patches else SIDE, WIDTH))
-        self.layers = nn.ModuleList(encoder_layer() for _ in range(2))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        image = x.view(-1, 1, SIDE, SIDE)
-        h = self.patches(image).flatten(2).mT if self.patches is not None else self.rows(image[:, 0])
-        h = h + self.positions
-        for layer in self.layers:
-            h = layer(h)
-        return self.head(h.mean(dim=1))
-
-
-class MixerBlock(nn.Module):
-    """Mixes positions, then channels (Tolstikhin et al., 2021), normalised behind each sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.channels = nn.Linear(SIDE, SIDE), nn.Linear(WIDTH, WIDTH)
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, h: Tensor) -> Tensor:
-        h = self.norm1(h + gelu(self.tokens(h.mT)).mT)
-        return self.norm2(h + gelu(self.channels(h)))
-
-
-class Mixer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.blocks = nn.Linear(SIDE, WIDTH), nn.Sequential(MixerBlock(), MixerBlock())
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(x.view(-1, SIDE, SIDE))).mean(dim=1))
-
-
-class Language(nn.Module):
-    """A decoder that predicts the next level of grey; its vocabulary layer may share the embedding's weights."""
-
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.embedding, self.positions = (
-            nn.Embedding(LEVELS, WIDTH),
-            nn.Parameter(torch.randn(LENGTH - 1, WIDTH)),
-        )
-        self.layers, self.norm = nn.ModuleList(encoder_layer() for _ in range(2)), nn.LayerNorm(WIDTH)
-        self.vocabulary = nn.Linear(WIDTH, LEVELS, bias=False)
-        if tied:
-            self.vocabulary.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        h = self.embedding(tokens) + self.positions
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        for layer in self.layers:
-            h = layer(h, src_mask=mask, is_causal=True)
-        return self.vocabulary(self.norm(h))
-
-
-class Bag(nn.Module):
-    """Embeddings of levels of grey, one for each pixel, and a small network behind their concatenation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(LEVELS * LENGTH, 2)
-        self.body = nn.Sequential(
-            nn.Flatten(), nn.Linear(2 * LENGTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)
-        )
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.body(self.embedding(tokens + LEVELS * torch.arange(LENGTH)))
-
-
-class Recurrent(nn.Module):
-    """A GRU over a digit's rows; its point lies on the outputs of all rows, of which the head reads the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru, self.head = nn.GRU(SIDE, WIDTH, batch_first=True), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.gru(x.view(-1, SIDE, SIDE))[0][:, -1])
-
-
-class Mixed(nn.Module):
-    """A body in bfloat16 between parts in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.act1 = nn.Linear(SIDE * SIDE, WIDTH), nn.Tanh()
-        self.body, self.act2 = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), nn.Tanh()
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.act1(self.stem(x)).bfloat16()
-        return self.head(self.act2(self.body(h)).float())
-
-
-def convolutional() -> nn.Sequential:
+def module() -> nn.Module:
+    """Dropout and batch statistics: what a step draws and what a checkpoint must hold."""
+    torch.manual_seed(5)
     return nn.Sequential(
-        nn.Unflatten(1, (1, SIDE, SIDE)),
-        nn.Conv2d(1, 4, 3, stride=2, padding=1),
-        nn.Tanh(),
-        nn.Conv2d(4, 8, 3, stride=2, padding=1),
-        nn.Tanh(),
+        nn.Conv2d(1, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.LeakyReLU(),
         nn.Flatten(),
-        nn.Linear(32, CLASSES),
+        nn.Linear(96, 16),
+        nn.SiLU(),
+        nn.Dropout(0.2),
+        nn.Linear(16, 3),
     )
 
 
-# The table
+def test_the_configuration_lists_every_model() -> None:
+    assert ("mlp", *MODELS) == MODEL_NAMES
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model, what it is trained on, and its feedback points."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        BpConfig(),
+        DfaConfig(gain=0.7, slices="own"),
+        PdfaConfig(gain=0.7, slices="own", encoding="planes", planes=6),
+    ],
+    ids=lambda options: options.kind,
+)
+def test_points_give_the_updates_of_the_closed_form(options: FeedbackConfig) -> None:
+    def mlp() -> nn.Sequential:
+        torch.manual_seed(11)
+        return nn.Sequential(nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 15), nn.GELU(), nn.Linear(15, 4))
 
-    build: Callable[[], nn.Module]
-    task: str = "digits"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    steps: int = 60
-    lr: float = 0.01
-    by_name: bool = False
-    """Whether the model takes a keyword and returns a mapping."""
+    generator = torch.Generator().manual_seed(12)
+    x, y = torch.randn(20, 9, generator=generator), torch.randint(0, 4, (20,), generator=generator)
+    found: list[list[Tensor]] = []
+    for closed_form in (True, False):
+        device = open_device("ideal", n_inputs=4, n_outputs=27, seed=3)
+        trainer: Trainer
+        if closed_form:
+            network = FullyConnected(mlp())
+            optimizer = make_optimizer(network.parameters, OptimizerConfig())
+            trainer = FeedbackTrainer(network, optimizer, options, device=device)
+        else:
+            view = AnyModule(mlp(), n_inputs=9, record_shape=(9,), recipe={})
+            trainer = ModuleTrainer(
+                view,
+                make_optimizer(view.parameters, OptimizerConfig()),
+                Objective.named("cross-entropy", "class"),
+                kind=options.kind,
+                feedback=feedback_points(view, options, device if options.kind == "pdfa" else None),
+            )
+        trainer.step(x, y, step=0, observe=False)
+        found.append([p.grad.clone() for p in trainer.model.parameters() if p.grad is not None])
+    assert len(found[0]) == len(found[1]) == 6
+    for expected, gradient in zip(*found, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=2e-5, atol=1e-7)
 
 
-def tanh_stack(norm: Callable[[int], nn.Module] | None = None) -> nn.Sequential:
-    return stack(nn.Tanh(), nn.Tanh(), norm=norm)
+@pytest.mark.parametrize("kind", ["bp", "pdfa"])
+def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, stop_at: Any, kind: str) -> None:
+    config = {**CONFIG, "trainer": {"kind": kind}, "checkpoint": {"every_steps": 2}}
+    whole = training.train(config, data=images(), model=module(), folder=tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        training.train(config, data=images(), model=module(), folder=tmp_path / "cut", watcher=stop_at(7))
+    cut = training.train(data=images(), model=module(), folder=tmp_path / "cut", resume=True)
+    assert cut.folder.metrics_file.read_bytes() == whole.folder.metrics_file.read_bytes()
+    expected, found = whole.model.state_dict(), cut.model.state_dict()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert int(found["1.num_batches_tracked"]) == 10  # buffers come back too
+    assert not any(hasattr(m, "_opusim") or m._forward_hooks for m in whole.model.modules())
+    assert ("alignment" in whole.metrics[-1]) == (kind == "pdfa")
 
 
-def dense_residual() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(SIDE * SIDE, WIDTH), dense_block(), dense_block(), nn.Linear(WIDTH, CLASSES)
-    )
+def test_a_built_in_model_comes_back_from_its_folder(tmp_path: Path) -> None:
+    config = {**CONFIG, "model": {"name": "resnet-small", "options": {"widths": [4, 8]}}, "epochs": 3}
+    state = torch.get_rng_state()
+    run = training.train(config, data=images(), folder=tmp_path)
+    assert torch.equal(torch.get_rng_state(), state)
+    back, (x, y) = training.load_run(tmp_path), images()
+    assert np.array_equal(back.predict(x), run.predict(x))
+    assert back.evaluate(x, y)["accuracy"] > 0.5
+    assert run.summary is not None
+    assert run.summary["train_accuracy"] > 0.5
 
 
-LANGUAGE = {"points": "layers.*", "error_at": "vocabulary"}
-CASES = {
-    "module subclass": Case(build=Subclass),
-    "nested Sequential": Case(build=lambda: nn.Sequential(tanh_stack()[:2], nn.Sequential(tanh_stack()[2:]))),
-    "Flatten": Case(build=lambda: nn.Sequential(nn.Unflatten(1, (SIDE, SIDE)), nn.Flatten(), *tanh_stack())),
-    "Dropout": Case(build=lambda: stack(nn.Sequential(nn.Tanh(), nn.Dropout(0.1)), nn.Tanh())),
-    "LayerNorm": Case(build=lambda: tanh_stack(nn.LayerNorm)),
-    "BatchNorm": Case(build=lambda: tanh_stack(nn.BatchNorm1d)),
-    "LeakyReLU": Case(build=lambda: stack(nn.LeakyReLU(), nn.LeakyReLU())),
-    "SiLU": Case(build=lambda: stack(nn.SiLU(), nn.SiLU())),
-    "Conv2d": Case(build=convolutional, options={"spread": "full"}),
-    "residual": Case(build=dense_residual, options={"points": Residual}),
-    "ResNet": Case(build=ResNet, options={"points": BasicBlock, "encoding": "planes"}, steps=100, lr=5e-3),
-    "ViT": Case(build=lambda: Encoder(patches=True), options={"points": "layers.*"}, steps=100),
-    "encoder transformer": Case(build=Encoder, options={"points": "layers.*"}, steps=100),
-    "decoder transformer": Case(build=Language, task="text", options=LANGUAGE),
-    "Embedding": Case(
-        build=Bag, task="tokens", options={"points": ["embedding", "body.2"], "spread": "full"}
+def sequences(n: int = 48) -> tuple[np.ndarray, np.ndarray]:
+    """Each token is followed by the next one modulo 5."""
+    x = (np.arange(8)[None] + np.arange(n)[:, None]) % 5
+    return x, (x + 1) % 5
+
+
+TARGETS: dict[str, tuple[dict[str, Any], Any, nn.Module | None, str]] = {
+    "tokens": (
+        {
+            "model": {
+                "name": "transformer-lm",
+                "options": {"width": 16, "depth": 2},
+                "initial_output": "feedback",
+            },
+            "data": {"n_classes": 5},
+        },
+        sequences(),
+        None,
+        "bits_per_token",
     ),
-    "GRU": Case(build=Recurrent, options={"points": "gru"}),
-    "Mixer": Case(build=Mixer, options={"points": MixerBlock}),
-    "mixed dtypes": Case(build=Mixed),
-    "tied weights": Case(build=lambda: Language(tied=True), task="text", options=LANGUAGE, lr=5e-3),
-    "own forward": Case(
-        build=OwnForward, options={"points": ["left", "right", "mixed"], "error_at": "head"}, by_name=True
+    "real": (
+        {"loss": "squared-error", "data": {"target": "real", "n_classes": None}, "model": {"hidden": [16]}},
+        (images()[0].reshape(60, -1), images()[0][:, 0, :2, 0]),
+        None,
+        "rmse",
+    ),
+    "labels": (
+        {"loss": "binary-cross-entropy", "data": {"target": "labels", "n_classes": 3}},
+        (images()[0], np.eye(3)[images()[1]]),
+        module(),
+        "accuracy",
     ),
 }
 
 
-@cache
-def records(task: str) -> tuple[Tensor, Tensor]:
-    """Inputs and targets: digits and their classes; levels of grey and the class, or the next level."""
-    digits = load_digits()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    pixels, classes = (
-        torch.tensor(digits.data, dtype=torch.float32)[order],
-        torch.tensor(digits.target)[order],
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_is_learnt_measured_and_reported(tmp_path: Path, target: str) -> None:
+    change, data, model, figure = TARGETS[target]
+    config = {**CONFIG, "trainer": {"kind": "dfa"}, "epochs": 8, **change}
+    run = training.train(config, data=data, model=model, folder=tmp_path)
+    assert run.summary is not None
+    assert run.metrics[-1]["train_loss"] < 0.8 * run.metrics[0]["train_loss"]
+    assert math.isfinite(run.summary[f"validation_{figure}"])
+    figures = training.load_run(tmp_path, model=model).evaluate(*data)
+    assert figures.keys() >= {"loss", figure}
+    label = {"bits_per_token": "bits per token", "rmse": "RMSE"}.get(figure, figure)
+    assert f"validation {label}" in training.write_report(run).read_text()
+
+
+def test_figures_follow_their_formulas() -> None:
+    generator = torch.Generator().manual_seed(1)
+    output, y = torch.randn(7, 5, 4, generator=generator), torch.randint(0, 4, (7, 5), generator=generator)
+    y[0, 2:], y[3, 4] = -100, -100
+    found = measure(
+        Objective.named("cross-entropy", "tokens"),
+        lambda x: output[x[:, 0]],
+        torch.arange(7)[:, None],
+        y,
+        at_once=3,
     )
-    if task == "digits":
-        return pixels / 16, classes
-    rows = pixels.view(-1, SIDE, SIDE)[:, 2:6:2]
-    tokens = (rows.flatten(1) * (LEVELS / 16.01)).long()
-    return (tokens, classes) if task == "tokens" else (tokens[:, :-1], tokens[:, 1:])
+    rows, nats, hits = [], [], []
+    for i in range(7):
+        own = [-math.log(float(output[i, t].softmax(0)[y[i, t]])) for t in range(5) if y[i, t] >= 0]
+        rows.append(np.mean(own))
+        nats += own
+        hits += [int(output[i, t].argmax()) == int(y[i, t]) for t in range(5) if y[i, t] >= 0]
+    assert found["loss"] == pytest.approx(np.mean(rows), rel=1e-6)
+    assert found["bits_per_token"] == pytest.approx(np.mean(nats) / math.log(2), rel=1e-6)
+    assert found["accuracy"] == pytest.approx(np.mean(hits))
+    z, real = output[:, 0], torch.randn(7, 4, generator=generator)
+    numbers = measure(
+        Objective.named("squared-error", "real"),
+        lambda x: z[x[:, 0]],
+        torch.arange(7)[:, None],
+        real,
+        at_once=4,
+    )
+    residual = (z - real).double()
+    assert numbers["rmse"] == pytest.approx(float(residual.square().mean().sqrt()))
+    total = (real.double() - real.double().mean(0)).square().sum()
+    assert numbers["r2"] == pytest.approx(float(1 - residual.square().sum() / total))
+    assert numbers["loss"] == pytest.approx(float(0.5 * residual.square().sum(1).mean()), rel=1e-6)
+    labels = (real > 0).float()
+    sets = measure(
+        Objective.named("binary-cross-entropy", "labels"),
+        lambda x: z[x[:, 0]],
+        torch.arange(7)[:, None],
+        labels,
+        at_once=4,
+    )
+    likelihood = torch.where(labels > 0, z.sigmoid(), 1 - z.sigmoid())
+    assert sets["loss"] == pytest.approx(float(-likelihood.log().sum(1).mean()), rel=1e-5)
+    assert sets["accuracy"] == pytest.approx(float((likelihood > 0.5).double().mean()))
+    with pytest.raises(ConfigError, match="loss: 'cross-entropy' takes no real numbers.*use 'squared-error'"):
+        Objective.named("cross-entropy", "real")
 
 
-def losses(case: Case, model: nn.Module, rows: Tensor | slice) -> Tensor:
-    """Mean cross-entropy of each of some records."""
-    x, y = (part[rows] for part in records(case.task))
-    output = model(pixels=x)["logits"] if case.by_name else model(x)
-    if y.ndim == 1:
-        return cross_entropy(output, y, reduction="none")
-    return cross_entropy(output.mT, y, reduction="none").mean(dim=1)
+def test_labels_that_were_replaced_train_any_module(tmp_path: Path) -> None:
+    protection = {"kind": "label-randomized-response", "epsilon": 4.0}
+    config = {**CONFIG, "protection": protection, "trainer": {"kind": "dfa"}, "epochs": 6}
+    run = training.train(config, data=images(240), model=module(), folder=tmp_path)
+    assert run.summary is not None
+    assert run.summary["validation_accuracy"] > 0.6
+    assert run.guarantees[0].epsilon == pytest.approx(4.0, abs=1e-3)
 
 
-def held_out_losses(case: Case, *, seed: int, learns: bool = True) -> Tensor:
-    """Train on the first records and return the loss of each of the others.
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"protection": {"kind": "record", "noise_multiplier": 1.0}},
+            NoGuarantee,
+            "'record' clips the gradient of each record, which is bounded here for fully connected networks only",
+        ),
+        (
+            {"trainer": {"tau_b": 1.0, "order": "published"}},
+            ConfigError,
+            "trainer.order: 'published' does nothing",
+        ),
+        ({"trainer": {"threshold": 0.3}}, ConfigError, "take trainer.relative_threshold"),
+        ({"trainer": {"kind": "dfa", "sigma": 0.3, "order": "published"}}, ConfigError, "trainer.order"),
+        ({"model": {"initial_output": "feedback"}}, ValueError, "Sequential names none; use 'random'"),
+        ({"trainer": {"points": ["9"]}}, ValueError, "no submodule is '9'"),
+        ({"trainer": {"error_at": "tpo"}}, ValueError, "error_at = 'tpo' is no submodule"),
+        ({"loss": "binary-cross-entropy"}, ConfigError, "takes no class numbers, which the data have"),
+    ],
+)
+def test_what_a_module_does_not_take_is_refused(
+    tmp_path: Path, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        training.train({**CONFIG, **change}, data=images(), model=module(), folder=tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
 
-    Args:
-        case: The model.
-        seed: Seed of the initial weights, the batches and the device's noise.
-        learns: Whether feedback reaches the points; False is the control.
-    """
-    torch.manual_seed(seed)
-    model = FeedbackAlignment(case.build(), gain=float(learns), **case.options)
-    if learns:
-        x = records(case.task)[0][:2]
-        n_inputs, n_outputs = model.shape(pixels=x) if case.by_name else model.shape(x)
-        model.device = open_device(
-            "gaussian", n_inputs=n_inputs, n_outputs=n_outputs, seed=seed, noise={"sigma": SIGMA}
+
+def test_keys_of_modules_are_refused_for_fully_connected_networks(tmp_path: Path) -> None:
+    for key, value in (("points", ["1"]), ("slices", "shared"), ("relative_threshold", 0.3)):
+        with pytest.raises(
+            ConfigError, match=f"trainer.{key}: .* does nothing for this model: .*leave it out"
+        ):
+            training.train(
+                {**CONFIG, "trainer": {key: value}},
+                data=(images()[0].reshape(60, -1), images()[1]),
+                folder=tmp_path / "run",
+            )
+
+
+def test_a_module_that_gives_other_outputs_is_refused(tmp_path: Path) -> None:
+    for model, message in (
+        (
+            nn.Sequential(nn.Flatten(), nn.Linear(16, 4)),
+            r"gives \(2, 4\) for two records of shape \(1, 4, 4\)",
+        ),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 3)), r"cannot take records of shape \(1, 4, 4\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            training.train(CONFIG, data=images(), model=model, folder=tmp_path / "run")
+
+
+def test_a_device_that_fails_leaves_parameters_and_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = AnyModule(module(), n_inputs=16, record_shape=(1, 4, 4), recipe={})
+    x, y = torch.randn(6, 16), torch.arange(6) % 3
+    with open_device("gaussian", n_inputs=3, n_outputs=96, seed=3) as device:
+        trainer = ModuleTrainer(
+            view,
+            make_optimizer(view.parameters, OptimizerConfig()),
+            Objective.named("cross-entropy", "class"),
+            kind="pdfa",
+            feedback=feedback_points(view, PdfaConfig(), device),
         )
-    optimizer = torch.optim.Adam(model.parameters(), lr=case.lr)
-    for _ in range(case.steps):
-        optimizer.zero_grad()
-        losses(case, model, torch.randint(0, N_TRAIN, (BATCH,))).mean().backward()
-        optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        return losses(case, model, slice(N_TRAIN, None))
+        empty = trainer.step(x[:0], y[:0], step=0, observe=False)
+        assert (empty.n_records, device.usage.frames) == (0, 0)
+        before = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
+
+        def fail(*_: Any) -> None:
+            raise DeviceError("the light went out")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(device), "project", fail)
+            with pytest.raises(DeviceError, match="the light went out"):
+                trainer.step(x, y, step=1, observe=False)
+        assert all(torch.equal(before[name], tensor) for name, tensor in trainer.tensors.items())
+        with pytest.raises(TrainingDiverged, match="step 2"):
+            trainer.step(x * torch.inf, y, step=2, observe=False)
+        trainer.close()
 
 
-def standard_errors(gain: Tensor) -> float:
-    """A mean in units of its standard error."""
-    return float(gain.mean() / (gain.std() / len(gain) ** 0.5))
+CODE = """
+from pathlib import Path
+import torch
+from torch import nn
+
+Path(__file__).with_name("executed").touch()
 
 
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", CASES)
-def test_the_model_beats_the_control_in_which_only_its_top_learns(name: str) -> None:
-    """On records that neither saw, by five standard errors over the records."""
-    case = CASES[name]
-    gain = held_out_losses(case, seed=1, learns=False) - held_out_losses(case, seed=1)
-    assert standard_errors(gain) > 5
+def build(record_shape, n_outputs, width=8):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, width), nn.SiLU(), nn.Linear(width, n_outputs))
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
-def test_eighteen_models_beat_their_controls_over_seeds() -> None:
-    """By five standard errors over five seeds of weights, batches and noise, with the mean over held-out records."""
-    ahead = []
-    for case in CASES.values():
-        gains = [
-            (held_out_losses(case, seed=seed, learns=False) - held_out_losses(case, seed=seed)).mean()
-            for seed in range(1, 6)
-        ]
-        ahead.append(standard_errors(torch.stack(gains)))
-    assert sum(each > 5 for each in ahead) >= 18, dict(zip(CASES, ahead, strict=True))
+def focal(output, target):
+    p = torch.log_softmax(output, 1).gather(1, target[:, None]).squeeze(1)
+    return -((1 - p.exp()) ** 2) * p
+"""
 
 
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", ["module subclass", "GRU"])
-def test_planted_fault_feedback_of_another_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check above fails if each record receives its neighbour's feedback, which has the same law."""
-    read = DeviceProjection.read
-    monkeypatch.setattr(DeviceProjection, "read", lambda self, error: read(self, error).roll(1, dims=0))
-    with pytest.raises(AssertionError, match="standard_errors"):
-        test_the_model_beats_the_control_in_which_only_its_top_learns(name)
+def test_code_of_the_user_executes_when_trusted_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: Any
+) -> None:
+    name = "code_of_a_user"
+    file, mark = tmp_path / f"{name}.py", tmp_path / "executed"
+    file.write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    config = {**CONFIG, "model": {"name": f"{name}:build", "options": {"width": 6}}, "loss": f"{name}:focal"}
+    with pytest.raises(KeyboardInterrupt):
+        training.train(config, data=images(), folder="run", watcher=stop_at(6))
+    mark.unlink()
+    monkeypatch.delitem(__import__("sys").modules, name)
+    for attempt in (
+        lambda: training.load_run("run"),
+        lambda: training.train(data=images(), folder="run", resume=True),
+    ):
+        with pytest.raises(
+            RunFolderError, match=rf"{name}:build from {file}, BLAKE2 [0-9a-f]{{32}}; .*--trust-code"
+        ):
+            attempt()
+    assert not mark.exists()
+    run = training.train(data=images(), folder="run", resume=True, trust_code=True)
+    assert mark.exists()
+    assert training.load_run("run", trust_code=True).evaluate(*images()).keys() == {"loss", "accuracy"}
+    assert run.facts["network"]["recipe"]["options"] == {"width": 6}
+    file.write_text(CODE + "# another line\n")
+    with pytest.warns(UserWarning, match="code_of_a_user:build is now .* when the run was trained"):
+        training.load_run("run", trust_code=True)
+    for wrong, message in ((f"{name}:buidl", "has no 'buidl'"), ("nosuch.module:f", "cannot be imported")):
+        with pytest.raises(ConfigError, match=message):
+            training.train({**CONFIG, "model": {"name": wrong}}, data=images(), folder="other")
 
 
-# What is refused, and the remedy that the message names
-
-
-class TimeFirst(nn.Module):
-    """A recurrent network over (time, batch, features) with an output for each record."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru, self.head = nn.GRU(SIDE, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.gru(x)[0][-1])
-
-
-class Stacked(nn.Module):
-    """Two recurrent layers, which are neither blocks nor activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.GRU(n, WIDTH, batch_first=True) for n in (SIDE, WIDTH))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.first(x)[0])[0][:, -1])
-
-
-HIDDEN = {"points": ["left", "right", "mixed"]}
-REFUSED = {  # model, shape of its input, options, reason, options that follow the message
-    "no blocks": (
-        Stacked,
-        (3, 5, SIDE),
-        {},
-        "finds no repeated block in Stacked, .*; name the submodules whose output receives feedback",
-        {"points": ["first", "second"]},
-    ),
-    "time first": (
-        TimeFirst,
-        (5, 3, SIDE),
-        {"points": "gru"},
-        "point 'gru' has 5 records of 3 positions and the error 3 of 1; give batch_dim",
-        {"points": "gru", "batch_dim": 1},
-    ),
-    "mapping": (
-        OwnForward,
-        (3, SIDE * SIDE),
-        HIDDEN,
-        "the model returns dict instead of one tensor; name the submodule whose output carries the error",
-        {**HIDDEN, "error_at": "head"},
-    ),
-    "late point": (
-        tanh_stack,
-        (3, SIDE * SIDE),
-        {"points": nn.Linear},
-        "the error is taken at the output of point '4'; leave it out of points",
-        {"points": ["0", "2"]},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refusal_names_a_remedy_that_works(name: str) -> None:
-    build, shape, options, reason, remedy = REFUSED[name]
-
-    def step(options: Mapping[str, Any]) -> nn.Module:
-        model = FeedbackAlignment(build(), **options)
-        x = torch.rand(shape)
-        output = model(pixels=x)["logits"] if isinstance(model.model, OwnForward) else model(x)
-        cross_entropy(output, torch.arange(3)).backward()
-        return model
-
-    with pytest.raises(ValueError, match=reason):
-        step(options)
-    assert all(p.grad.any() for p in step(remedy).parameters())
+def test_a_known_data_set_keeps_the_shape_of_its_images() -> None:
+    data = from_arrays(*images(), validation_fraction=0.0, split_seed=0)
+    assert data.record_shape == (1, 4, 4)

@@ -97,7 +97,7 @@ def test_cosines_are_those_of_the_gradients() -> None:
 def test_a_device_is_asked_once_and_its_noise_is_told() -> None:
     """The signal to noise ratio from many diagnoses, against the power of B e without noise and the noise's."""
     sigma = 0.3
-    model = FeedbackAlignment(network(), device=gaussian(sigma), threshold=1.0)
+    model = FeedbackAlignment(network(), device=gaussian(sigma), encoding="ternary", threshold=1.0)
     found = []
     for step in range(20):
         model.seek(step)

@@ -20,8 +20,6 @@ from training.networks.optimizers import make_optimizer
 
 SEED = 20210603
 N, P, C, CLASSES = 3, 5, 8, 4
-ONES = 2 * 64
-"""Frames in which B 1 is measured before the first step."""
 
 
 class Leaf(nn.Module):
@@ -307,20 +305,31 @@ def test_rows_of_zeros_are_not_shown() -> None:
     e[:, 3:] = 0
     photonic = device(C, sigma=0.4)
     found = feedback((N, P, C), e, photonic)[0]
-    assert photonic.usage.frames == ONES + 2 * N * 3
+    assert photonic.usage.frames == 2 * N * 3
     assert not found[:, 3:].any()
     assert found[:, :3].all()
     feedback((N, P, C), torch.zeros_like(e), photonic)
-    assert photonic.usage.frames == 2 * ONES + 2 * N * 3
+    assert photonic.usage.frames == 2 * N * 3
+
+
+ONES = 2 * 64
+"""Frames in which B 1 is measured before the first step, for codes with a constant."""
 
 
 @pytest.mark.parametrize(
-    ("options", "frames"), [({}, 2 * N * P), ({"rows": "sum"}, 2 * N), ({"rows": 2}, 4 * N)]
+    ("options", "frames"),
+    [
+        ({}, 2 * N * P),
+        ({"rows": "sum"}, 2 * N),
+        ({"rows": 2}, 4 * N),
+        ({"encoding": "planes", "planes": 3}, 6 * N * P),
+        ({"encoding": "ternary"}, ONES + 2 * N * P),
+    ],
 )
 def test_rows_set_the_frames_of_a_step(options: dict, frames: int) -> None:
     photonic = device(C)
     feedback((N, P, C), normal(N, P, CLASSES), photonic, **options)
-    assert photonic.usage.frames == ONES + frames
+    assert photonic.usage.frames == frames
 
 
 def test_steps_have_noise_of_their_own_and_a_repeated_step_repeats_it() -> None:

@@ -162,6 +162,7 @@ class Language(nn.Module):
         self.layers, self.norm = nn.ModuleList(encoder_layer() for _ in range(2)), nn.LayerNorm(WIDTH)
         self.vocabulary = nn.Linear(WIDTH, LEVELS, bias=False)
         if tied:
+            nn.init.normal_(self.embedding.weight, std=WIDTH**-0.5)
             self.vocabulary.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -249,7 +250,7 @@ def dense_residual() -> nn.Sequential:
     )
 
 
-LANGUAGE = {"points": "layers.*", "error_at": "vocabulary"}
+LANGUAGE = {"points": "layers.*", "error_at": "vocabulary", "encoding": "planes"}
 CASES = {
     "module subclass": Case(build=Subclass),
     "nested Sequential": Case(build=lambda: nn.Sequential(tanh_stack()[:2], nn.Sequential(tanh_stack()[2:]))),
@@ -264,14 +265,16 @@ CASES = {
     "ResNet": Case(build=ResNet, options={"points": BasicBlock, "encoding": "planes"}, steps=100, lr=5e-3),
     "ViT": Case(build=lambda: Encoder(patches=True), options={"points": "layers.*"}, steps=100),
     "encoder transformer": Case(build=Encoder, options={"points": "layers.*"}, steps=100),
-    "decoder transformer": Case(build=Language, task="text", options=LANGUAGE),
+    "decoder transformer": Case(build=Language, task="text", options=LANGUAGE, steps=100, lr=5e-3),
     "Embedding": Case(
         build=Bag, task="tokens", options={"points": ["embedding", "body.2"], "spread": "full"}
     ),
     "GRU": Case(build=Recurrent, options={"points": "gru"}),
     "Mixer": Case(build=Mixer, options={"points": MixerBlock}),
     "mixed dtypes": Case(build=Mixed),
-    "tied weights": Case(build=lambda: Language(tied=True), task="text", options=LANGUAGE, lr=5e-3),
+    "tied weights": Case(
+        build=lambda: Language(tied=True), task="text", options=LANGUAGE, steps=100, lr=5e-3
+    ),
     "own forward": Case(
         build=OwnForward, options={"points": ["left", "right", "mixed"], "error_at": "head"}, by_name=True
     ),

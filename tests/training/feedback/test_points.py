@@ -312,8 +312,19 @@ def test_rows_of_zeros_are_not_shown() -> None:
     assert photonic.usage.frames == 2 * N * 3
 
 
+ONES = 2 * 64
+"""Frames in which B 1 is measured before the first step, for codes with a constant."""
+
+
 @pytest.mark.parametrize(
-    ("options", "frames"), [({}, 2 * N * P), ({"rows": "sum"}, 2 * N), ({"rows": 2}, 4 * N)]
+    ("options", "frames"),
+    [
+        ({}, 2 * N * P),
+        ({"rows": "sum"}, 2 * N),
+        ({"rows": 2}, 4 * N),
+        ({"encoding": "planes", "planes": 3}, 6 * N * P),
+        ({"encoding": "ternary"}, ONES + 2 * N * P),
+    ],
 )
 def test_rows_set_the_frames_of_a_step(options: dict, frames: int) -> None:
     photonic = device(C)

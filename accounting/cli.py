@@ -265,7 +265,7 @@ def show(
     for guarantee in guarantees:
         lines = explain(guarantee, seed_stored=seed_stored).splitlines()
         typer.echo("\n" + "\n".join(wrapped(line, indent="  ") for line in lines))
-    if any(guarantee.source.startswith("theorem ") for guarantee in guarantees):
+    if any(guarantee.theorem is not None for guarantee in guarantees):
         typer.echo("\n`opusim explain THEOREM` states a theorem, its hypotheses and its proof.")
 
 

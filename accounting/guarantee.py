@@ -215,6 +215,12 @@ class Guarantee:
         return self.status in (Status.PROVEN, Status.PROVEN_UNDER_DEVICE_MODEL)
 
     @property
+    def theorem(self) -> str | None:
+        """The name of the theorem that `source` cites; None if it cites something else."""
+        word, _, rest = self.source.partition(" ")
+        return rest.split(" ")[0] if word == "theorem" else None
+
+    @property
     def failed_assumptions(self) -> tuple[Assumption, ...]:
         """The hypotheses that fail for this mechanism."""
         return tuple(assumption for assumption in self.assumptions if assumption.holds is False)

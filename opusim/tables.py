@@ -168,3 +168,19 @@ def energy(joules: float) -> str:
         if joules >= limit:
             return f"{joules / size:.3g} {unit}"
     return f"{joules:,.0f} J" if joules >= 100 or joules == 0 else f"{joules:.3g} J"
+
+
+def data_size(n_bytes: int) -> str:
+    """Return a number of bytes in the unit that a reader would take: 512 B, 27 KiB, 1.4 MiB, 310 GiB.
+
+    >>> data_size(1_468_006)
+    '1.4 MiB'
+    """
+    if n_bytes < 1024:
+        return f"{n_bytes} B"
+    amount, unit = n_bytes / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
+        if amount < 1023.5:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.1f} {unit}" if amount < 9.95 else f"{amount:,.0f} {unit}"

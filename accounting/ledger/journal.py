@@ -152,7 +152,14 @@ class Journal:
 
 
 def read_journal(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> list[dict[str, Any]]:
-    """Return the entries of a journal without repairing anything.
+    """Return the entries of a journal without repairing anything; arguments and errors as for `read_positioned`."""
+    return read_positioned(path, witnesses=witnesses)[0]
+
+
+def read_positioned(
+    path: str | Path, *, witnesses: Sequence[Witness] = ()
+) -> tuple[list[dict[str, Any]], Position]:
+    """Return the entries of a journal and how far it reaches, from one reading, without repairing anything.
 
     Args:
         path: The file.
@@ -165,7 +172,8 @@ def read_journal(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> list
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"{path}: there is no ledger; give a run folder that has one")
-    return _read(Path(path), witnesses)[0]
+    entries, digests, _ = _read(Path(path), witnesses)
+    return entries, _position(digests)
 
 
 def read_position(path: str | Path) -> Position:
@@ -174,7 +182,10 @@ def read_position(path: str | Path) -> Position:
     Raises:
         LedgerCorrupt: It was changed, truncated or reordered.
     """
-    _, digests, _ = _read(Path(path), ())
+    return _position(_read(Path(path), ())[1])
+
+
+def _position(digests: Sequence[str]) -> Position:
     return Position(lines=len(digests), digest=digests[-1]) if digests else Position()
 
 

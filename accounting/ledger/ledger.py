@@ -36,14 +36,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from accounting.composition import Budget, guarantees, merge
 from accounting.errors import BudgetExceeded, LedgerCorrupt
 from accounting.guarantee import Guarantee
-from accounting.ledger.journal import Journal, Position, Witness, read_journal
+from accounting.ledger.journal import Journal, Position, Witness, read_positioned
 from accounting.mechanisms import Mechanism, mechanism_from_json
 from opusim import checks
 
@@ -83,6 +83,7 @@ class LedgerContent:
         enforced: Whether the code that ran checked the mechanisms' assumptions.
         payments: Every line that pays, less the steps that were returned.
         stopped: The checkpoint of a clean stop if that is the last line, else None.
+        position: How far the file reached when it was read.
     """
 
     mode: Mode
@@ -90,6 +91,7 @@ class LedgerContent:
     enforced: bool
     payments: tuple[Payment, ...]
     stopped: str | None = None
+    position: Position = field(default_factory=Position)
 
     @property
     def mechanisms(self) -> list[Mechanism]:
@@ -289,6 +291,7 @@ class Ledger:
             delta=self._content.delta,
             enforced=self._content.enforced,
             payments=tuple(self._payments),
+            position=self.position,
         )
 
     def guarantees(self, *, delta: float | None = None) -> list[Guarantee]:
@@ -448,7 +451,8 @@ def read_ledger(path: str | Path, *, witnesses: Sequence[Witness] = ()) -> Ledge
             line.
     """
     file = Path(path) / LEDGER_FILE if Path(path).is_dir() else Path(path)
-    return content_of(file, read_journal(file, witnesses=witnesses))
+    entries, position = read_positioned(file, witnesses=witnesses)
+    return replace(content_of(file, entries), position=position)
 
 
 def _require_mechanisms(mechanisms: tuple[Mechanism, ...]) -> None:

@@ -8,6 +8,7 @@ is empty or holds an earlier holder's name, so that a link in a shared folder ca
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import stat
@@ -60,6 +61,24 @@ def held(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def is_held(path: Path) -> bool:
+    """Whether some process holds a lock file.
+
+    Asking writes nothing, but holds the file for an instant, in which a process that wants the lock is refused.
+    """
+    try:
+        descriptor = open_to_read(path)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _write_holder(descriptor: int) -> None:

@@ -69,7 +69,7 @@ def applicable_attacks(
         first = layers[0]
         clipping = update_clipping(options)
         attacks.append(RowSpaceAttack(clipping, width=first.n_outputs, depth=len(layers), bias=first.bias))
-    elif noiseless is not None and not protected and _noised_readings(options):
+    elif layers and noiseless is not None and not protected and _noised_readings(options):
         attacks.append(_covariance(options, layers, noiseless))
     if noiseless is not None and (protected or not spans):
         groups = parameter_groups(list(plan.network.tensors), plan)

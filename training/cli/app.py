@@ -30,6 +30,9 @@ class OpusimGroup(LazyGroup):
             ("audit", "Attack a run, or test a trainer's mechanism."),
         ):
             self.later(name, summary, partial(_of_runs, name), panel=_RUNS)
+        self.later(
+            "runs", "List the runs of a folder, or remove some.", partial(_of_runs, "runs"), panel=_RUNS
+        )
         self.later("account", "Say how private a run or a mechanism is.", _account, panel=_RUNS)
         self.later("explain", "State a theorem that a guarantee cites.", _explain, panel=_RUNS)
         self.later("zo", "Replay a zeroth-order run from its step log.", partial(_of_runs, "zo"), panel=_RUNS)

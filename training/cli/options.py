@@ -21,7 +21,7 @@ from opusim.errors import ConfigError
 from training.config.kinds import KINDS, PROTECTIONS
 from training.config.reading import load_config, merged, named_trainer, nested
 from training.config.run import RunConfig
-from training.config.sections import TrainerSection
+from training.config.sections import MODEL_NAMES, TrainerSection
 
 Config = Annotated[
     Path | None, typer.Option(help="Run configuration: a TOML file, or the config.json of a run.")
@@ -33,6 +33,13 @@ Settings = Annotated[
 Out = Annotated[Path | None, typer.Option(help="The run folder; a new one under ./runs by default.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", help="No progress bar and no table; print only the run folder.")
+]
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        help="Execute the user-supplied model or loss that the run names; its file and digest are shown.",
+    ),
 ]
 PRIVACY = "Privacy"
 
@@ -105,6 +112,13 @@ DATA = KeyOption(
     "csv:PATH or parquet:PATH with --label; text:PATH.",
 )
 LABEL = KeyOption("label", "data.label", str, "Column to predict, for --data csv:PATH or parquet:PATH.")
+MODEL = KeyOption(
+    "model",
+    "model.name",
+    str,
+    f"Network: {', '.join(MODEL_NAMES)}; or the import path package.module:factory of a class or function; "
+    "--set model.options.KEY=VALUE sets its options.",
+)
 EPOCHS = KeyOption("epochs", "epochs", int, "Passes over the training records.")
 SEED = KeyOption("seed", "seed", int, "Seed of initialisation, batches and simulated noise.")
 DEVICE = KeyOption(
@@ -134,12 +148,20 @@ RELEASE = KeyOption(
     PRIVACY,
     constant="release",
 )
-_RESERVED = {"config", "set", "settings", "out", "quiet", "help", "debug", "device", "protect"}
+_RESERVED = {"model", "config", "set", "settings", "out", "quiet", "help", "debug", "device", "protect"}
+
+
+def say_trusted(facts: Mapping[str, Any]) -> None:
+    """Print the user-supplied code that a run is about to execute."""
+    from training.networks.user_code import described_code
+
+    for line in described_code(facts):
+        typer.echo(f"user-supplied code: {line}", err=True)
 
 
 def trainer_options(kind: str, section: type[TrainerSection]) -> list[KeyOption]:
     """The options of `opusim train KIND`: the shared ones, then its flags and one for each field of its section."""
-    shared = [DATA, LABEL, EPOCHS, SEED]
+    shared = [DATA, LABEL, *([MODEL] if section.any_module else []), EPOCHS, SEED]
     if section.device_keys is not None:
         shared.append(replace(DEVICE, also=section.device_keys))
     shared += [_protect(kind, section), EPSILON, DELTA, NOISE_MULTIPLIER, RELEASE]

@@ -1,4 +1,4 @@
-"""The commands on finished runs: evaluate, report, audit, zo replay, account run, account device."""
+"""The commands on runs: evaluate, report, audit, zo replay, runs list, runs rm, account run, account device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from training.cli.options import TrustCode, say_trusted
+
 if TYPE_CHECKING:
-    from accounting.ledger.ledger import LedgerContent
+    from accounting.ledger.statement import Statement
     from training.attacks.findings import RunAudit
     from training.runs.folder import RunFolder
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 zo_app = typer.Typer(help="Replay a zeroth-order run from its step log.", no_args_is_help=True)
 app.add_typer(zo_app, name="zo")
+runs_app = typer.Typer(help="List the runs of a folder, or remove some.", no_args_is_help=True)
+app.add_typer(runs_app, name="runs")
 
 
 @zo_app.callback()
@@ -39,18 +43,38 @@ def evaluate(
         typer.Option(help="An .npz file with arrays x (n, d) and y (n,), features as given to training."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Measure loss and accuracy of a run's model on test records."""
     from training.runs.run import evaluate_run
 
-    figures = evaluate_run(run, data=data, arrays=arrays)
+    if trust_code:
+        _say_trusted([run])
+    figures = evaluate_run(run, data=data, arrays=arrays, trust_code=trust_code)
     if as_json:
         typer.echo(json.dumps(figures))
     else:
         typer.echo(
-            f"{figures['records']:,} records of {figures['data']}: "
-            f"accuracy {100 * figures['accuracy']:.2f} %, loss {figures['loss']:.4f}"
+            f"{figures.pop('records'):,} records of {figures.pop('data')}: "
+            f"{', '.join(_figure(name, figures[name]) for name in _FIGURES if name in figures)}"
         )
+
+
+_FIGURES = ("accuracy", "bits_per_byte", "bits_per_token", "rmse", "r2", "loss")
+
+
+def _figure(name: str, value: float) -> str:
+    """Return a figure as text."""
+    label = {"rmse": "RMSE", "r2": "R^2"}.get(name, name.replace("_", " "))
+    return f"{label} {100 * value:.2f} %" if name == "accuracy" else f"{label} {value:.4f}"
+
+
+def _say_trusted(runs: Sequence[Path]) -> None:
+    """Print the user-supplied code of runs, before any of it is executed."""
+    from training.runs.folder import RunFolder
+
+    for run in runs:
+        say_trusted(RunFolder(run).read_facts())
 
 
 @app.command()
@@ -64,12 +88,15 @@ def report(
             help="The HTML file; by default report.html in the run folder, for several runs in this one."
         ),
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Draw a run's figures and write its self-contained HTML report; several runs share one page."""
     from training.reports.run_report import run_name, write_comparison, write_report
     from training.runs.run import load_run
 
-    loaded = [load_run(path) for path in runs]
+    if trust_code:
+        _say_trusted(runs)
+    loaded = [load_run(path, trust_code=trust_code) for path in runs]
     if len(loaded) == 1 and out is None:
         typer.echo(write_report(loaded[0]))
         return
@@ -294,6 +321,79 @@ def zo_replay(
         typer.echo(f"written to {out}")
 
 
+@runs_app.callback()
+def runs() -> None:
+    """List the runs of a folder, or remove some."""
+
+
+@runs_app.command("list")
+def list_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="A folder of run folders.", show_default="./runs")
+    ] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the runs of a folder: trainer, data, day, state, epsilon, accuracy, size."""
+    from accounting.tables import print_rows
+    from opusim.tables import wrapped
+    from training.runs.listing import SCHEMA, VERSION, list_runs
+
+    entries = list_runs(folder)
+    if as_json:
+        content = {"schema": SCHEMA, "version": VERSION, "runs": [entry.to_json() for entry in entries]}
+        typer.echo(json.dumps(content, indent=2, allow_nan=False))
+        return
+    sound = [entry for entry in entries if entry.state != "damaged"]
+    if sound:
+        print_rows([entry.to_row() for entry in sound])
+    for entry in entries:
+        if entry.state == "damaged":
+            typer.echo(f"{entry.path}: damaged: {entry.problem}")
+    if any(entry.guarantee is not None for entry in sound):
+        typer.echo(
+            wrapped(
+                "`opusim account run RUN` states an epsilon in full: delta, relation, release, hypotheses. That of an "
+                "experiment holds for the same run in release mode."
+            )
+        )
+    if not entries:
+        typer.echo(f"no runs in {folder}")
+
+
+@runs_app.command("rm")
+def remove_command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, finished or not.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    lose_ledger: Annotated[
+        bool,
+        typer.Option(
+            "--lose-ledger",
+            help="Also remove a release run that paid for private data, and with it the account of what it revealed.",
+        ),
+    ] = False,
+) -> None:
+    """Remove runs after a question; a folder that is being written or holds other files is refused."""
+    from training.runs.listing import remove_runs, require_removable
+
+    folders = list({run.absolute(): run for run in runs}.values())
+    for folder in folders:
+        require_removable(folder, lose_ledger=lose_ledger)
+    if not yes:
+        named = ", ".join(map(str, folders))
+        try:
+            agreed = typer.confirm(f"Remove {named}?", err=True)
+        except typer.Abort as error:
+            typer.echo(err=True)
+            raise ValueError(
+                "--yes is missing: there is no answer to read; give it to remove unasked"
+            ) from error
+        if not agreed:
+            typer.echo("nothing was removed")
+            raise typer.Exit(1)
+    for folder in remove_runs(folders, lose_ledger=lose_ledger):
+        typer.echo(f"removed {folder}")
+
+
 def account_run(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its ledger.jsonl.")],
     delta: Annotated[
@@ -303,33 +403,60 @@ def account_run(
 ) -> None:
     """State the guarantees of what a run's ledger has paid for; refuse a ledger that is not the run's newest."""
     from accounting.cli import show
-    from accounting.guarantee import Release
-    from training.runs.folder import RunFolder
+    from accounting.ledger.statement import WARNINGS
 
-    folder = RunFolder(path if path.is_dir() else path.parent)
-    content = _content(path, folder)
-    found = content.guarantees(delta=delta)
-    show(found, content.mechanisms, as_json=as_json, seed_stored=content.mode == "experiment")
-    last_only = any(guarantee.release is Release.LAST_ITERATE for guarantee in found)
-    if last_only and path.is_dir() and not folder.finished and not as_json:
-        typer.echo(
-            "Run unfinished. This guarantee covers only the final model, not the checkpoints in this folder."
-        )
+    statement = _stated(path, delta)
+    if as_json:
+        typer.echo(json.dumps(statement.to_json(), indent=2, allow_nan=False))
+        return
+    if "unwitnessed" in statement.warnings:
+        typer.echo(WARNINGS["unwitnessed"], err=True)
+    show(
+        list(statement.guarantees),
+        list(statement.mechanisms),
+        as_json=False,
+        seed_stored="experiment" in statement.warnings,
+    )
+    if "unfinished" in statement.warnings:
+        typer.echo(WARNINGS["unfinished"])
 
 
-def _content(path: Path, folder: RunFolder) -> LedgerContent:
-    """Read the ledger; in a run folder, check it against the checkpoint and the summary."""
+def _stated(path: Path, delta: float | None) -> Statement:
+    """Read a ledger and what may be stated of it; in a run folder, check it against the checkpoint and the summary."""
     from accounting.ledger.ledger import read_ledger
+    from accounting.ledger.statement import LedgerFacts, RunFacts, Statement
+    from training.runs.folder import RunFolder, versions
 
-    if not folder.started or path not in (folder.path, folder.ledger_file):
-        return read_ledger(path)
-    if not folder.witnesses():
-        typer.echo(
-            f"not checked: no checkpoint and no summary in {folder.path} says how long its ledger was, so an older or "
-            "altered one would go unnoticed",
-            err=True,
+    folder, run, checked_against = RunFolder(path if path.is_dir() else path.parent), None, []
+    if folder.started and path in (folder.path, folder.ledger_file):
+        header = folder.newest_header()
+        run = RunFacts(
+            finished=folder.finished,
+            step=None if header is None else header.step,
+            versions=_versions_of(folder),
         )
-    return folder.read_ledger()
+        checked_against = [witness.name for witness in folder.witnesses()]
+        content = folder.read_ledger()
+    else:
+        content = read_ledger(path)
+    return Statement(
+        mode=content.mode,
+        guarantees=tuple(content.guarantees(delta=delta)),
+        mechanisms=tuple(content.mechanisms),
+        ledger=LedgerFacts.of(content, checked_against),
+        run=run,
+        versions={name: version for name, version in versions().items() if name in ("python", "opusim")},
+    )
+
+
+def _versions_of(folder: RunFolder) -> dict[str, str]:
+    """Return the versions that a run was started with; none if its configuration, which no guarantee needs, is bad."""
+    from training.errors import RunFolderError
+
+    try:
+        return {str(name): str(version) for name, version in folder.read_facts()["versions"].items()}
+    except (RunFolderError, AttributeError):
+        return {}
 
 
 DeviceArgument = Annotated[

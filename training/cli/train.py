@@ -18,9 +18,11 @@ from opusim.progress import Progress
 from training.cli.groups import LazyGroup, built
 from training.cli.options import (
     Quiet,
+    TrustCode,
     changes_of,
     key_rows,
     resolved,
+    say_trusted,
     topics,
     trainer_options,
     with_signature,
@@ -100,20 +102,29 @@ def resume(
             help="Confirm that a release run's folder was moved by copying it, and that no other copy is resumed.",
         ),
     ] = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Resume a run that was stopped or killed, from its newest checkpoint."""
     from opusim.description.loading import parse_description
     from opusim.devices.access import require_present
     from training.engine.session import train
+    from training.networks.user_code import require_trusted
     from training.runs.folder import RunFolder
 
     folder = RunFolder(run)
-    device = folder.read_facts()["device"]
+    facts = folder.read_facts()
+    device = facts["device"]
     folder.require_sealed()
+    require_trusted(facts, trust_code=trust_code)
+    say_trusted(facts)
     config = folder.read_config()
     if device is not None:
         require_present(parse_description(str(folder.config_file), device))
-    watched(config, quiet, lambda watcher: train(folder=run, resume=True, moved=moved, watcher=watcher))
+
+    def work(watcher: Watcher | None) -> Run:
+        return train(folder=run, resume=True, moved=moved, watcher=watcher, trust_code=trust_code)
+
+    watched(config, quiet, work)
 
 
 def options(
@@ -226,6 +237,10 @@ class RunProgress:
             accuracy = record.get(f"{name}_accuracy")
             if accuracy is not None:
                 parts.append(f"{name} {100 * accuracy:.1f} %")
+        words = {"bits_per_byte": "bits per byte", "bits_per_token": "bits per token", "rmse": "RMSE"}
+        for key, label in words.items():
+            if f"validation_{key}" in record:
+                parts.append(f"{record[f'validation_{key}']:.4g} {label}")
         self._news = ", ".join(parts)
 
 

@@ -70,7 +70,9 @@ class RunConfig(Section):
     epochs: int = Field(15, ge=1)
     """Passes over the training records."""
     loss: LossName = "cross-entropy"
-    """Loss whose derivative is the error e."""
+    """Loss whose derivative is the error e: cross-entropy (classes, tokens), squared-error (also real numbers),
+    binary-cross-entropy (labels that are 0 or 1), or the import path package.module:function of a function (output,
+    target) that returns a loss for each record."""
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of torch, at most 1024; None takes torch's default. A resumed run repeats bit for bit at the same
     number."""
@@ -218,9 +220,10 @@ class RunConfig(Section):
         if self.split not in self.fitting_splits:
             raise ValueError(split_refusal(self, self.split))
         _check_constants(self)
-        if self.loss == "cross-entropy" and self.model.output_activation != "identity":
+        _check_module(self)
+        if self.loss.endswith("cross-entropy") and self.model.output_activation != "identity":
             raise ValueError(
-                f"loss = 'cross-entropy' takes logits, but model.output_activation = "
+                f"loss = {self.loss!r} takes logits, but model.output_activation = "
                 f"'{self.model.output_activation}'; set it to 'identity' or take loss = 'squared-error'"
             )
         require_used(self)
@@ -250,10 +253,8 @@ def _updated(section: ModelT, changes: Mapping[str, Any]) -> ModelT:
 def split_refusal(config: RunConfig, split: str) -> str:
     """Why a rule for holding records out does not fit a run's relation, and which rules do."""
     fitting = " or ".join(repr(rule) for rule in config.fitting_splits)
-    return (
-        f"data.split = {split!r} does not fit the relation {str(config.relation)!r}: {_MISFITS[split]}; "
-        f"use {fitting}"
-    )
+    remedy = "take protection.relation = 'zero_out' or 'replace_one'" if split == "tail" else f"use {fitting}"
+    return f"data.split = {split!r} does not fit the relation {str(config.relation)!r}: {_MISFITS[split]}; {remedy}"
 
 
 def _check_kinds(config: RunConfig) -> None:
@@ -270,6 +271,20 @@ def _check_kinds(config: RunConfig) -> None:
             f"protection.noise = 'device' needs a device, but trainer.kind = {trainer.kind!r} has none; "
             "see `opusim train options device`, or take 'digital'"
         )
+
+
+def _check_module(config: RunConfig) -> None:
+    """Refuse networks and losses that only trainers of any module take."""
+    for key, value, known in (
+        ("model.name", config.model.name, ("mlp",)),
+        ("loss", config.loss, ("cross-entropy", "squared-error")),
+    ):
+        if value not in known and not config.trainer.any_module:
+            raise BadKey(
+                key,
+                f"{value!r} is not for trainer.kind = {config.trainer.kind!r}, which takes "
+                f"{' or '.join(map(repr, known))}; use that, or trainer.kind = 'bp', 'dfa', 'tdfa' or 'pdfa'",
+            )
 
 
 def _check_constants(config: RunConfig) -> None:

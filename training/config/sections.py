@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from accounting.guarantee import Adjacency
 from opusim.description.section import Section as BaseSection
+from opusim.description.section import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,12 @@ ClippedLayers = Literal["all", "hidden", "feedback", "none"]
 WidthRule = Literal["fan-in", "layer"]
 SplitRule = Literal["index", "content", "id"]
 ActivationName = Literal["tanh", "relu", "sigmoid", "gelu", "identity"]
-LossName = Literal["cross-entropy", "squared-error"]
+LOSS_NAMES = ("cross-entropy", "squared-error", "binary-cross-entropy")
+MODEL_NAMES = (
+    *("mlp", "vit-small", "mixer-small", "resnet-small", "conv-small"),
+    *("transformer-lm", "transformer-encoder", "gru"),
+)
+"""The networks that a run can build by name."""
 Relation = Literal["zero_out", "add_or_remove_one", "replace_one"]
 Given = Mapping[str, Mapping[str, Any]]
 """The keys that a run was given, by section, before any default is filled in."""
@@ -53,6 +59,31 @@ FILE_KINDS: tuple[FileKind, ...] = get_args(FileKind)
 """What data.name may begin with, followed by a colon and a path, to take records from a file."""
 OWN_ARRAYS = "arrays"
 """The data.name of a run on user-supplied arrays or on texts."""
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a name is of the form package.module:attribute."""
+    return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", name) is not None
+
+
+def _known(names: tuple[str, ...], what: str, example: str) -> Callable[[str], str]:
+    """Return a check that a name is one of `names` or an import path."""
+
+    def check(name: str) -> str:
+        if name in names or is_import_path(name):
+            return name
+        raise ValueError(
+            f"{name!r} is no {what}{did_you_mean(name, names)}; known are {', '.join(map(repr, names))}, or an import "
+            f"path such as {example!r}"
+        )
+
+    return check
+
+
+LossName = Annotated[str, AfterValidator(_known(LOSS_NAMES, "loss", "my_package.losses:focal"))]
+"""A loss by name, or the import path of a function (output, target) -> losses of the records."""
+ModelName = Annotated[str, AfterValidator(_known(MODEL_NAMES, "model", "my_package.models:build"))]
+"""A network by name, or the import path of a class or function that returns a module."""
 
 
 def check_clip(tau_h_max: float | None, tau_h_min: float) -> None:
@@ -132,8 +163,9 @@ class DataConfig(Section):
     vocabulary: int | None = Field(None, ge=2)
     """Number of token values in user-supplied x; None takes n_classes for tokens to predict, else reads it off x (one
     more than the largest)."""
-    standardise: bool = True
-    """Subtract and divide by public constants of the data set."""
+    standardise: bool | Literal["records"] = True
+    """Subtract and divide by public constants of the data set. records: by the mean and the standard deviation of each
+    feature over user-supplied training records, which no guarantee for records covers."""
     mean: float | None = None
     """Another public constant to subtract instead, for features in [0, 1]; requires std."""
     std: float | None = Field(None, gt=0.0)
@@ -152,7 +184,7 @@ class DataConfig(Section):
     sorted."""
     context: int = Field(128, ge=1)
     """Tokens of a record of text:PATH: the text is cut into windows of one more, each token to be predicted from those
-    before it."""
+    before it. The end of the text is held out, not windows drawn at random."""
     tokenizer: str | None = None
     """A tokenizer.json of the library tokenizers, for text:PATH in UTF-8; None takes the bytes of the file."""
     test: str | None = None
@@ -193,6 +225,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check_constants(self) -> Self:
+        if self.standardise == "records" and self.mean is not None:
+            raise ValueError(
+                f"standardise = 'records' computes what mean = {self.mean} states; give one of them"
+            )
         if (self.mean is None) != (self.std is None):
             raise ValueError(f"mean = {self.mean} and std = {self.std} go together; give both or neither")
         return self
@@ -221,10 +257,27 @@ class DeviceChoice(BaseModel):
         return dict(self.model_extra or {})
 
 
+def _is_mlp(run: Any) -> bool:
+    return bool(run.model.name == "mlp")
+
+
 class ModelConfig(Section):
-    """The fully connected network that a run builds."""
+    """The network that a run builds."""
 
     effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("model.options",),
+            needs="a model.name other than 'mlp'",
+            holds=lambda run: not _is_mlp(run),
+        ),
+        Effect(
+            keys=(
+                *("model.hidden", "model.activation", "model.output_activation", "model.bias"),
+                *("model.initial_gain", "model.tau_h_max"),
+            ),
+            needs="model.name = 'mlp'; options of other models are keys of model.options",
+            holds=_is_mlp,
+        ),
         Effect(
             keys=("model.initial_output",),
             needs="a feedback matrix (trainer.kind = 'dfa', 'tdfa' or 'pdfa')",
@@ -237,8 +290,14 @@ class ModelConfig(Section):
         ),
     )
 
+    name: ModelName = "mlp"
+    """mlp (fully connected), vit-small, mixer-small, resnet-small, conv-small, transformer-lm, transformer-encoder, gru
+    (`training.networks.models`), or the import path package.module:factory of a class or function. It gets
+    record_shape, n_outputs and the options as keywords and returns a torch module."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keywords of the model, such as model.options.depth = 4."""
     hidden: tuple[int, ...] = (512, 512)
-    """Widths of the hidden layers."""
+    """Widths of the hidden layers of an mlp."""
     activation: ActivationName = "tanh"
     """Activation of the hidden layers."""
     output_activation: ActivationName = "identity"
@@ -250,7 +309,7 @@ class ModelConfig(Section):
     initial_output: Literal["random", "feedback"] = "random"
     """How the output layer starts: from random parameters (random) or as the feedback matrix (feedback). The matrix is
     that of the last hidden layer, read from the device, so that the projected error starts out as the backpropagated
-    one."""
+    one. Other models than mlp name the layer themselves (feedback_start)."""
     tau_h_max: float | None = Field(None, gt=0.0)
     """tau_h^max of eq. 9 for the neurons themselves: hidden activations are clipped to tau_h_max / sqrt(width) in
     the forward pass, at inference too."""
@@ -293,9 +352,9 @@ class OptimizerConfig(Section):
     )
 
     name: Literal["sgd", "adam", "adamw", "nadam", "radam", "adamax"] = "sgd"
-    """Class in torch.optim."""
+    """Class in torch.optim; adam by default for a model.name other than mlp."""
     lr: float = Field(0.01, gt=0.0)
-    """Learning rate; 0.002 by default for zo, 1.9 for convex."""
+    """Learning rate; 0.002 by default for zo and for a model.name other than mlp, 1.9 for convex."""
     momentum: float = Field(0.9, ge=0.0, lt=1.0)
     """Momentum (only sgd); 0 for zo and convex, which have none."""
     nesterov: bool = False
@@ -349,8 +408,8 @@ class SamplerConfig(Section):
     """Sampling scheme, by the name that an accountant asks for. The default follows from the protection (record and
     label-amplified take poisson) and from the trainer (convex otherwise takes disjoint-cyclic)."""
     batch_size: int = Field(256, ge=1)
-    """Records in a batch (expected number under Poisson sampling); 250 by default for convex. If
-    sampling_probability is given, only the default of protection.divisor."""
+    """Records in a batch (expected number under Poisson sampling); 250 by default for convex, 64 for a model.name other
+    than mlp. If sampling_probability is given, only the default of protection.divisor."""
     sampling_probability: float | None = Field(None, gt=0.0, le=1.0)
     """q, with which each record enters a Poisson batch; an epoch has 1 / q steps. None takes batch_size over the number
     of training records. protection.relation = 'add_or_remove_one' requires it, because that number is private."""
@@ -521,6 +580,8 @@ class TrainerSection(KindSection):
     """Values of protection.kind that this trainer takes; its `Algorithm.applies` says how it carries them out."""
     relations: ClassVar[tuple[Relation, ...]] = ("zero_out", "add_or_remove_one", "replace_one")
     """Values of protection.relation that this trainer takes; the first is the default."""
+    any_module: ClassVar[bool] = False
+    """Whether it trains any torch module, and not only fully connected networks."""
     feedback_matrix: ClassVar[bool] = False
     """Whether the error is projected by a fixed feedback matrix."""
     plain_descent: ClassVar[bool] = False

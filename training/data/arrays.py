@@ -11,7 +11,16 @@ import torch
 
 from opusim import checks
 from training.config.sections import SplitRule
-from training.data.dataset import Dataset, Split, Standardisation, Target, is_text, numbered
+from training.data.dataset import (
+    PADDING,
+    Dataset,
+    Split,
+    Standardisation,
+    Target,
+    is_text,
+    numbered,
+    numbers_and_names,
+)
 from training.data.splits import Ids, split_records
 
 Array = np.ndarray | torch.Tensor
@@ -87,29 +96,18 @@ def from_arrays(
     """
     checks.integer(split_seed=split_seed, minimum=0, maximum=2**64 - 1)
     kind = _target_of(x, y, target)
-    y, classes = _named(y, kind, classes)
-    holds_tokens = inputs == "tokens" or (inputs == "auto" and kind == "tokens")
-    if kind == "tokens" and not holds_tokens:
-        raise ValueError(
-            "data.inputs = 'features' has no next token; use 'tokens', or another data.target than 'tokens'"
-        )
-    features, labels, record_shape = _checked(x, y, kind, tokens=holds_tokens, names=("x", "y"))
-    if holds_tokens:
-        vocabulary = _vocabulary(features, labels, kind, vocabulary, n_classes)
-    elif vocabulary is not None:
-        raise ValueError(
-            f"data.vocabulary = {vocabulary} is for tokens; set data.inputs = 'tokens', or leave it out"
-        )
-    n_outputs = vocabulary if kind == "tokens" and vocabulary else None
-    n_outputs = n_outputs or _number_of_outputs(labels, kind, n_classes, classes)
+    y, names = numbers_and_names(y, classes, kind)
+    tokens = _holds_tokens(inputs, kind)
+    features, labels, record_shape = _checked(x, y, kind, tokens=tokens, names=("x", "y"))
+    vocabulary = _vocabulary(features, labels, kind, vocabulary, n_classes, tokens=tokens)
     form = RecordForm(
         target=kind,
-        n_classes=n_outputs,
+        n_classes=_number_of_outputs(labels, kind, vocabulary if kind == "tokens" else n_classes, names),
         n_features=features.shape[1],
         vocabulary=vocabulary,
-        classes=tuple(classes),
+        classes=names,
     )
-    standardisation = _constants(standardise, tokens=holds_tokens)
+    standardisation = _constants(standardise, tokens=tokens)
     test_split = None
     if test is not None:
         if not isinstance(test, tuple) or len(test) != 2:
@@ -120,7 +118,7 @@ def from_arrays(
     features = standardised(features, standardisation)
     return Dataset(
         name=name,
-        n_classes=n_outputs,
+        n_classes=form.n_classes,
         train=Split(features[kept], labels[kept]),
         validation=Split(features[held_out], labels[held_out]),
         test=test_split,
@@ -168,7 +166,7 @@ class RecordForm:
 
         Args:
             x: Records.
-            y: What to predict; None for the next tokens.
+            y: What to predict, or None to predict the next tokens.
             names: Of both, for messages.
 
         Raises:
@@ -179,9 +177,10 @@ class RecordForm:
             y = numbered(y, self.classes, names[1])
         features, labels, _ = _checked(x, y, self.target, tokens=holds_tokens, names=names)
         self._fitting(features, names[0])
-        for values, name in ((features, names[0]), (labels, names[1])):
-            if self.vocabulary is not None and (values is features or self.target == "tokens"):
-                _check_tokens(values, self.vocabulary, name)
+        if self.vocabulary is not None:
+            _check_tokens(features, self.vocabulary, names[0])
+            if self.target == "tokens":
+                _check_tokens(labels[labels != PADDING], self.vocabulary, names[1])
         if self.target == "class":
             check_range(labels, self.n_classes, names[1])
         elif self.target != "tokens" and labels.shape[1] != self.n_classes:
@@ -200,25 +199,22 @@ class RecordForm:
         return features
 
 
-def _named(y: Array | None, target: Target, classes: Sequence[str]) -> tuple[Array | None, tuple[str, ...]]:
-    """Return the numbers of classes that are strings, and the names; other labels are returned unchanged."""
-    if not is_text(y) or target != "class":
-        if classes:
-            raise ValueError(
-                "data.classes names classes of y given as strings, and y holds numbers; leave it out"
-            )
-        return y, ()
-    names = tuple(classes) or tuple(sorted({str(name) for name in y}))
-    if len(set(names)) < max(2, len(names)):
-        raise ValueError(
-            f"data.classes = {', '.join(names)}: must be at least 2 different names; name also those without a record"
-        )
-    return numbered(y, names, "y"), names
-
-
 def standardised(x: torch.Tensor, constants: Standardisation) -> torch.Tensor:
     """Return standardised features; tokens stay as they are."""
     return x if x.dtype == torch.int64 else constants.apply(x)
+
+
+def _holds_tokens(asked: AskedInputs, target: Target) -> bool:
+    """Return whether x holds tokens.
+
+    Raises:
+        ValueError: Features were asked for, and the next token is predicted.
+    """
+    if target == "tokens" and asked == "features":
+        raise ValueError(
+            "data.inputs = 'features' has no next token; use 'tokens', or another data.target than 'tokens'"
+        )
+    return asked == "tokens" or target == "tokens"
 
 
 def _target_of(x: Array, y: Array | None, asked: AskedTarget) -> Target:
@@ -388,7 +384,9 @@ def check_lengths(features: torch.Tensor, labels: torch.Tensor, x_name: str, y_n
 def _number_of_outputs(
     labels: torch.Tensor, target: Target, n_classes: int | None, classes: Sequence[str]
 ) -> int:
-    """Return the number of classes, or of numbers to predict, which `n_classes` may state."""
+    """Return the number of classes, token values or numbers to predict, which `n_classes` may state."""
+    if target == "tokens" and n_classes is not None:
+        return n_classes
     if classes:
         if n_classes not in (None, len(classes)):
             raise ValueError(
@@ -421,10 +419,22 @@ def _number_of_classes(labels: torch.Tensor, n_classes: int | None) -> int:
 
 
 def _vocabulary(
-    x: torch.Tensor, y: torch.Tensor, target: Target, stated: int | None, n_classes: int | None
-) -> int:
-    """Return the stated number of token values, or one more than the largest."""
-    seen = [x, y] if target == "tokens" else [x]
+    x: torch.Tensor,
+    y: torch.Tensor,
+    target: Target,
+    stated: int | None,
+    n_classes: int | None,
+    *,
+    tokens: bool,
+) -> int | None:
+    """Return the stated number of token values, or one more than the largest, or None if x holds features."""
+    if not tokens:
+        if stated is not None:
+            raise ValueError(
+                f"data.vocabulary = {stated} is for tokens; set data.inputs = 'tokens', or leave it out"
+            )
+        return None
+    seen = [x, y[y != PADDING]] if target == "tokens" else [x]
     if target == "tokens" and None not in (stated, n_classes) and stated != n_classes:
         raise ValueError(
             f"data.vocabulary = {stated} and data.n_classes = {n_classes} are the same number if tokens are predicted; "
@@ -432,15 +442,19 @@ def _vocabulary(
         )
     if stated is None and target == "tokens":
         stated = n_classes
-    size = 1 + max(int(tokens.max()) for tokens in seen) if stated is None else stated
+    size = 1 + max(int(values.max()) for values in seen if len(values)) if stated is None else stated
     checks.integer(vocabulary=size, minimum=2, remedy="it counts all tokens, also those that do not occur")
-    for tokens, name in zip(seen, ("x", "y"), strict=False):
-        _check_tokens(tokens, size, name)
+    for values, name in zip(seen, ("x", "y"), strict=False):
+        _check_tokens(values, size, name)
     return size
 
 
 def _check_tokens(tokens: torch.Tensor, vocabulary: int, name: str) -> None:
     """Refuse tokens outside 0 .. vocabulary - 1."""
+    if not len(tokens):
+        raise ValueError(
+            f"{name} holds no token but padding ({PADDING}); give records with something to predict"
+        )
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocabulary:
         raise ValueError(

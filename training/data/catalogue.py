@@ -104,6 +104,9 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
         )
     if options.file_kind is not None:
         return file_dataset(options, split or options.split or "index")
+    if options.standardise == "records":
+        reason = f"'records' is for user-supplied data; leave it out for {options.name}, whose constants are published"
+        raise ConfigError("configuration", "data.standardise", reason)
     for key in ("n_classes", "target", "inputs", "vocabulary", "label", "classes"):
         value = getattr(options, key)
         if value not in (None, "auto", ()):
@@ -167,6 +170,9 @@ def load_dataset(
     if name not in CATALOGUE:
         close = difflib.get_close_matches(str(name).lower().replace("_", "-"), CATALOGUE, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = hint or (
+            f" For a file write csv:{name}, parquet:{name} or text:{name}." if "." in str(name) else ""
+        )
         raise ValueError(f"data.name = {name!r}: must be one of {', '.join(CATALOGUE)}.{hint}")
     entry = CATALOGUE[name]
     published = entry.standardisation if standardise else None

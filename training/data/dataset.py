@@ -7,7 +7,7 @@ A map is public if it was fixed without the records that it is applied to. `Stan
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeGuard
 
@@ -19,6 +19,10 @@ from opusim.errors import OpusimError
 
 Target = Literal["class", "tokens", "real", "labels"]
 """What a model predicts of a record: one class, a token at each position, real numbers, or a set of labels."""
+
+
+PADDING = -100
+"""A token of y that is not predicted, at the end of a record that is shorter than others."""
 
 
 class DataError(OpusimError, ValueError):
@@ -77,14 +81,16 @@ class Standardisation:
         Raises:
             ValueError: `x` is not two-dimensional, is empty or is not finite.
         """
-        values = torch.as_tensor(x).to(torch.float64)  # (n, d)
+        values = np.asarray(
+            torch.as_tensor(x).to(torch.float64).cpu()
+        )  # (n, d); sums of one order on any machine
         if values.ndim != 2 or len(values) == 0:
             raise ValueError(f"x must have shape (n, d) with n at least 1, got {tuple(values.shape)}")
-        std = values.std(dim=0, correction=0)
-        constant = values.amax(dim=0) == values.amin(dim=0)
+        std = values.std(axis=0)
+        constant = values.max(axis=0) == values.min(axis=0)
         return cls(
-            mean=tuple(values.mean(dim=0).tolist()),
-            std=tuple(torch.where(constant, 1.0, std).tolist()),
+            mean=tuple(values.mean(axis=0).tolist()),
+            std=tuple(np.where(constant, 1.0, std).tolist()),
             source=f"each feature's mean and standard deviation over {len(values)} records of the data",
             public=False,
         )
@@ -117,8 +123,8 @@ class Split:
 
     Attributes:
         x: Features, shape (n, d), float32; or tokens, shape (n, T), int64, counted from 0.
-        y: What to predict: classes, shape (n,), int64, counted from 0; tokens, shape (n, T), int64; real numbers or
-            labels 0 and 1, shape (n, k), float32.
+        y: What to predict: classes, shape (n,), int64, counted from 0; tokens, shape (n, T), int64, some of them
+            `PADDING`; real numbers or labels 0 and 1, shape (n, k), float32.
     """
 
     x: torch.Tensor
@@ -193,7 +199,7 @@ class Dataset:
         if self.holds_tokens != (self.vocabulary is not None):
             raise ValueError(
                 f"vocabulary = {self.vocabulary} with x of {self.train.x.dtype}; give the number of token values for "
-                "int64 x, and None for float32 x"
+                "int64 x, and none with float32 x"
             )
         for part in (self.train, self.validation, self.test):
             if part is not None:
@@ -243,6 +249,31 @@ def numbered(y: np.ndarray, classes: Sequence[str], name: str) -> np.ndarray:
             "such records, or name it in data.classes"
         )
     return np.array([numbers[text] for text in texts], dtype=np.int64)
+
+
+def numbers_and_names(y: Any, classes: Sequence[str], target: Target) -> tuple[Any, tuple[str, ...]]:
+    """Return the numbers of classes given as strings, and their names; other labels are returned unchanged.
+
+    Args:
+        y: Labels.
+        classes: The names in the order of their numbers; empty takes those in y, sorted.
+        target: What is predicted; names go with classes only.
+
+    Raises:
+        ValueError: There are fewer than 2 names, one comes twice, or names go with numbers.
+    """
+    if target != "class" or not is_text(y):
+        if classes:
+            raise ValueError(
+                "data.classes names classes that y gives as strings, and y holds none; leave it out"
+            )
+        return y, ()
+    names = tuple(classes) or tuple(sorted({str(name) for name in y}))
+    if len(set(names)) < max(2, len(names)):
+        raise ValueError(
+            f"data.classes = {', '.join(names)}: must be at least 2 different names; name also those without a record"
+        )
+    return numbered(y, names, "y"), names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,15 +345,32 @@ class PrincipalComponents:
 
 def reduced(dataset: Dataset, components: PrincipalComponents) -> Dataset:
     """Return the data set with every record's features replaced by their components."""
+    return replace(_mapped(dataset, components.apply), components=components)
 
-    def transform(split: Split) -> Split:
-        return Split(components.apply(split.x), split.y)
+
+def standardised_by_records(dataset: Dataset) -> Dataset:
+    """Return features as they were given, standardised by each one's mean and deviation over the training records.
+
+    Raises:
+        ValueError: The records are tokens.
+    """
+    if dataset.holds_tokens:
+        raise ValueError("data.standardise = 'records' is for features, and x holds tokens; leave it out")
+    constants = Standardisation.from_data(dataset.train.x)
+    shape = dataset.record_shape
+    return replace(_mapped(dataset, constants.apply), standardisation=constants, record_shape=shape)
+
+
+def _mapped(dataset: Dataset, change: Callable[[Tensor], Tensor]) -> Dataset:
+    """Return the data set with a map applied to the features of every record, which are flat behind it."""
+
+    def mapped(split: Split) -> Split:
+        return Split(change(split.x), split.y)
 
     return replace(
         dataset,
-        train=transform(dataset.train),
-        validation=transform(dataset.validation),
-        test=None if dataset.test is None else transform(dataset.test),
-        components=components,
+        train=mapped(dataset.train),
+        validation=mapped(dataset.validation),
+        test=None if dataset.test is None else mapped(dataset.test),
         record_shape=(),
     )

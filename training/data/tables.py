@@ -21,7 +21,7 @@ from opusim.errors import ConfigError
 from opusim.files import open_to_read
 from training.config.sections import DataConfig, SplitRule
 from training.data.arrays import Array, Pair, from_arrays
-from training.data.dataset import DataError, Dataset, Standardisation
+from training.data.dataset import DataError, Dataset, Standardisation, standardised_by_records
 from training.data.formats import required_library
 from training.data.splits import Ids
 
@@ -209,8 +209,7 @@ def table_of(
         raise ValueError(f"{what} has several columns of the name {twice[0]!r}; rename or drop them")
     if not label:
         raise ValueError(
-            f"data.label is missing: name the column of {what} to predict, one of {_listed(found)}, such as "
-            f"opusim.train(data=frame, label={found[-1] if found else 'NAME'!r})"
+            f"data.label is missing: name the column of {what} to predict, one of {_listed(found)}"
         )
     for column in label:
         if column not in found:
@@ -350,7 +349,8 @@ def _dataset(
         vocabulary=options.vocabulary,
         classes=options.classes,
     )
-    return replace(dataset, columns=columns)
+    dataset = replace(dataset, columns=columns)
+    return standardised_by_records(dataset) if options.standardise == "records" else dataset
 
 
 def _listed(names: Sequence[str]) -> str:

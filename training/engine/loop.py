@@ -20,6 +20,7 @@ from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.usage import Usage
 from opusim.errors import DeviceError
+from training.data import Split
 from training.engine.plan import RunPlan, to_device
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import RunFolderError, RunInterrupted, TrainingDiverged
@@ -72,6 +73,7 @@ class Engine:
         self._identity = config.digest()
         self._private = config.mode == "release"  # then no figure is written that depends on the data
         self._trainer = trainer
+        self._network = plan.network
         self._writer = plan.algorithm.writer
         self._kind = config.trainer.kind
         self._dataset = to_device(plan.dataset, config.torch_device)
@@ -283,9 +285,18 @@ class Engine:
         """Return the figures of an epoch, which depend on the data."""
         figures: dict[str, Any] = {f"train_{key}": value for key, value in self._sums.means().items()}
         if len(self._dataset.validation):
-            validation = evaluate_split(self._trainer.model, self._dataset.validation, self._loss)
+            validation = self._measured("validation", self._dataset.validation)
             figures |= {f"validation_{key}": value for key, value in validation.items()}
         return figures | self._sums.diagnostics() | _rounded(self._usage())
+
+    def _measured(self, part: str, split: Split) -> dict[str, float]:
+        """Return the figures of a part of the data; for a text also bits per byte."""
+        figures = evaluate_split(self._network, split, self._loss, self._dataset.target)
+        if "bits_per_token" in figures and "bytes_per_token" in self._dataset.origin:
+            figures["bits_per_byte"] = (
+                figures["bits_per_token"] / self._dataset.origin["bytes_per_token"][part]
+            )
+        return figures
 
     def checkpoint(self) -> str:
         """Write a checkpoint of the steps done so far; returns its digest."""
@@ -317,7 +328,7 @@ class Engine:
         for name in ("train", "validation", "test"):
             split = getattr(self._dataset, name)
             if split is not None and len(split):
-                figures = evaluate_split(self._trainer.model, split, self._loss)
+                figures = self._measured(name, split)
                 summary |= {f"{name}_{key}": value for key, value in figures.items()}
         _require_finite(summary)
         return summary | _rounded(self._usage())
@@ -348,21 +359,21 @@ class _EpochSums:
     def clear(self) -> None:
         self._loss: Tensor = torch.zeros((), dtype=torch.float64, device=self._place)
         self._correct: Tensor = torch.zeros((), dtype=torch.int64, device=self._place)
-        self._records = 0
+        self._records = self._judged = 0
         self._observed: list[dict[str, list[float]]] = []
 
     def add(self, record: StepRecord) -> None:
         self._loss = self._loss + record.loss_sum
         self._correct = self._correct + record.n_correct
         self._records += record.n_records
+        self._judged += record.n_records if record.n_judged is None else record.n_judged
         if record.diagnostics:
             self._observed.append(record.diagnostics)
 
     def means(self) -> dict[str, float]:
         """Return mean loss and accuracy; each record is measured just before its batch's update."""
-        if not self._records:
-            return {}
-        return {"loss": float(self._loss) / self._records, "accuracy": int(self._correct) / self._records}
+        means = {"loss": float(self._loss) / self._records} if self._records else {}
+        return means | ({"accuracy": int(self._correct) / self._judged} if self._judged else {})
 
     def diagnostics(self) -> dict[str, list[float]]:
         """Return each diagnostic's mean over the observed steps, by layer."""
@@ -381,6 +392,7 @@ class _EpochSums:
             "loss": float(self._loss),
             "correct": int(self._correct),
             "records": self._records,
+            "judged": self._judged,
             "observed": self._observed,
         }
 
@@ -388,6 +400,7 @@ class _EpochSums:
         self._loss = torch.tensor(sums["loss"], dtype=torch.float64, device=self._place)
         self._correct = torch.tensor(sums["correct"], dtype=torch.int64, device=self._place)
         self._records = sums["records"]
+        self._judged = sums.get("judged", self._records)  # an older checkpoint counts records
         self._observed = list(sums["observed"])
 
 

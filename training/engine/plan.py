@@ -29,6 +29,7 @@ from training.data.tables import OwnData, OwnTest, own_dataset
 from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
 from training.errors import RunFolderError
 from training.networks.base import Network
+from training.networks.user_code import require_trusted
 from training.protections.base import Protection
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
@@ -126,6 +127,7 @@ class RunPlan:
             ConfigError: The data are missing, or the torch device is not available.
         """
         facts, config = folder.read_facts(), for_this_machine(folder.read_config())
+        require_trusted(facts, trust_code=False)
         config, data, model = default_inputs(config, data, model)
         dataset = with_principal_components(config, load_data(config, data), folder)
         _require_same_data(folder, facts["data"], dataset)
@@ -278,7 +280,9 @@ def with_own_data(
         config = config.replaced(data={"label": label})
     if data is None:
         return config
-    changes: dict[str, Any] = {"name": OWN_ARRAYS, "standardise": config.data.mean is not None}
+    changes: dict[str, Any] = {"name": OWN_ARRAYS}
+    if config.data.standardise != "records":
+        changes["standardise"] = config.data.mean is not None
     if isinstance(data, tuple) and len(data) == 3 and config.data.split is None:
         changes["split"] = "id"
     return config.replaced(data=changes)
@@ -325,6 +329,11 @@ def _require_stated(config: RunConfig, dataset: Dataset) -> None:
         "classes": dataset.classes,
         "label": (),
     }
+    if config.data.standardise == "records":
+        reason = (
+            "'records' is for features as they were measured, and a Dataset has its constants; leave it out"
+        )
+        raise ConfigError("configuration", "data.standardise", reason)
     for key, value in found.items():
         stated = getattr(config.data, key)
         if stated not in (None, "auto", (), value):

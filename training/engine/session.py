@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from training.config.reading import flat, load_config
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.tables import OwnData, OwnTest
+from training.engine.callbacks import Callback, Watchers
 from training.engine.loop import Engine, Watcher, deferred_interrupt, torch_threads
 from training.engine.plan import (
     RunPlan,
@@ -32,6 +34,7 @@ from training.engine.plan import (
     with_own_data,
 )
 from training.errors import RunFolderError
+from training.networks.user_code import code_of, require_trusted
 from training.runs.folder import RunFolder, facts_equal, own_folder, versions
 from training.runs.run import Run, load_run
 from training.runs.storage import read_array, write_array
@@ -53,6 +56,8 @@ def train(
     moved: bool = False,
     settings: Sequence[str] = (),
     watcher: Watcher | None = None,
+    callbacks: Sequence[Callback] = (),
+    trust_code: bool = False,
 ) -> Run:
     """Train a network with the hardware in the loop, and return the run.
 
@@ -66,8 +71,8 @@ def train(
         test: Test records that go with user-supplied data, in the same form.
         label: The column of a DataFrame to predict, or several for data.target = 'real' or 'labels'; the others are
             features. None takes data.label.
-        model: A module to train in place, of a type that the trainer takes (feedback trainers: an nn.Sequential of
-            nn.Linear and activations; ulr: an nn.Sequential of any modules); None builds the configuration's network.
+        model: A module to train in place (feedback trainers and zo: any module; ulr: an nn.Sequential of any modules);
+            None builds the configuration's network.
         folder: The run folder; None takes a new one under ./runs.
         resume: Resume the unfinished run in `folder`, under its own configuration; data and model are given
             again if they were given at first, and so is test.
@@ -75,6 +80,8 @@ def train(
             was moved or restored by copying: no ledger counts what two copies release.
         settings: Lines "key=value" over the configuration.
         watcher: Receives the progress.
+        callbacks: Receive the progress and the end, such as `opusim.TensorBoardLogger`.
+        trust_code: Whether a resumed run may execute the user-supplied code that its folder names by import path.
 
     Raises:
         ConfigError: The configuration or the device description is wrong.
@@ -89,8 +96,15 @@ def train(
     resolved, data, model = default_inputs(resolved, data, model)
     resolved = with_own_data(resolved, data, label)
     run_folder = None if folder is None else RunFolder(own_folder(Path(folder)))
+    if resume and run_folder is not None:
+        require_trusted(run_folder.read_facts(), trust_code=trust_code)
     records = load_data(resolved, data, test)
-    return train_on(resolved, records, run_folder, model=model, resume=resume, moved=moved, watcher=watcher)
+    with Watchers([*([watcher] if watcher else []), *callbacks]) as watchers:
+        run = train_on(
+            resolved, records, run_folder, model=model, resume=resume, moved=moved, watcher=watchers
+        )
+        watchers.summary = run.summary
+    return run
 
 
 def train_on(
@@ -120,7 +134,7 @@ def train_on(
         folder = folder or _new_folder(config)
         with folder.writing(new=True, private=private):
             _train_in(folder, plan, watcher, resume=False, moved=False)
-        return load_run(folder.path, model=model)
+        return load_run(folder.path, model=model, trust_code=True)  # it was executed here
     if folder is None:
         raise RunFolderError(_NO_FOLDER)
     with folder.writing(new=False, private=private):
@@ -128,7 +142,7 @@ def train_on(
         _check_keys(folder, for_this_machine(config))
         plan = RunPlan.resolve(config, records, model=model, folder=folder)
         _train_in(folder, plan, watcher, resume=True, moved=moved)
-    return load_run(folder.path, model=model)
+    return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
 def _train_in(
@@ -150,7 +164,11 @@ def _train_in(
         else:
             algorithm.initialise(trainer)
             _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
-        with deferred_interrupt() as interrupted, _ledger(plan.config, folder, resumed_from) as ledger:
+        with (
+            closing(trainer),
+            deferred_interrupt() as interrupted,
+            _ledger(plan.config, folder, resumed_from) as ledger,
+        ):
             protection.pay_upfront(ledger, device, folder)
             algorithm.prepare(trainer, folder)
             engine.run(ledger, plan.mechanisms, interrupted)
@@ -195,12 +213,14 @@ def _new_folder(config: RunConfig) -> RunFolder:
 
 def _facts(plan: RunPlan) -> dict[str, Any]:
     """Return what `config.json` says besides the configuration."""
+    code = code_of(plan.config, plan.network.facts)
     return {
         "network": plan.network.facts,
         "data": _facts_of_data(plan.config, plan.dataset),
         "device": None if plan.description is None else plan.description.dump(),
         "noise": None if plan.noise is None else plan.noise.summary(),
         "versions": versions(_kinds(plan)),
+        **({"code": code} if code else {}),
     }
 
 
@@ -257,8 +277,8 @@ def _check_keys(folder: RunFolder, config: RunConfig) -> None:
 def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:
     """Refuse to resume with another network, other data or another device."""
     stored = folder.read_facts()
-    for part in ("network", "data", "device"):
-        if not facts_equal(stored[part], facts[part]):
+    for part in ("network", "data", "device", "code"):
+        if not facts_equal(stored.get(part), facts.get(part)):
             raise RunFolderError(
                 f"run folder {folder.path} was started with another {part}; resume it with the same one, "
                 "or start a new folder"

@@ -17,14 +17,17 @@ class StepRecord:
 
     Attributes:
         loss_sum: Sum of the records' losses, float64 scalar tensor.
-        n_correct: Correctly classified records, int64 scalar tensor.
+        n_correct: Correct decisions, such as correctly classified records, int64 scalar tensor.
         n_records: Records in the batch.
+        n_judged: Decisions that `n_correct` counts, if a record is not one decision: tokens, labels, or 0 for real
+            numbers; None for one each record.
         diagnostics: Named figures, one value per layer; empty unless the step was observed.
     """
 
     loss_sum: Tensor
     n_correct: Tensor
     n_records: int
+    n_judged: int | None = None
     diagnostics: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -52,7 +55,7 @@ class Trainer(ABC):
 
         Args:
             x: Inputs, shape (batch, n_inputs); the batch may be empty.
-            y: Class numbers, shape (batch,).
+            y: Class numbers, shape (batch,), or what else the data set's target is.
             step: Number of the step, from 0; noise is keyed by it in experiment mode.
             observe: Whether to fill in the diagnostics, which cost time.
             records: Numbers of the batch's records in the training set, shape (batch,); a protection that keeps
@@ -71,6 +74,9 @@ class Trainer(ABC):
     @abstractmethod
     def usage(self) -> Usage:
         """Frames, seconds and joules used so far; zero for a trainer without a device."""
+
+    def close(self) -> None:  # noqa: B027  # optional hook
+        """Take off the model what training put on it; called after the last step, or after an error."""
 
     def before_checkpoint(self) -> None:  # noqa: B027  # optional hook
         """Bring parameters and files to a point from which a run can resume; called before each checkpoint."""

@@ -3,61 +3,136 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from accounting.errors import NoGuarantee
 from accounting.mechanisms import Mechanism
 from accounting.pdfa.mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
 from opusim.devices.base import NoisyDevice
+from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise, NoiseModel
 from opusim.randomness.streams import noise_stream
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
-from training.feedback.config import FeedbackConfig
+from training.feedback.config import DfaConfig, FeedbackConfig, PdfaConfig, PointsConfig, TdfaConfig
+from training.feedback.module_trainer import ModuleTrainer, feedback_start
+from training.feedback.points import FeedbackAlignment
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.functions import ACTIVATIONS
+from training.networks.any_module import AnyModule, build_any_module
+from training.networks.functions import ACTIVATIONS, LOSSES
 from training.networks.network import FullyConnected, build_network
+from training.networks.objectives import Objective
 from training.networks.optimizers import make_optimizer
-from training.protections.base import SoftLabels
+from training.protections.base import Applied, SoftLabels
 from training.protections.planning import Updates
 
+_OF_CLOSED_FORM = {
+    **dict.fromkeys(
+        (
+            *("order", "signal_gain", "tau_b", "scale", "tau_h_max", "tau_h_min", "clipped_layers"),
+            *("clip_width", "through_clip", "sigma"),
+        ),
+        "only fully connected networks on class numbers have it; leave it out",
+    ),
+    "threshold": "other modules than fully connected networks take trainer.relative_threshold; leave it out",
+}
+_OF_MODULES = {
+    **dict.fromkeys(
+        ("points", "error_at", "rows", "spread", "normalised"),
+        "a fully connected network receives the error of its output at its hidden layers; leave it out",
+    ),
+    "slices": "each hidden layer of a fully connected network has its own outputs; take 'own', or leave it out",
+    "relative_threshold": "a fully connected network takes trainer.threshold; leave it out",
+}
 
-class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected, FeedbackTrainer]):
-    """bp, dfa, tdfa and pdfa."""
 
+class FeedbackAlgorithm(
+    Algorithm[FeedbackConfig, FullyConnected | AnyModule, FeedbackTrainer | ModuleTrainer]
+):
+    """bp, dfa, tdfa and pdfa.
+
+    A fully connected network on class numbers takes the closed form of `training.feedback.trainer`, and every other
+    module autograd with feedback points.
+    """
+
+    targets = ("class", "tokens", "real", "labels")
     applies = frozenset({"gradients", "soft labels"})
 
     @classmethod
-    def build_network(cls, config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected:
-        """See Algorithm.build_network; pdfa needs a hidden layer."""
-        network = build_network(config, dataset, model)
+    def build_network(
+        cls, config: RunConfig, dataset: Dataset, model: nn.Module | None
+    ) -> FullyConnected | AnyModule:
+        """See Algorithm.build_network; a fully connected network of pdfa needs a hidden layer."""
+        network = _closed_form(config, dataset, model)
+        if network is None:
+            return build_any_module(config, dataset, model)
         if config.uses_device and network.depth == 1:
             raise ValueError("model has no hidden layer; pdfa needs one to send the projected error to")
         return network
 
     @classmethod
-    def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> FullyConnected:
+    def rebuild_network(cls, facts: dict[str, Any], model: nn.Module | None) -> FullyConnected | AnyModule:
         """See Algorithm.rebuild_network."""
-        return FullyConnected.from_facts(facts)
+        return FullyConnected.from_facts(facts) if "layers" in facts else AnyModule.from_facts(facts, model)
+
+    def require_covered(self) -> None:
+        """See Algorithm.require_covered; also keys that the network does not take, and points that do not exist."""
+        network, config = self.network, self.plan.config
+        require_keys(config, self.options, closed_form=isinstance(network, FullyConnected))
+        if isinstance(network, AnyModule):
+            require_applicable(config, self.protection.needs)
+            if config.model.initial_output == "feedback":
+                feedback_start(network)
+            _ = self.device_shape
+        super().require_covered()
 
     @property
     def device_shape(self) -> DeviceShape:
-        """The error goes in; the signals of all hidden layers come out, side by side."""
-        widths = self.network.widths
-        return DeviceShape(n_inputs=widths[-1], n_outputs=sum(widths[:-1]))
+        """The error goes in; the signals of all hidden layers or points come out."""
+        network = self.network
+        if isinstance(network, FullyConnected):
+            widths = network.widths
+            return DeviceShape(n_inputs=widths[-1], n_outputs=sum(widths[:-1]))
+        feedback = feedback_points(network, self.options)
+        if feedback is None:
+            return DeviceShape(n_inputs=1, n_outputs=1)
+        try:
+            shape = feedback.shape(network.shaped(self._two_records))
+        finally:
+            feedback.remove()
+        return DeviceShape(n_inputs=shape.n_inputs, n_outputs=shape.n_outputs)
 
-    def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> FeedbackTrainer:
+    @property
+    def _two_records(self) -> Tensor:
+        place = self.network.parameters[0].device
+        return self.plan.dataset.train.x[:1].to(place).expand(2, -1)
+
+    def trainer(
+        self, device: NoisyDevice | None, labels: SoftLabels | None = None
+    ) -> FeedbackTrainer | ModuleTrainer:
         """See Algorithm.trainer."""
-        config, options = self.plan.config, self.options
+        config, options, network = self.plan.config, self.options, self.network
+        optimizer = make_optimizer(network.parameters, config.optimizer)
+        if isinstance(network, AnyModule):
+            return ModuleTrainer(
+                network,
+                optimizer,
+                Objective.named(config.loss, self.plan.dataset.target),
+                kind=options.kind,
+                feedback=feedback_points(network, options, device),
+                seed=config.seed_for("module"),
+                labels=labels,
+            )
         noise = None
         if options.digital_sigma:
             noise = noise_stream(config.mode, config.seed_for("noise"), "digital-noise")
         return FeedbackTrainer(
-            self.network,
-            make_optimizer(self.network.parameters, config.optimizer),
+            network,
+            optimizer,
             options,
             loss=config.loss,
             device=device,
@@ -75,22 +150,118 @@ class FeedbackAlgorithm(Algorithm[FeedbackConfig, FullyConnected, FeedbackTraine
         unbounded = options.scale == "sphere"  # a ball (eq. 9) stretches nothing
         return Updates(output_gain=math.inf if unbounded else options.signal_gain)
 
-    def initialise(self, trainer: FeedbackTrainer) -> None:
+    def initialise(self, trainer: FeedbackTrainer | ModuleTrainer) -> None:
         """See Algorithm.initialise."""
-        if self.plan.config.model.initial_output == "feedback":
+        if self.plan.config.model.initial_output == "random":
+            return
+        if isinstance(trainer, ModuleTrainer):
+            trainer.start_from_feedback(self._two_records)
+        else:
             trainer.start_from_feedback()
 
     def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:
         """See Algorithm.released; a photonic run without protection states the paper's formula."""
-        config = self.plan.config
-        if config.protection.protects == "nothing" and config.uses_device:
-            return (published_mechanism(config, self.options, self.network, noise),)
+        config, network = self.plan.config, self.network
+        paid_for = config.protection.protects != "nothing"
+        if not paid_for and config.uses_device and isinstance(network, FullyConnected):
+            return (published_mechanism(config, self.options, network, noise),)
         return super().released(noise)
 
     @property
     def noiseless(self) -> Mapping[str, Any]:
         """See Algorithm.noiseless."""
         return {"sigma": 0.0} if self.options.digital_sigma else {}
+
+
+def require_keys(config: RunConfig, options: FeedbackConfig, *, closed_form: bool) -> None:
+    """Refuse keys of the other kind of network.
+
+    Args:
+        config: The run.
+        options: Its section `trainer`.
+        closed_form: Whether its network is a fully connected one, whose gradients have a closed form.
+
+    Raises:
+        ConfigError: A key differs from its default and would do nothing.
+    """
+    for name, reason in (_OF_MODULES if closed_form else _OF_CLOSED_FORM).items():
+        field, value = type(options).model_fields.get(name), getattr(options, name, None)
+        if field is None or value == field.default or (name == "slices" and value == "own"):
+            continue
+        raise ConfigError(
+            "configuration", f"trainer.{name}", f"{value!r} does nothing for this model: {reason}"
+        )
+
+
+def require_applicable(config: RunConfig, needs: Collection[Applied]) -> None:
+    """Refuse a protection that writes gradients for a module whose records' gradients are not bounded.
+
+    Args:
+        config: The run.
+        needs: What its protection needs of a trainer.
+
+    Raises:
+        NoGuarantee: It does.
+    """
+    if not needs or "soft labels" in needs:
+        return
+    raise NoGuarantee(
+        f"protection.kind = {config.protection.kind!r} clips the gradient of each record, which is bounded here for "
+        "fully connected networks only; take model.name = 'mlp', or 'label-readout' or 'label-randomized-response', "
+        "which replace the labels before training"
+    )
+
+
+def feedback_points(
+    network: AnyModule, options: FeedbackConfig, device: NoisyDevice | None = None
+) -> FeedbackAlignment | None:
+    """Return the feedback points of a module, or None for backpropagation.
+
+    Args:
+        network: The module; hooks are put on it, which `FeedbackAlignment.remove` takes off.
+        options: The section `trainer`.
+        device: The open device of pdfa.
+
+    Raises:
+        ValueError: There are no such submodules.
+    """
+    if not isinstance(options, PointsConfig):
+        return None
+    digital = {"seed": options.feedback_seed} if isinstance(options, DfaConfig | TdfaConfig) else {}
+    ternary = isinstance(options, TdfaConfig | PdfaConfig)
+    return FeedbackAlignment(
+        network.model,
+        options.points[0] if len(options.points) == 1 else options.points,
+        device=device,
+        error_at=options.error_at or getattr(network.model, "error_at", None),
+        rows=options.rows,
+        spread=options.spread,
+        slices=options.slices or "shared",
+        encoding=options.encoding if isinstance(options, PdfaConfig) else "ternary" if ternary else "real",
+        threshold=options.relative_threshold if isinstance(options, TdfaConfig | PdfaConfig) else 0.6,
+        planes=options.planes if isinstance(options, PdfaConfig) else 4,
+        normalised=options.normalised,
+        gain=options.gain if isinstance(options, DfaConfig | TdfaConfig | PdfaConfig) else 1.0,
+        **digital,
+    )
+
+
+def _closed_form(config: RunConfig, dataset: Dataset, model: nn.Module | None) -> FullyConnected | None:
+    """Return the network as one whose gradients have a closed form, or None if it or the loss has none.
+
+    Raises:
+        ValueError: Its widths do not fit the data.
+    """
+    if dataset.target != "class" or dataset.holds_tokens or config.loss not in LOSSES:
+        return None
+    if model is None and config.model.name != "mlp":
+        return None
+    if model is not None:
+        try:
+            FullyConnected(model)
+        except (TypeError, ValueError):  # other modules, or in part frozen
+            return None
+    return build_network(config, dataset, model)
 
 
 def published_mechanism(

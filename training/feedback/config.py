@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from training.config.sections import (
     ClippedLayers,
     Effect,
     Flag,
+    Given,
     ProtectionSection,
     TrainerSection,
     WidthRule,
     check_clip,
 )
 
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+"""One name or several."""
+
 
 class FeedbackConfig(TrainerSection):
-    """How a feedback trains the hidden layers; the base of bp, dfa, tdfa and pdfa."""
+    """How a feedback trains the hidden layers; the base of bp, dfa, tdfa and pdfa.
 
+    Fully connected networks on class numbers take a closed form, every other module `opusim.FeedbackAlignment`. The
+    closed form has the keys of the PDFA paper, which the other refuses (`training.feedback.algorithm`).
+    """
+
+    any_module = True
     protections: ClassVar[tuple[str, ...]] = (
         "none",
         "record",
@@ -80,6 +89,15 @@ class FeedbackConfig(TrainerSection):
         check_clip(self.tau_h_max, self.tau_h_min)
         return self
 
+    @classmethod
+    def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
+        """Adam and smaller batches for every named network but the fully connected one."""
+        model: Any = given["run"].get("model")
+        name = model.get("name") if isinstance(model, Mapping) else getattr(model, "name", None)
+        if name in (None, "mlp"):
+            return {}
+        return {"optimizer": {"name": "adam", "lr": 0.002}, "sampler": {"batch_size": 64}}
+
     @property
     def digital_sigma(self) -> float:
         """Standard deviation of the digital noise; 0 for a feedback whose noise is the device's."""
@@ -129,7 +147,45 @@ class BpConfig(_DigitalConfig):
     """bp: backpropagation."""
 
 
-class _ProjectedConfig(_DigitalConfig):
+class PointsConfig(FeedbackConfig):
+    """Where a projected error enters a module (`opusim.FeedbackAlignment`)."""
+
+    points: Names = ("blocks",)
+    """Feedback points: names of submodules, names of their classes, or blocks, which are those that the model declares.
+    Each one's output receives a slice of the projected error. A fully connected network has its hidden layers."""
+    error_at: str | None = None
+    """Submodule whose output carries the error that is projected; None takes the one that the model declares, else its
+    output."""
+    rows: Literal["each", "sum"] | int = "each"
+    """Which rows of the error are projected if a record has several, as a sequence has: each one (each), their sum
+    (sum), or so many that are drawn at random."""
+    spread: Literal["broadcast", "full"] = "broadcast"
+    """How a record's one row reaches a point with several positions: the same vector everywhere (broadcast), or outputs
+    of the projection for every position (full)."""
+    slices: Literal["own", "shared"] | None = None
+    """Which outputs of the projection the points take: each its own (own), or all the same ones (shared). None takes
+    shared; a fully connected network always has its own ones."""
+    normalised: bool = False
+    """Whether the feedback passes through the slope of a layer norm at each point, for models whose residual stream is
+    not normalised, such as those with pre-norm blocks."""
+
+    @model_validator(mode="after")
+    def _check_points(self) -> Self:
+        if not self.points:
+            raise ValueError("points is empty; name submodules, or take 'blocks'")
+        if isinstance(self.rows, int) and self.rows < 1:
+            raise ValueError(f"rows = {self.rows}: must be at least 1, or 'each' or 'sum'")
+        return self
+
+
+_RELATIVE = Effect(
+    keys=("trainer.threshold",),
+    needs="model.name = 'mlp'; other models take trainer.relative_threshold",
+    holds=lambda run: run.model.name == "mlp",
+)
+
+
+class _ProjectedConfig(PointsConfig, _DigitalConfig):
     """A digital random projection of the error."""
 
     feedback_matrix = True
@@ -158,14 +214,17 @@ class TdfaConfig(_ProjectedConfig):
     summary: ClassVar[str] = (
         "Ternarized direct feedback alignment: a digital projection of the error in {-1, 0, 1}."
     )
+    effects: ClassVar[tuple[Effect, ...]] = (*FeedbackConfig.effects, _RELATIVE)
 
     kind: Literal["tdfa"] = "tdfa"
     """tdfa: digital random projection of the ternarized error."""
     threshold: float = Field(0.15, ge=0.0)
-    """Ternarization threshold (0.15 in the paper)."""
+    """Ternarization threshold of a fully connected network (0.15 in the paper)."""
+    relative_threshold: float = Field(0.6, ge=0.0)
+    """Ternarization threshold of any other module, relative to the root mean square of an error's entries."""
 
 
-class PdfaConfig(FeedbackConfig):
+class PdfaConfig(PointsConfig):
     """Photonic direct feedback alignment: the error goes through the device."""
 
     feedback_matrix = True
@@ -183,8 +242,9 @@ class PdfaConfig(FeedbackConfig):
     instead: ClassVar[Mapping[str, str]] = {"sigma": "its noise is the device's; set device.noise.sigma"}
     effects: ClassVar[tuple[Effect, ...]] = (
         *FeedbackConfig.effects,
+        _RELATIVE,
         Effect(
-            keys=("trainer.threshold",),
+            keys=("trainer.threshold", "trainer.relative_threshold"),
             needs="trainer.kind = 'tdfa', or 'pdfa' with trainer.encoding = 'ternary'",
             holds=lambda run: run.trainer.encoding == "ternary",
         ),
@@ -198,7 +258,9 @@ class PdfaConfig(FeedbackConfig):
     kind: Literal["pdfa"] = "pdfa"
     """pdfa: projection of the ternarized error through the device."""
     threshold: float = Field(0.15, ge=0.0)
-    """Ternarization threshold (0.15 in the paper)."""
+    """Ternarization threshold of a fully connected network (0.15 in the paper)."""
+    relative_threshold: float = Field(0.6, ge=0.0)
+    """Ternarization threshold of any other module, relative to the root mean square of an error's entries."""
     encoding: Literal["ternary", "planes"] = "ternary"
     """How the device is shown the error. ternary: one reading a record (the paper). planes: signed binary digits of
     e / max|e|, one reading a digit, which keeps magnitudes at the cost of more frames, and noise in proportion to the

@@ -87,16 +87,18 @@ class FeedbackAlignment(nn.Module):
             "full": every position has its own outputs of B, C P in all.
         slices: "shared": all points use the same outputs of B, as in TinyDFA, which suits a residual stream, where all
             points see nearly the same gradient. "own": disjoint outputs for each point, as in the PDFA paper.
-        encoding: How e is shown: "ternary", "planes", "sign" (see `training.feedback.projection`), or "real" without a
-            device. None takes "ternary" with a device, else "real".
+        encoding: How e is shown: "stochastic", "ternary", "planes", "sign" (see `training.feedback.projection`), or
+            "real" without a device. None takes "stochastic" with a device, else "real". "stochastic" shows each entry
+            with a probability in proportion to its size, so that the feedback is right on average; a threshold
+            ("ternary") drops the small entries of a classifier's error in every record alike.
         threshold: Threshold of "ternary" in units of the row's root mean square, at least 0.
         planes: Digits of "planes", from 1 to 24.
         normalised: Whether the feedback passes through the Jacobian of a layer norm of the point's output, as the
             gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it.
         gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that
             feedback has to beat.
-        seed: Seed of the digital matrix and of drawn positions, in [0, 2^64). The default is the packaged devices'
-            medium.
+        seed: Seed of the digital matrix, of drawn positions and of stochastic codes, in [0, 2^64). The default is the
+            packaged devices' medium.
         batch_dim: Dimension of records in outputs of three dimensions and more, else 0; 1 for modules that put time
             first.
         channel_dim: Dimension of channels; None takes 1 in outputs of four or five dimensions, else the last.
@@ -468,6 +470,7 @@ class FeedbackAlignment(nn.Module):
             error, self._rows, seed=derive_seed(self._seed, f"positions of step {step}")
         )
         rows = chosen.flatten(0, 1)
+        self._projector(rows.device).seek(step)
         reading = self._read(rows).view(*chosen.shape[:2], -1)
         extent = Extent(*error.shape)
         found: list[Tensor] = []
@@ -503,15 +506,15 @@ class FeedbackAlignment(nn.Module):
     def _projector(self, place: torch.device) -> Projection:
         """Return the projection through the device, or the digital one on a torch device."""
         if self._projection is None or (self._device is None and self._place != place):
-            name = self._encoding or ("real" if self._device is None else "ternary")
-            encoding = make_encoding(name, threshold=self._threshold, planes=self._planes)
+            name = self._encoding or ("real" if self._device is None else "stochastic")
+            encoding = make_encoding(name, threshold=self._threshold, planes=self._planes, seed=self._seed)
             if self._device is None:
                 matrix = Medium(*self._shape, self._seed).dense().to(place)
                 self._place = place
                 self._projection = DigitalProjection(matrix, encoding=encoding)
             elif encoding is None:
                 raise ValueError(
-                    "encoding = 'real' cannot be shown to a device; use 'ternary', 'planes' or 'sign'"
+                    "encoding = 'real' cannot be shown to a device; use 'ternary', 'stochastic', 'planes' or 'sign'"
                 )
             else:
                 self._projection = DeviceProjection(self._device, encoding=encoding)

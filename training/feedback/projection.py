@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from opusim import checks
 from opusim.devices.base import NoisyDevice
 from opusim.encodings import bit_planes, ternarize
+from opusim.randomness import derive_seed
 
-EncodingName = Literal["real", "ternary", "planes", "sign"]
+EncodingName = Literal["real", "ternary", "stochastic", "planes", "sign"]
 _CALIBRATION_STEP = 2**64 - 2
 """Step number for reading columns of B; no training step repeats its noise."""
 _CALIBRATION_READINGS = 64
@@ -67,6 +68,9 @@ class Encoding(ABC):
 
     frames_per_row: int = 1
     """K, the readings of a row."""
+
+    def seek(self, step: int) -> None:  # noqa: B027  # optional hook
+        """Say which step the next batches belong to; an encoding that draws numbers keys them by it."""
 
     @abstractmethod
     def __call__(self, error: Tensor) -> Encoded:
@@ -116,6 +120,35 @@ class RelativeTernary(Encoding):
         return Encoded(frames=frames[None], scale=sums / shown.sum(dim=1, keepdim=True).clamp_min(1))
 
 
+class StochasticTernary(Encoding):
+    """t_i = sign(e_i) with probability |e_i| / s, else 0; s = max|e| of the row, so that the mean of s t is e.
+
+    Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning", 2017, equations 2
+    and 3. Where few entries are large and many small, as in the error of a classifier, a threshold drops the small ones
+    in every record alike, which is a bias of the feedback; here they are shown now and then.
+
+    Args:
+        seed: Seed of the draws, in [0, 2^64); a draw depends on it, on the step and on the batches since `seek`.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._step, self._batches = seed, 0, 0
+
+    def seek(self, step: int) -> None:
+        """See Encoding.seek."""
+        self._step, self._batches = step, 0
+
+    def __call__(self, error: Tensor) -> Encoded:
+        """See Encoding."""
+        seed = derive_seed(self._seed, f"ternary codes of step {self._step}, batch {self._batches}")
+        self._batches += 1
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        drawn = torch.rand(error.shape, generator=generator).to(error.device)
+        scale = error.abs().amax(dim=1, keepdim=True)
+        frames = error.sign().mul_(drawn * scale < error.abs())
+        return Encoded(frames=frames[None], scale=scale)
+
+
 class BitPlanes(Encoding):
     """Signed binary digits of e / max|e|, s = max|e| of the row (`opusim.encodings.bit_planes`).
 
@@ -136,20 +169,23 @@ class BitPlanes(Encoding):
         return Encoded(frames=digits, weights=weights, scale=scale)
 
 
-def make_encoding(name: EncodingName, *, threshold: float, planes: int) -> Encoding | None:
+def make_encoding(name: EncodingName, *, threshold: float, planes: int, seed: int = 0) -> Encoding | None:
     """Return an encoding by name, or None for "real", which shows the error itself.
 
     Args:
-        name: real, ternary (relative threshold), planes or sign (ternary with threshold 0).
+        name: real, ternary (relative threshold), stochastic, planes or sign (ternary with threshold 0).
         threshold: See `RelativeTernary`; only for "ternary".
         planes: See `BitPlanes`; only for "planes".
+        seed: See `StochasticTernary`; only for "stochastic".
 
     Raises:
         ValueError: The name is unknown, or a number is out of range.
     """
-    checks.choice(("real", "ternary", "planes", "sign"), encoding=name)
+    checks.choice(("real", "ternary", "stochastic", "planes", "sign"), encoding=name)
     if name == "real":
         return None
+    if name == "stochastic":
+        return StochasticTernary(seed)
     if name == "planes":
         return BitPlanes(planes)
     return RelativeTernary(threshold if name == "ternary" else 0.0)
@@ -157,6 +193,9 @@ def make_encoding(name: EncodingName, *, threshold: float, planes: int) -> Encod
 
 class Projection(ABC):
     """Reads B e for all points of feedback at once; points use slices of one reading."""
+
+    def seek(self, step: int) -> None:  # noqa: B027  # optional hook
+        """Say which step the next readings belong to; see `Encoding.seek`."""
 
     def noise_std(self, error: Tensor) -> Tensor:
         """Return the standard deviation of a reading's noise, mean over rows, in units of B e.
@@ -206,6 +245,11 @@ class DigitalProjection(Projection):
         self._matrix = matrix
         self._encoding = encoding
 
+    def seek(self, step: int) -> None:
+        """See Projection.seek."""
+        if self._encoding is not None:
+            self._encoding.seek(step)
+
     def shown(self, error: Tensor) -> float:
         """See Projection.shown."""
         return 1.0 if self._encoding is None else self._encoding(error).shown
@@ -238,6 +282,10 @@ class DeviceProjection(Projection):
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
         """Return this very projection: a copied model reads the same device."""
         return self
+
+    def seek(self, step: int) -> None:
+        """See Projection.seek; the device has its own steps."""
+        self._encoding.seek(step)
 
     def noise_std(self, error: Tensor) -> Tensor:
         """See Projection.noise_std."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,13 @@ class Network(ABC):
     """
 
     model: nn.Module
+    records_at_once: int = 4096
+    """Records of one forward pass outside training."""
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """Return the model's outputs for records (batch, n_inputs), as they are used after training."""
+        outputs: Tensor = self.model(x)
+        return outputs
 
     @property
     @abstractmethod
@@ -149,6 +158,24 @@ def parameters_digest(tensors: Mapping[str, Tensor]) -> str:
 def tensor_facts(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
     """Return name, shape and dtype of each tensor as JSON values."""
     return [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
+
+
+@contextmanager
+def seeded_torch(seed: int | None, place: torch.device | str = "cpu") -> Iterator[None]:
+    """Seed torch's global generators within the block, for modules that draw from them, and put them back after it.
+
+    Args:
+        seed: The seed, or None to let the system choose one.
+        place: The torch device whose generator is seeded besides the CPU's.
+    """
+    chosen = secrets.randbits(63) if seed is None else seed % 2**63
+    device = torch.device(place)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(chosen)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(chosen)
+        yield
 
 
 def seeded_generator(seed: int | None) -> torch.Generator:

@@ -122,7 +122,10 @@ class TailAverage:
             self._means = {name: tensor.clone() for name, tensor in parameters.items()}
             return
         for name, tensor in parameters.items():
-            self._means[name].lerp_(tensor, 1 / count)
+            if tensor.is_floating_point():  # a count of batches has no mean
+                self._means[name].lerp_(tensor, 1 / count)
+            else:
+                self._means[name].copy_(tensor)
         if step == self._total:
             with torch.no_grad():
                 for name, tensor in parameters.items():

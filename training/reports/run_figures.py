@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from opusim.files import write_file
+from training.networks import objectives
+from training.networks.objectives import BITS_PER_BYTE, LOSS_FIGURE, MAIN_FIGURES
 from training.runs.run import Run
 
 # Okabe and Ito's colours, ordered so that neighbours also differ in lightness when printed in grey
@@ -60,25 +62,39 @@ def save_figure(figure: Figure, path: Path) -> bytes:
     return content
 
 
+def main_figure(run: Run) -> objectives.Figure:
+    """Return the figure that a table shows of a run: that of its target, for a text bits per byte."""
+    is_text = "bytes_per_token" in run.facts["data"].get("origin", {})
+    return BITS_PER_BYTE if is_text and run.config.loss == "cross-entropy" else MAIN_FIGURES[run.form.target]
+
+
 def learning_curves(runs: Sequence[Run], names: Sequence[str]) -> Figure | None:
     """Draw accuracy against epochs, on validation records if every run held some out, else on training records.
 
+    Runs without class numbers show the figure of their target; runs of different targets show their losses.
+
     Returns:
-        The figure, or None if no run wrote accuracies (release mode).
+        The figure, or None if no run wrote figures (release mode).
     """
-    held_out = all("validation_accuracy" in record for run in runs for record in run.metrics)
-    key = "validation_accuracy" if held_out else "train_accuracy"
+    shown = {main_figure(run) for run in runs}
+    main = shown.pop() if len(shown) == 1 else LOSS_FIGURE
+    held_out = all(f"validation_{main.key}" in record for run in runs for record in run.metrics)
+    part = "validation" if held_out else "train"
+    if not any(f"{part}_{main.key}" in record for run in runs for record in run.metrics):
+        main = LOSS_FIGURE
+    key, scale = f"{part}_{main.key}", 100 if main.share else 1
     if not any(key in record for run in runs for record in run.metrics):
         return None
     figure, axes = new_figure()
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         epochs = [record["epoch"] for record in run.metrics]
-        values = [100 * record[key] for record in run.metrics if key in record]
+        values = [scale * record[key] for record in run.metrics if key in record]
         axes.plot(epochs[: len(values)], values, label=name, markevery=_sparse(len(values)), **style(number))
-    axes.set(ylabel=f"{'validation' if held_out else 'training'} accuracy [%]")
+    unit = " [%]" if main.share else ""
+    axes.set(ylabel=f"{'validation' if held_out else 'training'} {main.label}{unit}")
     _epoch_axis(axes)
     low, high = axes.get_ylim()
-    if high - low < _MIN_ACCURACY_RANGE:
+    if main.share and high - low < _MIN_ACCURACY_RANGE:
         half = _MIN_ACCURACY_RANGE / 2
         middle = min(max((low + high) / 2, half), 100 - half)
         axes.set_ylim(middle - half, middle + half)
@@ -97,9 +113,10 @@ def alignment_curves(run: Run) -> Figure | None:
         return None
     figure, axes = new_figure()
     epochs = [record["epoch"] for record in observed]
+    part = "layer" if "layers" in run.facts["network"] else "point"
     for layer in range(len(observed[0]["alignment"])):
         values = [record["alignment"][layer] for record in observed]
-        axes.plot(epochs, values, label=f"layer {layer + 1}", markevery=_sparse(len(values)), **style(layer))
+        axes.plot(epochs, values, label=f"{part} {layer + 1}", markevery=_sparse(len(values)), **style(layer))
     lowest = min(min(record["alignment"]) for record in observed)
     axes.set(ylabel="cosine with the gradient", ylim=(min(-0.05, 1.1 * lowest), 1.05))
     _epoch_axis(axes)

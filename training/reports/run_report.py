@@ -126,7 +126,9 @@ def run_name(run: Run) -> str:
     """Name a run by its trainer, data set and device."""
     kind = run.config.trainer.kind
     noise = f", {run.facts['device']['name']} device" if run.facts.get("device") else ""
-    return f"{kind} on {run.facts['data']['name']}{noise}"
+    recipe = run.facts["network"].get("recipe", {})
+    model = f" with {recipe['name']}" if recipe else ""
+    return f"{kind}{model} on {run.facts['data']['name']}{noise}"
 
 
 def summary_row(run: Run, label: str) -> dict[str, str]:
@@ -143,12 +145,21 @@ def summary_row(run: Run, label: str) -> dict[str, str]:
     }
     if run.config.mode == "release":  # its folder holds none of them
         spent = dict.fromkeys(spent, _NOT_WRITTEN)
+    figure = figures.main_figure(run)
     return {
         "run": label,
-        "validation accuracy": _percent(figures_of_run.get("validation_accuracy")),
-        "test accuracy": _percent(figures_of_run.get("test_accuracy")),
+        **{
+            f"{part} {figure.label}": figure.shown(figures_of_run.get(f"{part}_{figure.key}"))
+            for part in ("validation", "test")
+        },
         **spent,
     }
+
+
+def same_columns(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Return rows that all have the columns of all, with dashes for what a run lacks."""
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [{column: row.get(column, _NOT_WRITTEN) for column in columns} for row in rows]
 
 
 def _render(
@@ -163,7 +174,7 @@ def _render(
     return render(
         "report.html",
         title=title,
-        rows=[summary_row(run, name) for run, name in zip(runs, names, strict=True)],
+        rows=same_columns([summary_row(run, name) for run, name in zip(runs, names, strict=True)]),
         dashes=RELEASE_DASHES,
         pictures=pictures,
         devices=distinct(
@@ -271,7 +282,3 @@ def _device_rows(device: dict[str, Any], noise: dict[str, Any]) -> list[dict[str
 def _shown(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Flatten a nested mapping into (dotted key, value) pairs, without empty values."""
     return [(key, str(value)) for key, value in flat(values).items() if value is not None]
-
-
-def _percent(value: float | None) -> str:
-    return _NOT_WRITTEN if value is None else f"{100 * value:.2f} %"

@@ -6,6 +6,7 @@ user-supplied arrays.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,16 +16,18 @@ from torch import Tensor, nn
 
 from accounting.guarantee import Guarantee
 from training.config.run import LossName, RunConfig
-from training.config.sections import DataConfig
+from training.config.sections import DataConfig, is_import_path
 from training.data import Dataset, Split
 from training.data.arrays import RecordForm, standardised
 from training.data.catalogue import OWN_ARRAYS, build_dataset
-from training.data.dataset import DataError, PrincipalComponents, Standardisation
+from training.data.dataset import DataError, PrincipalComponents, Standardisation, Target
 from training.data.formats import read_arrays
 from training.data.tables import Frame, feature_array, is_frame, read_frame, table_of
 from training.data.texts import bits_per_byte
 from training.errors import RunFolderError
-from training.networks.functions import LOSSES
+from training.networks.base import Network
+from training.networks.objectives import Objective, measure
+from training.networks.user_code import load_object, require_trusted, warn_if_changed
 from training.runs.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
@@ -32,37 +35,44 @@ from training.runs.storage import read_array
 _CHUNK = 4096
 
 
-def model_outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """Compute the outputs h_L for records, a few thousand at a time.
+def model_outputs(model: nn.Module | Network, x: Tensor) -> Tensor:
+    """Compute the outputs for records, some at a time.
 
     Args:
-        model: Maps (batch, d) to (batch, n_classes).
+        model: Maps (batch, d) to (batch, n_outputs); or the network of a run.
         x: Shape (n, d).
 
     Returns:
-        Shape (n, n_classes).
+        Shape (n, n_outputs), for tokens (n, T, n_outputs).
     """
+    compute, at_once = _evaluated(model)
     with torch.no_grad():
-        return torch.cat([model(chunk) for chunk in x.split(_CHUNK)])
+        return torch.cat([compute(chunk) for chunk in x.split(at_once)])
 
 
-def evaluate_split(model: nn.Module, split: Split, loss: LossName) -> dict[str, float]:
+def evaluate_split(
+    model: nn.Module | Network, split: Split, loss: LossName, target: Target = "class"
+) -> dict[str, float]:
     """Measure a model on records.
 
     Args:
-        model: Maps (batch, d) to (batch, n_classes).
+        model: Maps (batch, d) to (batch, n_outputs); or the network of a run.
         split: At least one record.
         loss: Name of the loss.
+        target: What the model predicts of a record.
 
     Returns:
-        {"loss": mean loss, "accuracy": share of correct classes, in [0, 1]}.
+        "loss", the mean over records, and the figures of the target, such as "accuracy", the share of correct classes,
+        in [0, 1]; see `training.networks.objectives.measure`.
     """
-    output = model_outputs(model, split.x)
-    per_record = LOSSES[loss](output, split.y).per_record
-    return {
-        "loss": float(per_record.mean(dtype=torch.float64)),
-        "accuracy": float((output.argmax(dim=1) == split.y).double().mean()),
-    }
+    compute, at_once = _evaluated(model)
+    with torch.no_grad():
+        return measure(Objective.named(loss, target), compute, split.x, split.y, at_once=at_once)
+
+
+def _evaluated(model: nn.Module | Network) -> tuple[Callable[[Tensor], Tensor], int]:
+    """Return what computes outputs, and for how many records at once."""
+    return (model.outputs, model.records_at_once) if isinstance(model, Network) else (model, _CHUNK)
 
 
 class Run:
@@ -76,11 +86,12 @@ class Run:
         step: Number of steps that the model was trained for.
     """
 
-    def __init__(self, folder: RunFolder, model: nn.Module, step: int) -> None:
+    def __init__(self, folder: RunFolder, network: Network, step: int) -> None:
         self.folder = folder
         self.config: RunConfig = folder.read_config()
         self.facts: dict[str, Any] = folder.read_facts()
-        self.model = model
+        self.model = network.model
+        self._network = network
         self.step = step
         self._components = None
         if self.config.data.components is not None:
@@ -127,7 +138,7 @@ class Run:
             ValueError: The shape is wrong, or a value is not finite.
         """
         features = feature_array(x, self.columns, "x") if is_frame(x) else x
-        outputs = model_outputs(self.model, self._prepared(self.form.features(features, "x")))
+        outputs = model_outputs(self._network, self._prepared(self.form.features(features, "x")))
         found = outputs
         if self.form.target in ("class", "tokens"):
             found = outputs.argmax(dim=-1)
@@ -142,8 +153,8 @@ class Run:
 
         Args:
             x: Records as for `predict`.
-            y: What is to be predicted, as it was given to training, such as class numbers of shape (n,); None for the
-                next tokens of x (n, T + 1), and for a DataFrame with the column of the labels.
+            y: What is to be predicted, as it was given to training, such as class numbers of shape (n,); None if x
+                (n, T + 1) holds the next tokens, or is a DataFrame with the column of the labels.
 
         Returns:
             {"loss": mean loss, "accuracy": share of correct classes, in [0, 1]}.
@@ -157,7 +168,8 @@ class Run:
             records = self.form.records(table.x, table.y)
         else:
             records = self.form.records(x, y)
-        return evaluate_split(self.model, Split(self._prepared(records.x), records.y), self.config.loss)
+        split = Split(self._prepared(records.x), records.y)
+        return evaluate_split(self._network, split, self.config.loss, self.form.target)
 
     @property
     def form(self) -> RecordForm:
@@ -187,21 +199,25 @@ class Run:
         return x if self._components is None else self._components.apply(x)
 
 
-def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:
+def load_run(path: str | Path, *, model: nn.Module | None = None, trust_code: bool = False) -> Run:
     """Read a run from its folder, with the model of its newest checkpoint.
 
     Args:
         path: The run folder.
         model: A module like the one that was trained, if it was user-supplied and the folder cannot describe it; its
             parameters are overwritten.
+        trust_code: Whether to execute the user-supplied code that the run names by import path; nothing else in a
+            folder executes when it is read.
 
     Raises:
-        RunFolderError: There is no run or no checkpoint, a checkpoint does not fit, a file was changed, or the run is
-            an unfinished release run whose guarantee covers only the final model.
+        RunFolderError: The run names user-supplied code and `trust_code` is False, there is no run or no checkpoint, a
+            checkpoint does not fit, a file was changed, or the run is an unfinished release run whose guarantee covers
+            only the final model.
     """
     folder = RunFolder(path)
     facts = folder.read_facts()
     folder.require_sealed()
+    require_trusted(facts, trust_code=trust_code)
     config = folder.read_config()
     only_last = config.mode == "release" and config.protection.last_iterate
     if only_last and not folder.finished:
@@ -219,7 +235,11 @@ def load_run(path: str | Path, *, model: nn.Module | None = None) -> Run:
     network = config.trainer.implementation().rebuild_network(facts["network"], model)
     checkpoint = read_checkpoint(checkpoints[-1])
     copy_parameters(checkpoint, network.tensors, checkpoints[-1])
-    return Run(folder, network.model.cpu(), checkpoint.step)  # a user-supplied module may be on a GPU
+    if is_import_path(config.loss):
+        load_object(config.loss, key="loss")
+    warn_if_changed(facts.get("code", []))
+    network.model.cpu()  # a user-supplied module may be on a GPU
+    return Run(folder, network, checkpoint.step)
 
 
 def read_standardisation(data_facts: dict[str, Any]) -> Standardisation:
@@ -229,7 +249,9 @@ def read_standardisation(data_facts: dict[str, Any]) -> Standardisation:
     return Standardisation(mean=mean, std=std, source=facts["source"], public=facts["public"])
 
 
-def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = None) -> dict[str, Any]:
+def evaluate_run(
+    path: Path, *, data: str | None = None, arrays: Path | None = None, trust_code: bool = False
+) -> dict[str, Any]:
     """Measure loss and accuracy of the model in a run folder.
 
     Args:
@@ -237,9 +259,11 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
         data: Name of a known data set, whose test records are used, or a file (``csv:PATH``, ``parquet:PATH``,
             ``text:PATH``), all of whose records are used; None takes the run's own test records.
         arrays: An .npz file with x (n, d) and y (n,) to use instead.
+        trust_code: See `load_run`.
 
     Returns:
-        {"data": name, "records": n, "loss": ..., "accuracy": ...}, and "bits_per_byte" for the cross-entropy of a text.
+        {"data": name, "records": n, "loss": ..., "accuracy": ...}; other targets than classes have other
+            figures, and there is "bits_per_byte" for the cross-entropy of a text.
 
     Raises:
         DataError: The records cannot be read, or the run was trained on user-supplied arrays and none are given.
@@ -250,7 +274,7 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
         raise ValueError(
             f"data = {data!r} and arrays = {str(arrays)!r}: only one of them can be used; leave the other out"
         )
-    run = load_run(path)
+    run = load_run(path, trust_code=trust_code)
     if arrays is not None:
         x, y = read_npz(arrays)[:2]
         figures = run.evaluate(x, y)  # checks the arrays before their length is taken
@@ -268,7 +292,10 @@ def evaluate_run(path: Path, *, data: str | None = None, arrays: Path | None = N
     figures = run.evaluate(split.x, split.y)
     if run.config.loss == "cross-entropy" and "bytes_per_token" in dataset.origin:
         figures["bits_per_byte"] = bits_per_byte(figures["loss"], dataset.origin["bytes_per_token"][part])
-    return {"data": dataset.name, "records": len(split), **figures}
+    shown = dataset.name
+    if options.file_kind is not None:
+        shown = Path(str(run.config.data.test)).name if part == "test" else options.file.name
+    return {"data": shown, "records": len(split), **figures}
 
 
 def _evaluate_table(run: Run, options: DataConfig) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from accounting.errors import BudgetExceeded
 from training.config.run import RunConfig
-from training.config.sections import DataConfig, SplitRule
+from training.config.sections import DataConfig, SplitRule, is_import_path
 from training.data import Dataset
 from training.data.catalogue import build_dataset
 from training.engine.session import train_on
@@ -130,7 +130,8 @@ def _finished(config: RunConfig, folder: RunFolder) -> Run:
             time.sleep(_POLL_S)
         except BudgetExceeded:
             break  # the folder is finished, and its summary holds the reason
-    return load_run(folder.path)
+    names_code = is_import_path(config.model.name) or is_import_path(config.loss)  # the sweep itself names it
+    return load_run(folder.path, trust_code=names_code)
 
 
 @lru_cache(maxsize=1)

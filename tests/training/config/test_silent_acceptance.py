@@ -23,15 +23,17 @@ from training.data import from_arrays
 from training.sweeps.spec import points_of, read_spec
 
 ALWAYS = {
-    *("schema_version", "mode", "epochs", "loss", "threads", "torch_device"),
     *(
+        "schema_version",
+        "mode",
+        "epochs",
+        "loss",
+        "model.name",
+        "threads",
+        "torch_device",
         "data.validation_fraction",
-        "model.hidden",
-        "model.activation",
-        "model.output_activation",
-        "model.bias",
     ),
-    *("model.initial_gain", "model.tau_h_max", "optimizer.name", "optimizer.lr", "optimizer.weight_decay"),
+    *("optimizer.name", "optimizer.lr", "optimizer.weight_decay"),
     *(
         "optimizer.schedule",
         "optimizer.averaged_tail",
@@ -54,11 +56,18 @@ ALWAYS = {
     *("protection.relation", "protection.epsilon", "protection.noise_multiplier", "protection.clip_norm"),
     *("protection.noise", "protection.floor", "protection.reference_size", "protection.equalise"),
     "protection.flat_prior",
+    *("trainer.points", "trainer.error_at", "trainer.rows", "trainer.spread", "trainer.slices"),
+    "trainer.normalised",
 }
 """Keys with an effect in every configuration that has them, or which a trainer refuses by name."""
 
 RECORD = {"kind": "record", "noise_multiplier": 1.0}
 USELESS: list[tuple[str, dict[str, Any], Any]] = [
+    ("model.options.depth", {}, 4),
+    ("model.hidden", {"model": {"name": "vit-small"}}, [3]),
+    ("trainer.points", {"trainer": {"kind": "bp"}}, ["1"]),
+    ("trainer.threshold", {"model": {"name": "vit-small"}}, 0.3),
+    ("trainer.relative_threshold", {"trainer": {"encoding": "planes"}}, 0.3),
     ("trainer.threshold", {"trainer": {"kind": "dfa"}}, 0.3),
     ("trainer.threshold", {"trainer": {"encoding": "planes"}}, 0.3),
     ("trainer.planes", {"trainer": {"kind": "dfa"}}, 8),
@@ -144,6 +153,14 @@ def test_a_resolved_configuration_is_taken_back(kind: str, protection: str, tmp_
     file.write_text(json.dumps({"config": config.model_dump(mode="json")}))
     assert load_config(file) == config
     assert load_config(file, ["optimizer.schedule=step", "optimizer.gamma=0.5"]).optimizer.gamma == 0.5
+
+
+@pytest.mark.parametrize(("key", "value"), [("model.name", "vit-small"), ("loss", "my.losses:focal")])
+def test_a_value_for_other_trainers_is_refused(key: str, value: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{key}: '{value}' is not for trainer.kind = 'zo', .* use that, or"
+    ):
+        load_config({"trainer": {"kind": "zo"}, **nested(key, value)})
 
 
 def test_every_key_says_when_it_has_an_effect() -> None:

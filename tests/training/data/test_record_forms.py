@@ -65,6 +65,17 @@ class TestTokens:
         data = _load(TOKENS, y, n_classes=9)
         assert (data.target, data.n_classes, data.vocabulary) == ("tokens", 9, 9)
 
+    def test_padding_is_no_token(self) -> None:
+        y = TOKENS.copy()
+        y[:, 4:] = -100
+        data = _load(TOKENS, y, test=(TOKENS, y))
+        assert data.n_classes == 7
+        assert int(data.train.y.min()) == -100
+        with pytest.raises(ValueError, match=r"y must hold tokens from 0 to 6, got -99"):
+            _load(TOKENS, np.where(y == -100, -99, y))
+        with pytest.raises(ValueError, match="y holds no token but padding"):
+            _load(TOKENS, np.full_like(y, -100))
+
     def test_whole_numbers_with_classes_stay_features(self) -> None:
         data = _load(TOKENS, CLASSES)
         assert (data.target, data.train.x.dtype, data.vocabulary) == ("class", torch.float32, None)

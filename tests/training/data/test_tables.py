@@ -21,7 +21,9 @@ from training.config import load_config
 from training.data import Dataset, from_arrays
 from training.data import tables as tables_module
 from training.data.dataset import DataError
-from training.engine.plan import fingerprint, load_data, with_own_data
+from training.engine.plan import RunPlan, fingerprint, load_data, with_own_data
+from training.errors import RunFolderError
+from training.runs.folder import RunFolder
 from training.runs.run import evaluate_run
 
 pandas = pytest.importorskip("pandas")
@@ -151,8 +153,12 @@ class TestOtherForms:
             assert _load((x, y), label=None).classes == ("setosa", "versicolor", "virginica")
         with pytest.raises(ValueError, match="must be at least 2 different names"):
             _load((x, np.full(40, "a")), label=None)
-        with pytest.raises(ValueError, match="data.classes names classes of y given as strings"):
+        with pytest.raises(ValueError, match="data.classes names classes that y gives as strings"):
             _load((x, np.arange(40) % 2), label=None, classes=["a", "b"])
+        with pytest.raises(ValueError, match="data.classes names classes"):
+            _load((x, np.arange(40) / 2), label=None, classes=["a", "b"], target="real")
+        with pytest.raises(TypeError, match="y must hold numbers"):
+            _load((x, SPECIES), label=None, target="real")
 
     def test_a_tensor_dataset_is_its_tensors(self) -> None:
         x, y = torch.randn(20, 1, 4, 4), torch.arange(20) % 3
@@ -170,7 +176,30 @@ class TestOtherForms:
 
 
 class TestRuns:
-    def test_a_run_of_a_frame_is_measured_on_frames_and_resumed(self, tmp_path: Path) -> None:
+    def test_a_stopped_run_of_a_frame_resumes_on_the_same_frame_only(self, tmp_path: Path) -> None:
+        class Stop:
+            def on_start(self, *, step: int, total_steps: int) -> None:
+                pass
+
+            def on_step(self, *, step: int) -> None:
+                if step == 3:
+                    raise RuntimeError("stopped")
+
+            def on_epoch(self, record: dict[str, Any]) -> None:
+                pass
+
+        given: dict[str, Any] = {"data": FRAME, "test": FRAME}
+        whole = opusim.train(CONFIG, **given, label="species", folder=tmp_path / "whole")
+        with pytest.raises(RuntimeError, match="stopped"):
+            opusim.train(CONFIG, **given, label="species", folder=tmp_path / "run", watcher=Stop())
+        for other in ({"data": FRAME.assign(count=1)}, {"test": FRAME.assign(count=1)}):
+            with pytest.raises(RunFolderError, match="was started with another data"):
+                opusim.train(**(given | other), folder=tmp_path / "run", resume=True)
+        resumed = opusim.train(**given, folder=tmp_path / "run", resume=True)
+        assert np.array_equal(resumed.predict(FRAME), whole.predict(FRAME))
+        assert resumed.summary == whole.summary
+
+    def test_a_run_of_a_frame_is_measured_on_frames(self, tmp_path: Path) -> None:
         run = opusim.train(CONFIG, data=FRAME, test=FRAME, label="species", folder=tmp_path / "run")
         facts = json.loads((tmp_path / "run/config.json").read_text())
         assert facts["data"]["classes"] == ["setosa", "versicolor", "virginica"]
@@ -213,6 +242,10 @@ class TestRuns:
         own = json.loads(capsys.readouterr().out)
         assert (own["data"], own["records"], own["accuracy"]) == (test.name, 40, summary["test_accuracy"])
         assert evaluate_run(folder, data=f"{kind}:{test}") == own
+        if kind == "csv":
+            FRAME.assign(count=1).to_csv(train, index=False)
+            with pytest.raises(RunFolderError, match="was trained on other data"):
+                RunPlan.stored(RunFolder(folder))
 
     def test_private_classes_have_to_be_stated(self, tmp_path: Path) -> None:
         protected = CONFIG | {"protection": {"kind": "record", "noise_multiplier": 1.0}}
@@ -223,6 +256,37 @@ class TestRuns:
         named = protected | {"data": {"name": f"csv:{path}", "label": "species"}}
         with pytest.raises(NoGuarantee, match="data.n_classes is missing"):
             opusim.train(named, folder=tmp_path / "run")
+
+
+class TestStandardisation:
+    def test_constants_of_the_training_records_only(self, tmp_path: Path) -> None:
+        config = CONFIG | {"data": {"standardise": "records"}}
+        frame = FRAME.assign(length=FRAME["length"] * 1e6 + 5e7)
+        run = opusim.train(config, data=frame, label="species", folder=tmp_path / "run")
+        data = _load(frame, standardise="records")
+        torch.testing.assert_close(data.train.x.mean(dim=0), torch.zeros(3), atol=1e-4, rtol=0)
+        torch.testing.assert_close(data.train.x.std(dim=0, correction=0), torch.ones(3), atol=1e-4, rtol=0)
+        assert float(data.validation.x.mean(dim=0).abs().max()) > 0.01
+        constants = run.facts["data"]["standardisation"]
+        assert (constants["public"], len(constants["mean"])) == (False, 3)
+        metrics = run.evaluate(frame)
+        assert np.isfinite(metrics["loss"])
+        assert run.facts["data"]["fingerprint"] == fingerprint(data.train)
+
+    def test_where_it_is_refused(self, tmp_path: Path) -> None:
+        wanted = {"data": {"standardise": "records"}}
+        private = CONFIG | {"protection": {"kind": "record", "noise_multiplier": 1.0}}
+        keys = {"standardise": "records", "classes": sorted(set(SPECIES.tolist()))}
+        with pytest.raises(NoGuarantee, match="standardised by statistics of the data"):
+            opusim.train(private | {"data": keys}, data=FRAME, label="species", folder=tmp_path / "run")
+        with pytest.raises(ConfigError, match="data.standardise: 'records' is for user-supplied data"):
+            opusim.train(CONFIG | wanted, folder=tmp_path / "run")
+        with pytest.raises(ConfigError, match="a Dataset has its constants"):
+            opusim.train(CONFIG | wanted, data=_load(FRAME), folder=tmp_path / "run")
+        with pytest.raises(ValueError, match="x holds tokens"):
+            _load((np.arange(40).reshape(10, 4), None), label=None, standardise="records")
+        with pytest.raises(ConfigError, match="computes what mean = 0.5 states"):
+            load_config({"data": {"standardise": "records", "mean": 0.5, "std": 0.5}})
 
 
 class TestFiles:

@@ -6,12 +6,15 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import opusim
+import training.runs.run
+from accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
 from training.cli import main
 from training.config import load_config
@@ -19,6 +22,8 @@ from training.data import Dataset, texts
 from training.data.dataset import DataError
 from training.data.texts import bits_per_byte, load_text
 from training.engine.plan import load_data
+from training.protections.planning import require_covered
+from training.runs.run import evaluate_run
 
 TEXT = "".join(f"{n} kettles, naïve ones. \n" for n in range(60))
 BYTES = len(TEXT.encode())
@@ -134,6 +139,57 @@ class TestTokenizer:
 def test_bits_per_byte_of_a_uniform_guess() -> None:
     assert bits_per_byte(math.log(256), 1.0) == pytest.approx(8.0)
     assert bits_per_byte(math.log(1024), 2.5) == pytest.approx(4.0)
+
+
+class TestEvaluation:
+    @pytest.fixture
+    def path(self, text: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A run on the text, whose model guesses all bytes with the same probability."""
+        config = load_config({"data": {"name": f"text:{text}", "context": 5, "test": str(text)}})
+        run = SimpleNamespace(
+            config=config, n_features=5, evaluate=lambda x, y: {"loss": math.log(256), "shape": x.shape}
+        )
+        monkeypatch.setattr(training.runs.run, "load_run", lambda path, **options: run)
+        return text
+
+    def test_own_test_records_are_those_of_the_configuration(self, path: Path) -> None:
+        figures = evaluate_run(path)
+        assert (figures["data"], figures["records"], figures["shape"]) == (path.name, 258, (258, 5))
+        assert figures["bits_per_byte"] == pytest.approx(8.0)
+
+    def test_another_text_is_taken_whole(self, path: Path) -> None:
+        other = path.with_name("other.txt")
+        other.write_text(TEXT[:700], encoding="utf-8")
+        assert evaluate_run(path, data=f"text:{other}")["records"] == len(TEXT[:700].encode()) // 6
+
+    def test_data_of_another_size_are_refused(self, path: Path) -> None:
+        with pytest.raises(DataError, match="data set digits has 64 features, the run's network takes 5"):
+            evaluate_run(path, data="digits")
+
+
+@pytest.mark.parametrize("relation", ["zero_out", "replace_one", "add_or_remove_one"])
+def test_a_guarantee_covers_a_text_whose_windows_do_not_move(text: Path, relation: str) -> None:
+    """An added record would move the cut between the parts of the text."""
+    private = {"kind": "record", "noise_multiplier": 1.0, "relation": relation, "divisor": 8.0}
+    sampler = {"scheme": "poisson", "sampling_probability": 0.1}
+    config = load_config(
+        {
+            "trainer": {"kind": "bp"},
+            "data": {"name": f"text:{text}"},
+            "protection": private,
+            "sampler": sampler,
+        }
+    )
+    data = load_text(text, context=5)
+    plan: Any = SimpleNamespace(config=config, dataset=data, sampler=SimpleNamespace(scheme="poisson"))
+    if relation == "add_or_remove_one":
+        with pytest.raises(
+            NoGuarantee,
+            match="'tail' does not fit .*would move the cut between the parts.*take protection.relation",
+        ):
+            require_covered(plan)
+    else:
+        require_covered(plan)
 
 
 class TestRefusals:

@@ -96,7 +96,7 @@ def test_cosines_are_those_of_the_gradients() -> None:
 def test_a_device_is_asked_once_and_its_noise_is_told() -> None:
     """The noise is that of a reading times the row's factor s; B t has as many units of variance as t has entries."""
     sigma = 0.3
-    model = FeedbackAlignment(network(), device=gaussian(sigma), threshold=1.0)
+    model = FeedbackAlignment(network(), device=gaussian(sigma), encoding="ternary", threshold=1.0)
     found = model.diagnose(lambda: cross_entropy(model(x), y))
     assert found.frames == model.usage.frames == 2 * BATCH
     assert found.seconds == model.usage.seconds

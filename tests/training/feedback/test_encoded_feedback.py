@@ -18,6 +18,7 @@ from training.feedback.projection import (
     DeviceProjection,
     Encoding,
     RelativeTernary,
+    StochasticTernary,
 )
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.network import FullyConnected
@@ -81,6 +82,36 @@ def test_the_reported_noise_is_the_measured_one(encoding: Encoding, seed: int) -
     assert abs(float(noise.square().mean()) - reported) < 5 * standard_error
     assert abs(float((0.95 * noise).square().mean()) - reported) > 5 * standard_error
     assert abs(float(noise.mean())) < norm.isf(norm.sf(5.0)) * (reported / noise.numel()) ** 0.5
+
+
+def test_the_stochastic_code_has_the_error_as_its_mean(seed: int) -> None:
+    """Mean of s t over draws against e, five standard errors; the deterministic code misses it by far."""
+    n = 4000
+    row = torch.tensor([0.9, -0.05, -0.6, -0.25])
+    error = row.expand(n, CLASSES)
+    encoding = StochasticTernary(seed)
+    encoding.seek(3)
+    encoded = encoding(error)
+    shown = encoded.decoded(encoded.frames[0].clone())
+    variance = row.abs() * (row.abs().max() - row.abs())
+    bound = 5 * (variance / n).sqrt() + 1e-6
+    assert bool(((shown.mean(dim=0) - row).abs() <= bound).all())
+    fixed = RelativeTernary(0.6)(error)
+    missed = (fixed.decoded(fixed.frames[0]).mean(dim=0) - row).abs()
+    assert bool((missed > bound).any())
+
+
+def test_stochastic_codes_repeat_with_their_step() -> None:
+    """A resumed run shows what the stopped one would have; batches of one step, and steps, differ."""
+    error, encoding, again = errors(), StochasticTernary(5), StochasticTernary(5)
+    encoding.seek(7)
+    again.seek(7)
+    first, second = encoding(error).frames, encoding(error).frames
+    assert torch.equal(again(error).frames, first)
+    again.seek(8)
+    assert not torch.equal(first, second)
+    assert not torch.equal(again(error).frames, first)
+    assert set(first.unique().tolist()) <= {-1.0, 0.0, 1.0}
 
 
 def test_the_reported_noise_is_a_mean_over_records() -> None:

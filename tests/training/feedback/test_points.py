@@ -277,7 +277,7 @@ def test_normalised_feedback_passes_through_the_jacobian_of_a_layer_norm() -> No
 # The scale of the error
 
 
-@pytest.mark.parametrize("encoding", ["ternary", "planes", "sign"])
+@pytest.mark.parametrize("encoding", ["ternary", "stochastic", "planes", "sign"])
 def test_a_scaled_loss_scales_the_gradients(encoding: str) -> None:
     """Exactly, by a power of two, noise included: a batch mean, gradient accumulation and GradScaler lose nothing."""
     e = normal(6, CLASSES)
@@ -291,9 +291,9 @@ def test_a_scaled_loss_scales_the_gradients(encoding: str) -> None:
 def test_an_infinite_error_makes_gradients_that_are_not_finite() -> None:
     """GradScaler skips such a step; the other records are projected as ever."""
     e = normal(N, CLASSES)
-    wanted = feedback((N, C), e, device(C))[0]
+    wanted = feedback((N, C), e, device(C), encoding="ternary")[0]
     e[1, 2] = torch.inf
-    model = FeedbackAlignment(Toy((N, C), (N, CLASSES)), ["first"], device=device(C))
+    model = FeedbackAlignment(Toy((N, C), (N, CLASSES)), ["first"], device=device(C), encoding="ternary")
     (model() * e).sum().backward()
     assert not model.first.values.grad[1].isfinite().any()
     torch.testing.assert_close(model.first.values.grad[::2], wanted[::2])

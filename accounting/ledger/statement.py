@@ -1,0 +1,187 @@
+"""What a ledger's run may state, as one versioned JSON document for a reviewer of a privacy claim.
+
+`opusim account run RUN --json` prints it, and docs/privacy.md lists its keys. It states the guarantees that the command
+prints as text, unrounded, and each of the text's warnings; what no ledger shows is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+from accounting.guarantee import Guarantee, Release, from_json, to_json
+from accounting.ledger.ledger import LedgerContent, Mode
+from accounting.mechanisms import Mechanism, mechanism_from_json
+from accounting.theorems import known_theorems
+
+SCHEMA = "opusim-guarantee"
+VERSION = 1
+
+WarningCode = Literal["experiment", "unfinished", "unwitnessed"]
+WARNINGS: dict[WarningCode, str] = {
+    "experiment": (
+        "Experiment mode, not for release: this run stored the seed of its noise, from which the noise can be rebuilt. "
+        "A proven number holds for the same run in release mode, not for this one."
+    ),
+    "unfinished": (
+        "Run unfinished. This guarantee covers only the final model, not the checkpoints in this folder."
+    ),
+    "unwitnessed": (
+        "not checked: no checkpoint and no summary says how long this ledger was, so an older or altered one would go "
+        "unnoticed"
+    ),
+}
+"""What limits every guarantee of a document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerFacts:
+    """The ledger that a document speaks of.
+
+    Attributes:
+        lines: Number of its lines.
+        digest: SHA-256 of the last line, which depends on all lines before it.
+        delta: At which the run states its guarantees.
+        enforced: Whether the code that ran checked the hypotheses that code can check.
+        payments: Lines that pay.
+        steps_paid: Steps paid for; in release mode a repeated step counts again.
+        releases_paid: Names of the releases that happen once.
+        checked_against: Files of the run that name a length and a digest, which the ledger fits.
+    """
+
+    lines: int
+    digest: str
+    delta: float
+    enforced: bool
+    payments: int
+    steps_paid: int
+    releases_paid: tuple[str, ...]
+    checked_against: tuple[str, ...]
+
+    @classmethod
+    def of(cls, content: LedgerContent, checked_against: Sequence[str]) -> Self:
+        """Return the facts of a ledger that was read.
+
+        Args:
+            content: The ledger.
+            checked_against: Names of the witnesses that it was read with.
+        """
+        once = [payment.name for payment in content.payments if payment.name is not None]
+        steps = [payment.steps for payment in content.payments if payment.name is None]
+        return cls(
+            lines=content.position.lines,
+            digest=content.position.digest,
+            delta=content.delta,
+            enforced=content.enforced,
+            payments=len(content.payments),
+            steps_paid=sum(steps),
+            releases_paid=tuple(once),
+            checked_against=tuple(checked_against),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """The run folder around a ledger.
+
+    Attributes:
+        finished: Whether the run ended.
+        step: Steps in its newest checkpoint, or None if there is no checkpoint.
+        versions: The packages that it was started with, and their versions.
+    """
+
+    finished: bool
+    step: int | None
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """The guarantees of a ledger, and everything that they rest on.
+
+    Attributes:
+        mode: Experiment or release.
+        guarantees: What is stated, at least one.
+        mechanisms: What was paid for, equal ones merged; their `steps` count how often each ran.
+        ledger: The ledger.
+        run: The run folder, or None if only a ledger was read.
+        versions: Python and the opusim that states the guarantees.
+    """
+
+    mode: Mode
+    guarantees: tuple[Guarantee, ...]
+    mechanisms: tuple[Mechanism, ...]
+    ledger: LedgerFacts
+    run: RunFacts | None
+    versions: Mapping[str, str]
+
+    @property
+    def warnings(self) -> tuple[WarningCode, ...]:
+        """What limits every guarantee here; `WARNINGS` has the sentences."""
+        last_only = any(guarantee.release is Release.LAST_ITERATE for guarantee in self.guarantees)
+        found: dict[WarningCode, bool] = {
+            "experiment": self.mode == "experiment",
+            "unfinished": last_only and self.run is not None and not self.run.finished,
+            "unwitnessed": not self.ledger.checked_against,
+        }
+        return tuple(code for code, holds in found.items() if holds)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document as plain JSON values, keys in a fixed order; infinity becomes the string "inf"."""
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "mode": self.mode,
+            "seed_stored": self.mode == "experiment",
+            "warnings": [{"code": code, "text": WARNINGS[code]} for code in self.warnings],
+            "guarantees": [_with_theorem(guarantee) for guarantee in self.guarantees],
+            "mechanisms": [
+                {**mechanism.to_json(), "description": mechanism.describe()} for mechanism in self.mechanisms
+            ],
+            "ledger": to_json(self.ledger),
+            "run": None if self.run is None else to_json(self.run),
+            "versions": dict(self.versions),
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Read back what `to_json` returned.
+
+        Warnings, theorems and descriptions are computed again from the rest, never believed.
+
+        Raises:
+            ValueError: The content is no such document, is of another version, or lacks a key; one line.
+        """
+        found = (content.get("schema"), content.get("version"))
+        if found != (SCHEMA, VERSION):
+            raise ValueError(
+                f"schema, version = {found!r}: must be {(SCHEMA, VERSION)!r}; read it with the opusim that wrote it"
+            )
+        if content.get("mode") not in get_args(Mode):
+            raise ValueError(f"mode = {content.get('mode')!r}: must be 'experiment' or 'release'")
+        try:
+            mechanisms = [dict(mechanism) for mechanism in content["mechanisms"]]
+            for mechanism in mechanisms:
+                del mechanism["description"]
+            return cls(
+                mode=content["mode"],
+                guarantees=tuple(Guarantee.from_json(guarantee) for guarantee in content["guarantees"]),
+                mechanisms=tuple(mechanism_from_json(mechanism) for mechanism in mechanisms),
+                ledger=from_json(LedgerFacts, content["ledger"]),
+                run=None if content["run"] is None else from_json(RunFacts, content["run"]),
+                versions=dict(content["versions"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"a key is missing or holds another type ({error}); restore the document"
+            ) from error
+
+
+def _with_theorem(guarantee: Guarantee) -> dict[str, Any]:
+    """Return a guarantee with the theorem that its source cites, or None if it cites no known one."""
+    cited = guarantee.theorem
+    theorem = next((one for one in known_theorems() if one.name == cited), None)
+    shown = ("name", "title", "statement", "reference", "code", "page")
+    facts = None if theorem is None else {key: getattr(theorem, key) for key in shown}
+    return {**guarantee.to_json(), "theorem": facts}

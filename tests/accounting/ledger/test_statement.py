@@ -1,0 +1,197 @@
+"""`opusim account run --json`: one versioned document that says what the text says, and reads back to itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from accounting.guarantee import Release
+from accounting.ledger.ledger import Ledger, read_ledger
+from accounting.ledger.statement import WARNINGS, LedgerFacts, RunFacts, Statement
+from accounting.mechanisms import Mechanism
+from accounting.records.mechanisms import RecordCentral, Unprotected
+from accounting.tables import number
+from tests.support.command import opusim
+
+STEP = RecordCentral(noise_multiplier=2.0, sampling_probability=0.1, clip_norm=1.0, divisor=100)
+
+
+class Part(BaseModel):
+    """A part of the document: every key is there, and no other."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Warned(Part):
+    code: Literal["experiment", "unfinished", "unwitnessed"]
+    text: str
+
+
+class Hypothesis(Part):
+    text: str
+    holds: bool | None
+
+
+class Cited(Part):
+    name: str
+    title: str
+    statement: str
+    reference: str
+    code: str
+    page: str
+
+
+class Stated(Part):
+    epsilon: float | Literal["inf"]
+    delta: float
+    unit: Literal["record", "label"]
+    adjacency: Literal["add_or_remove_one", "zero_out", "replace_one"]
+    release: Literal["every update", "every reading", "last iterate"]
+    status: Literal["proven", "proven under a device model", "claimed", "none"]
+    mechanism: str
+    source: str
+    assumptions: list[Hypothesis]
+    epsilon_lower: float | None
+    formula_value: float | Literal["inf"] | None
+    reason: str | None
+    theorem: Cited | None
+
+
+class Paid(BaseModel):
+    """A mechanism; its parameters are those of its kind."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    kind: str
+    schema_version: Literal[1]
+    steps: int
+    description: str
+
+
+class LedgerPart(Part):
+    lines: int
+    digest: str
+    delta: float
+    enforced: bool
+    payments: int
+    steps_paid: int
+    releases_paid: list[str]
+    checked_against: list[str]
+
+
+class RunPart(Part):
+    finished: bool
+    step: int | None
+    versions: dict[str, str]
+
+
+class Document(Part):
+    """The document as docs/privacy.md describes it."""
+
+    schema_name: Literal["opusim-guarantee"]
+    version: Literal[1]
+    mode: Literal["experiment", "release"]
+    seed_stored: bool
+    warnings: list[Warned]
+    guarantees: list[Stated]
+    mechanisms: list[Paid]
+    ledger: LedgerPart
+    run: RunPart | None
+    versions: dict[str, str]
+
+
+def validated(content: dict[str, Any]) -> Document:
+    """The document, validated; `schema` is renamed because pydantic has a method of that name."""
+    assert list(content) == ["schema", *list(Document.model_fields)[1:]]
+    return Document.model_validate(
+        {"schema_name" if key == "schema" else key: content[key] for key in content}
+    )
+
+
+def stated(folder: Path, mode: str, *mechanisms: Mechanism, steps: int = 3) -> dict[str, Any]:
+    with Ledger(folder / "ledger.jsonl", mode=mode, delta=1e-5, enforced=True) as ledger:
+        for step in range(steps):
+            ledger.pay(step, *mechanisms)
+    return json.loads(opusim("account", "run", folder, "--json", cwd=folder).stdout)
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_the_document_says_what_the_text_says(tmp_path: Path, mode: str) -> None:
+    content = stated(tmp_path, mode, STEP)
+    found = validated(content)
+    (guarantee,) = found.guarantees
+    text = " ".join(opusim("account", "run", tmp_path, cwd=tmp_path).stdout.split())
+    assert number(guarantee.epsilon) in text
+    assert all(hypothesis.text in text for hypothesis in guarantee.assumptions)
+    assert {None, True} == {hypothesis.holds for hypothesis in guarantee.assumptions}
+    assert guarantee.theorem is not None
+    assert f"theorem {guarantee.theorem.name} (" in guarantee.source
+    assert (found.mechanisms[0].kind, found.mechanisms[0].steps, found.ledger.steps_paid) == (
+        "record_central",
+        3,
+        3,
+    )
+    warned = {warning.code for warning in found.warnings}
+    assert (
+        ("experiment" in warned)
+        is ("This run stored the seed of its noise" in text)
+        is (mode == "experiment")
+    )
+    assert "unwitnessed" in warned
+    assert opusim("account", "run", tmp_path, cwd=tmp_path).stderr.strip() == WARNINGS["unwitnessed"]
+    assert found.ledger.digest == json.loads((tmp_path / "ledger.head").read_text())["digest"]
+
+
+def test_a_document_reads_back_to_itself_and_is_not_believed(tmp_path: Path) -> None:
+    content = stated(tmp_path, "experiment", STEP)
+    assert Statement.from_json(content).to_json() == content
+    silenced = {**content, "warnings": [], "seed_stored": False}
+    assert Statement.from_json(silenced).to_json() == content
+    for change, message in (
+        ({"version": 2}, "schema, version = .*: must be"),
+        ({"mode": "public"}, "mode = 'public': must be"),
+        ({"ledger": {}}, "lines"),
+        ({"guarantees": None}, "a key is missing or holds another type"),
+        ({"run": {"step": 1}}, "finished"),
+    ):
+        with pytest.raises(ValueError, match=message) as refused:
+            Statement.from_json({**content, **change})
+        assert "\n" not in str(refused.value)
+
+
+def test_no_protection_is_none_with_its_reason(tmp_path: Path) -> None:
+    found = validated(stated(tmp_path, "release", Unprotected(what="bp without protection")))
+    assert (found.guarantees[0].status, found.guarantees[0].epsilon) == ("none", "inf")
+    assert found.guarantees[0].reason
+    assert math.inf == Statement.from_json(stated(tmp_path, "release", steps=0)).guarantees[0].epsilon
+
+
+def test_an_unfinished_last_iterate_covers_no_checkpoint(tmp_path: Path) -> None:
+    stated(tmp_path, "release", STEP)
+    content = read_ledger(tmp_path)
+    guarantee = replace(content.guarantees()[0], release=Release.LAST_ITERATE)
+    for finished in (True, False):
+        statement = Statement(
+            mode="release",
+            guarantees=(guarantee,),
+            mechanisms=tuple(content.mechanisms),
+            ledger=LedgerFacts.of(content, ["summary.json"]),
+            run=RunFacts(finished=finished, step=3, versions={}),
+            versions={},
+        )
+        assert statement.warnings == (() if finished else ("unfinished",))
+
+
+def test_a_tampered_ledger_gives_the_refusal_of_the_text(tmp_path: Path) -> None:
+    stated(tmp_path, "release", STEP)
+    file = tmp_path / "ledger.jsonl"
+    file.write_text(file.read_text().replace('"noise_multiplier":2.0', '"noise_multiplier":9.0', 1))
+    as_text, as_json = (opusim("account", "run", tmp_path, *more, cwd=tmp_path) for more in ((), ("--json",)))
+    assert as_text == as_json
+    assert (as_json.returncode, as_json.stdout) == (2, "")
+    assert "its digest does not fit: it was changed" in as_json.stderr

@@ -1,0 +1,81 @@
+"""Loggers get what metrics.jsonl gets, and a release run sends no figure of its data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import training
+from training.engine.callbacks import Callback, TensorBoardLogger, WandbLogger, figures_of
+
+CONFIG: dict[str, Any] = {
+    "threads": 1,
+    "epochs": 2,
+    "trainer": {"kind": "bp"},
+    "sampler": {"batch_size": 12},
+    "data": {"n_classes": 3},
+    "model": {"hidden": [4]},
+}
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(3).normal(size=(60, 5)), np.arange(60) % 3
+
+
+class Heard(Callback):
+    def __init__(self) -> None:
+        self.epochs: list[dict[str, Any]] = []
+        self.ends: list[Any] = []
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        self.epochs.append(record)
+
+    def on_end(self, summary: Any) -> None:
+        self.ends.append(summary)
+
+
+def test_callbacks_hear_of_epochs_and_of_the_end(tmp_path: Path, stop_at: Any) -> None:
+    heard = Heard()
+    run = training.train(CONFIG, data=data(), folder=tmp_path / "a", callbacks=[heard])
+    assert [record["epoch"] for record in heard.epochs] == [1, 2]
+    assert heard.ends == [run.summary]
+    with pytest.raises(KeyboardInterrupt):
+        training.train(CONFIG, data=data(), folder=tmp_path / "b", watcher=stop_at(3), callbacks=[heard])
+    assert heard.ends[1:] == [None]
+
+
+def test_a_release_run_sends_no_figure_of_its_data(tmp_path: Path) -> None:
+    heard = Heard()
+    protection = {"kind": "record", "noise_multiplier": 1.0}
+    training.train(
+        {**CONFIG, "mode": "release", "protection": protection},
+        data=data(),
+        folder=tmp_path,
+        callbacks=[heard],
+    )
+    assert all(record.keys() == {"epoch", "step"} for record in heard.epochs)
+    assert heard.ends[0].keys() == {"steps", "schema_version"} or heard.ends[0].keys() == {"steps"}
+
+
+def test_tensorboard_shows_the_metrics(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = training.train(
+        CONFIG, data=data(), folder=tmp_path / "run", callbacks=[TensorBoardLogger(tmp_path / "logs")]
+    )
+    events = EventAccumulator(str(tmp_path / "logs")).Reload()
+    for name in ("train_loss", "validation_accuracy", "alignment/1"):
+        scalars = events.Scalars(name)
+        assert [scalar.step for scalar in scalars] == [record["step"] for record in run.metrics]
+        expected = [figures_of(record)[name] for record in run.metrics]
+        assert [scalar.value for scalar in scalars] == pytest.approx(expected)
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(ModuleNotFoundError, match="wandb is missing; install it: pip install wandb"):
+        WandbLogger(project="opusim")

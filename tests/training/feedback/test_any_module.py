@@ -1,0 +1,377 @@
+"""Runs of any module: the same updates as the closed form, resumed bit for bit, every target, keys refused by name."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import training
+from accounting.errors import NoGuarantee
+from opusim import open_device
+from opusim.errors import ConfigError, DeviceError
+from training.config.sections import MODEL_NAMES, OptimizerConfig
+from training.data import from_arrays
+from training.engine.trainer import Trainer
+from training.errors import RunFolderError, TrainingDiverged
+from training.feedback.algorithm import feedback_points
+from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
+from training.feedback.module_trainer import ModuleTrainer
+from training.feedback.trainer import FeedbackTrainer
+from training.networks.any_module import AnyModule
+from training.networks.models import MODELS
+from training.networks.network import FullyConnected
+from training.networks.objectives import Objective, measure
+from training.networks.optimizers import make_optimizer
+
+CONFIG: dict[str, Any] = {
+    "threads": 1,
+    "epochs": 2,
+    "sampler": {"batch_size": 12},
+    "optimizer": {"name": "adam", "lr": 0.01},
+    "data": {"n_classes": 3},
+}
+
+
+def images(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    generator, y = np.random.default_rng(3), np.arange(n) % 3
+    x = generator.normal(size=(n, 1, 4, 4))
+    x[np.arange(n), 0, y, y] += 3.0
+    return x, y
+
+
+def module() -> nn.Module:
+    """Dropout and batch statistics: what a step draws and what a checkpoint must hold."""
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.LeakyReLU(),
+        nn.Flatten(),
+        nn.Linear(96, 16),
+        nn.SiLU(),
+        nn.Dropout(0.2),
+        nn.Linear(16, 3),
+    )
+
+
+def test_the_configuration_lists_every_model() -> None:
+    assert ("mlp", *MODELS) == MODEL_NAMES
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        BpConfig(),
+        DfaConfig(gain=0.7, slices="own"),
+        PdfaConfig(gain=0.7, slices="own", encoding="planes", planes=6),
+    ],
+    ids=lambda options: options.kind,
+)
+def test_points_give_the_updates_of_the_closed_form(options: FeedbackConfig) -> None:
+    def mlp() -> nn.Sequential:
+        torch.manual_seed(11)
+        return nn.Sequential(nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 15), nn.GELU(), nn.Linear(15, 4))
+
+    generator = torch.Generator().manual_seed(12)
+    x, y = torch.randn(20, 9, generator=generator), torch.randint(0, 4, (20,), generator=generator)
+    found: list[list[Tensor]] = []
+    for closed_form in (True, False):
+        device = open_device("ideal", n_inputs=4, n_outputs=27, seed=3)
+        trainer: Trainer
+        if closed_form:
+            network = FullyConnected(mlp())
+            optimizer = make_optimizer(network.parameters, OptimizerConfig())
+            trainer = FeedbackTrainer(network, optimizer, options, device=device)
+        else:
+            view = AnyModule(mlp(), n_inputs=9, record_shape=(9,), recipe={})
+            trainer = ModuleTrainer(
+                view,
+                make_optimizer(view.parameters, OptimizerConfig()),
+                Objective.named("cross-entropy", "class"),
+                kind=options.kind,
+                feedback=feedback_points(view, options, device if options.kind == "pdfa" else None),
+            )
+        trainer.step(x, y, step=0, observe=False)
+        found.append([p.grad.clone() for p in trainer.model.parameters() if p.grad is not None])
+    assert len(found[0]) == len(found[1]) == 6
+    for expected, gradient in zip(*found, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["bp", "pdfa"])
+def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, stop_at: Any, kind: str) -> None:
+    config = {**CONFIG, "trainer": {"kind": kind}, "checkpoint": {"every_steps": 2}}
+    whole = training.train(config, data=images(), model=module(), folder=tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        training.train(config, data=images(), model=module(), folder=tmp_path / "cut", watcher=stop_at(7))
+    cut = training.train(data=images(), model=module(), folder=tmp_path / "cut", resume=True)
+    assert cut.folder.metrics_file.read_bytes() == whole.folder.metrics_file.read_bytes()
+    expected, found = whole.model.state_dict(), cut.model.state_dict()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert int(found["1.num_batches_tracked"]) == 10  # buffers come back too
+    assert not any(hasattr(m, "_opusim") or m._forward_hooks for m in whole.model.modules())
+    assert ("alignment" in whole.metrics[-1]) == (kind == "pdfa")
+
+
+def test_a_built_in_model_comes_back_from_its_folder(tmp_path: Path) -> None:
+    config = {**CONFIG, "model": {"name": "resnet-small", "options": {"widths": [4, 8]}}, "epochs": 3}
+    state = torch.get_rng_state()
+    run = training.train(config, data=images(), folder=tmp_path)
+    assert torch.equal(torch.get_rng_state(), state)
+    back, (x, y) = training.load_run(tmp_path), images()
+    assert np.array_equal(back.predict(x), run.predict(x))
+    assert back.evaluate(x, y)["accuracy"] > 0.5
+    assert run.summary is not None
+    assert run.summary["train_accuracy"] > 0.5
+
+
+def sequences(n: int = 48) -> tuple[np.ndarray, np.ndarray]:
+    """Each token is followed by the next one modulo 5."""
+    x = (np.arange(8)[None] + np.arange(n)[:, None]) % 5
+    return x, (x + 1) % 5
+
+
+TARGETS: dict[str, tuple[dict[str, Any], Any, nn.Module | None, str]] = {
+    "tokens": (
+        {
+            "model": {
+                "name": "transformer-lm",
+                "options": {"width": 16, "depth": 2},
+                "initial_output": "feedback",
+            },
+            "data": {"n_classes": 5},
+        },
+        sequences(),
+        None,
+        "bits_per_token",
+    ),
+    "real": (
+        {"loss": "squared-error", "data": {"target": "real", "n_classes": None}, "model": {"hidden": [16]}},
+        (images()[0].reshape(60, -1), images()[0][:, 0, :2, 0]),
+        None,
+        "rmse",
+    ),
+    "labels": (
+        {"loss": "binary-cross-entropy", "data": {"target": "labels", "n_classes": 3}},
+        (images()[0], np.eye(3)[images()[1]]),
+        module(),
+        "accuracy",
+    ),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_is_learnt_measured_and_reported(tmp_path: Path, target: str) -> None:
+    change, data, model, figure = TARGETS[target]
+    config = {**CONFIG, "trainer": {"kind": "dfa"}, "epochs": 8, **change}
+    run = training.train(config, data=data, model=model, folder=tmp_path)
+    assert run.summary is not None
+    assert run.metrics[-1]["train_loss"] < 0.8 * run.metrics[0]["train_loss"]
+    assert math.isfinite(run.summary[f"validation_{figure}"])
+    figures = training.load_run(tmp_path, model=model).evaluate(*data)
+    assert figures.keys() >= {"loss", figure}
+    label = {"bits_per_token": "bits per token", "rmse": "RMSE"}.get(figure, figure)
+    assert f"validation {label}" in training.write_report(run).read_text()
+
+
+def test_figures_follow_their_formulas() -> None:
+    generator = torch.Generator().manual_seed(1)
+    output, y = torch.randn(7, 5, 4, generator=generator), torch.randint(0, 4, (7, 5), generator=generator)
+    y[0, 2:], y[3, 4] = -100, -100
+    found = measure(
+        Objective.named("cross-entropy", "tokens"),
+        lambda x: output[x[:, 0]],
+        torch.arange(7)[:, None],
+        y,
+        at_once=3,
+    )
+    rows, nats, hits = [], [], []
+    for i in range(7):
+        own = [-math.log(float(output[i, t].softmax(0)[y[i, t]])) for t in range(5) if y[i, t] >= 0]
+        rows.append(np.mean(own))
+        nats += own
+        hits += [int(output[i, t].argmax()) == int(y[i, t]) for t in range(5) if y[i, t] >= 0]
+    assert found["loss"] == pytest.approx(np.mean(rows), rel=1e-6)
+    assert found["bits_per_token"] == pytest.approx(np.mean(nats) / math.log(2), rel=1e-6)
+    assert found["accuracy"] == pytest.approx(np.mean(hits))
+    z, real = output[:, 0], torch.randn(7, 4, generator=generator)
+    numbers = measure(
+        Objective.named("squared-error", "real"),
+        lambda x: z[x[:, 0]],
+        torch.arange(7)[:, None],
+        real,
+        at_once=4,
+    )
+    residual = (z - real).double()
+    assert numbers["rmse"] == pytest.approx(float(residual.square().mean().sqrt()))
+    total = (real.double() - real.double().mean(0)).square().sum()
+    assert numbers["r2"] == pytest.approx(float(1 - residual.square().sum() / total))
+    assert numbers["loss"] == pytest.approx(float(0.5 * residual.square().sum(1).mean()), rel=1e-6)
+    labels = (real > 0).float()
+    sets = measure(
+        Objective.named("binary-cross-entropy", "labels"),
+        lambda x: z[x[:, 0]],
+        torch.arange(7)[:, None],
+        labels,
+        at_once=4,
+    )
+    likelihood = torch.where(labels > 0, z.sigmoid(), 1 - z.sigmoid())
+    assert sets["loss"] == pytest.approx(float(-likelihood.log().sum(1).mean()), rel=1e-5)
+    assert sets["accuracy"] == pytest.approx(float((likelihood > 0.5).double().mean()))
+    with pytest.raises(ConfigError, match="loss: 'cross-entropy' takes no real numbers.*use 'squared-error'"):
+        Objective.named("cross-entropy", "real")
+
+
+def test_labels_that_were_replaced_train_any_module(tmp_path: Path) -> None:
+    protection = {"kind": "label-randomized-response", "epsilon": 4.0}
+    config = {**CONFIG, "protection": protection, "trainer": {"kind": "dfa"}, "epochs": 6}
+    run = training.train(config, data=images(240), model=module(), folder=tmp_path)
+    assert run.summary is not None
+    assert run.summary["validation_accuracy"] > 0.6
+    assert run.guarantees[0].epsilon == pytest.approx(4.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"protection": {"kind": "record", "noise_multiplier": 1.0}},
+            NoGuarantee,
+            "'record' clips the gradient of each record, which is bounded here for fully connected networks only",
+        ),
+        (
+            {"trainer": {"tau_b": 1.0, "order": "published"}},
+            ConfigError,
+            "trainer.order: 'published' does nothing",
+        ),
+        ({"trainer": {"threshold": 0.3}}, ConfigError, "take trainer.relative_threshold"),
+        ({"trainer": {"kind": "dfa", "sigma": 0.3, "order": "published"}}, ConfigError, "trainer.order"),
+        ({"model": {"initial_output": "feedback"}}, ValueError, "Sequential names none; use 'random'"),
+        ({"trainer": {"points": ["9"]}}, ValueError, "no submodule is '9'"),
+        ({"trainer": {"error_at": "tpo"}}, ValueError, "error_at = 'tpo' is no submodule"),
+        ({"loss": "binary-cross-entropy"}, ConfigError, "takes no class numbers, which the data have"),
+    ],
+)
+def test_what_a_module_does_not_take_is_refused(
+    tmp_path: Path, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        training.train({**CONFIG, **change}, data=images(), model=module(), folder=tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_keys_of_modules_are_refused_for_fully_connected_networks(tmp_path: Path) -> None:
+    for key, value in (("points", ["1"]), ("slices", "shared"), ("relative_threshold", 0.3)):
+        with pytest.raises(
+            ConfigError, match=f"trainer.{key}: .* does nothing for this model: .*leave it out"
+        ):
+            training.train(
+                {**CONFIG, "trainer": {key: value}},
+                data=(images()[0].reshape(60, -1), images()[1]),
+                folder=tmp_path / "run",
+            )
+
+
+def test_a_module_that_gives_other_outputs_is_refused(tmp_path: Path) -> None:
+    for model, message in (
+        (
+            nn.Sequential(nn.Flatten(), nn.Linear(16, 4)),
+            r"gives \(2, 4\) for two records of shape \(1, 4, 4\)",
+        ),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 3)), r"cannot take records of shape \(1, 4, 4\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            training.train(CONFIG, data=images(), model=model, folder=tmp_path / "run")
+
+
+def test_a_device_that_fails_leaves_parameters_and_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = AnyModule(module(), n_inputs=16, record_shape=(1, 4, 4), recipe={})
+    x, y = torch.randn(6, 16), torch.arange(6) % 3
+    with open_device("gaussian", n_inputs=3, n_outputs=96, seed=3) as device:
+        trainer = ModuleTrainer(
+            view,
+            make_optimizer(view.parameters, OptimizerConfig()),
+            Objective.named("cross-entropy", "class"),
+            kind="pdfa",
+            feedback=feedback_points(view, PdfaConfig(), device),
+        )
+        empty = trainer.step(x[:0], y[:0], step=0, observe=False)
+        assert (empty.n_records, device.usage.frames) == (0, 0)
+        before = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
+
+        def fail(*_: Any) -> None:
+            raise DeviceError("the light went out")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(device), "project", fail)
+            with pytest.raises(DeviceError, match="the light went out"):
+                trainer.step(x, y, step=1, observe=False)
+        assert all(torch.equal(before[name], tensor) for name, tensor in trainer.tensors.items())
+        with pytest.raises(TrainingDiverged, match="step 2"):
+            trainer.step(x * torch.inf, y, step=2, observe=False)
+        trainer.close()
+
+
+CODE = """
+from pathlib import Path
+import torch
+from torch import nn
+
+Path(__file__).with_name("executed").touch()
+
+
+def build(record_shape, n_outputs, width=8):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, width), nn.SiLU(), nn.Linear(width, n_outputs))
+
+
+def focal(output, target):
+    p = torch.log_softmax(output, 1).gather(1, target[:, None]).squeeze(1)
+    return -((1 - p.exp()) ** 2) * p
+"""
+
+
+def test_code_of_the_user_executes_when_trusted_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: Any
+) -> None:
+    name = "code_of_a_user"
+    file, mark = tmp_path / f"{name}.py", tmp_path / "executed"
+    file.write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    config = {**CONFIG, "model": {"name": f"{name}:build", "options": {"width": 6}}, "loss": f"{name}:focal"}
+    with pytest.raises(KeyboardInterrupt):
+        training.train(config, data=images(), folder="run", watcher=stop_at(6))
+    mark.unlink()
+    monkeypatch.delitem(__import__("sys").modules, name)
+    for attempt in (
+        lambda: training.load_run("run"),
+        lambda: training.train(data=images(), folder="run", resume=True),
+    ):
+        with pytest.raises(
+            RunFolderError, match=rf"{name}:build from {file}, BLAKE2 [0-9a-f]{{32}}; .*--trust-code"
+        ):
+            attempt()
+    assert not mark.exists()
+    run = training.train(data=images(), folder="run", resume=True, trust_code=True)
+    assert mark.exists()
+    assert training.load_run("run", trust_code=True).evaluate(*images()).keys() == {"loss", "accuracy"}
+    assert run.facts["network"]["recipe"]["options"] == {"width": 6}
+    file.write_text(CODE + "# another line\n")
+    with pytest.warns(UserWarning, match="code_of_a_user:build is now .* when the run was trained"):
+        training.load_run("run", trust_code=True)
+    for wrong, message in ((f"{name}:buidl", "has no 'buidl'"), ("nosuch.module:f", "cannot be imported")):
+        with pytest.raises(ConfigError, match=message):
+            training.train({**CONFIG, "model": {"name": wrong}}, data=images(), folder="other")
+
+
+def test_a_known_data_set_keeps_the_shape_of_its_images() -> None:
+    data = from_arrays(*images(), validation_fraction=0.0, split_seed=0)
+    assert data.record_shape == (1, 4, 4)

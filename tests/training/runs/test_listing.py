@@ -1,0 +1,179 @@
+"""`opusim runs list` shows what is there, and `opusim runs rm` removes what a run wrote, and nothing else."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save
+
+from accounting.ledger.ledger import Ledger
+from accounting.records.additive_noise import Gaussian
+from tests.support.command import Finished, opusim
+from training.config.reading import load_config
+from training.runs.folder import RunFolder
+from training.runs.listing import WRITTEN
+from training.runs.seal import Header, checkpoint_path
+from training.runs.storage import only_writer
+from training.zeroth_order.step_log import BASE_FILE, LOG_FILE, mark_file
+
+STEP = Gaussian(noise_multiplier=2.0)
+
+
+def made(path: Path, *, mode: str = "experiment", finished: bool = True) -> Path:
+    """The files of a run of 2 epochs of 4 steps, without the training: it is finished, or stopped at step 6."""
+    folder = RunFolder(path)
+    path.mkdir(parents=True)
+    config = load_config({"mode": mode, "epochs": 2, "trainer": {"kind": "bp"}})
+    facts = {"network": {}, "data": {"name": "digits"}, "device": None, "noise": None, "versions": {}}
+    folder.begin(folder.configuration(config, facts))
+    with Ledger(folder.ledger_file, mode=mode, delta=1e-5, block=6) as ledger:
+        ledger.pay(0, STEP, until=8)
+        position = ledger.position
+    measured = {} if mode == "release" else {"validation_accuracy": 0.5}
+    folder.append_metrics({"epoch": 1, "step": 4, **measured})
+    seal = folder.seal(folder.digests(), position, bound=False)
+    header = Header(step=6, progress={}, tensors="", seal=seal)
+    folder.checkpoints.mkdir()
+    checkpoint_path(folder.checkpoints, 6).write_bytes(save({}, metadata=header.to_metadata()))
+    if finished:
+        folder.finish({"steps": 8} | ({} if mode == "release" else {"test_accuracy": 0.912}), position)
+    return path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def test_a_list_is_a_table_of_80_columns_and_tolerates_damage(tmp_path: Path) -> None:
+    made(tmp_path / "runs" / "convex-fashion-mnist-1")
+    made(tmp_path / "runs" / "released", mode="release")
+    made(tmp_path / "runs" / "stopped", finished=False)
+    busy = made(tmp_path / "runs" / "busy", finished=False)
+    for name, file in (("cut", "config.json"), ("edited", "summary.json"), ("shortened", "ledger.jsonl")):
+        cut = made(tmp_path / "runs" / name) / file
+        cut.write_bytes(cut.read_bytes()[:-30])
+    (tmp_path / "runs" / "notes").mkdir()
+    (tmp_path / "runs" / "mine.txt").write_text("no run")
+    with only_writer(busy, "run folder"):
+        shown = opusim("runs", "list", cwd=tmp_path, COLUMNS="80")
+        read = json.loads(opusim("runs", "list", "runs", "--json", cwd=tmp_path).stdout)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    table = shown.stdout.split("└")[0]
+    damaged = [line for line in shown.stdout.splitlines() if "damaged: " in line]
+    assert "┃ run " in table
+    assert max(map(len, table.splitlines())) <= 80
+    assert [line.split(":")[0] for line in damaged] == ["runs/cut", "runs/edited", "runs/shortened"]
+    for words in ("91.2 % test", "50.0 %", "finished", "record,"):
+        assert words in " ".join(table.split())
+    rows = {Path(row["path"]).name: row for row in read["runs"]}
+    assert (read["schema"], read["version"]) == ("opusim-runs", 1)
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "busy": "being written",
+        "convex-fashion-mnist-1": "finished",
+        "cut": "damaged",
+        "edited": "damaged",
+        "released": "finished",
+        "shortened": "damaged",
+        "stopped": "unfinished",
+    }
+    assert (rows["stopped"]["step"], rows["stopped"]["steps"]) == (6, 8)
+    assert "unfinished at step 6 of 8" in opusim("runs", "list", cwd=tmp_path, COLUMNS="200").stdout
+    assert rows["released"]["accuracy"] is None
+    assert rows["released"]["guarantee"]["status"] == "proven"
+    assert rows["released"]["guarantee"]["epsilon"] > 0
+    assert rows["stopped"]["bytes"] == sum(map(len, files(tmp_path / "runs" / "stopped").values()))
+    alone = json.loads(opusim("runs", "list", "runs/stopped", "--json", cwd=tmp_path).stdout)
+    assert [row["step"] for row in alone["runs"]] == [6]
+
+
+def test_runs_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    finished, stopped = made(tmp_path / "one"), made(tmp_path / "two", finished=False)
+    (finished / "figures").mkdir()
+    (finished / "figures" / "learning.png").write_bytes(b"")
+    released, kept = made(tmp_path / "released", mode="release"), made(tmp_path / "kept")
+    result = opusim("runs", "rm", "one", "two", "one/", "released", "--yes", "--lose-ledger", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == ["removed one", "removed two", "removed released"]
+    assert [run.name for run in (finished, stopped, released) if run.exists()] == []
+    assert files(kept)
+
+
+def link(run: Path) -> None:
+    run.rename(run.with_name("elsewhere"))
+    run.symlink_to(run.with_name("elsewhere"))
+
+
+def foreign(run: Path) -> None:
+    """Another program's model, whose files have the names of ours."""
+    for file in (run / "ledger.jsonl", *run.glob("checkpoints/*")):
+        file.unlink()
+    (run / "config.json").write_text('{"model_type": "bert"}')
+
+
+def linked_folder(run: Path) -> None:
+    (run / "checkpoints").rename(run.with_name("scratch"))
+    (run / "checkpoints").symlink_to(run.with_name("scratch"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "mode", "message"),
+    [
+        (link, "experiment", "run folder run is a link; name the folder"),
+        (foreign, "experiment", "run is not a run folder of opusim"),
+        (linked_folder, "experiment", "holds what no run wrote (checkpoints); move or remove that first"),
+        (lambda run: (run / "thesis.tex").touch(), "experiment", "no run wrote (thesis.tex)"),
+        (lambda run: (run / "figures" / "mine").mkdir(parents=True), "experiment", "no run wrote (figures/mine)"),
+        (lambda run: (run / "config.json").unlink(), "release", "confirm with --lose-ledger"),
+        (lambda run: (run / "ledger.head").unlink(), "experiment", "confirm with --lose-ledger"),
+        (lambda run: None, "release", "the only account of what a release run revealed of private data"),
+    ],
+)  # fmt: skip
+def test_what_must_stay_is_refused(
+    tmp_path: Path, spoil: Callable[[Path], object], mode: str, message: str
+) -> None:
+    spoil(made(tmp_path / "run", mode=mode))
+    made(tmp_path / "other")
+    before = files(tmp_path)
+    result = opusim("runs", "rm", "other", "run", "--yes", cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert files(tmp_path) == before
+
+
+def test_a_run_that_is_being_written_stays(tmp_path: Path) -> None:
+    run, _ = made(tmp_path / "run", finished=False), made(tmp_path / "other")
+    with only_writer(run, "run folder"):
+        result = opusim("runs", "rm", "other", "run", "--yes", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "run folder run is being written by process" in result.stderr
+    assert files(run)
+    assert files(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "said"),
+    [("y\n", 0, "removed run"), ("n\n", 1, "nothing was removed"), ("", 2, "--yes is")],
+)
+def test_a_question_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, code: int, said: str
+) -> None:
+    run = made(tmp_path / "run")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+    result: Finished = opusim("runs", "rm", "run", cwd=tmp_path)
+    assert result.returncode == code
+    assert "Remove run? [y/N]" in result.stderr
+    assert said in result.stdout + result.stderr
+    assert run.exists() is (code != 0)
+
+
+def test_every_file_of_a_run_may_be_removed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    own = {path.name for path in vars(folder).values() if isinstance(path, Path)} - {tmp_path.name}
+    assert own - {"checkpoints", "figures"} <= WRITTEN
+    assert {LOG_FILE, BASE_FILE, mark_file(Path(LOG_FILE)).name} <= WRITTEN

@@ -1,0 +1,185 @@
+"""Send the figures of a run to TensorBoard, MLflow or Weights & Biases while it trains.
+
+    opusim.train(config, callbacks=[opusim.TensorBoardLogger("logs")])
+
+Each needs its library (the extra `tracking` has TensorBoard and MLflow). They get what `metrics.jsonl` gets, so a
+release run sends epochs and steps only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from training.engine.loop import Watcher
+
+
+class Callback:
+    """Hears of the progress of a run; override what you need. It is a `Watcher` that also hears of the end."""
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        """Training starts, or resumes, at a step."""
+
+    def on_step(self, *, step: int) -> None:
+        """So many steps are done."""
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """An epoch's metrics were written: "epoch", "step", and outside release mode its figures."""
+
+    def on_end(self, summary: Mapping[str, Any] | None) -> None:
+        """Training ended.
+
+        Args:
+            summary: The final figures, or None if the run stopped before its end.
+        """
+
+
+class Watchers(Callback):
+    """Passes all news on, in order.
+
+    It is a context manager whose exit says that training ended.
+
+    Args:
+        watchers: Watchers, and callbacks, which hear of the end too.
+    """
+
+    def __init__(self, watchers: Sequence[Watcher]) -> None:
+        self._watchers = watchers
+        self.summary: Mapping[str, Any] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.on_end(self.summary)
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        """See Callback.on_start."""
+        for watcher in self._watchers:
+            watcher.on_start(step=step, total_steps=total_steps)
+
+    def on_step(self, *, step: int) -> None:
+        """See Callback.on_step."""
+        for watcher in self._watchers:
+            watcher.on_step(step=step)
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """See Callback.on_epoch."""
+        for watcher in self._watchers:
+            watcher.on_epoch(record)
+
+    def on_end(self, summary: Mapping[str, Any] | None) -> None:
+        """See Callback.on_end."""
+        for watcher in self._watchers:
+            if isinstance(watcher, Callback):
+                watcher.on_end(summary)
+
+
+class TensorBoardLogger(Callback):
+    """Writes an epoch's figures as TensorBoard scalars at its last step.
+
+    Args:
+        path: Folder of the event files, one for each run.
+
+    Raises:
+        ModuleNotFoundError: tensorboard is not installed.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._writer = _library("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(path))
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """See Callback.on_epoch."""
+        for name, value in figures_of(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+        self._writer.flush()
+
+    def on_end(self, summary: Mapping[str, Any] | None) -> None:
+        """See Callback.on_end."""
+        self._writer.close()
+
+
+class MLflowLogger(Callback):
+    """Writes an epoch's figures as MLflow metrics at its last step, and the final ones at the end.
+
+    Args:
+        experiment: Name of the experiment; it is made if it does not exist.
+        tracking_uri: Where MLflow keeps its runs; None takes MLflow's own setting.
+        name: Name of the run in MLflow; None lets MLflow choose one.
+
+    Raises:
+        ModuleNotFoundError: mlflow is not installed.
+    """
+
+    def __init__(
+        self, experiment: str = "opusim", *, tracking_uri: str | None = None, name: str | None = None
+    ) -> None:
+        self._client = _library("mlflow", "mlflow").MlflowClient(tracking_uri=tracking_uri)
+        known = self._client.get_experiment_by_name(experiment)
+        place = self._client.create_experiment(experiment) if known is None else known.experiment_id
+        self.run_id: str = self._client.create_run(place, run_name=name).info.run_id
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """See Callback.on_epoch."""
+        self._log(record, record["step"])
+
+    def on_end(self, summary: Mapping[str, Any] | None) -> None:
+        """See Callback.on_end."""
+        if summary is not None:
+            self._log(summary, summary["steps"])
+        self._client.set_terminated(self.run_id, status="KILLED" if summary is None else "FINISHED")
+
+    def _log(self, record: Mapping[str, Any], step: int) -> None:
+        for name, value in figures_of(record).items():
+            self._client.log_metric(self.run_id, name, value, step=step)
+
+
+class WandbLogger(Callback):
+    """Writes an epoch's figures to a Weights & Biases run at its last step, and the final ones into its summary.
+
+    Args:
+        **options: Of `wandb.init`, such as project and name.
+
+    Raises:
+        ModuleNotFoundError: wandb is not installed.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._run = _library("wandb", "wandb").init(**options)
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """See Callback.on_epoch."""
+        self._run.log(figures_of(record), step=record["step"])
+
+    def on_end(self, summary: Mapping[str, Any] | None) -> None:
+        """See Callback.on_end."""
+        self._run.summary.update(figures_of(summary or {}))
+        self._run.finish(exit_code=int(summary is None))
+
+
+def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by name; the entries of a list are numbered from 1, as in "alignment/1"."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, list):
+            found |= {f"{name}/{number}": float(entry) for number, entry in enumerate(value, start=1)}
+        elif isinstance(value, int | float) and name != "step":
+            found[name] = float(value)
+    return found
+
+
+def _library(module: str, package: str) -> Any:
+    """Import an optional library.
+
+    Raises:
+        ModuleNotFoundError: It is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ModuleNotFoundError(f"{package} is missing; install it: pip install {package}") from error

@@ -1,0 +1,189 @@
+"""Train any torch module by backpropagation, or by feedback alignment at its feedback points.
+
+One step: a forward pass in training mode, the mean of the records' losses, `loss.backward()` through the points of
+`training.feedback.points.FeedbackAlignment`, and the optimizer's update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from opusim.devices.usage import Usage
+from opusim.randomness import derive_seed
+from training.engine.trainer import StepRecord, Trainer
+from training.errors import TrainingDiverged
+from training.feedback.points import FeedbackAlignment
+from training.networks.any_module import AnyModule
+from training.networks.base import seeded_torch
+from training.networks.objectives import Objective
+from training.protections.base import SoftLabels
+
+
+class ModuleTrainer(Trainer):
+    """Trains a module by autograd, with feedback points or without.
+
+    What a module draws in a step, such as dropout, is keyed by the step, so that a resumed run draws the same.
+
+    Args:
+        network: The module; its parameters are updated in place.
+        optimizer: Any torch optimizer over the network's parameters.
+        objective: The loss and the kind of target.
+        kind: Name of the trainer.
+        feedback: The feedback points; None backpropagates.
+        seed: Of what the module draws; None draws anew from the system in each step.
+        labels: What training knows of the labels in their place; None if it sees the labels themselves.
+    """
+
+    def __init__(
+        self,
+        network: AnyModule,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        *,
+        kind: str,
+        feedback: FeedbackAlignment | None = None,
+        seed: int | None = None,
+        labels: SoftLabels | None = None,
+    ) -> None:
+        self.kind = kind
+        self.model = network.model
+        self.optimizer = optimizer
+        self._network, self._objective, self._feedback = network, objective, feedback
+        self._seed, self._labels = seed, labels
+
+    def step(
+        self, x: Tensor, y: Tensor, *, step: int, observe: bool, records: Tensor | None = None
+    ) -> StepRecord:
+        """See Trainer.step; the diagnostics are those of `opusim.FeedbackAlignment.diagnose`, a value per point.
+
+        A batch without records has no gradient and no reading; momentum still moves the parameters.
+        """
+        if not len(x):
+            return self._empty_step(y)
+        buffers = {name: buffer.clone() for name, buffer in self._network.buffers.items()}
+        losses = partial(self._losses, x, y, step=step, records=records)
+        self.model.train()
+        try:
+            with seeded_torch(self._seed_of(step), x.device):
+                diagnostics = self._diagnosed(lambda: losses()[1].mean(), step) if observe else {}
+                output, per_record = losses()
+                loss_sum = per_record.detach().sum(dtype=torch.float64)
+                self._backward(per_record, step)
+        except Exception:  # the device failed: the parameters are those before, and so must the buffers be
+            for name, buffer in self._network.buffers.items():
+                buffer.copy_(buffers[name])
+            raise
+        finally:
+            self.model.eval()
+        self.optimizer.step()
+        correct, judged = self._objective.correct(output.detach(), y)
+        return StepRecord(
+            loss_sum=loss_sum, n_correct=correct, n_records=len(x), n_judged=judged, diagnostics=diagnostics
+        )
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """See Network.tensors."""
+        return self._network.tensors
+
+    @property
+    def usage(self) -> Usage:
+        """See Trainer.usage."""
+        return Usage() if self._feedback is None else self._feedback.usage
+
+    def start_from_feedback(self, records: Tensor) -> None:
+        """Set the layer that the model names to the feedback of the last point, and its bias to zero.
+
+        Args:
+            records: Two records, shape (2, n_inputs), from which the points' sizes are read.
+
+        Raises:
+            ValueError: The model names no such layer, or it has other sizes than the feedback.
+        """
+        if self._feedback is not None:
+            self._feedback.shape(self._network.shaped(records))
+            self._feedback.start_from_feedback(feedback_start(self._network))
+
+    def close(self) -> None:
+        """See Trainer.close."""
+        if self._feedback is not None:
+            self._feedback.remove()
+
+    def _losses(self, x: Tensor, y: Tensor, *, step: int, records: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the outputs and the loss of each record."""
+        output: Tensor = self.model(self._network.shaped(x))
+        if self._labels is not None:
+            if records is None:
+                raise ValueError("records is missing; noisy labels are looked up by the records' numbers")
+            y = self._labels.targets(output.detach(), records, step)
+        return output, self._objective.per_record(output, y)
+
+    def _backward(self, per_record: Tensor, step: int) -> None:
+        """Write the gradients of the mean loss.
+
+        Raises:
+            TrainingDiverged: The loss or a gradient is not finite.
+        """
+        _require_finite(per_record.detach().sum(), step)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._feedback is not None:
+            self._feedback.seek(step)
+        per_record.mean().backward()
+        gradients = [parameter.grad for parameter in self._network.parameters]
+        sums = [gradient.sum(dtype=torch.float64) for gradient in gradients if gradient is not None]
+        if sums:
+            _require_finite(torch.stack(sums).sum(), step)
+
+    def _empty_step(self, y: Tensor) -> StepRecord:
+        for parameter in self._network.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        zero = torch.zeros((), dtype=torch.float64, device=y.device)
+        return StepRecord(loss_sum=zero, n_correct=zero.long(), n_records=0, n_judged=0)
+
+    def _diagnosed(self, loss: Callable[[], Tensor], step: int) -> dict[str, list[float]]:
+        """Return the alignment at each point; it takes another forward and backward pass through the points."""
+        if self._feedback is None:
+            return {}
+        self._feedback.seek(step)
+        found = self._feedback.diagnose(loss)
+        figures = {
+            "alignment": [point.update_alignment for point in found.points],
+            "signal_alignment": [point.signal_alignment for point in found.points],
+            "shown": [found.shown],
+        }
+        if all(math.isfinite(point.signal_to_noise) for point in found.points):
+            figures["signal_to_noise"] = [point.signal_to_noise for point in found.points]
+        return {name: [0.0 if math.isnan(v) else v for v in values] for name, values in figures.items()}
+
+    def _seed_of(self, step: int) -> int | None:
+        return None if self._seed is None else derive_seed(self._seed, f"step {step}")
+
+
+def feedback_start(network: AnyModule) -> nn.Linear:
+    """Return the linear layer of a model that can start as the feedback matrix.
+
+    Raises:
+        ValueError: The model names none by an attribute `feedback_start`.
+    """
+    name = getattr(network.model, "feedback_start", None)
+    layer = network.model.get_submodule(name) if isinstance(name, str) else None
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(
+            f"model.initial_output = 'feedback' needs a layer to start, and {type(network.model).__name__} names none; "
+            "use 'random', or give it an attribute feedback_start with the name of its last linear layer"
+        )
+    return layer
+
+
+def _require_finite(value: Tensor, step: int) -> None:
+    if not math.isfinite(float(value)):
+        raise TrainingDiverged(
+            f"step {step}: training diverged, because the loss or a gradient is NaN or infinite; "
+            "start a new run with a lower optimizer.lr or less noise, or check the inputs"
+        )

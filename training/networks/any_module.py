@@ -1,0 +1,176 @@
+"""View any torch module as the network of a run: shape of its records, parameters, buffers, how to rebuild it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.config.run import RunConfig
+from training.data import Dataset
+from training.errors import RunFolderError
+from training.networks.base import Network, tensor_facts
+from training.networks.models import MODELS, build_model
+from training.networks.network import FullyConnected
+from training.networks.network import build_model as build_mlp
+from training.networks.user_code import load_object
+
+
+class AnyModule(Network):
+    """A view of a module that autograd trains.
+
+    Args:
+        model: Maps records (batch, *record_shape) to outputs. It is put into evaluation mode.
+        n_inputs: Entries of a record, as data sets store it.
+        record_shape: Shape of a record as the module takes it.
+        recipe: JSON values from which the module can be built again; empty for a user-supplied module.
+
+    Raises:
+        ValueError: No parameter requires a gradient.
+    """
+
+    records_at_once = 256
+
+    def __init__(
+        self, model: nn.Module, *, n_inputs: int, record_shape: Sequence[int], recipe: dict[str, Any]
+    ) -> None:
+        self.model = model.eval()
+        self._n_inputs, self.record_shape, self._recipe = n_inputs, tuple(record_shape), recipe
+        if not self.parameters:
+            raise ValueError(
+                "model has no parameter that requires a gradient, so there is nothing to train; "
+                "call requires_grad_(True) on the parameters to train"
+            )
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any], model: nn.Module | None) -> AnyModule:
+        """Build the network that `facts` describes, with parameters and buffers to be filled in.
+
+        Raises:
+            RunFolderError: The module was user-supplied, and `model` is None.
+        """
+        recipe = facts.get("recipe", {})
+        if recipe:
+            model = from_recipe(recipe, seed=0)
+        if model is None:
+            raise RunFolderError(
+                f"the run trained a user-supplied {facts['module']}, which its folder cannot describe; give one "
+                "like it: opusim.load_run(path, model=...)"
+            )
+        return cls(model, n_inputs=facts["n_inputs"], record_shape=facts["record_shape"], recipe=recipe)
+
+    @property
+    def n_inputs(self) -> int:
+        """See Network.n_inputs."""
+        return self._n_inputs
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters to train; a shared one appears once."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers that a state_dict holds, such as running statistics, by name."""
+        kept = self.model.state_dict().keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters, frozen ones too, and the buffers, by the module's own names."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()} | self.buffers
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See Network.facts."""
+        return {
+            "n_inputs": self._n_inputs,
+            "record_shape": list(self.record_shape),
+            "module": type(self.model).__name__,
+            "tensors": tensor_facts(self.tensors),
+            **({"recipe": self._recipe} if self._recipe else {}),
+        }
+
+    def shaped(self, x: Tensor) -> Tensor:
+        """Return records (batch, n_inputs) in the shape that the module takes."""
+        return x.view(len(x), *self.record_shape)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """Return what the module, which is in evaluation mode outside a step, gives for records (batch, n_inputs)."""
+        outputs: Tensor = self.model(self.shaped(x))
+        return outputs
+
+
+def from_recipe(recipe: dict[str, Any], *, seed: int | None) -> nn.Module:
+    """Return a new module as a recipe says; one with an import path executes user code."""
+    if "layers" in recipe:
+        return FullyConnected.from_facts(recipe).model
+    name = recipe["name"]
+    factory = MODELS.get(name) or load_object(name, key="model.name")
+    return build_model(
+        factory,
+        recipe["options"],
+        record_shape=recipe["record_shape"],
+        n_outputs=recipe["n_outputs"],
+        seed=seed,
+        name=name,
+    )
+
+
+def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | None) -> AnyModule:
+    """View a user-supplied module, or a new one of the section `model`, after a look at its output for two records.
+
+    A module that does not take records in their own shape is given them as vectors.
+
+    Raises:
+        TypeError, ValueError: It is no module, refuses its options or the records, gives other outputs than the data's
+            targets need, or has nothing to train.
+        ConfigError: An import path names nothing.
+    """
+    recipe: dict[str, Any] = {}
+    if model is None and config.model.name == "mlp":
+        model = build_mlp(config, dataset)
+        recipe = {"name": "mlp", **FullyConnected(model).facts}
+    elif model is None:
+        recipe = {
+            "name": config.model.name,
+            "options": json.loads(json.dumps(config.model.options)),
+            "record_shape": list(dataset.record_shape),
+            "n_outputs": dataset.n_classes,
+        }
+        model = from_recipe(recipe, seed=config.seed_for("initialisation"))
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    shape = _shape_taken(model, dataset)
+    return AnyModule(model, n_inputs=dataset.n_features, record_shape=shape, recipe=recipe)
+
+
+def _shape_taken(model: nn.Module, dataset: Dataset) -> tuple[int, ...]:
+    """Return the shape in which a module takes records, found by a look at its output for two of them.
+
+    Raises:
+        ValueError: It takes them in no shape, or gives other outputs than the targets need.
+    """
+    sequence = dataset.target == "tokens"
+    wanted = (2, dataset.n_features, dataset.n_classes) if sequence else (2, dataset.n_classes)
+    found = ""
+    for shape in dict.fromkeys([tuple(dataset.record_shape), (dataset.n_features,)]):
+        network = AnyModule(model, n_inputs=dataset.n_features, record_shape=shape, recipe={})
+        place = network.parameters[0].device
+        records = dataset.train.x[:1].to(place).expand(2, -1)
+        try:
+            with torch.no_grad():
+                output: object = network.outputs(records)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            found = found or f"cannot take records of shape {shape} ({str(error).partition(chr(10))[0]})"
+            continue
+        if isinstance(output, Tensor) and tuple(output.shape) == wanted:
+            return shape
+        given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        found = found or f"gives {given} for two records of shape {shape}"
+    raise ValueError(
+        f"model {found}; it must map records (2, *{tuple(dataset.record_shape)}) to outputs of shape {wanted}"
+    )

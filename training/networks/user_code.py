@@ -1,0 +1,126 @@
+"""User-supplied code that a configuration names by import path, which nothing executes before its user agrees.
+
+Importing a module executes it. The folder of a run that names a model or a loss by import path holds the path, the file
+and the file's digest, so that a reader of the folder can look at the file first. The digest covers that one file, not
+what it imports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from opusim.errors import ConfigError
+from training.config.run import RunConfig
+from training.config.sections import is_import_path
+from training.errors import RunFolderError
+
+
+def load_object(path: str, *, key: str) -> Any:
+    """Import the object that a path such as my_package.models:build names; this executes its module.
+
+    Modules are looked up where Python looks and in the current folder.
+
+    Args:
+        path: The module, a colon, and a name in it.
+        key: Key of the configuration, for messages.
+
+    Raises:
+        ConfigError: There is no such module or name, or importing it fails.
+    """
+    module, _, name = path.partition(":")
+    try:
+        with _current_folder():
+            found = import_module(module)
+    except Exception as error:  # user code may raise anything
+        reason = (
+            f"{path!r} cannot be imported ({type(error).__name__}: {error}); check the name, or install it"
+        )
+        raise ConfigError("configuration", key, " ".join(reason.split())) from error
+    try:
+        return reduce(getattr, name.split("."), found)
+    except AttributeError as error:
+        reason = f"{path!r} names nothing: {module} at {_file(found)} has no {name!r}; check the name"
+        raise ConfigError("configuration", key, reason) from error
+
+
+def code_facts(path: str) -> dict[str, str]:
+    """Return the path, the file and the digest of an object that was imported, as JSON values.
+
+    The digest is BLAKE2b over the file that holds the module; files that it imports are not covered.
+    """
+    module = sys.modules[path.partition(":")[0]]
+    file = Path(_file(module))
+    digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() if file.is_file() else "none"
+    return {"path": path, "file": str(file), "digest": digest}
+
+
+def _file(module: Any) -> str:
+    return str(getattr(module, "__file__", None) or "no file")
+
+
+@contextmanager
+def _current_folder() -> Iterator[None]:
+    """Look in the current folder too, after every other place, as `python script.py` would."""
+    here = str(Path.cwd())
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def code_of(config: RunConfig, network_facts: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return what a run folder says of the user-supplied code of a run, which was imported.
+
+    Args:
+        config: The run.
+        network_facts: Its network; a user-supplied module was not built by the configuration.
+    """
+    names = [config.model.name] if "recipe" in network_facts else []
+    return [code_facts(name) for name in (*names, config.loss) if is_import_path(name)]
+
+
+def described_code(facts: Mapping[str, Any]) -> list[str]:
+    """Return a line for each piece of user-supplied code that a run's `config.json` names."""
+    return [f"{code['path']} from {code['file']}, BLAKE2 {code['digest']}" for code in facts.get("code", [])]
+
+
+def require_trusted(facts: Mapping[str, Any], *, trust_code: bool) -> None:
+    """Refuse to execute the user-supplied code of a run unless the user agrees.
+
+    Args:
+        facts: The whole of the run's `config.json`.
+        trust_code: Whether the user agrees.
+
+    Raises:
+        RunFolderError: The run names such code, and the user does not agree.
+    """
+    if (lines := described_code(facts)) and not trust_code:
+        raise RunFolderError(
+            f"this run executes user-supplied code: {'; '.join(lines)}. Look at it, then give --trust-code (from "
+            "Python: trust_code=True)"
+        )
+
+
+def warn_if_changed(stored: Sequence[Mapping[str, str]]) -> None:
+    """Warn about user-supplied code, imported by now, whose file differs from the one that a run was trained with."""
+    pairs = [(code, code_facts(code["path"])) for code in stored]
+    changed = [
+        f"{code['path']} is now {found['file']}, BLAKE2 {found['digest']}, and was {code['file']}, BLAKE2 "
+        f"{code['digest']}"
+        for code, found in pairs
+        if found != code
+    ]
+    if changed:
+        warnings.warn(
+            f"{'; '.join(changed)} when the run was trained; its model may compute something else",
+            stacklevel=3,
+        )

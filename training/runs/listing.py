@@ -1,0 +1,309 @@
+"""What a folder of runs holds, and the removal of runs that are no longer needed.
+
+Listing reads and changes nothing; a damaged folder costs one line. Removal takes only what a run wrote: it refuses a
+folder that holds anything else, follows no link, and keeps a release run's ledger unless told otherwise, because that
+ledger is the only account of what was revealed about private data.
+"""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Guarantee
+from accounting.ledger.ledger import LEDGER_FILE, read_ledger
+from accounting.tables import number
+from opusim.devices.locks import is_held
+from opusim.tables import data_size
+from training.errors import RunFolderError
+from training.runs.folder import RunFolder
+from training.runs.storage import LOCK_FILE, kind_of, only_writer
+
+SCHEMA = "opusim-runs"
+VERSION = 1
+
+State = Literal["finished", "unfinished", "being written", "damaged", ""]
+
+WRITTEN = frozenset(
+    {
+        *(
+            "config.json",
+            "metrics.jsonl",
+            "timing.jsonl",
+            "ledger.jsonl",
+            "ledger.head",
+            "ledger.head.partial",
+        ),
+        *(
+            "labels.safetensors",
+            "baseline.safetensors",
+            "components.safetensors",
+            "summary.json",
+            "audit.json",
+        ),
+        *("report.html", "steps.zo", "steps.mark.json", "base.safetensors", LOCK_FILE),
+    }
+)
+"""Files that training, audits and reports write into a run folder."""
+_FOLDERS = ("checkpoints", "figures")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A folder of a list.
+
+    Attributes:
+        path: The folder.
+        kind: run, search, sweep or audit.
+        size: Bytes of its files; links are not followed.
+        started: Day on which its configuration was written, such as 2026-01-31; "" if unknown.
+        state: Of a run; "" for other kinds.
+        trainer: Kind of its trainer.
+        data: Name of its data set.
+        mode: experiment or release.
+        step: Steps in its newest checkpoint.
+        steps: Steps of the whole run, or None while its first epoch is not over.
+        guarantee: The proven one of least epsilon, or another if none is proven; None if nothing was paid for.
+        accuracy: On test records, else on validation records, in [0, 1]; None if it is not known.
+        measured_on: test, validation or "".
+        problem: Why it is damaged, in one line.
+    """
+
+    path: Path
+    kind: str
+    size: int
+    started: str = ""
+    state: State = ""
+    trainer: str = ""
+    data: str = ""
+    mode: str = ""
+    step: int | None = None
+    steps: int | None = None
+    guarantee: Guarantee | None = None
+    accuracy: float | None = None
+    measured_on: str = ""
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; what is not known is null."""
+        stated = None if self.guarantee is None else self.guarantee.to_json()
+        keys = ("epsilon", "delta", "unit", "adjacency", "release", "status")
+        return {
+            "path": str(self.path),
+            "kind": self.kind,
+            "state": self.state or None,
+            "trainer": self.trainer or None,
+            "data": self.data or None,
+            "mode": self.mode or None,
+            "step": self.step,
+            "steps": self.steps,
+            "guarantee": None if stated is None else {key: stated[key] for key in keys},
+            "accuracy": self.accuracy,
+            "measured_on": self.measured_on or None,
+            "started": self.started or None,
+            "bytes": self.size,
+            "problem": self.problem or None,
+        }
+
+    def to_row(self) -> dict[str, str]:
+        """Return the entry as text, in columns that fit a narrow page."""
+        what = f"{self.trainer} on {self.data}" if self.trainer else self.kind
+        if self.mode == "release":
+            what += ", release"
+        share = "–" if self.accuracy is None else f"{100 * self.accuracy:.1f} % {self.measured_on}"
+        return {
+            "run": f"{self.path.name}: {what}" + (f", {self.started}" if self.started else ""),
+            "state": self._state(),
+            "epsilon": _epsilon(self.guarantee),
+            "accuracy": share,
+            "size": data_size(self.size),
+        }
+
+    def _state(self) -> str:
+        if self.state in ("finished", "damaged", "") or self.step is None:
+            return self.state or "–"
+        total = "" if self.steps is None else f" of {self.steps:,}"
+        return f"{self.state} at step {self.step:,}{total}"
+
+
+def list_runs(folder: Path) -> list[Entry]:
+    """Return what a folder holds, by name: runs, searches, sweeps and audits; or the one entry that it is itself.
+
+    Args:
+        folder: A folder of run folders, or a run folder.
+
+    Raises:
+        RunFolderError: There is no such folder.
+    """
+    if not folder.is_dir():
+        raise RunFolderError(f"folder {folder} does not exist; name the folder that holds the runs")
+    if _kind(folder) is not None:
+        return [_entry(folder)]
+    try:
+        children = sorted(child for child in folder.iterdir() if child.is_dir())
+    except OSError as error:
+        raise RunFolderError(f"folder {folder} cannot be read ({error.strerror}); choose another") from error
+    return [_entry(child) for child in children if _kind(child) is not None]
+
+
+def require_removable(path: Path, *, lose_ledger: bool) -> None:
+    """Refuse what `remove_runs` would not remove.
+
+    Args:
+        path: A run folder.
+        lose_ledger: Whether a release run's ledger may be lost.
+
+    Raises:
+        RunFolderError: It is a link, no run folder, holds what no run wrote, or its ledger must be kept.
+    """
+    if path.is_symlink():
+        raise RunFolderError(f"run folder {path} is a link; name the folder that it points to")
+    kind = _kind(path) if path.is_dir() else None
+    if kind != "run" or not _is_ours(RunFolder(path)):
+        holds = f"a {kind} folder, not" if kind not in (None, "run") else "not"
+        raise RunFolderError(f"{path} is {holds} a run folder of opusim; only run folders are removed")
+    others = sorted(_others(path))
+    if others:
+        raise RunFolderError(
+            f"run folder {path} also holds what no run wrote ({', '.join(others[:3])}); move or remove that first"
+        )
+    if not lose_ledger and _has_account(path / LEDGER_FILE):
+        raise RunFolderError(
+            f"run folder {path} holds the only account of what a release run revealed of private data; keep it, or "
+            f"copy {LEDGER_FILE} and ledger.head elsewhere and confirm with --lose-ledger"
+        )
+
+
+def remove_runs(paths: list[Path], *, lose_ledger: bool) -> Iterator[Path]:
+    """Remove run folders, and yield each as it is gone; all are checked, and held as their only writer, before.
+
+    Args:
+        paths: Run folders.
+        lose_ledger: Whether a release run's ledger may be lost.
+
+    Raises:
+        FolderBusy: One is being written.
+        RunFolderError: See `require_removable`; nothing was removed.
+        OSError: A file cannot be removed.
+    """
+    with ExitStack() as locks:
+        for path in paths:
+            require_removable(path, lose_ledger=lose_ledger)
+            locks.enter_context(only_writer(path, "run folder"))
+            require_removable(path, lose_ledger=lose_ledger)  # nothing was written in between
+        for path in paths:
+            shutil.rmtree(path.resolve())
+            yield path
+
+
+def _kind(folder: Path) -> str | None:
+    """Return what a folder holds; a ledger without a run is a damaged run."""
+    return kind_of(folder) or ("run" if (folder / LEDGER_FILE).exists() else None)
+
+
+def _is_ours(folder: RunFolder) -> bool:
+    """Whether a folder with the names of a run was written by one; other programs write a config.json too."""
+    if folder.ledger_file.exists() or any(folder.checkpoints.glob("*step-*.safetensors*")):
+        return True
+    try:
+        folder.read_facts()
+    except (RunFolderError, OSError, ValueError):
+        return False
+    return True
+
+
+def _others(path: Path) -> Iterator[str]:
+    """Yield the names in a run folder that no run wrote; a link is one."""
+    for entry in path.iterdir():
+        mode = entry.lstat().st_mode
+        if stat.S_ISDIR(mode) and entry.name in _FOLDERS:
+            yield from (
+                f"{entry.name}/{inner.name}"
+                for inner in entry.iterdir()
+                if not stat.S_ISREG(inner.lstat().st_mode)
+            )
+        elif not stat.S_ISREG(mode) or not _is_written(entry.name):
+            yield entry.name
+
+
+def _is_written(name: str) -> bool:
+    return name in WRITTEN or name.removeprefix(".").removesuffix(".partial") in WRITTEN
+
+
+def _has_account(ledger: Path) -> bool:
+    """Whether a ledger is one of a release run that paid; one that cannot be read might be."""
+    if not ledger.exists():
+        return False
+    try:
+        content = read_ledger(ledger)
+    except (ValueError, OSError):
+        return True
+    return content.mode == "release" and bool(content.payments)
+
+
+def _entry(path: Path) -> Entry:
+    """Return what is known of a folder, whatever state it is in."""
+    kind = _kind(path) or ""
+    known: dict[str, Any] = {"path": path, "kind": kind, "size": _size(path)}
+    if kind != "run":
+        return Entry(**known)
+    folder, found = RunFolder(path), {}
+    busy = not folder.finished and is_held(path / LOCK_FILE)
+    try:
+        found = _facts(folder)
+    except Exception as error:  # whatever a damaged folder or a missing package raises, the others are listed
+        told = " ".join(str(error).split()) or type(error).__name__
+        found = {"state": "being written"} if busy else {"state": "damaged", "problem": told}
+    else:
+        found["state"] = "finished" if folder.finished else "being written" if busy else "unfinished"
+    return Entry(**known, **found)
+
+
+def _facts(folder: RunFolder) -> dict[str, Any]:
+    """Read what the files of a run say."""
+    config, facts = folder.read_config(), folder.read_facts()
+    header, metrics, summary = folder.newest_header(), folder.read_metrics(), folder.read_summary() or {}
+    last = metrics[-1] if metrics else {}
+    done = summary.get("steps", header.step if header is not None else 0)
+    figures: Mapping[str, Any] = {**last, **summary}
+    measured_on = next((name for name in ("test", "validation") if f"{name}_accuracy" in figures), "")
+    return {
+        "started": time.strftime("%Y-%m-%d", time.localtime(folder.config_file.stat().st_mtime)),
+        "trainer": config.trainer.kind,
+        "data": str(facts["data"]["name"]),
+        "mode": config.mode,
+        "step": done,
+        "steps": round(config.epochs * last["step"] / last["epoch"]) if last.get("epoch") else None,
+        "guarantee": _strongest(folder),
+        "accuracy": figures.get(f"{measured_on}_accuracy"),
+        "measured_on": measured_on,
+    }
+
+
+def _strongest(folder: RunFolder) -> Guarantee | None:
+    """Return the proven guarantee of least epsilon, else one of another status; None if nothing was paid for."""
+    try:
+        found = folder.read_ledger().guarantees()
+    except NoGuarantee:
+        return None
+    return min(found, key=lambda guarantee: (not guarantee.is_proven, guarantee.epsilon))
+
+
+def _epsilon(guarantee: Guarantee | None) -> str:
+    if guarantee is None:
+        return "–"
+    if not guarantee.is_proven:
+        return guarantee.status.value
+    return f"{number(guarantee.epsilon)} {guarantee.unit.value}, {guarantee.status.value}"
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of the files in a folder; a link counts as itself."""
+    return sum(entry.lstat().st_size for entry in path.rglob("*") if not entry.is_dir() or entry.is_symlink())

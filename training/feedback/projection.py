@@ -143,7 +143,10 @@ class RelativeTernary(Encoding):
 
 
 class StochasticTernary(Encoding):
-    """t_i = sign(e_i) with probability |e_i| / s, else 0; s = max|e| of the row, so that the mean of s t is e.
+    """t_i = sign(e_i - c) with probability |e_i - c| / s, else 0, so that the mean of s t + c 1 is e.
+
+    c is the row's median and s = max|e - c|. The entries of a classifier's error are small and nearly equal but for a
+    few; without c, drawing them would add noise.
 
     Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning", 2017, equations 2
     and 3. Where few entries are large and many small, as in the error of a classifier, a threshold drops the small ones
@@ -152,6 +155,8 @@ class StochasticTernary(Encoding):
     Args:
         seed: Seed of the draws, in [0, 2^64); a draw depends on it, on the step and on the batches since `seek`.
     """
+
+    has_offset = True
 
     def __init__(self, seed: int) -> None:
         self._seed, self._step, self._batches = seed, 0, 0
@@ -166,9 +171,14 @@ class StochasticTernary(Encoding):
         self._batches += 1
         generator = torch.Generator().manual_seed(seed % 2**63)
         drawn = torch.rand(error.shape, generator=generator).to(error.device)
-        scale = error.abs().amax(dim=1, keepdim=True)
-        frames = error.sign().mul_(drawn * scale < error.abs())
-        return Encoded(frames=frames[None], scale=scale)
+        median = error.median(dim=1, keepdim=True).values
+        offset = (
+            median if error.shape[1] > 1 else torch.zeros_like(median)
+        )  # the device is shown a single entry
+        rest = error - offset
+        scale = rest.abs().amax(dim=1, keepdim=True)
+        frames = rest.sign().mul_(drawn * scale < rest.abs())
+        return Encoded(frames=frames[None], scale=scale, offset=offset)
 
 
 class BitPlanes(Encoding):

@@ -166,7 +166,7 @@ class RecordForm:
 
         Args:
             x: Records.
-            y: What to predict; None for the next tokens.
+            y: What to predict, or None to predict the next tokens.
             names: Of both, for messages.
 
         Raises:
@@ -427,7 +427,7 @@ def _vocabulary(
     *,
     tokens: bool,
 ) -> int | None:
-    """Return the stated number of token values, or one more than the largest; None for features."""
+    """Return the stated number of token values, or one more than the largest, or None if x holds features."""
     if not tokens:
         if stated is not None:
             raise ValueError(

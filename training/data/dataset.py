@@ -199,7 +199,7 @@ class Dataset:
         if self.holds_tokens != (self.vocabulary is not None):
             raise ValueError(
                 f"vocabulary = {self.vocabulary} with x of {self.train.x.dtype}; give the number of token values for "
-                "int64 x, and None for float32 x"
+                "int64 x, and none with float32 x"
             )
         for part in (self.train, self.validation, self.test):
             if part is not None:

@@ -27,7 +27,7 @@ TEXT_LIMIT = 2**28
 _TOKENIZER_LIMIT = 2**26
 _BYTE_VALUES = 256
 _PIECE = 2**20
-"""Characters after which a text is cut at the next line's end, and each piece encoded on its own."""
+"""Characters after which a text is cut at the next line's end, and each piece encoded separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class Encoder:
 
     Attributes:
         vocabulary: Number of token values.
-        tokenizer: The tokenizer, or None for bytes.
-        digest: BLAKE2b of the tokenizer's file, or None for bytes.
+        tokenizer: The tokenizer, or None if tokens are bytes.
+        digest: BLAKE2b of the tokenizer's file, or None if tokens are bytes.
     """
 
     vocabulary: int = _BYTE_VALUES
@@ -99,7 +99,7 @@ def load_text(
 
     The text is cut into windows of T + 1 tokens that do not overlap; x is a window without its last token, y without
     its first. A last, shorter window is left out. The last ``validation_fraction`` of the bytes is held out, rounded to
-    the start of a UTF-8 character, and encoded on its own; `Dataset.origin` has the bytes and tokens of each part.
+    the start of a UTF-8 character, and encoded separately; `Dataset.origin` has the bytes and tokens of each part.
 
     Args:
         path: The file, of at most `TEXT_LIMIT` bytes; any content is text.

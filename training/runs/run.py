@@ -153,8 +153,8 @@ class Run:
 
         Args:
             x: Records as for `predict`.
-            y: What is to be predicted, as it was given to training, such as class numbers of shape (n,); None for the
-                next tokens of x (n, T + 1), and for a DataFrame with the column of the labels.
+            y: What is to be predicted, as it was given to training, such as class numbers of shape (n,); None if x
+                (n, T + 1) holds the next tokens, or is a DataFrame with the column of the labels.
 
         Returns:
             {"loss": mean loss, "accuracy": share of correct classes, in [0, 1]}.
@@ -292,7 +292,10 @@ def evaluate_run(
     figures = run.evaluate(split.x, split.y)
     if run.config.loss == "cross-entropy" and "bytes_per_token" in dataset.origin:
         figures["bits_per_byte"] = bits_per_byte(figures["loss"], dataset.origin["bytes_per_token"][part])
-    return {"data": dataset.name, "records": len(split), **figures}
+    shown = dataset.name
+    if options.file_kind is not None:
+        shown = Path(str(run.config.data.test)).name if part == "test" else options.file.name
+    return {"data": shown, "records": len(split), **figures}
 
 
 def _evaluate_table(run: Run, options: DataConfig) -> dict[str, Any]:

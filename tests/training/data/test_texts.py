@@ -149,12 +149,12 @@ class TestEvaluation:
         run = SimpleNamespace(
             config=config, n_features=5, evaluate=lambda x, y: {"loss": math.log(256), "shape": x.shape}
         )
-        monkeypatch.setattr(training.runs.run, "load_run", lambda path: run)
+        monkeypatch.setattr(training.runs.run, "load_run", lambda path, **options: run)
         return text
 
     def test_own_test_records_are_those_of_the_configuration(self, path: Path) -> None:
         figures = evaluate_run(path)
-        assert (figures["data"], figures["records"], figures["shape"]) == (f"text:{path}", 258, (258, 5))
+        assert (figures["data"], figures["records"], figures["shape"]) == (path.name, 258, (258, 5))
         assert figures["bits_per_byte"] == pytest.approx(8.0)
 
     def test_another_text_is_taken_whole(self, path: Path) -> None:

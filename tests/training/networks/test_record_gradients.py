@@ -498,6 +498,22 @@ def test_recomputed_activations_are_refused() -> None:
         record(tape, recomputed, x)
 
 
+@pytest.mark.parametrize("name", ["tied decoder", "bare parameters", "gru"])
+def test_mixed_precision_keeps_the_clip(name: str) -> None:
+    model, batch = make(name)
+    x = batch(RECORDS)
+    with torch.autocast("cpu", torch.bfloat16):
+        tape = RecordTape(model, batch(3))
+        record(tape, model, x, lambda y: loss(y.float())).clip(1e6)
+        found = gradients(model)
+        record(tape, model, x[:1], lambda y: loss(y.float())).clip(1e-3)
+        assert norm(gradients(model)) == pytest.approx(1e-3, rel=1e-3)
+        assert norm(gradients(model)) <= 1e-3 * (1 + ROUNDING)
+        model.zero_grad()
+        loss(model(x).float()).backward()
+    assert distance(found, {key: value.double() for key, value in gradients(model).items()}) < 0.02
+
+
 def test_functional_calls_and_buffers_stay_as_they_are() -> None:
     """The probe changes neither buffers nor generators, and a tape does not change the output."""
     model, batch = make("residual network")

@@ -143,7 +143,7 @@ class RecordTape:
 
         float64; NaN or infinite if the gradient is not finite.
         """
-        with full_precision(), torch.no_grad():
+        with self._arithmetic():
             return torch.stack([self._layer_norms(n).square() for n in range(self.depth)])
 
     def set_gradients(self, factors: Tensor, squared_norms: Tensor, divisor: float = 1.0) -> None:
@@ -156,7 +156,7 @@ class RecordTape:
         """
         norms = squared_norms.sqrt()
         finite = torch.isfinite(norms).all(dim=0)
-        with full_precision(), torch.no_grad():
+        with self._arithmetic():
             for number, parameters in enumerate(self.layers):
                 clip = Clip(factors=factors[number], norms=norms[number])
                 for parameter, total in zip(parameters, self._total(number, clip, finite), strict=True):
@@ -184,7 +184,7 @@ class RecordTape:
         It forms what `squared_norms` and `clip` need not, so it is for small models, diagnoses and tests.
         """
         found = {}
-        with full_precision(), torch.no_grad():
+        with self._arithmetic():
             for number, (names, parameters) in enumerate(zip(self.names, self.layers, strict=True)):
                 sizes = [parameter.numel() for parameter in parameters]
                 parts = list(self._rows(number)) if self._uses[number] and self._recorded() else []
@@ -263,6 +263,13 @@ class RecordTape:
             if len(parts) == 1 and rows.numel() <= _CACHE_LIMIT:
                 self._cache[number] = rows
             yield rows
+
+    @contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        """Compute in float32, even within torch.autocast, and without a graph."""
+        place = self.layers[0][0].device.type
+        with full_precision(), torch.no_grad(), torch.autocast(place, enabled=False):
+            yield
 
     def _recorded(self) -> int:
         if self._records is None:

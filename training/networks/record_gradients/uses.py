@@ -43,6 +43,7 @@ class Call:
 
     Attributes:
         deltas: The gradient at each output; None until one arrives.
+        autocast: Whether torch.autocast was on, and its type.
         layouts: Where the records stand in the other tensors among the arguments, then in the outputs.
     """
 
@@ -62,6 +63,8 @@ class Call:
         if in_place:
             kept[0] = kept[0].clone()
         self.leaves, self.in_place = kept, in_place
+        place = self.wrt[0].device.type
+        self.autocast = torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in kept]
         self.deltas: list[Tensor | None] = []
         self.layouts: list[Layout | None] = []
@@ -416,7 +419,9 @@ class FunctionUse(Use):
         for place, tensor in zip((*self.call.places, *self._varying), (*wrt, *values), strict=True):
             leaves[place] = tensor.clone() if self.call.in_place and not place else tensor
         args, kwargs = tree_unflatten(leaves, self.call.spec)
-        outputs = real_tensors(self.call.func(*args, **kwargs))
+        enabled, dtype = self.call.autocast
+        with torch.autocast(self.wrt[0].device.type, dtype, enabled, cache_enabled=False):
+            outputs = real_tensors(self.call.func(*args, **kwargs))
         return tuple(outputs[n] for n in self._used)
 
     def _of_record(self, deltas: list[Tensor], values: list[Tensor]) -> tuple[Tensor, ...]:

@@ -428,6 +428,20 @@ def test_code_needs_trust_though_the_folder_does_not_list_it(config: dict, netwo
     require_trusted({"config": {"loss": "cross-entropy"}, "network": {}}, trust_code=False)
 
 
+def test_a_run_that_fails_to_begin_leaves_no_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = module()
+
+    def fails(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("training.engine.session._begin", fails)
+    with pytest.raises(OSError, match="disk full"):
+        training.train(
+            CONFIG | {"trainer": {"kind": "dfa"}}, data=images(), model=net, folder=tmp_path / "run"
+        )
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
+
+
 def test_a_module_without_a_name_in_it_is_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,8 +81,9 @@ class FeedbackAlignment(nn.Module):
             shell patterns of names such as "layers.*", which means layers.0 and not layers.0.norm, or classes of
             submodules.
         device: An open device of the model's `shape`, or a larger one. None computes B e digitally.
-        error_at: Name of the submodule whose output is z; None takes the model's output, which is then one tensor. For
-            a language model name the module before the vocabulary layer.
+        error_at: Name of the submodule whose output is z, of a tuple or mapping its first tensor, from which the loss
+            must come; None takes the model's output, which is then one tensor. For a language model name the module
+            before the vocabulary layer.
         rows: Which rows of the error are projected. "each": every position's; "sum": their sum over a record's
             positions, which all positions receive; k: those of k positions drawn in each step, times positions / k.
         spread: How one row reaches the positions of a record. "broadcast": the same C numbers at every position;

@@ -275,8 +275,11 @@ def _check_keys(folder: RunFolder, config: RunConfig) -> None:
 def _check_same(folder: RunFolder, facts: dict[str, Any]) -> None:
     """Refuse to resume with another network, other data or another device."""
     stored = folder.read_facts()
-    for part in ("network", "data", "device", "code"):
-        if not facts_equal(stored.get(part), facts.get(part)):
+    moved = [[{**code, "file": ""} for code in each.get("code", [])] for each in (stored, facts)]
+    same = {"code": facts_equal(*moved)}
+    same |= {part: facts_equal(stored[part], facts[part]) for part in ("network", "data", "device")}
+    for part, equal in same.items():
+        if not equal:
             raise RunFolderError(
                 f"run folder {folder.path} was started with another {part}; resume it with the same one, "
                 "or start a new folder"

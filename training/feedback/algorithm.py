@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -128,7 +129,7 @@ class FeedbackAlgorithm(
                 optimizer,
                 Objective.named(config.loss, self.plan.dataset.target),
                 kind=options.kind,
-                feedback=feedback_points(network, options, device),
+                feedback=feedback_points(network, options, device, draw_seed=config.seed_for("codes")),
                 seed=config.seed_for("module"),
                 labels=labels,
             )
@@ -222,7 +223,11 @@ def require_applicable(config: RunConfig, needs: Collection[Applied]) -> None:
 
 
 def feedback_points(
-    network: AnyModule, options: FeedbackConfig, device: NoisyDevice | None = None
+    network: AnyModule,
+    options: FeedbackConfig,
+    device: NoisyDevice | None = None,
+    *,
+    draw_seed: int | None = None,
 ) -> FeedbackAlignment | None:
     """Return the feedback points of a module, or None for backpropagation.
 
@@ -230,6 +235,7 @@ def feedback_points(
         network: The module; hooks are put on it, which `FeedbackAlignment.remove` takes off.
         options: The section `trainer`.
         device: The open device of pdfa.
+        draw_seed: Seed of what the encoding draws; None draws one from the system.
 
     Raises:
         ValueError: There are no such submodules.
@@ -251,6 +257,7 @@ def feedback_points(
         planes=options.planes if isinstance(options, PdfaConfig) else 4,
         normalised=options.normalised,
         gain=options.gain if isinstance(options, DfaConfig | TdfaConfig | PdfaConfig) else 1.0,
+        draw_seed=secrets.randbits(64) if draw_seed is None else draw_seed,
         **digital,
     )
 

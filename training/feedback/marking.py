@@ -157,24 +157,32 @@ def _activations(model: nn.Module) -> list[str]:
     ]
 
 
-def warn_if_unnormalised(name: str, output: Tensor) -> None:
-    """Warn if a point's output is a residual sum that no normalisation follows.
+def warn_of_unnormalised(calls: Sequence[tuple[str, Tensor]]) -> None:
+    """Warn of points whose outputs are residual sums that no normalisation follows.
 
-    The projected error does not shrink as the stream grows, so such a stream grows without bound and the model falls to
-    chance. The autograd graph of the output says how it was computed.
+    The projected error does not shrink as the stream grows, so such a stream may grow without bound.
+
+    Args:
+        calls: Name and output of each point; the autograd graph of an output says how it was computed.
     """
+    found = dict.fromkeys(repr(name) for name, output in calls if _is_unnormalised(output))
+    if found:
+        warnings.warn(
+            f"no norm follows the residual sum at feedback points {', '.join(found)}; projected errors may let it grow "
+            "until the model falls to chance. Put a norm behind the sum (a post-norm block) or at the end of the "
+            "branch, give normalised=True, or start the layer before the error from the feedback (start_from_feedback)",
+            stacklevel=2,
+        )
+
+
+def _is_unnormalised(output: Tensor) -> bool:
+    """Whether an output is a sum of summands that may both grow."""
     node: Any = output.grad_fn
     for _ in range(_MOST_STEPS):
         if not _keeps_scale(node):
             break
         node = node.next_functions[0][0]
-    if _operation(node) == "Add" and all(_may_grow(before) for before, _ in node.next_functions):
-        warnings.warn(
-            f"feedback point {name!r} returns a residual sum that is not normalised; projected errors may let it grow "
-            "until the model falls to chance. Put a norm behind the sum (a post-norm block) or at the end of the "
-            "branch, give normalised=True, or start the layer before the error from the feedback (start_from_feedback)",
-            stacklevel=2,
-        )
+    return _operation(node) == "Add" and all(_may_grow(before) for before, _ in node.next_functions)
 
 
 def _may_grow(node: Any) -> bool:

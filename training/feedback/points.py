@@ -28,7 +28,7 @@ from opusim.medium.transmission import Medium
 from opusim.randomness import derive_seed
 from training.feedback.diagnosis import Diagnosis, PointDiagnosis, cosine, signal_to_noise
 from training.feedback.layout import Extent, Rows, Slice, View, arrange, chosen_rows, spread
-from training.feedback.marking import find_points, mapped, require_submodule, tensors_of, warn_if_unnormalised
+from training.feedback.marking import find_points, mapped, require_submodule, tensors_of, warn_of_unnormalised
 from training.feedback.projection import (
     DeviceProjection,
     DigitalProjection,
@@ -100,8 +100,8 @@ class FeedbackAlignment(nn.Module):
             gradient at a pre-norm residual stream does. It bounds the stream of models that do not normalise it.
         gain: Factor on the feedback, at least 0. At 0 only what follows the last point learns, the control that
             feedback has to beat.
-        seed: Seed of the digital matrix, of drawn positions and of stochastic codes, in [0, 2^64). The default is the
-            packaged devices' medium.
+        seed: Seed of the digital matrix, in [0, 2^64). The default is the packaged devices' medium.
+        draw_seed: Seed of drawn positions and stochastic codes, in [0, 2^64); None takes `seed`.
         batch_dim: Dimension of records in outputs of three dimensions and more, else 0; 1 for modules that put time
             first.
         channel_dim: Dimension of channels; None takes 1 in outputs of four or five dimensions, else the last.
@@ -134,6 +134,7 @@ class FeedbackAlignment(nn.Module):
         normalised: bool = False,
         gain: float = 1.0,
         seed: int = 20210603,
+        draw_seed: int | None = None,
         batch_dim: int = 0,
         channel_dim: int | None = None,
     ) -> None:
@@ -142,7 +143,10 @@ class FeedbackAlignment(nn.Module):
         checks.choice(("broadcast", "full"), spread=spread)
         checks.choice(("own", "shared"), slices=slices)
         checks.non_negative(gain=gain)
-        checks.integer(seed=seed, minimum=0, maximum=2**64 - 1)
+        draw_seed = seed if draw_seed is None else draw_seed
+        checks.integer(seed=seed, draw_seed=draw_seed, minimum=0, maximum=2**64 - 1)
+        if device is not None:
+            _require_device(device)
         make_encoding(encoding or "real", threshold=threshold, planes=planes)
         _refuse_second(model)
         self.model = model
@@ -156,7 +160,8 @@ class FeedbackAlignment(nn.Module):
             )
         self._rows, self._full, self._shared = rows, spread == "full", slices == "shared"
         self._encoding, self._threshold, self._planes = encoding, threshold, planes
-        self._normalised, self._gain, self._seed = normalised, gain, seed
+        self._normalised, self._gain = normalised, gain
+        self._seed, self._draw_seed = seed, draw_seed
         self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
         self._device = device
         self.column_sum: Tensor | None = None
@@ -229,6 +234,8 @@ class FeedbackAlignment(nn.Module):
 
     @device.setter
     def device(self, device: NoisyDevice | None) -> None:
+        if device is not None:
+            _require_device(device)
         self._device, self._projection, self.column_sum = device, None, None
 
     @property
@@ -303,8 +310,12 @@ class FeedbackAlignment(nn.Module):
             loss: Runs the model on the batch and returns the loss; called twice, with the same random numbers.
 
         Raises:
-            ValueError: The loss does not come from a forward pass of this model.
+            ValueError: The loss does not come from a forward pass of this model, or gain = 0 sends no feedback.
         """
+        if not self._gain:
+            raise ValueError(
+                "gain = 0 sends no feedback that could be compared; diagnose with a gain above 0"
+            )
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         step, self._observed = self._step, []
@@ -375,8 +386,6 @@ class FeedbackAlignment(nn.Module):
             return None
         if not tensors[0].requires_grad and any(p.requires_grad for p in module.parameters()):
             raise ValueError(_no_gradient(name))
-        if not self._warned and not self._normalised:
-            warn_if_unnormalised(name, tensors[0])
         return mapped(output, Tensor.detach)
 
     def _warn_outside(self, name: str) -> None:
@@ -406,6 +415,11 @@ class FeedbackAlignment(nn.Module):
             raise ValueError(
                 f"error_at = {self.error_at!r} runs twice in one forward pass; name a module that runs once"
             )
+        if len(tensors) > 1 and any(tensor.requires_grad for tensor in tensors[1:]):
+            raise ValueError(
+                f"error_at = {self.error_at!r} returns several tensors that depend on parameters, and only one error "
+                "can be projected; name a module behind it that returns one tensor"
+            )
         self._connected = True
         error, calls = tensors[0], self._calls
         if torch._C._functorch.is_functorch_wrapped_tensor(error):
@@ -416,6 +430,8 @@ class FeedbackAlignment(nn.Module):
         self._lay_out(error, calls)
         if self._state == "measuring":
             return None
+        if not self._warned and not self._normalised and self._gain:
+            warn_of_unnormalised(calls)
         self._warned = True
         connected = _Project.apply(self, error, *(h for _, h in calls))
         return mapped(output, lambda tensor: connected if tensor is error else tensor)
@@ -490,12 +506,14 @@ class FeedbackAlignment(nn.Module):
             points: The points' outputs, or tensors of their shapes and types.
         """
         step, self._step = self._step, self._step + 1
+        if not self._gain:
+            return [torch.zeros(h.shape, dtype=h.dtype, device=gradient.device) for h in points]
         projection, before = self._projector(gradient.device), self.usage
         if self._device is not None:
             self._device.seek(step)
         error = self._view.rows(gradient.detach().float())
         chosen, drawn = chosen_rows(
-            error, self._rows, seed=derive_seed(self._seed, f"positions of step {step}")
+            error, self._rows, seed=derive_seed(self._draw_seed, f"positions of step {step}")
         )
         rows = chosen.flatten(0, 1)
         projection.seek(step)
@@ -537,7 +555,9 @@ class FeedbackAlignment(nn.Module):
         """Return the projection through the device, or the digital one on a torch device."""
         if self._projection is None or (self._device is None and self._place != place):
             name = self._encoding or ("real" if self._device is None else "stochastic")
-            encoding = make_encoding(name, threshold=self._threshold, planes=self._planes, seed=self._seed)
+            encoding = make_encoding(
+                name, threshold=self._threshold, planes=self._planes, seed=self._draw_seed
+            )
             if self._device is None:
                 matrix = Medium(*self._shape, self._seed).dense().to(place)
                 self._place = place
@@ -637,6 +657,11 @@ def _refuse_second(model: nn.Module) -> None:
                 "model has feedback points already; call remove() of its FeedbackAlignment first, which returns the "
                 "plain model"
             )
+
+
+def _require_device(device: object) -> None:
+    remedy = "open one by its name: opusim.open_device('gaussian', n_inputs=..., n_outputs=...)"
+    checks.instance(NoisyDevice, device=device, remedy=remedy)
 
 
 def _check_rows(rows: object) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,26 @@ def load_object(path: str, *, key: str) -> Any:
 
 
 def code_facts(path: str) -> dict[str, str]:
-    """Return the path, the file and the digest of an object that was imported, as JSON values.
+    """Return the path, the file and the digest of an object as JSON values, without importing its module.
 
-    The digest is BLAKE2b over the file that holds the module; files that it imports are not covered.
+    The digest is BLAKE2b over the file that holds the module; files that it imports are not covered. The package of a
+    module is imported if there is one.
     """
-    module = sys.modules[path.partition(":")[0]]
-    file = Path(_file(module))
+    file = Path(_file_of(path.partition(":")[0]))
     digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() if file.is_file() else "none"
     return {"path": path, "file": str(file), "digest": digest}
+
+
+def _file_of(module: str) -> str:
+    """Return the file of a module, imported or not, or "no file" if there is none."""
+    if module in sys.modules:
+        return _file(sys.modules[module])
+    try:
+        with _current_folder():
+            found = find_spec(module)
+    except Exception:  # a package of the user may raise anything
+        return "no file"
+    return "no file" if found is None or found.origin is None else found.origin
 
 
 def _file(module: Any) -> str:
@@ -130,13 +143,13 @@ def require_trusted(facts: Mapping[str, Any], *, trust_code: bool) -> None:
 
 
 def warn_if_changed(stored: Sequence[Mapping[str, str]]) -> None:
-    """Warn about user-supplied code, imported by now, whose file differs from the one that a run was trained with."""
+    """Warn, before it is imported, about user-supplied code that differs from what a run was trained with."""
     pairs = [(code, code_facts(code["path"])) for code in stored]
     changed = [
         f"{code['path']} is now {found['file']}, BLAKE2 {found['digest']}, and was {code['file']}, BLAKE2 "
         f"{code['digest']}"
         for code, found in pairs
-        if found != code
+        if found["digest"] != code["digest"]
     ]
     if changed:
         warnings.warn(

@@ -232,12 +232,12 @@ def load_run(path: str | Path, *, model: nn.Module | None = None, trust_code: bo
             if folder.finished
             else f"run folder {path} has no checkpoint yet; resume it with: opusim train resume {path}"
         )
+    warn_if_changed(facts.get("code", []))
     network = config.trainer.implementation().rebuild_network(facts["network"], model)
     checkpoint = read_checkpoint(checkpoints[-1])
     copy_parameters(checkpoint, network.tensors, checkpoints[-1])
     if is_import_path(config.loss):
         load_object(config.loss, key="loss")
-    warn_if_changed(facts.get("code", []))
     network.model.cpu()  # a user-supplied module may be on a GPU
     return Run(folder, network, checkpoint.step)
 

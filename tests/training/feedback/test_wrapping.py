@@ -364,3 +364,37 @@ def test_shape_changes_nothing() -> None:
     assert same(model.state_dict(), before)
     assert [m.training for m in model.model.model] == [True, False, True]
     assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_no_gain_uses_no_device_and_warns_of_nothing() -> None:
+    """The control in which only the top learns shows the device nothing; blocks have gradients of zero."""
+    device = open_device("gaussian", n_inputs=CLASSES, n_outputs=64)
+    model = FeedbackAlignment(Net(), gain=0, device=device)
+    cross_entropy(model(x), y).backward()
+    assert device.usage.frames == 0
+    with_zeros = [not bool(parameter.grad.any()) for parameter in model.parameters()]
+    assert True in with_zeros
+    assert False in with_zeros
+    with pytest.raises(ValueError, match="gain = 0 sends no feedback"):
+        model.diagnose(lambda: cross_entropy(model(x), y))
+
+
+def test_a_device_by_name_is_refused_with_its_remedy() -> None:
+    with pytest.raises(TypeError, match=r"device.*NoisyDevice.*opusim.open_device\('gaussian'"):
+        FeedbackAlignment(Net(), device="gaussian")
+
+
+def test_an_error_in_one_of_several_tensors_is_refused() -> None:
+    """What the loss takes of the other tensors would send nothing to the blocks before."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.top = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.LSTM(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.top(self.block(x))[1][0]
+
+    model = FeedbackAlignment(Two(), ["block"], error_at="top")
+    with pytest.raises(ValueError, match="returns several tensors"):
+        model(torch.randn(3, 6))

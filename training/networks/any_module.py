@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opusim.errors import ConfigError
 from training.config.run import RunConfig
+from training.config.sections import OWN_MODULE
 from training.data import Dataset
 from training.errors import RunFolderError
 from training.networks.base import Network, tensor_facts
@@ -104,6 +106,17 @@ class AnyModule(Network):
         return outputs
 
 
+def with_own_module(config: RunConfig, model: nn.Module | None) -> RunConfig:
+    """Return the configuration for a user-supplied module, with the defaults of modules."""
+    if model is None or not config.trainer.any_module or config.model.name == OWN_MODULE:
+        return config
+    try:
+        FullyConnected(model)
+    except (TypeError, ValueError):
+        return config.replaced(model={"name": OWN_MODULE})
+    return config
+
+
 def from_recipe(recipe: dict[str, Any], *, seed: int | None) -> nn.Module:
     """Return a new module as a recipe says; one with an import path executes user code."""
     if "layers" in recipe:
@@ -132,6 +145,12 @@ def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | Non
         ConfigError: An import path names nothing.
     """
     recipe: dict[str, Any] = {}
+    if model is None and config.model.name == OWN_MODULE:
+        raise ConfigError(
+            "configuration",
+            "model.name",
+            "stands for a user-supplied module, which no file holds; give it again: opusim.train(..., model=module)",
+        )
     if model is None and config.model.name == "mlp":
         model = build_mlp(config, dataset)
         recipe = {"name": "mlp", **FullyConnected(model).facts}

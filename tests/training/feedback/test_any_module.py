@@ -251,7 +251,11 @@ def test_labels_that_were_replaced_train_any_module(tmp_path: Path) -> None:
             ConfigError,
             "trainer.order: 'published' does nothing",
         ),
-        ({"trainer": {"threshold": 0.3}}, ConfigError, "take trainer.relative_threshold"),
+        (
+            {"trainer": {"threshold": 0.3, "encoding": "ternary"}},
+            ConfigError,
+            "other models take trainer.relative_threshold",
+        ),
         ({"trainer": {"kind": "dfa", "sigma": 0.3, "order": "published"}}, ConfigError, "trainer.order"),
         ({"model": {"initial_output": "feedback"}}, ValueError, "Sequential names none; use 'random'"),
         ({"trainer": {"points": ["9"]}}, ValueError, "no submodule is '9'"),
@@ -407,3 +411,16 @@ def test_code_of_the_user_executes_when_trusted_only(
 def test_a_known_data_set_keeps_the_shape_of_its_images() -> None:
     data = from_arrays(*images(), validation_fraction=0.0, split_seed=0)
     assert data.record_shape == (1, 4, 4)
+
+
+def test_a_module_of_the_user_has_the_defaults_of_modules(tmp_path: Path) -> None:
+    """As a named one has; keys that are given stay, and a fully connected network keeps its own defaults."""
+    x, y = images(80)
+    run = training.train(
+        {"epochs": 1, "trainer": {"kind": "pdfa"}}, data=(x, y), model=module(), folder=tmp_path / "own"
+    )
+    found = run.config
+    assert (found.model.name, found.optimizer.name, found.optimizer.lr) == ("module", "adam", 0.002)
+    assert found.trainer_as(PdfaConfig).encoding == "stochastic"
+    with pytest.raises(ConfigError, match="give it again"):
+        training.train({"model": {"name": "module"}}, data=(x, y), folder=tmp_path / "none")

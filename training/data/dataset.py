@@ -19,8 +19,6 @@ from opusim.errors import OpusimError
 
 Target = Literal["class", "tokens", "real", "labels"]
 """What a model predicts of a record: one class, a token at each position, real numbers, or a set of labels."""
-
-
 PADDING = -100
 """A token of y that is not predicted, at the end of a record that is shorter than others."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -196,17 +197,8 @@ def table_of(
     Raises:
         ValueError: A column is missing or superfluous, lacks values, or holds something other than numbers.
     """
-    found = [str(column) for column in frame.columns]
-    renamed: Any = frame
-    if found != list(frame.columns):
-        renamed = renamed.set_axis(found, axis=1)
-    twice = (
-        sorted({column for column in found if found.count(column) > 1})
-        if len(set(found)) < len(found)
-        else []
-    )
-    if twice:
-        raise ValueError(f"{what} has several columns of the name {twice[0]!r}; rename or drop them")
+    renamed = _named(frame, what)
+    found = list(renamed.columns)
     if not label:
         raise ValueError(
             f"data.label is missing: name the column of {what} to predict, one of {_listed(found)}"
@@ -237,12 +229,26 @@ def feature_array(frame: Any, columns: Sequence[str], what: str) -> np.ndarray:
     Raises:
         ValueError: A column is missing, lacks values, or holds something other than numbers.
     """
+    frame = _named(frame, what)
     missing = [column for column in columns if column not in frame.columns]
     if missing:
         raise ValueError(f"{what} has no column {missing[0]!r}, which the training records have; add it")
     for column in columns:
         _require_numbers(frame[column], column, what)
     return np.asarray(frame[list(columns)].to_numpy(dtype="float64"))
+
+
+def _named(frame: Any, what: str) -> Any:
+    """Return a table whose columns have names, each once; columns that are numbered get their numbers as names.
+
+    Raises:
+        ValueError: Two columns have one name.
+    """
+    names = [str(column) for column in frame.columns]
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ValueError(f"{what} has several columns of the name {twice[0]!r}; rename or drop them")
+    return frame if names == list(frame.columns) else frame.set_axis(names, axis=1)
 
 
 def _label_array(frame: Any, label: list[str], what: str, *, as_text: bool) -> np.ndarray:

@@ -9,6 +9,7 @@ release run sends epochs and steps only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ from training.engine.loop import Watcher
 
 
 class Callback:
-    """Hears of the progress of a run; override what you need. It is a `Watcher` that also hears of the end."""
+    """Receives the progress of a run, as a `Watcher` does, and its end; override the methods that you need."""
 
     def on_start(self, *, step: int, total_steps: int) -> None:
         """Training starts, or resumes, at a step."""
@@ -38,12 +39,13 @@ class Callback:
 
 
 class Watchers(Callback):
-    """Passes all news on, in order.
-
-    It is a context manager whose exit says that training ended.
+    """Calls several watchers in order; a context manager whose exit calls `on_end`.
 
     Args:
-        watchers: Watchers, and callbacks, which hear of the end too.
+        watchers: Watchers, and callbacks, whose `on_end` is called too.
+
+    Attributes:
+        summary: What `on_end` receives.
     """
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
@@ -74,10 +76,11 @@ class Watchers(Callback):
             watcher.on_epoch(record)
 
     def on_end(self, summary: Mapping[str, Any] | None) -> None:
-        """See Callback.on_end."""
-        for watcher in self._watchers:
-            if isinstance(watcher, Callback):
-                watcher.on_end(summary)
+        """See Callback.on_end; if one raises, the others are still called."""
+        with ExitStack() as ends:
+            for watcher in reversed(self._watchers):  # the stack calls the last one first
+                if isinstance(watcher, Callback):
+                    ends.callback(watcher.on_end, summary)
 
 
 class TensorBoardLogger(Callback):

@@ -155,24 +155,21 @@ def _train_in(
         plan.network.model.to(plan.config.torch_device)
         algorithm, protection = plan.algorithm, plan.protection
         trainer = algorithm.protected_trainer(device, folder)
-        facts, resumed_from = _facts(plan), None
-        engine = Engine(plan, trainer, folder, watcher)
-        if resume:
-            _check_same(folder, facts)
-            resumed_from = engine.resume(moved=moved)
-            if device is not None and folder.baseline_file.exists():
-                device.compare_with(Baseline.from_array(read_array(folder.baseline_file)))
-        else:
-            algorithm.initialise(trainer)
-            _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
-        with (
-            closing(trainer),
-            deferred_interrupt() as interrupted,
-            _ledger(plan.config, folder, resumed_from) as ledger,
-        ):
-            protection.pay_upfront(ledger, device, folder)
-            algorithm.prepare(trainer, folder)
-            engine.run(ledger, plan.mechanisms, interrupted)
+        with closing(trainer):  # from here on, so that hooks come off a user-supplied module whatever fails
+            facts, resumed_from = _facts(plan), None
+            engine = Engine(plan, trainer, folder, watcher)
+            if resume:
+                _check_same(folder, facts)
+                resumed_from = engine.resume(moved=moved)
+                if device is not None and folder.baseline_file.exists():
+                    device.compare_with(Baseline.from_array(read_array(folder.baseline_file)))
+            else:
+                algorithm.initialise(trainer)
+                _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
+            with deferred_interrupt() as interrupted, _ledger(plan.config, folder, resumed_from) as ledger:
+                protection.pay_upfront(ledger, device, folder)
+                algorithm.prepare(trainer, folder)
+                engine.run(ledger, plan.mechanisms, interrupted)
 
 
 def _begin(

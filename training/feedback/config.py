@@ -161,7 +161,7 @@ class PointsConfig(FeedbackConfig):
     """Where a projected error enters a module (`opusim.FeedbackAlignment`)."""
 
     points: Names = ("blocks",)
-    """Feedback points: names of submodules, names of their classes, or blocks, which are those that the model declares.
+    """Feedback points: names or shell patterns of names of submodules, or blocks, those that the model declares.
     Each one's output receives a slice of the projected error. A fully connected network has its hidden layers."""
     error_at: str | None = None
     """Submodule whose output carries the error that is projected; None takes the one that the model declares, else its

@@ -107,6 +107,7 @@ def arrange(
     rows: Rows,
     full: bool,
     shared: bool,
+    records_first: bool = True,
 ) -> list[Slice]:
     """Return the slices of B of all calls of points.
 
@@ -116,9 +117,10 @@ def arrange(
         rows: Which rows are projected.
         full: Whether a record's one row gives every position its own outputs.
         shared: Whether all points use the same outputs.
+        records_first: Whether records are the first dimension, so that rows flattened by the model have a known order.
 
     Raises:
-        ValueError: A point has neither the error's rows nor its records.
+        ValueError: A point has neither the error's rows nor its records, or its rows have another order.
     """
     slices: list[Slice] = []
     for name, point in points:
@@ -127,6 +129,11 @@ def arrange(
             raise ValueError(
                 f"point {name!r} has {point.records} records of {point.positions} positions and the error "
                 f"{error.records} of {error.positions}; give batch_dim or channel_dim, or another point"
+            )
+        if own_rows and not records_first and error[:2] != point[:2]:
+            raise ValueError(
+                f"point {name!r} or the error holds records and positions in one dimension, and batch_dim says that "
+                "records are not the first; name a point and an error_at that keep both dimensions"
             )
         positions = point.positions if full and not own_rows else 1
         offset = 0 if shared or not slices else slices[-1].end

@@ -35,7 +35,7 @@ class ModuleTrainer(Trainer):
         objective: The loss and the kind of target.
         kind: Name of the trainer.
         feedback: The feedback points; None backpropagates.
-        seed: Of what the module draws; None draws anew from the system in each step.
+        seed: Of what the module draws, such as dropout; None takes a seed of the operating system in each step.
         labels: What training knows of the labels in their place; None if it sees the labels themselves.
     """
 

@@ -9,6 +9,7 @@ architectures", 2020). Optimizers, hooks, mixed precision, gradient accumulation
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -80,8 +81,9 @@ class FeedbackAlignment(nn.Module):
             shell patterns of names such as "layers.*", which means layers.0 and not layers.0.norm, or classes of
             submodules.
         device: An open device of the model's `shape`, or a larger one. None computes B e digitally.
-        error_at: Name of the submodule whose output is z; None takes the model's output, which is then one tensor. For
-            a language model name the module before the vocabulary layer.
+        error_at: Name of the submodule whose output is z, of a tuple or mapping its first tensor, from which the loss
+            must come; None takes the model's output, which is then one tensor. For a language model name the module
+            before the vocabulary layer.
         rows: Which rows of the error are projected. "each": every position's; "sum": their sum over a record's
             positions, which all positions receive; k: those of k positions drawn in each step, times positions / k.
         spread: How one row reaches the positions of a record. "broadcast": the same C numbers at every position;
@@ -166,7 +168,7 @@ class FeedbackAlignment(nn.Module):
         self._kept: list[tuple[str, Tensor]] = []
         self._connected, self._learning = False, False
         self._state: Literal["learning", "measuring", "backpropagating"] = "learning"
-        self._warned = False
+        self._warned = self._outside = False
         self._observed: list[_Reading] | None = None
         self._step = 0
         self._handles = self._install()
@@ -354,8 +356,12 @@ class FeedbackAlignment(nn.Module):
                 raise ValueError(_no_gradient(name))
             return None
         if self._calls is None:  # outside a forward pass, or in the recomputation of a checkpointed part
-            recomputed = self._state == "learning" and _in_backward()
-            return mapped(output, Tensor.detach) if recomputed else None
+            if self._state != "learning":
+                return None
+            if _in_backward():
+                return mapped(output, Tensor.detach)
+            self._warn_outside(name)
+            return None
         if self._connected and self._state != "backpropagating":
             raise ValueError(
                 f"point {name!r} runs after the error is taken at {self.error_at!r}; leave it out of points, or take "
@@ -372,6 +378,17 @@ class FeedbackAlignment(nn.Module):
         if not self._warned and not self._normalised:
             warn_if_unnormalised(name, tensors[0])
         return mapped(output, Tensor.detach)
+
+    def _warn_outside(self, name: str) -> None:
+        """Warn once about a block that learns by backpropagation, because only its submodule was called."""
+        if not self._outside:
+            self._outside = True
+            warnings.warn(
+                f"feedback point {name!r} runs outside a forward pass of the whole model, so that its block learns by "
+                "backpropagation there; call the model itself, wrap the module whose forward runs, or use "
+                "torch.no_grad()",
+                stacklevel=2,
+            )
 
     @torch._disable_dynamo
     def _connect(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -441,6 +458,7 @@ class FeedbackAlignment(nn.Module):
             rows=self._rows,
             full=self._full,
             shared=self._shared,
+            records_first=self._view.batch_dim == 0,
         )
         if not self._slices:
             self._n_inputs, self._slices = extent.channels, slices

@@ -15,11 +15,9 @@ from torch.nn import functional
 
 from opusim.errors import ConfigError
 from training.config.sections import LOSS_NAMES
-from training.data.dataset import Target
+from training.data.dataset import PADDING, Target
 from training.networks.user_code import load_object
 
-PADDING = -100
-"""A target at a position that has none."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Losses of the records, shape (batch,), from outputs and targets."""
 

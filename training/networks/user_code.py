@@ -2,7 +2,8 @@
 
 Importing a module executes it. The folder of a run that names a model or a loss by import path holds the path, the file
 and the file's digest, so that a reader of the folder can look at the file first. The digest covers that one file, not
-what it imports.
+what it imports. What a folder executes follows from its configuration and its network (`named_code`), never from that
+list, which an untrusted folder may lack.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ def load_object(path: str, *, key: str) -> Any:
         key: Key of the configuration, for messages.
 
     Raises:
-        ConfigError: There is no such module or name, or importing it fails.
+        ConfigError: It is no import path, there is no such module or name, or importing it fails.
     """
+    if not is_import_path(path):
+        reason = f"{path!r} is no import path; write package.module:name"
+        raise ConfigError("configuration", key, reason)
     module, _, name = path.partition(":")
     try:
         with _current_folder():
@@ -88,9 +92,24 @@ def code_of(config: RunConfig, network_facts: Mapping[str, Any]) -> list[dict[st
     return [code_facts(name) for name in (*names, config.loss) if is_import_path(name)]
 
 
+def named_code(facts: Mapping[str, Any]) -> list[str]:
+    """Return the import paths that reading or resuming a run executes, from the whole of its `config.json`.
+
+    They are those of model.name, of loss, and of the recipe by which the network is built again.
+    """
+    config, recipe = facts["config"], facts["network"].get("recipe", {})
+    names = (config.get("model", {}).get("name"), recipe.get("name"), config.get("loss"))
+    return [name for name in dict.fromkeys(names) if isinstance(name, str) and is_import_path(name)]
+
+
 def described_code(facts: Mapping[str, Any]) -> list[str]:
     """Return a line for each piece of user-supplied code that a run's `config.json` names."""
-    return [f"{code['path']} from {code['file']}, BLAKE2 {code['digest']}" for code in facts.get("code", [])]
+    listed = facts.get("code", [])
+    unlisted = [name for name in named_code(facts) if name not in {code["path"] for code in listed}]
+    return [
+        *(f"{code['path']} from {code['file']}, BLAKE2 {code['digest']}" for code in listed),
+        *(f"{name}, for which the folder lists no file" for name in unlisted),
+    ]
 
 
 def require_trusted(facts: Mapping[str, Any], *, trust_code: bool) -> None:

@@ -333,6 +333,7 @@ def _other_records(run: Run, name: str) -> tuple[Dataset, Literal["train", "test
             f"data set {name} has {dataset.n_features} features, the run's network takes "
             f"{run.n_features}; evaluate it on data with as many features"
         )
+    _require_same_tokenizer(run, dataset)
     if part == "train":
         return dataset, "train"
     if dataset.test is None:
@@ -343,6 +344,20 @@ def _other_records(run: Run, name: str) -> tuple[Dataset, Literal["train", "test
             else f"data set {name} has no test records; give some with --arrays FILE.npz"
         )
     return dataset, "test"
+
+
+def _require_same_tokenizer(run: Run, dataset: Dataset) -> None:
+    """Refuse a text whose tokens have other numbers than those that the run was trained on.
+
+    Raises:
+        DataError: The tokenizer's file was changed. A run that does not say where its records come from is not checked.
+    """
+    origin, path = run.facts["data"].get("origin"), run.config.data.tokenizer
+    if origin and dataset.origin and origin.get("tokenizer") != dataset.origin.get("tokenizer"):
+        raise DataError(
+            f"data.tokenizer = {str(path)!r} is not the file that run {run.folder.path} was trained with, so that "
+            "tokens have other numbers; restore it"
+        )
 
 
 def read_npz(

@@ -25,6 +25,7 @@ from training.data import Dataset
 from training.data.catalogue import build_dataset
 from training.engine.session import train_on
 from training.errors import FolderBusy, RunInterrupted, SweepStopped
+from training.networks.user_code import require_trusted
 from training.runs.folder import RunFolder
 from training.runs.run import Run, load_run
 from training.runs.storage import only_writer, require_kind
@@ -121,16 +122,18 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path) -> Row:
 
 
 def _finished(config: RunConfig, folder: RunFolder) -> Run:
+    names_code = is_import_path(config.model.name) or is_import_path(config.loss)  # the sweep itself names it
     while not folder.finished:
         try:
             dataset = _dataset(config.data, config.split)
             resume = folder.started
+            if resume:
+                require_trusted(folder.read_facts(), trust_code=names_code)
             return train_on(folder.read_config() if resume else config, dataset, folder, resume=resume)
         except FolderBusy:
             time.sleep(_POLL_S)
         except BudgetExceeded:
             break  # the folder is finished, and its summary holds the reason
-    names_code = is_import_path(config.model.name) or is_import_path(config.loss)  # the sweep itself names it
     return load_run(folder.path, trust_code=names_code)
 
 

@@ -199,6 +199,11 @@ class TestRuns:
         assert np.array_equal(resumed.predict(FRAME), whole.predict(FRAME))
         assert resumed.summary == whole.summary
 
+    def test_numbered_columns_are_those_of_the_training_records(self, tmp_path: Path) -> None:
+        frame = pandas.DataFrame(RNG.normal(size=(40, 3))).assign(species=SPECIES)
+        run = opusim.train(CONFIG, data=frame, label="species", folder=tmp_path / "run")
+        assert len(run.predict(frame.drop(columns="species"))) == 40
+
     def test_a_run_of_a_frame_is_measured_on_frames(self, tmp_path: Path) -> None:
         run = opusim.train(CONFIG, data=FRAME, test=FRAME, label="species", folder=tmp_path / "run")
         facts = json.loads((tmp_path / "run/config.json").read_text())

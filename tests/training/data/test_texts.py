@@ -147,9 +147,14 @@ class TestEvaluation:
         """A run on the text, whose model guesses all bytes with the same probability."""
         config = load_config({"data": {"name": f"text:{text}", "context": 5, "test": str(text)}})
         run = SimpleNamespace(
-            config=config, n_features=5, evaluate=lambda x, y: {"loss": math.log(256), "shape": x.shape}
+            config=config,
+            folder=SimpleNamespace(path="run"),
+            facts={"data": {"origin": {"tokenizer": None}}},
+            n_features=5,
+            evaluate=lambda x, y: {"loss": math.log(256), "shape": x.shape},
         )
         monkeypatch.setattr(training.runs.run, "load_run", lambda path, **options: run)
+        self.run = run
         return text
 
     def test_own_test_records_are_those_of_the_configuration(self, path: Path) -> None:
@@ -161,6 +166,13 @@ class TestEvaluation:
         other = path.with_name("other.txt")
         other.write_text(TEXT[:700], encoding="utf-8")
         assert evaluate_run(path, data=f"text:{other}")["records"] == len(TEXT[:700].encode()) // 6
+
+    def test_a_tokenizer_that_was_changed_is_refused(self, path: Path) -> None:
+        self.run.facts["data"]["origin"]["tokenizer"] = "a digest"
+        with pytest.raises(
+            DataError, match=r"data.tokenizer = .* is not the file that run run was trained with"
+        ):
+            evaluate_run(path)
 
     def test_data_of_another_size_are_refused(self, path: Path) -> None:
         with pytest.raises(DataError, match="data set digits has 64 features, the run's network takes 5"):

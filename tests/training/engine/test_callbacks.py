@@ -47,6 +47,19 @@ def test_callbacks_hear_of_epochs_and_of_the_end(tmp_path: Path, stop_at: Any) -
     assert heard.ends[1:] == [None]
 
 
+def test_every_callback_is_told_the_end(tmp_path: Path) -> None:
+    """A logger whose server is gone must not leave the files of the others open."""
+
+    class Failing(Callback):
+        def on_end(self, summary: Any) -> None:
+            raise OSError("no server")
+
+    heard = Heard()
+    with pytest.raises(OSError, match="no server"):
+        training.train(CONFIG, data=data(), folder=tmp_path, callbacks=[Failing(), heard])
+    assert len(heard.ends) == 1
+
+
 def test_a_release_run_sends_no_figure_of_its_data(tmp_path: Path) -> None:
     heard = Heard()
     protection = {"kind": "record", "noise_multiplier": 1.0}

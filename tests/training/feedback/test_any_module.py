@@ -24,11 +24,12 @@ from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaCo
 from training.feedback.module_trainer import ModuleTrainer
 from training.feedback.points import FeedbackAlignment
 from training.feedback.trainer import FeedbackTrainer
-from training.networks.any_module import AnyModule
+from training.networks.any_module import AnyModule, from_recipe
 from training.networks.models import MODELS
 from training.networks.network import FullyConnected
 from training.networks.objectives import Objective, measure
 from training.networks.optimizers import make_optimizer
+from training.networks.user_code import require_trusted
 
 CONFIG: dict[str, Any] = {
     "threads": 1,
@@ -406,6 +407,48 @@ def test_code_of_the_user_executes_when_trusted_only(
     for wrong, message in ((f"{name}:buidl", "has no 'buidl'"), ("nosuch.module:f", "cannot be imported")):
         with pytest.raises(ConfigError, match=message):
             training.train({**CONFIG, "model": {"name": wrong}}, data=images(), folder="other")
+
+
+@pytest.mark.parametrize(
+    ("config", "network"),
+    [
+        ({"model": {"name": "a.b:f"}, "loss": "cross-entropy"}, {}),
+        ({"loss": "a.b:f"}, {"layers": []}),
+        ({"model": {"name": "vit-small"}, "loss": "cross-entropy"}, {"recipe": {"name": "a.b:f"}}),
+    ],
+)
+def test_code_needs_trust_though_the_folder_does_not_list_it(config: dict, network: dict) -> None:
+    """An untrusted folder may name code in its configuration or recipe and leave out the list of it."""
+    facts = {"config": config, "network": network}
+    with pytest.raises(
+        RunFolderError, match=r"a\.b:f, for which the folder lists no file\. Look .*--trust-code"
+    ):
+        require_trusted(facts, trust_code=False)
+    require_trusted(facts, trust_code=True)
+    require_trusted({"config": {"loss": "cross-entropy"}, "network": {}}, trust_code=False)
+
+
+def test_a_run_that_fails_to_begin_leaves_no_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = module()
+
+    def fails(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("training.engine.session._begin", fails)
+    with pytest.raises(OSError, match="disk full"):
+        training.train(
+            CONFIG | {"trainer": {"kind": "dfa"}}, data=images(), model=net, folder=tmp_path / "run"
+        )
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
+
+
+def test_a_module_without_a_name_in_it_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "no_path.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="'no_path' is no import path; write package.module:name"):
+        from_recipe({"name": "no_path", "options": {}}, seed=0)
 
 
 def test_a_known_data_set_keeps_the_shape_of_its_images() -> None:

@@ -226,6 +226,13 @@ def test_rows_of_other_order_are_refused() -> None:
         feedback((P, N, C), normal(N, P, CLASSES))
 
 
+def test_flattened_rows_of_time_first_outputs_are_refused() -> None:
+    """The model flattens (time, batch), and rows are laid out as (batch, time)."""
+    for h, e in (((P, N, C), normal(P * N, CLASSES)), ((P * N, C), normal(P, N, CLASSES))):
+        with pytest.raises(ValueError, match="in one dimension, and batch_dim says"):
+            feedback(h, e, batch_dim=1)
+
+
 def test_drawn_positions_stand_for_all() -> None:
     """k of P positions receive P / k of their feedback, the others nothing; all records draw the same."""
     e = normal(N, P, CLASSES)

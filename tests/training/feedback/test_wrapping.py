@@ -157,12 +157,17 @@ def test_evaluation_is_the_plain_model(mode: str) -> None:
 
 
 def test_the_model_itself_learns_through_its_points() -> None:
-    """Frameworks may be given the model; a submodule that is called on its own has no point."""
+    """Frameworks may be given the model; a submodule that is called separately has no point, which is said once."""
     net = Net()
     wanted = gradients(FeedbackAlignment(Net()).model)
     model = FeedbackAlignment(net)
     assert same(gradients(net), wanted)
-    assert net.model[0](x).requires_grad
+    with torch.no_grad():
+        net.model[0](x)
+    with model.backpropagating():
+        net.model[0](x)
+    with pytest.warns(UserWarning, match=r"'model\.0' runs outside a forward pass of the whole model"):
+        assert net.model[0](x).requires_grad
     with pytest.raises(RuntimeError):
         model(x[:, :2])
     assert net.model[0](x).requires_grad  # also after a forward pass that failed

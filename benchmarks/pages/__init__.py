@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks.any_module import language_model
+from benchmarks.any_module import images, language_model
 from benchmarks.attacks import self_test
 from benchmarks.convex import accuracy, curves, device, noise, opacus_baseline, step, tuned
 from benchmarks.devices import faults, learning, monitor
@@ -87,7 +87,7 @@ def speed_section() -> str:
 
 
 SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
-    "any_module": ("Any module", (language_model.page_section,)),
+    "any_module": ("Any module", (language_model.page_section, images.page_section)),
     "pdfa": (
         "Photonic direct feedback alignment",
         (demo.page_section, pdfa_table1.page_section, readings.page_section, private.page_section),
@@ -177,6 +177,7 @@ def overview_table() -> str:
     rows = [
         *(row for part in (demo, pdfa_table1, learning, private) for row in part.headline_rows()),
         *language_model.headline_rows(),
+        *images.headline_rows(),
         *(row for row in speed_rows() if _is_headline(row)),
         *ulr_table1.headline_rows(),
         *(row for row in epoch.speed_rows() if row[0].endswith("ulr, K = 1, 1 thread(s)")),

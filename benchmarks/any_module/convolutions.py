@@ -1,4 +1,4 @@
-"""Convolutional networks for the remedies of `images.py`: a residual, a vectorised one, and heads at every stage."""
+"""Remedies for convolutions that change the network, for `images.py`: heads at every stage, and vector units."""
 
 from __future__ import annotations
 
@@ -11,73 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from training.networks.image_models import ResNet
+
 KERNEL = 3
-
-
-class PoolShortcut(nn.Module):
-    """Shortcut without parameters: a mean over stride x stride positions, and zeros for new channels.
-
-    Option A of He et al. 2016 (section 4.1) with a mean in place of subsampling. The mean over all positions behind the
-    last stage then sees every stage directly, so that one broadcast is nearly the gradient of all of them.
-
-    Args:
-        channels: Channels of the input.
-        width: Channels of the output, at least `channels`.
-        stride: 1 or 2.
-    """
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.new_channels, self.stride = width - channels, stride
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, channels, h, w) to (batch, width, h / stride, w / stride), rounded up."""
-        pooled = functional.avg_pool2d(x, self.stride, ceil_mode=True) if self.stride > 1 else x
-        return functional.pad(pooled, (0, 0, 0, 0, 0, self.new_channels))
-
-
-class Block(nn.Module):
-    """ReLU(shortcut(x) + f(x)) with two normalised convolutions of 3 x 3 (He et al. 2016, Figure 2)."""
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.first = convolution(channels, width, stride)
-        self.second = convolution(width, width, 1)
-        self.shortcut = PoolShortcut(channels, width, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, channels, h, w) to (batch, width, h / stride, w / stride), rounded up."""
-        return torch.relu(self.shortcut(x) + self.second(torch.relu(self.first(x))))
-
-
-def convolution(channels: int, width: int, stride: int) -> nn.Sequential:
-    """Return a convolution of 3 x 3 and its batch norm."""
-    kernel = nn.Conv2d(channels, width, KERNEL, stride=stride, padding=1, bias=False)
-    return nn.Sequential(kernel, nn.BatchNorm2d(width))
-
-
-class ResNet(nn.Module):
-    """Three stages of one block each (He et al. 2016, section 4.2, n = 1), with a stem of stride 2 and pool shortcuts.
-
-    Args:
-        record_shape: (c, h, w).
-        n_outputs: Number of scores.
-        widths: Channels of the stages.
-    """
-
-    def __init__(self, record_shape: Sequence[int], n_outputs: int, widths: Sequence[int]) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(*convolution(record_shape[0], widths[0], 2), nn.ReLU())
-        before = (widths[0], *widths)
-        self.blocks = nn.Sequential(
-            *(Block(before[i], width, 2 if i else 1) for i, width in enumerate(widths))
-        )
-        self.head = nn.Linear(widths[-1], n_outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return scores (batch, n_outputs) of images (batch, c, h, w)."""
-        scores: Tensor = self.head(self.blocks(self.stem(x)).mean(dim=(2, 3)))
-        return scores
 
 
 class LocalHeads(nn.Module):

@@ -3,12 +3,12 @@
 CIFAR-10 and FashionMNIST: two epochs of 30,000 training records, a tenth of all held out for validation; batch 64, Adam
 with a warm-up over 5 % of the steps and a cosine decay; mean cross-entropy; three seeds of parameters, batches and B.
 
-Models: an MLP-Mixer of three post-norm blocks (patches of 4 x 4, width 64), and a ResNet of three stages of one block
-(16, 32 and 64 channels). Methods: backpropagation (bp), digital DFA with e itself (dfa) and with its ternary code
-(tdfa), photonic DFA through the `gaussian` device with four bit planes of e (pdfa) or with its stochastic ternary code,
-and a model of which only the last block and the head learn (top-only). Points: every block but the last, broadcast over
-positions, all with the same outputs of B. Learning rates and the ternary threshold: the best of three on validation
-records after one epoch (seed 0). All methods with feedback take dfa's rate.
+Models: `mixer-small`, three post-norm blocks of width 64 on patches of 4 x 4, and `resnet-small`, three stages of one
+block of 16, 32 and 64 channels. Methods: backpropagation (bp), digital DFA with e itself (dfa) and with its ternary
+code (tdfa), photonic DFA through the `gaussian` device with four bit planes of e (pdfa) or with its stochastic ternary
+code, and a model of which only the last block and the head learn (top-only). Points: every block but the last,
+broadcast over positions, all with the same outputs of B. Learning rates and the ternary threshold: the best of three on
+validation records after one epoch (seed 0). All methods with feedback take dfa's rate.
 
 Remedies for convolutions: points at layers or stages, full feedback or broadcast, a head that starts as the feedback
 matrix, as many channels at every stage, one point, local heads, and vector units under a global error broadcast.
@@ -31,13 +31,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.any_module.convolutions import LocalHeads, ResNet, VectorisedNetwork
+from benchmarks.any_module.convolutions import LocalHeads, VectorisedNetwork
 from benchmarks.markdown import Row, command, markdown, section, verdict
 from benchmarks.results_file import load_results, save_results
 from opusim import FeedbackAlignment, open_device
 from training.data import Dataset, load_dataset
 from training.data.samplers import ShuffledEpochsSampler
-from training.networks.image_models import Mixer
+from training.networks.image_models import Mixer, ResNet
 from training.networks.models import multiply_adds
 
 MODULE, NAME = "benchmarks.any_module.images", "any_module_images"
@@ -82,19 +82,19 @@ class Method:
 
 
 def mixer(shape: tuple[int, ...]) -> nn.Module:
-    return Mixer(shape, CLASSES, over_channels=64)
+    return Mixer(shape, CLASSES)
 
 
 def resnet(shape: tuple[int, ...]) -> nn.Module:
-    return ResNet(shape, CLASSES, WIDTHS)
+    return ResNet(shape, CLASSES)
 
 
 def even_resnet(shape: tuple[int, ...]) -> nn.Module:
-    return ResNet(shape, CLASSES, EVEN_WIDTHS)
+    return ResNet(shape, CLASSES, widths=EVEN_WIDTHS)
 
 
 def local_heads(shape: tuple[int, ...]) -> nn.Module:
-    return LocalHeads(ResNet(shape, CLASSES, WIDTHS), WIDTHS, CLASSES)
+    return LocalHeads(ResNet(shape, CLASSES, widths=WIDTHS), WIDTHS, CLASSES)
 
 
 def methods(build: Callable[[tuple[int, ...]], nn.Module]) -> dict[str, Method]:

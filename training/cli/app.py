@@ -14,6 +14,7 @@ from training.cli.groups import LazyGroup, built
 _TRAIN = "Train"
 _RUNS = "Runs and privacy"
 _DEVICES = "Devices"
+_HELP = "Problems"
 
 
 class OpusimGroup(LazyGroup):
@@ -37,10 +38,11 @@ class OpusimGroup(LazyGroup):
         self.later("explain", "State a theorem that a guarantee cites.", _explain, panel=_RUNS)
         self.later("zo", "Replay a zeroth-order run from its step log.", partial(_of_runs, "zo"), panel=_RUNS)
         self.later("device", "Show, record, calibrate and check devices.", _device, panel=_DEVICES)
+        self.later("doctor", "Describe and check this installation, for a report.", _doctor, panel=_HELP)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands under their headings."""
-        for panel in (_TRAIN, _RUNS, _DEVICES):
+        for panel in (_TRAIN, _RUNS, _DEVICES, _HELP):
             with formatter.section(panel):
                 shown = [command for command in self.commands.values() if self.panels[command.name] == panel]
                 formatter.write_dl([(f"{command.name:<9}", command.help) for command in shown])
@@ -92,13 +94,19 @@ def _device() -> Any:
     return typer.main.get_group(device_app)
 
 
+def _doctor() -> Any:
+    from training.cli.doctor import doctor
+
+    return built("doctor", doctor)
+
+
 app = typer.Typer(
     name="opusim",
     cls=OpusimGroup,
     help="Train neural networks on a simulated or real optical processing unit (OPU), and see what its noise does.",
     epilog="Start with:  opusim train pdfa --data digits\n\nAny command takes --debug, which shows the traceback of an "
-    "error. Exit codes: 1 for a sweep in which a run failed, 2 for bad input, 3 for a device fault, 4 for a spent "
-    "privacy budget, 130 for Ctrl-C.",
+    "error. Exit codes: 1 for a failed run of a sweep or a broken installation, 2 for bad input, 3 for a device "
+    "fault, 4 for a spent privacy budget, 130 for Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # plain text: importing rich's panels takes longer than all else that this page does

@@ -349,7 +349,7 @@ def list_command(
     for entry in entries:
         if entry.state == "damaged":
             typer.echo(f"{entry.path}: damaged: {entry.problem}")
-    if any(entry.guarantee is not None for entry in sound):
+    if any(entry.guarantee is not None and entry.guarantee.is_proven for entry in sound):
         typer.echo(
             wrapped(
                 "`opusim account run RUN` states an epsilon in full: delta, relation, release, hypotheses. That of an "

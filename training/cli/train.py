@@ -238,9 +238,8 @@ class RunProgress:
             if accuracy is not None:
                 parts.append(f"{name} {100 * accuracy:.1f} %")
         words = {"bits_per_byte": "bits per byte", "bits_per_token": "bits per token", "rmse": "RMSE"}
-        for key, label in words.items():
-            if f"validation_{key}" in record:
-                parts.append(f"{record[f'validation_{key}']:.4g} {label}")
+        for key in [key for key in words if f"validation_{key}" in record][:1]:
+            parts.append(f"{record[f'validation_{key}']:.4g} {words[key]}")
         self._news = ", ".join(parts)
 
 

@@ -25,7 +25,7 @@ from opusim.errors import ConfigError
 from training.config.sections import OWN_ARRAYS, DataConfig, SplitRule
 from training.data.arrays import from_arrays
 from training.data.dataset import DataError, Dataset, Standardisation
-from training.data.formats import ARCHIVE, VARIABLE, Parts, read_cifar10, read_labelled_images
+from training.data.formats import ARCHIVE, IMAGE_FILES, VARIABLE, Parts, read_cifar10, read_labelled_images
 from training.data.splits import split_by_index
 from training.data.tables import file_dataset, standardisation_of
 from training.data.texts import load_text
@@ -57,12 +57,14 @@ class Entry:
         standardisation: Public constants for features in [0, 1].
         read: Returns the pixels and labels.
         channels: Colours of a pixel.
+        files: Those that it is read from, in the folder of OPUSIM_DATA; each may end in ``.gz``.
     """
 
     full_scale: float
     standardisation: Standardisation
     read: Callable[[], Parts]
     channels: int = 1
+    files: tuple[str, ...] = ()
 
     def images(self, pixels: np.ndarray) -> torch.Tensor:
         """Return pixels (n, d) in [0, 1], shape (n, channels, side, side); (n, d) if they are not square images."""
@@ -255,6 +257,22 @@ def _read_cifar10() -> Parts:
     return read_cifar10(path)
 
 
+def file_sizes(name: str) -> dict[str, int | None]:
+    """Return the bytes of each file of a known data set in the folder of OPUSIM_DATA, or None if it is missing.
+
+    Nothing is listed if OPUSIM_DATA is not set, or if the data set comes with a library.
+
+    Raises:
+        DataError: OPUSIM_DATA names no folder.
+    """
+    files = CATALOGUE[name].files
+    root = _data_folder("the data") if files else None
+    if root is None:
+        return {}
+    found = {file: next(filter(Path.is_file, (root / f"{file}.gz", root / file)), None) for file in files}
+    return {file: None if path is None else path.stat().st_size for file, path in found.items()}
+
+
 def _data_folder(content: str) -> Path | None:
     """Return the folder that OPUSIM_DATA names, or None if it is not set.
 
@@ -294,6 +312,7 @@ CATALOGUE: dict[str, Entry] = {
             source="the 60,000 published training images, pixels / 255: as in PyTorch's MNIST example",
         ),
         read=partial(_read_images, "MNIST", _MNIST),
+        files=tuple(f"MNIST/raw/{file}" for file in IMAGE_FILES),
     ),
     "fashion-mnist": Entry(
         full_scale=255,
@@ -303,6 +322,7 @@ CATALOGUE: dict[str, Entry] = {
             source="the 60,000 published training images, pixels / 255: in common use",
         ),
         read=partial(_read_images, "FashionMNIST", _FASHION_MNIST),
+        files=tuple(f"FashionMNIST/raw/{file}" for file in IMAGE_FILES),
     ),
     "cifar-10": Entry(
         full_scale=255,
@@ -313,6 +333,7 @@ CATALOGUE: dict[str, Entry] = {
         ),
         read=_read_cifar10,
         channels=3,
+        files=(ARCHIVE,),
     ),
 }
 """Every known data set by name."""

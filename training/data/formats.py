@@ -206,6 +206,14 @@ def _promised(member: IO[bytes]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
+IMAGE_FILES = tuple(
+    f"{part}-{content}"
+    for part in ("train", "t10k")
+    for content in ("images-idx3-ubyte", "labels-idx1-ubyte")
+)
+"""Files of MNIST, or of a data set like it, in ``raw/``; each may end in ``.gz``."""
+
+
 def read_labelled_images(root: Path, folder: str) -> Parts:
     """Read MNIST or a data set like it, in the layout that torchvision writes.
 

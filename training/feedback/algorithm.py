@@ -118,6 +118,7 @@ class FeedbackAlgorithm(
         config, options, network = self.plan.config, self.options, self.network
         optimizer = make_optimizer(network.parameters, config.optimizer)
         if isinstance(network, AnyModule):
+            require_applicable(config, self.protection.needs)
             return ModuleTrainer(
                 network,
                 optimizer,
@@ -184,6 +185,10 @@ def require_keys(config: RunConfig, options: FeedbackConfig, *, closed_form: boo
     Raises:
         ConfigError: A key differs from its default and would do nothing.
     """
+    encoding = options.encoding if isinstance(options, PdfaConfig) else "ternary"
+    if closed_form and encoding not in ("ternary", "planes"):
+        reason = f"{encoding!r} is for other modules than fully connected networks; use 'ternary' or 'planes'"
+        raise ConfigError("configuration", "trainer.encoding", reason)
     for name, reason in (_OF_MODULES if closed_form else _OF_CLOSED_FORM).items():
         field, value = type(options).model_fields.get(name), getattr(options, name, None)
         if field is None or value == field.default or (name == "slices" and value == "own"):

@@ -30,6 +30,11 @@ class FeedbackConfig(TrainerSection):
     """
 
     any_module = True
+    examples: ClassVar[tuple[str, ...]] = (
+        *TrainerSection.examples[:2],
+        "--data fashion-mnist --model vit-small --epochs 5",
+        TrainerSection.examples[2],
+    )
     protections: ClassVar[tuple[str, ...]] = (
         "none",
         "record",
@@ -92,9 +97,7 @@ class FeedbackConfig(TrainerSection):
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
         """Adam and smaller batches for every named network but the fully connected one."""
-        model: Any = given["run"].get("model")
-        name = model.get("name") if isinstance(model, Mapping) else getattr(model, "name", None)
-        if name in (None, "mlp"):
+        if not names_model(given):
             return {}
         return {"optimizer": {"name": "adam", "lr": 0.002}, "sampler": {"batch_size": 64}}
 
@@ -145,6 +148,13 @@ class BpConfig(_DigitalConfig):
 
     kind: Literal["bp"] = "bp"
     """bp: backpropagation."""
+
+
+def names_model(given: Given) -> bool:
+    """Whether a run names another network than the fully connected one."""
+    model: Any = given["run"].get("model")
+    name = model.get("name") if isinstance(model, Mapping) else getattr(model, "name", None)
+    return name not in (None, "mlp")
 
 
 class PointsConfig(FeedbackConfig):
@@ -261,14 +271,22 @@ class PdfaConfig(PointsConfig):
     """Ternarization threshold of a fully connected network (0.15 in the paper)."""
     relative_threshold: float = Field(0.6, ge=0.0)
     """Ternarization threshold of any other module, relative to the root mean square of an error's entries."""
-    encoding: Literal["ternary", "planes"] = "ternary"
-    """How the device is shown the error. ternary: one reading a record (the paper). planes: signed binary digits of
-    e / max|e|, one reading a digit, which keeps magnitudes at the cost of more frames, and noise in proportion to the
-    error."""
+    encoding: Literal["ternary", "planes", "stochastic", "sign"] = "ternary"
+    """How the device is shown the error (ternary, planes, stochastic or sign). ternary: one reading a row, by a
+    threshold (the paper). planes: signed binary digits of e / max|e|, one reading a digit, which keeps magnitudes at
+    the cost of more frames, and noise in proportion to the error. stochastic: one reading, in which an entry is shown
+    with a probability in proportion to its size; the default of a model.name other than mlp. sign: one reading of the
+    signs. A fully connected network takes ternary or planes."""
     planes: int = Field(4, ge=1, le=24)
     """Number of digits of encoding = 'planes'; the error is shown to 2^-planes of its largest entry."""
     gain: float = Field(1.0, gt=0.0)
     """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale."""
+
+    @classmethod
+    def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
+        """See FeedbackConfig.defaults; named networks show the error stochastically."""
+        others = {"trainer": {"encoding": "stochastic"}} if names_model(given) else {}
+        return {**super().defaults(given), **others}
 
     def uses_device(self, protection: ProtectionSection) -> bool:
         """Always."""

@@ -55,6 +55,7 @@ class _Reading:
     rows: Tensor
     reading: Tensor
     feedback: list[Tensor]
+    used: Usage
 
 
 class FeedbackAlignment(nn.Module):
@@ -87,10 +88,10 @@ class FeedbackAlignment(nn.Module):
             "full": every position has its own outputs of B, C P in all.
         slices: "shared": all points use the same outputs of B, as in TinyDFA, which suits a residual stream, where all
             points see nearly the same gradient. "own": disjoint outputs for each point, as in the PDFA paper.
-        encoding: How e is shown: "stochastic", "ternary", "planes", "sign" (see `training.feedback.projection`), or
-            "real" without a device. None takes "stochastic" with a device, else "real". "stochastic" shows each entry
-            with a probability in proportion to its size, so that the feedback is right on average; a threshold
-            ("ternary") drops the small entries of a classifier's error in every record alike.
+        encoding: How e is shown, in one reading a row unless said: "stochastic" (each entry with a probability in
+            proportion to its size, right on average), "ternary" or "sign" (the entries above a threshold, and a
+            constant for each row, for which B 1 is measured at the first step), "planes" (a reading a digit); or "real"
+            without a device. See `training.feedback.projection`. None takes "stochastic" with a device, else "real".
         threshold: Threshold of "ternary" in units of the row's root mean square, at least 0.
         planes: Digits of "planes", from 1 to 24.
         normalised: Whether the feedback passes through the Jacobian of a layer norm of the point's output, as the
@@ -302,21 +303,21 @@ class FeedbackAlignment(nn.Module):
         """
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        before, step, self._observed = self.usage, self._step, []
+        step, self._observed = self._step, []
         try:
             calls, updates = self._gradients(loss, parameters, owners=True)
             if not self._observed:
                 raise ValueError(
                     "loss() returns a value that no forward pass of the model led to; run it on a batch"
                 )
-            seen, used = self._observed[-1], self.usage - before
+            seen = self._observed[-1]
             with self.backpropagating():
                 true, reference = self._gradients(loss, parameters, owners=False)
         finally:
             self._observed, self._kept, self._step = None, [], step
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(buffers[name])
-        return self._compared(calls, updates, true, reference, seen, used)
+        return self._compared(calls, updates, true, reference, seen)
 
     # Hooks
 
@@ -419,6 +420,12 @@ class FeedbackAlignment(nn.Module):
 
     def _lay_out(self, error: Tensor, calls: Sequence[tuple[str, Tensor]]) -> None:
         """Give every call of a point its outputs of B; they must stay the same, and the device must have them."""
+        last = [name for name, h in calls if (h.data_ptr(), h.shape) == (error.data_ptr(), error.shape)]
+        if last and error.numel():
+            raise ValueError(
+                f"the error is taken at the output of point {last[0]!r}; leave it out of points, so that it receives "
+                "the true gradient"
+            )
         missing = [name for name in self.points if name not in {called for called, _ in calls}]
         if missing:
             raise ValueError(
@@ -463,6 +470,7 @@ class FeedbackAlignment(nn.Module):
             points: The points' outputs, or tensors of their shapes and types.
         """
         step, self._step = self._step, self._step + 1
+        projection, before = self._projector(gradient.device), self.usage
         if self._device is not None:
             self._device.seek(step)
         error = self._view.rows(gradient.detach().float())
@@ -470,8 +478,8 @@ class FeedbackAlignment(nn.Module):
             error, self._rows, seed=derive_seed(self._seed, f"positions of step {step}")
         )
         rows = chosen.flatten(0, 1)
-        self._projector(rows.device).seek(step)
-        reading = self._read(rows).view(*chosen.shape[:2], -1)
+        projection.seek(step)
+        reading = self._read(rows, projection).view(*chosen.shape[:2], -1)
         extent = Extent(*error.shape)
         found: list[Tensor] = []
         signals: dict[Any, Tensor] = {}  # points that share outputs and sizes share a signal
@@ -487,15 +495,17 @@ class FeedbackAlignment(nn.Module):
                 signal = _through_layer_norm(signal, self._view.rows(h.detach().float()))
             found.append(self._view.shaped(signal, h.shape).to(h.dtype))
         if self._observed is not None:
-            self._observed.append(_Reading(rows=rows, reading=reading.flatten(0, 1), feedback=found))
+            used = self.usage - before
+            self._observed.append(
+                _Reading(rows=rows, reading=reading.flatten(0, 1), feedback=found, used=used)
+            )
         return [signal if h.requires_grad else None for signal, h in zip(found, points, strict=True)]
 
-    def _read(self, rows: Tensor) -> Tensor:
+    def _read(self, rows: Tensor, projection: Projection) -> Tensor:
         """Return B e for rows (n, n_inputs); a row of zeros is not shown, a row that is not finite reads NaN."""
         largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
         finite = torch.isfinite(largest)
         shown = torch.nonzero(finite & (largest > 0)).squeeze(1)
-        projection = self._projector(rows.device)
         n_outputs = self._shape.n_outputs if self._device is None else self._device.n_outputs
         reading = rows.new_zeros(len(rows), n_outputs)
         for part in shown.split(max(1, _NUMBERS_AT_ONCE // max(rows.shape[1], n_outputs))):
@@ -517,7 +527,7 @@ class FeedbackAlignment(nn.Module):
                     "encoding = 'real' cannot be shown to a device; use 'ternary', 'stochastic', 'planes' or 'sign'"
                 )
             else:
-                self._projection = DeviceProjection(self._device, encoding=encoding)
+                self._projection = DeviceProjection(self._device, encoding=encoding, n_inputs=self._n_inputs)
         return self._projection
 
     # Diagnosis
@@ -546,7 +556,6 @@ class FeedbackAlignment(nn.Module):
         true: Sequence[tuple[str, Tensor | None]],
         reference: Sequence[Tensor | None],
         seen: _Reading,
-        used: Usage,
     ) -> Diagnosis:
         projection = self._projector(seen.rows.device)
         noise = projection.noise_power(seen.rows).expand(seen.reading.shape[1])
@@ -570,8 +579,8 @@ class FeedbackAlignment(nn.Module):
             points=tuple(points),
             shown=projection.shown(seen.rows),
             rows=len(seen.rows),
-            frames=used.frames,
-            seconds=used.seconds,
+            frames=seen.used.frames,
+            seconds=seen.used.seconds,
         )
 
 

@@ -1,8 +1,9 @@
 """Show the error to a feedback matrix and read its projection: digital, or through a noisy device.
 
 Symbols: e error, a row for each reading (rows, n_inputs); B feedback matrix (n_outputs, n_inputs), entries of variance
-1; t_k frames in {-1, 0, 1}; g_k noise of a reading. An encoding writes e as s sum_k w_k t_k with public weights w_k and
-one factor s for each row; the reading of e is then s sum_k w_k (B t_k + g_k).
+1; t_k frames in {-1, 0, 1}; g_k noise of a reading. An encoding writes e as s sum_k w_k t_k + c 1 with public weights
+w_k and, for each row, one factor s and one constant c in all entries; the reading of e is then
+s sum_k w_k (B t_k + g_k) + c B 1, with B 1 measured once.
 """
 
 from __future__ import annotations
@@ -34,22 +35,27 @@ class Encoded:
         frames: t_1 .. t_K, shape (K, rows, n_inputs).
         weights: w_1 .. w_K, shape (K,); None for one frame of weight 1.
         scale: s of each row, shape (rows, 1); None for 1.
+        offset: c of each row, shape (rows, 1); None for 0.
     """
 
     frames: Tensor
     weights: Tensor | None = None
     scale: Tensor | None = None
+    offset: Tensor | None = None
 
-    def decoded(self, readings: Tensor) -> Tensor:
-        """Return s sum_k w_k r_k, computed in place.
+    def decoded(self, readings: Tensor, ones: Tensor | None = None) -> Tensor:
+        """Return s sum_k w_k r_k + c B 1, computed in place.
 
         Args:
             readings: r_k, shape (K * rows, n_outputs).
+            ones: B 1, shape (n_outputs,); only for an encoding that has an offset.
         """
         total = readings
         if self.weights is not None:
             total = (self.weights @ readings.view(len(self.weights), -1)).view(self.frames.shape[1], -1)
-        return total if self.scale is None else total.mul_(self.scale)
+        if self.scale is not None:
+            total = total.mul_(self.scale)
+        return total if self.offset is None or ones is None else total.addcmul_(self.offset, ones)
 
     def noise_gain(self) -> Tensor:
         """Return the factor on the standard deviation of one reading's noise for each row, shape (rows, 1) or ()."""
@@ -68,6 +74,8 @@ class Encoding(ABC):
 
     frames_per_row: int = 1
     """K, the readings of a row."""
+    has_offset: bool = False
+    """Whether the encoding has a constant c."""
 
     def seek(self, step: int) -> None:  # noqa: B027  # optional hook
         """Say which step the next batches belong to; an encoding that draws numbers keys them by it."""
@@ -97,15 +105,21 @@ class AbsoluteTernary(Encoding):
 
 
 class RelativeTernary(Encoding):
-    """t = ternarize(e, threshold * rms(e)), s = <e, t> / <t, t>, for each row.
+    """t = ternarize(e, threshold * rms(e)), with s and c the least-squares solution of e = s t + c 1, for each row.
 
-    s t is the best approximation of e along t. The encoding is homogeneous: c e has the same frames and c times the
-    scale, so that a loss may be averaged over the batch or scaled (mixed precision) without losing entries.
+    The constant matters for errors of few entries: that of ten classes has one large entry and nine small ones, which
+    sum to zero, and t shows only the large one. Without c, every record then sends the same direction, the mean of B's
+    columns, and residual streams collapse; with c, the code of such a row is exact.
+
+    The encoding is homogeneous: a e has the same frames and a times s and c, so that a loss may be averaged over the
+    batch or scaled (mixed precision) without losing entries.
 
     Args:
         threshold: In units of the row's root mean square, at least 0; 0 shows the sign of every entry. For normally
             distributed entries 0.61 gives the largest cosine between t and e, 0.9.
     """
+
+    has_offset = True
 
     def __init__(self, threshold: float) -> None:
         checks.non_negative(threshold=threshold)
@@ -113,15 +127,26 @@ class RelativeTernary(Encoding):
 
     def __call__(self, error: Tensor) -> Encoded:
         """See Encoding."""
-        rms = torch.linalg.vector_norm(error, dim=1, keepdim=True) / error.shape[1] ** 0.5
+        n = error.shape[1]
+        rms = torch.linalg.vector_norm(error, dim=1, keepdim=True) / n**0.5
         shown = error.abs() > self._threshold * rms
         frames = error.sign().mul_(shown)
-        sums = torch.linalg.vecdot(error, frames)[:, None]
-        return Encoded(frames=frames[None], scale=sums / shown.sum(dim=1, keepdim=True).clamp_min(1))
+        mean, sums = error.mean(dim=1, keepdim=True), frames.sum(dim=1, keepdim=True)  # of e, and of t
+        dot, size = torch.linalg.vecdot(error, frames)[:, None], sums.abs()  # <e, t>, |<1, t>|
+        count = shown.sum(dim=1, keepdim=True)  # <t, t>
+        variance = (count - size) + size * (n - size) / n  # <t, t> - <1, t>^2 / n
+        constant = variance == 0  # t is 0 or 1 throughout, up to its sign: c is left to t
+        scale = torch.where(constant, dot, dot - mean * sums) / torch.where(
+            constant, count.clamp_min(1), variance
+        )
+        return Encoded(frames=frames[None], scale=scale, offset=mean - scale * sums / n)
 
 
 class StochasticTernary(Encoding):
-    """t_i = sign(e_i) with probability |e_i| / s, else 0; s = max|e| of the row, so that the mean of s t is e.
+    """t_i = sign(e_i - c) with probability |e_i - c| / s, else 0, so that the mean of s t + c 1 is e.
+
+    c is the row's median and s = max|e - c|. The entries of a classifier's error are small and nearly equal but for a
+    few; without c, drawing them would add noise.
 
     Wen et al., "TernGrad: ternary gradients to reduce communication in distributed deep learning", 2017, equations 2
     and 3. Where few entries are large and many small, as in the error of a classifier, a threshold drops the small ones
@@ -130,6 +155,8 @@ class StochasticTernary(Encoding):
     Args:
         seed: Seed of the draws, in [0, 2^64); a draw depends on it, on the step and on the batches since `seek`.
     """
+
+    has_offset = True
 
     def __init__(self, seed: int) -> None:
         self._seed, self._step, self._batches = seed, 0, 0
@@ -144,9 +171,14 @@ class StochasticTernary(Encoding):
         self._batches += 1
         generator = torch.Generator().manual_seed(seed % 2**63)
         drawn = torch.rand(error.shape, generator=generator).to(error.device)
-        scale = error.abs().amax(dim=1, keepdim=True)
-        frames = error.sign().mul_(drawn * scale < error.abs())
-        return Encoded(frames=frames[None], scale=scale)
+        median = error.median(dim=1, keepdim=True).values
+        offset = (
+            median if error.shape[1] > 1 else torch.zeros_like(median)
+        )  # the device is shown a single entry
+        rest = error - offset
+        scale = rest.abs().amax(dim=1, keepdim=True)
+        frames = rest.sign().mul_(drawn * scale < rest.abs())
+        return Encoded(frames=frames[None], scale=scale, offset=offset)
 
 
 class BitPlanes(Encoding):
@@ -259,7 +291,7 @@ class DigitalProjection(Projection):
         if self._encoding is None:
             return error @ self._matrix
         encoded = self._encoding(error)
-        return encoded.decoded(encoded.frames.flatten(0, 1) @ self._matrix)
+        return encoded.decoded(encoded.frames.flatten(0, 1) @ self._matrix, self._matrix.sum(dim=0))
 
     def columns(self, n_inputs: int) -> Tensor:
         """See Projection.columns: B transposed exactly."""
@@ -271,12 +303,15 @@ class DeviceProjection(Projection):
 
     Args:
         device: An open device of at least n_inputs inputs, of which the first are used.
-        encoding: How e is shown.
+        encoding: How e is shown. One with an offset has B 1 measured at once, the mean of several readings.
+        n_inputs: Width of e; None for the device's.
     """
 
-    def __init__(self, device: NoisyDevice, *, encoding: Encoding) -> None:
+    def __init__(self, device: NoisyDevice, *, encoding: Encoding, n_inputs: int | None = None) -> None:
         self._device = device
         self._encoding = encoding
+        n = device.n_inputs if n_inputs is None else n_inputs
+        self._ones = self._measured(torch.ones(1, n))[0] if encoding.has_offset else None
         self._std = torch.as_tensor(device.noise.variance_bounds()[1], dtype=torch.float32).sqrt()
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
@@ -302,14 +337,20 @@ class DeviceProjection(Projection):
     def read(self, error: Tensor) -> Tensor:
         """See Projection.read."""
         encoded = self._encoding(error)
-        unused = self._device.n_inputs - error.shape[1]
-        frames = encoded.frames.flatten(0, 1)
-        return encoded.decoded(
-            self._device.project(nn.functional.pad(frames, (0, unused)) if unused else frames)
-        )
+        readings = self._device.project(self._padded(encoded.frames.flatten(0, 1)))
+        return encoded.decoded(readings, None if self._ones is None else self._ones.to(error.device))
 
     def columns(self, n_inputs: int) -> Tensor:
         """See Projection.columns: the mean of several readings of each column, which hardware can measure too."""
+        return self._measured(torch.eye(n_inputs))
+
+    def _measured(self, vectors: Tensor) -> Tensor:
+        """Return B v for vectors (rows, n_inputs), the mean of several readings."""
         self._device.seek(_CALIBRATION_STEP)
-        one_hot = torch.eye(n_inputs, self._device.n_inputs).repeat(_CALIBRATION_READINGS, 1)
-        return self._device.project(one_hot).view(_CALIBRATION_READINGS, n_inputs, -1).mean(dim=0)
+        readings = self._device.project(self._padded(vectors.repeat(_CALIBRATION_READINGS, 1)))
+        return readings.view(_CALIBRATION_READINGS, len(vectors), -1).mean(dim=0)
+
+    def _padded(self, vectors: Tensor) -> Tensor:
+        """Return vectors with zeros at the device's further inputs."""
+        unused = self._device.n_inputs - vectors.shape[1]
+        return nn.functional.pad(vectors, (0, unused)) if unused else vectors

@@ -216,6 +216,10 @@ class FeedbackTrainer(Trainer):
                 f"device {device.name!r} is open with {device.n_inputs} inputs and {device.n_outputs} outputs, the "
                 f"network needs {wanted[0]} and {wanted[1]}; open it with n_inputs={wanted[0]}, n_outputs={wanted[1]}"
             )
+        if config.encoding not in ("ternary", "planes"):
+            raise ValueError(
+                f"trainer.encoding = {config.encoding!r} has no closed form; use 'ternary' or 'planes'"
+            )
         planes = config.encoding == "planes"
         encoding: Encoding = BitPlanes(config.planes) if planes else AbsoluteTernary(config.threshold)
         projection = DeviceProjection(device, encoding=encoding)

@@ -116,13 +116,14 @@ class ScaledRows:
         """Sum products of these rows and others over the records, float32.
 
         Args:
-            others: float32, shape (batch, ...).
+            others: float32 or indices, shape (batch, ...).
             products: Maps rows and others of one dtype to sums over records.
         """
         totals = products(self.rows, others)
         if not len(self.apart):
             return totals
-        added = products(self.exact, others[self.apart].double())
+        own = others[self.apart]
+        added = products(self.exact, own.double() if own.is_floating_point() else own)
         return [(total.double() + more).float() for total, more in zip(totals, added, strict=True)]
 
 

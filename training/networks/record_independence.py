@@ -35,7 +35,7 @@ _FULL_PROBE_LIMIT = 2**24
 """Largest number of parameters for the full probe, which perturbs all of them at both batch sizes. In larger models, it
 perturbs only constant tensors (fresh scales, zeroed branches, LoRA's second factors), at the first batch size."""
 _SETTINGS = 3
-_REMEDY = (
+MIXES_REMEDY = (
     "no guarantee for records covers it; use modules that process records independently, such as nn.GroupNorm or "
     "nn.LayerNorm instead of batch statistics, or protection.kind = 'none'"
 )
@@ -65,10 +65,10 @@ def require_independent_records(model: nn.Module, records: Tensor) -> None:
         ValueError: A module computes batch statistics, or another record's output changed.
     """
     if found := batch_statistics(model):
-        raise ValueError(f"model: {found} mixes the records of a batch: {_REMEDY}")
+        raise ValueError(f"model: {found} mixes the records of a batch: {MIXES_REMEDY}")
     small = sum(parameter.numel() for parameter in model.parameters()) <= _FULL_PROBE_LIMIT
     settings, sizes = (_SETTINGS, _BATCH_SIZES) if small else (_SETTINGS - 1, _BATCH_SIZES[:1])
-    with _preserved_generators(records.device), torch.no_grad():
+    with preserved_generators(records.device), torch.no_grad():
         for setting in range(settings):
             state = _state(model, everything=small, setting=setting)
             for count in sizes:
@@ -113,7 +113,7 @@ def _probe(model: nn.Module, state: dict[str, Tensor], rows: Tensor) -> None:
             continue  # a quantiser may amplify the rounding that belongs to one batch size
         culprit = _culprit(model, state, rows, change, steady=steady)
         what = "outputs depend on their number" if change.resized else "one changes the output of another"
-        raise ValueError(f"model: {culprit} mixes the records of a batch ({what}): {_REMEDY}")
+        raise ValueError(f"model: {culprit} mixes the records of a batch ({what}): {MIXES_REMEDY}")
 
 
 def _changes(rows: Tensor) -> Iterator[_Change]:
@@ -224,7 +224,7 @@ def _module_name(name: str, module: nn.Module) -> str:
 
 
 @contextmanager
-def _preserved_generators(place: torch.device) -> Iterator[None]:
+def preserved_generators(place: torch.device) -> Iterator[None]:
     """Restore the global generators of torch, numpy and Python on exit."""
     numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
     devices = [place] if place.type == "cuda" else []

@@ -7,11 +7,12 @@ ledger is the only account of what was revealed about private data.
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -144,13 +145,13 @@ def list_runs(folder: Path) -> list[Entry]:
     """
     if not folder.is_dir():
         raise RunFolderError(f"folder {folder} does not exist; name the folder that holds the runs")
-    if _kind(folder) is not None:
-        return [_entry(folder)]
     try:
+        if _kind(folder) is not None:
+            return [_entry(folder)]
         children = sorted(child for child in folder.iterdir() if child.is_dir())
     except OSError as error:
         raise RunFolderError(f"folder {folder} cannot be read ({error.strerror}); choose another") from error
-    return [_entry(child) for child in children if _kind(child) is not None]
+    return [entry for entry in map(_entry, children) if entry.kind]
 
 
 def require_removable(path: Path, *, lose_ledger: bool) -> None:
@@ -249,21 +250,20 @@ def _has_account(ledger: Path) -> bool:
 
 
 def _entry(path: Path) -> Entry:
-    """Return what is known of a folder, whatever state it is in."""
-    kind = _kind(path) or ""
-    known: dict[str, Any] = {"path": path, "kind": kind, "size": _size(path)}
-    if kind != "run":
-        return Entry(**known)
-    folder, found = RunFolder(path), {}
-    busy = not folder.finished and is_held(path / LOCK_FILE)
+    """Return what is known of a folder, whatever state it is in; its kind is "" if it holds nothing of opusim."""
+    kind, busy, found = "", False, {}
     try:
-        found = _facts(folder)
+        kind = _kind(path) or ""
+        if kind == "run":
+            folder = RunFolder(path)
+            busy = not folder.finished and is_held(path / LOCK_FILE)
+            state = "being written" if busy else "finished" if folder.finished else "unfinished"
+            found = _facts(folder) | {"state": state}
     except Exception as error:  # whatever a damaged folder or a missing package raises, the others are listed
         told = " ".join(str(error).split()) or type(error).__name__
+        kind = kind or "run"
         found = {"state": "being written"} if busy else {"state": "damaged", "problem": told}
-    else:
-        found["state"] = "finished" if folder.finished else "being written" if busy else "unfinished"
-    return Entry(**known, **found)
+    return Entry(path=path, kind=kind, size=_size(path), **found)
 
 
 def _facts(folder: RunFolder) -> dict[str, Any]:
@@ -305,5 +305,10 @@ def _epsilon(guarantee: Guarantee | None) -> str:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of the files in a folder; a link counts as itself."""
-    return sum(entry.lstat().st_size for entry in path.rglob("*") if not entry.is_dir() or entry.is_symlink())
+    """Return the bytes of the files in a folder; a link counts as itself, and what a writer just removed as nothing."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total

@@ -18,6 +18,7 @@ from accounting.mechanisms import Mechanism
 from accounting.records.mechanisms import RecordCentral, Unprotected
 from accounting.tables import number
 from tests.support.command import opusim
+from tests.support.run_folders import made
 
 STEP = RecordCentral(noise_multiplier=2.0, sampling_probability=0.1, clip_norm=1.0, divisor=100)
 
@@ -185,6 +186,22 @@ def test_an_unfinished_last_iterate_covers_no_checkpoint(tmp_path: Path) -> None
             versions={},
         )
         assert statement.warnings == (() if finished else ("unfinished",))
+
+
+def test_a_run_folder_is_named_and_bears_witness(tmp_path: Path) -> None:
+    content = json.loads(opusim("account", "run", made(tmp_path / "run"), "--json", cwd=tmp_path).stdout)
+    found = validated(content)
+    assert found.run is not None
+    assert (found.run.finished, found.run.step) == (True, 6)
+    assert found.ledger.checked_against == ["checkpoint step-0000000006", "summary.json"]
+    assert [warning.code for warning in found.warnings] == ["experiment"]
+    assert str(tmp_path) not in json.dumps(content)
+    older = made(tmp_path / "older", finished=False, steps=2)
+    for name in ("ledger.jsonl", "ledger.head"):
+        (tmp_path / "run" / name).write_bytes((older / name).read_bytes())
+    refused = opusim("account", "run", tmp_path / "run", "--json", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "is not the line that checkpoint step-0000000006 names" in refused.stderr
 
 
 def test_a_tampered_ledger_gives_the_refusal_of_the_text(tmp_path: Path) -> None:

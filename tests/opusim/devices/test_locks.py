@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse, lock_file, lock_folder
-from opusim.devices.locks import LockHeld, held
+from opusim.devices.locks import LockHeld, held, is_held
 from opusim.errors import DeviceUnavailable
 from training.errors import RunFolderError
 from training.runs.storage import LOCK_FILE, only_writer
@@ -124,3 +124,19 @@ def test_a_folder_of_another_is_not_used(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(DeviceUnavailable, match="its folder is a link, or other users may enter it"):
         ExclusiveUse("gaussian").acquire()
     assert not list(elsewhere.iterdir())
+
+
+def test_asking_who_holds_a_lock_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert not is_held(path)
+    assert not path.exists()
+    with held(path):
+        before = path.read_bytes()
+        assert is_held(path)
+        assert path.read_bytes() == before
+    assert not is_held(path)
+    with held(path):  # asking took nothing away
+        pass
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert not is_held(pipe)

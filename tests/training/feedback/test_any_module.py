@@ -279,6 +279,21 @@ def test_keys_of_modules_are_refused_for_fully_connected_networks(tmp_path: Path
             )
 
 
+def test_encodings_of_modules_are_refused_for_fully_connected_networks(tmp_path: Path) -> None:
+    config = {**CONFIG, "trainer": {"encoding": "stochastic"}}
+    with pytest.raises(ConfigError, match="trainer.encoding: 'stochastic' is for other modules"):
+        training.train(config, data=(images()[0].reshape(60, -1), images()[1]), folder=tmp_path / "run")
+    assert training.load_config({"model": {"name": "gru"}}).trainer.encoding == "stochastic"
+    assert training.load_config({}).trainer.encoding == "ternary"
+
+
+def test_an_audit_of_a_module_is_refused(tmp_path: Path) -> None:
+    config = {**CONFIG, "epochs": 1, "model": {"name": "gru", "options": {"width": 4}}}
+    training.train(config, data=images(), folder=tmp_path)
+    with pytest.raises(ValueError, match="trained Gru; the controls of an audit clip"):
+        training.audit_run(tmp_path, data=images())
+
+
 def test_a_module_that_gives_other_outputs_is_refused(tmp_path: Path) -> None:
     for model, message in (
         (

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from opusim import FeedbackAlignment, open_device
 from opusim.devices.base import NoisyDevice
+from training.feedback.projection import RelativeTernary
 
 CLASSES, WIDTH, BATCH = 4, 32, 16
 x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(1))
@@ -94,27 +95,26 @@ def test_cosines_are_those_of_the_gradients() -> None:
 
 
 def test_a_device_is_asked_once_and_its_noise_is_told() -> None:
-    """The noise is that of a reading times the row's factor s; B t has as many units of variance as t has entries."""
+    """The signal to noise ratio from many diagnoses, against the power of B e without noise and the noise's."""
     sigma = 0.3
     model = FeedbackAlignment(network(), device=gaussian(sigma), encoding="ternary", threshold=1.0)
-    found = model.diagnose(lambda: cross_entropy(model(x), y))
-    assert found.frames == model.usage.frames == 2 * BATCH
-    assert found.seconds == model.usage.seconds
+    found = []
+    for step in range(20):
+        model.seek(step)
+        found.append(model.diagnose(lambda: cross_entropy(model(x), y)))
+        assert found[-1].frames == 2 * BATCH
+        assert found[-1].seconds == pytest.approx(model.usage.seconds / model.usage.frames * 2 * BATCH)
+    assert model.usage.frames == 2 * 64 + 20 * 2 * BATCH  # B 1 first
     z = model.remove()(x).detach().requires_grad_()
     (e,) = torch.autograd.grad(cross_entropy(z, y), z)
-    t = (e.abs() > e.square().mean(dim=1, keepdim=True).sqrt()) * e.sign()
-    assert found.shown == pytest.approx(float(t.abs().mean()))
-    scale = (e * t).sum(dim=1) / t.abs().sum(dim=1)
-    matrix = model.device.matrix()
-    signal = ((t @ matrix.t()) * scale[:, None]).square().mean()
-    expected = float((signal / (sigma**2 * scale.square().mean())) ** 0.5)
-    readings = (
-        BATCH * WIDTH
-    )  # the signal's power is estimated from noisy readings, whose cross term has this spread
-    spread = 5 * (4 / (expected**2 * readings) + 2 / (expected**4 * readings)) ** 0.5
-    assert spread < 0.5
-    for point in found.points:
-        assert point.signal_to_noise**2 == pytest.approx(expected**2, rel=2 * spread)
+    encoded = RelativeTernary(1.0)(e)
+    assert found[0].shown == encoded.shown == pytest.approx(0.25, abs=0.05)  # the entry of the label
+    signal = (encoded.frames[0] * encoded.scale + encoded.offset) @ model.device.matrix().t()
+    expected = signal.square().mean() / (sigma * encoded.scale).square().mean()
+    ratios = torch.tensor([[point.signal_to_noise**2 for point in each.points] for each in found])
+    standard_error = ratios.std(dim=0) / len(found) ** 0.5
+    assert ((ratios.mean(dim=0) - expected).abs() < 5 * standard_error + 0.01 * expected).all()
+    assert ((1.1 * ratios.mean(dim=0) - expected).abs() > 5 * standard_error).all()
 
 
 def test_a_diagnosis_prints_as_a_table() -> None:

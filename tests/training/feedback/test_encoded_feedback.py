@@ -9,13 +9,14 @@ from torch import nn
 
 from opusim import open_device
 from opusim.devices.base import NoisyDevice
-from opusim.encodings import bit_planes
+from opusim.encodings import bit_planes, ternarize
 from training.config.kinds import TRAINERS
 from training.config.sections import OptimizerConfig
 from training.feedback.projection import (
     AbsoluteTernary,
     BitPlanes,
     DeviceProjection,
+    DigitalProjection,
     Encoding,
     RelativeTernary,
     StochasticTernary,
@@ -84,6 +85,43 @@ def test_the_reported_noise_is_the_measured_one(encoding: Encoding, seed: int) -
     assert abs(float(noise.mean())) < norm.isf(norm.sf(5.0)) * (reported / noise.numel()) ** 0.5
 
 
+@pytest.mark.parametrize("threshold", [0.0, 0.6, 1.2])
+def test_ternary_rows_have_the_least_squares_factor_and_constant(threshold: float) -> None:
+    """e = s t + c 1 with lstsq of every row; a row whose t is constant leaves the constant to t."""
+    error = torch.randn(50, 10, generator=torch.Generator().manual_seed(4)) + 0.3
+    encoded = RelativeTernary(threshold)(error)
+    for row, t, s, c in zip(error, encoded.frames[0], encoded.scale, encoded.offset, strict=True):
+        assert torch.equal(t, ternarize(row, threshold * float(row.square().mean().sqrt())))
+        design = torch.stack([t, torch.ones(10)], dim=1).double()
+        expected = torch.linalg.lstsq(design, row[:, None].double()).solution.flatten().float()
+        torch.testing.assert_close(torch.cat([s, c]), expected, rtol=1e-4, atol=1e-5)
+    constant = RelativeTernary(0.5)(torch.tensor([[3.0], [-0.5]]))  # one output: the device is shown it
+    assert torch.equal(constant.scale, torch.tensor([[3.0], [0.5]]))
+    assert not constant.offset.any()
+
+
+@pytest.mark.parametrize("n", [2, 3, 10, 500])
+def test_the_error_of_a_uniform_guess_is_shown_exactly(n: int) -> None:
+    """Of many entries one is shown, and the constant is that of all others."""
+    error = torch.full((n, n), 1 / n) - torch.eye(n)
+    encoded = RelativeTernary(0.6)(error)
+    torch.testing.assert_close(encoded.scale * encoded.frames[0] + encoded.offset, error, rtol=0, atol=1e-6)
+
+
+def test_the_constant_is_projected_by_the_measured_sum_of_columns() -> None:
+    """Digitally and through a device of more inputs than the error has entries."""
+    error = errors()
+    encoded = RelativeTernary(0.6)(error)
+    shown = encoded.scale * encoded.frames[0] + encoded.offset
+    wide = open_device("gaussian", n_inputs=CLASSES + 3, n_outputs=OUTPUTS, seed=3, noise={"sigma": 0.0})
+    matrix = wide.matrix()[:, :CLASSES].t()
+    for projection in (
+        DigitalProjection(matrix, encoding=RelativeTernary(0.6)),
+        DeviceProjection(wide, encoding=RelativeTernary(0.6), n_inputs=CLASSES),
+    ):
+        torch.testing.assert_close(projection.read(error), shown @ matrix, rtol=1e-4, atol=1e-5)
+
+
 def test_the_stochastic_code_has_the_error_as_its_mean(seed: int) -> None:
     """Mean of s t over draws against e, five standard errors; the deterministic code misses it by far."""
     n = 4000
@@ -92,8 +130,9 @@ def test_the_stochastic_code_has_the_error_as_its_mean(seed: int) -> None:
     encoding = StochasticTernary(seed)
     encoding.seek(3)
     encoded = encoding(error)
-    shown = encoded.decoded(encoded.frames[0].clone())
-    variance = row.abs() * (row.abs().max() - row.abs())
+    shown = encoded.scale * encoded.frames[0] + encoded.offset
+    rest = (row - row.median()).abs()
+    variance = rest * (rest.max() - rest)
     bound = 5 * (variance / n).sqrt() + 1e-6
     assert bool(((shown.mean(dim=0) - row).abs() <= bound).all())
     fixed = RelativeTernary(0.6)(error)

@@ -305,15 +305,26 @@ def test_rows_of_zeros_are_not_shown() -> None:
     e[:, 3:] = 0
     photonic = device(C, sigma=0.4)
     found = feedback((N, P, C), e, photonic)[0]
-    assert photonic.usage.frames == 2 * N * 3
+    assert photonic.usage.frames == ONES + 2 * N * 3
     assert not found[:, 3:].any()
     assert found[:, :3].all()
     feedback((N, P, C), torch.zeros_like(e), photonic)
-    assert photonic.usage.frames == 2 * N * 3
+    assert photonic.usage.frames == 2 * ONES + 2 * N * 3
+
+
+ONES = 2 * 64
+"""Frames in which B 1 is measured before the first step, for codes with a constant."""
 
 
 @pytest.mark.parametrize(
-    ("options", "frames"), [({}, 2 * N * P), ({"rows": "sum"}, 2 * N), ({"rows": 2}, 4 * N)]
+    ("options", "frames"),
+    [
+        ({}, ONES + 2 * N * P),
+        ({"rows": "sum"}, ONES + 2 * N),
+        ({"rows": 2}, ONES + 4 * N),
+        ({"encoding": "planes", "planes": 3}, 6 * N * P),
+        ({"encoding": "ternary"}, ONES + 2 * N * P),
+    ],
 )
 def test_rows_set_the_frames_of_a_step(options: dict, frames: int) -> None:
     photonic = device(C)
@@ -328,7 +339,7 @@ def test_steps_have_noise_of_their_own_and_a_repeated_step_repeats_it() -> None:
         if step is not None:
             model.seek(step)
         model.first.values.grad = None
-        model().sum().backward()
+        (model() * normal(N, CLASSES)).sum().backward()
         found.append(model.first.values.grad)
     assert not torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])

@@ -9,40 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import save
 
-from accounting.ledger.ledger import Ledger
-from accounting.records.additive_noise import Gaussian
 from tests.support.command import Finished, opusim
-from training.config.reading import load_config
+from tests.support.run_folders import made
+from training.runs import listing
 from training.runs.folder import RunFolder
 from training.runs.listing import WRITTEN
-from training.runs.seal import Header, checkpoint_path
 from training.runs.storage import only_writer
 from training.zeroth_order.step_log import BASE_FILE, LOG_FILE, mark_file
-
-STEP = Gaussian(noise_multiplier=2.0)
-
-
-def made(path: Path, *, mode: str = "experiment", finished: bool = True) -> Path:
-    """The files of a run of 2 epochs of 4 steps, without the training: it is finished, or stopped at step 6."""
-    folder = RunFolder(path)
-    path.mkdir(parents=True)
-    config = load_config({"mode": mode, "epochs": 2, "trainer": {"kind": "bp"}})
-    facts = {"network": {}, "data": {"name": "digits"}, "device": None, "noise": None, "versions": {}}
-    folder.begin(folder.configuration(config, facts))
-    with Ledger(folder.ledger_file, mode=mode, delta=1e-5, block=6) as ledger:
-        ledger.pay(0, STEP, until=8)
-        position = ledger.position
-    measured = {} if mode == "release" else {"validation_accuracy": 0.5}
-    folder.append_metrics({"epoch": 1, "step": 4, **measured})
-    seal = folder.seal(folder.digests(), position, bound=False)
-    header = Header(step=6, progress={}, tensors="", seal=seal)
-    folder.checkpoints.mkdir()
-    checkpoint_path(folder.checkpoints, 6).write_bytes(save({}, metadata=header.to_metadata()))
-    if finished:
-        folder.finish({"steps": 8} | ({} if mode == "release" else {"test_accuracy": 0.912}), position)
-    return path
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -89,6 +63,33 @@ def test_a_list_is_a_table_of_80_columns_and_tolerates_damage(tmp_path: Path) ->
     assert rows["stopped"]["bytes"] == sum(map(len, files(tmp_path / "runs" / "stopped").values()))
     alone = json.loads(opusim("runs", "list", "runs/stopped", "--json", cwd=tmp_path).stdout)
     assert [row["step"] for row in alone["runs"]] == [6]
+
+
+def test_a_folder_that_may_not_be_entered_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path / "runs" / "private")
+    made(tmp_path / "runs" / "sound")
+    real = listing.kind_of
+
+    def guarded(folder: Path) -> str | None:
+        if folder.name == "private":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return real(folder)
+
+    monkeypatch.setattr(listing, "kind_of", guarded)
+    found = opusim("runs", "list", cwd=tmp_path)
+    assert found.returncode == 0
+    assert "runs/private: damaged: [Errno 13] Permission denied" in found.stdout
+    assert "sound: bp on digits" in found.stdout
+
+
+def test_a_missing_folder_is_one_line_and_an_empty_one_is_said(tmp_path: Path) -> None:
+    refused = opusim("runs", "list", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+    assert "folder runs does not exist" in refused.stderr
+    (tmp_path / "runs").mkdir()
+    assert opusim("runs", "list", cwd=tmp_path).stdout == "no runs in runs\n"
 
 
 def test_runs_are_removed_and_nothing_else(tmp_path: Path) -> None:

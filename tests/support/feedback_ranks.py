@@ -1,0 +1,68 @@
+"""Steps of a data-parallel model with feedback points: `python -m tests.support.feedback_ranks FOLDER`.
+
+Two forked processes write their gradients of the first step and their parameters after three to FOLDER/0.pt and 1.pt.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opusim import FeedbackAlignment, open_device
+from tests.support.killing import start_child
+
+PROCESSES = 2
+
+
+def batch(rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(12, 8, generator=generator), torch.randint(0, 3, (12,), generator=generator)
+
+
+def new_model(rank: int) -> FeedbackAlignment:
+    """The same model and medium in each process, and noise of its own."""
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    device = open_device("gaussian", n_inputs=3, n_outputs=6, seed=rank, noise={"sigma": 0.5})
+    return FeedbackAlignment(net, device=device)
+
+
+def gradients(model: nn.Module, rank: int) -> list[Tensor]:
+    """Gradients of the loss on the batch of a process."""
+    x, y = batch(rank)
+    model.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def work(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=PROCESSES)
+    model = nn.parallel.DistributedDataParallel(new_model(rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = gradients(model, rank)
+    optimizer.step()
+    for _ in range(2):
+        gradients(model, rank)
+        optimizer.step()
+    torch.save({"gradients": first, "parameters": list(model.parameters())}, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def main(folder: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    children = [start_child(lambda rank=rank: work(rank, folder)) for rank in range(PROCESSES)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.exit(max(map(abs, codes)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,51 @@
+"""The examples of docs/any-module.md run, learn, and differ from a normal script in few lines."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples" / "any_module"
+MARK = "# opusim"
+LEAST = 0.5
+"""Accuracy on ten classes that even the slowest learner reaches at its quick size."""
+QUICK = {"mixed_precision", "checkpointing"}
+NEEDS = {"lightning_trainer": "lightning", "hugging_face_trainer": "transformers"}
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+
+
+def marked(text: str) -> list[str]:
+    """Lines that differ from training by backpropagation."""
+    return [line for line in text.splitlines() if line.endswith(f"  {MARK}")]
+
+
+def unmarked(text: str) -> list[str]:
+    """Lines of code that name this package or what it returns, and that are not marked."""
+    code = text.split('"""', 2)[2]
+    return [line for line in code.splitlines() if "opusim" in line and line not in marked(text)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_few_lines_differ_from_a_normal_script(script: Path) -> None:
+    text = script.read_text()
+    assert 3 <= len(marked(text)) <= 15
+    assert unmarked(text) == []
+
+
+def test_unmarked_lines_are_caught() -> None:
+    assert unmarked(f'"""A page."""\nimport opusim\nimport opusim  {MARK}') == ["import opusim"]
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the frameworks
+@pytest.mark.parametrize(
+    "script",
+    [s if s.stem in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in SCRIPTS],
+    ids=lambda script: script.stem,
+)
+def test_examples_learn(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if script.stem in NEEDS:
+        pytest.importorskip(NEEDS[script.stem])
+    accuracy = runpy.run_path(str(script))["main"]()
+    assert accuracy > LEAST
+    assert f"{100 * accuracy:.1f} %" in capsys.readouterr().out

@@ -1,0 +1,458 @@
+"""Gradients of single records against loops over records, and clips that hold whatever a record holds."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from opusim import open_device
+from tests.support.extreme_records import KINDS, SIZES, extreme
+from tests.support.record_models import CASES, Custom, features, make, residual_network
+from training.feedback.points import FeedbackAlignment
+from training.networks.record_gradients import tape as tape_module
+from training.networks.record_gradients.tape import RecordTape
+from training.networks.record_gradients.uses import LinearUse
+
+RECORDS = 6
+ROUNDING = 1e-5
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def loss(output: Tensor) -> Tensor:
+    """A sum over records with a gradient at every output."""
+    flat = output.flatten(1)
+    return (flat * torch.linspace(-1, 2, flat.shape[1], dtype=flat.dtype)).tanh().sum()
+
+
+def record(
+    tape: RecordTape, model: nn.Module, x: Tensor, of: Callable[[Tensor], Tensor] = loss
+) -> RecordTape:
+    with tape.recording(len(x)):
+        of(model(x)).backward()
+    return tape
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained(model).items()
+    }
+
+
+def looped(model: nn.Module, x: Tensor) -> list[dict[str, Tensor]]:
+    """Each record's gradient by a pass of its own, in float64."""
+    model, found = copy.deepcopy(model).double(), []
+    for i in range(len(x)):
+        model.zero_grad()
+        row = x[i : i + 1]
+        loss(model(row.double() if row.is_floating_point() else row)).backward()
+        found.append(gradients(model))
+    return found
+
+
+def norm(gradient: dict[str, Tensor]) -> float:
+    return float(torch.cat([part.double().flatten() for part in gradient.values()]).norm())
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Relative distance of two gradients."""
+    return norm({name: found[name].double() - expected[name] for name in expected}) / norm(expected)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_gradients_norms_and_the_clipped_sum_are_those_of_a_loop_over_records(name: str) -> None:
+    model, batch = make(name)
+    tape, x = RecordTape(model, batch(3)), batch(RECORDS)
+    each = looped(model, x)
+    norms = torch.tensor([norm(gradient) for gradient in each], dtype=torch.float64)
+    bound = 0.99 * float(norms.median())
+    record(tape, model, x)
+    bounds = tape.squared_norms().sum(dim=0).sqrt()
+    assert ((bounds / norms > 1 - 1e-6) & (bounds / norms < 1 + 1e-4)).all()
+    assert tape.clip(bound, divisor=3.0) == 0
+    expected = {
+        key: sum(min(1.0, bound / norm(gradient)) * gradient[key] for gradient in each) / 3.0
+        for key in each[0]
+    }
+    assert distance(gradients(model), expected) < 1e-4
+    found = tape.record_gradients()
+    for i, gradient in enumerate(each):
+        assert distance({key: rows[i] for key, rows in found.items()}, gradient) < 1e-5
+
+
+OPACUS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "linear over positions": CASES["linear over positions"],
+    "convolution": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, (2, 3), stride=(2, 1))
+        ),
+        features(2, 6, 7),
+    ),
+    "normalisation": (
+        lambda: nn.Sequential(nn.LayerNorm((3, 4)), nn.Linear(4, 4), nn.RMSNorm(4), nn.GroupNorm(3, 3)),
+        features(3, 4),
+    ),
+    "residual network": (lambda: residual_network(inplace=False), CASES["residual network"][1]),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 11)),
+        CASES["tied decoder"][1],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.parametrize("name", list(OPACUS))
+def test_records_have_the_gradients_of_opacus(name: str) -> None:
+    opacus = pytest.importorskip("opacus")
+    build, batch = OPACUS[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        model, x = build(), batch(RECORDS)
+    reference = opacus.GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
+    loss(reference(x.clone().requires_grad_() if x.is_floating_point() else x)).backward()
+    tape = record(RecordTape(model, x[:3]), model, x)
+    samples = {key.removeprefix("_module."): p.grad_sample for key, p in reference.named_parameters()}
+    found = tape.record_gradients()
+    for key, rows in samples.items():
+        torch.testing.assert_close(found[key], rows.double(), rtol=1e-5, atol=1e-5 * float(rows.abs().max()))
+    norms = torch.stack([rows.double().flatten(1).norm(dim=1) for rows in samples.values()]).norm(dim=0)
+    torch.testing.assert_close(tape.squared_norms().sum(dim=0).sqrt(), norms, rtol=1e-4, atol=0.0)
+
+
+# Clips hold
+
+EXTREME = [
+    "linear", "linear over positions", "convolution in 1d", "convolution in 3d", "normalisation",
+    "linear used twice", "convolution used twice", "attention", "bare parameters", "gru", "weight norm",
+]  # fmt: skip
+
+
+def one_layer(name: str) -> tuple[nn.Module, Callable[[int], Tensor]]:
+    """A single module, whose input and signal are what the test says."""
+    single = {
+        "linear": (nn.Linear(20, 10), features(20)),
+        "linear over positions": (nn.Linear(40, 30), features(6, 40)),
+        "convolution in 1d": (nn.Conv1d(2, 3, 3), features(2, 40)),
+        "normalisation": (nn.LayerNorm(9), features(4, 9)),
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return single[name] if name in single else make(name)
+
+
+def shares(name: str, count: int, cases: list[tuple[str, float, str, float]]) -> list[float]:
+    """The contributions of single records of extreme numbers over C; of several parameters at once."""
+    model, batch = one_layer(name)
+    tape, found = RecordTape(model, batch(3)), []
+    shapes = batch(1).shape[1:], model(batch(1)).shape[1:]
+    for number, (value, length, kind, size) in enumerate(cases[:count]):
+        bound = (1e-12, 1e-3, 1.0, 1e12)[number % 4]
+        x = extreme(tuple(shapes[0]), value, length, number)
+        signal = extreme(tuple(shapes[1]), kind, size, number + 1)
+        record(tape, model, x, lambda y, signal=signal: (y * signal).sum())
+        left_out = tape.clip(bound)
+        total = norm(gradients(model))
+        assert math.isfinite(total)
+        assert total == 0 or not left_out
+        found.append(total / bound)
+    return found
+
+
+def grid(count: int, seed: int) -> list[tuple[str, float, str, float]]:
+    """Kinds and sizes of inputs and signals, drawn from all pairs."""
+    every = list(itertools.product(KINDS, SIZES, KINDS, SIZES))
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))
+    return [every[n] for n in order[:count]]
+
+
+@pytest.mark.parametrize("name", EXTREME)
+def test_no_record_adds_more_than_the_clip(name: str) -> None:
+    found = shares(name, 30, grid(30, seed=5))
+    assert 0.5 < max(found) <= 1 + ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXTREME)
+def test_no_record_of_a_larger_part_of_the_grid_adds_more_than_the_clip(name: str) -> None:
+    assert max(shares(name, 1500, grid(1500, seed=6))) <= 1 + ROUNDING
+
+
+@pytest.mark.parametrize("name", ["padded embedding", "tied decoder"])
+def test_no_record_of_tokens_adds_more_than_the_clip(name: str) -> None:
+    model, batch = make(name)
+    tape = RecordTape(model, batch(3))
+    shape = tuple(model(batch(1)).shape[1:])
+    for number, (kind, size) in enumerate(itertools.product(KINDS, SIZES[::2])):
+        x, signal = batch(number + 1)[:1], extreme(shape, kind, size, number)
+        if number % 2:
+            x = torch.full_like(x, 3)  # all signals add up at one token
+        record(tape, model, x, lambda y, signal=signal: (y * signal).sum())
+        tape.clip(1e-3)
+        assert norm(gradients(model)) <= 1e-3 * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("size", [1e4, 1e15, 1e30])
+@pytest.mark.parametrize("name", ["linear over positions", "convolution in 1d"])
+def test_signals_that_cancel_over_positions_stay_within_the_clip(name: str, size: float) -> None:
+    model, batch = one_layer(name)
+    tape, x = RecordTape(model, batch(3)), 1.1 * torch.ones_like(batch(1))
+    shape = model(x).shape[1:]
+    positions = shape[0] if name.startswith("linear") else shape[1]
+    half = torch.randn(positions // 2, generator=torch.Generator().manual_seed(7)) * size
+    zero_sum = torch.cat([half, -half.flip(0)])
+    signal = zero_sum[:, None] if name.startswith("linear") else zero_sum
+    record(tape, model, x, lambda y: (y * signal).sum())
+    tape.clip(1e-6)
+    assert norm(gradients(model)) <= 1e-6 * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["linear", "convolution in 2d", "normalisation", "gru", "bare parameters"])
+def test_a_record_that_is_not_finite_adds_nothing(name: str, value: float) -> None:
+    model, batch = make(name)
+    tape, x = RecordTape(model, batch(3)), batch(RECORDS)
+    record(tape, model, x[1:]).clip(0.1)
+    expected = gradients(model)
+    x.view(len(x), -1)[0, 1] = value
+    assert record(tape, model, x).clip(0.1) == 1
+    assert distance(gradients(model), {key: rows.double() for key, rows in expected.items()}) < 1e-6
+
+
+def test_an_empty_batch_adds_nothing() -> None:
+    model, batch = make("linear")
+    tape = RecordTape(model, batch(3))
+    with tape.recording(0):
+        pass
+    assert tape.clip(1.0) == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def largest_share(model: nn.Module, batch: Callable[[int], Tensor], *, scale: float) -> float:
+    """A record's contribution over the clip; its biases, or both uses of its weight, are nearly all of it."""
+    tape, x = RecordTape(model, batch(3)), batch(1)
+    record(tape, model, x * scale if x.is_floating_point() else x).clip(1e-3)
+    return norm(gradients(model)) / 1e-3
+
+
+def test_planted_fault_a_bias_left_out_of_the_norm_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 3)
+    assert largest_share(model, features(4), scale=1e-3) <= 1 + ROUNDING
+
+    def without_bias(self: LinearUse, part: slice) -> Tensor:
+        return (self._delta[part].norm(dim=(1, 2)) * self._h[part].norm(dim=(1, 2))).double()
+
+    monkeypatch.setattr(LinearUse, "norms", without_bias)
+    assert largest_share(model, features(4), scale=1e-3) > 10
+
+
+def test_planted_fault_uses_of_a_shared_weight_added_as_squares_are_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twice the same use adds twice the gradient; the root of two squares is only 1.41 times the gradient."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        model = Custom(lambda m, x: m.f(x) + m.f(x), f=nn.Linear(4, 3))
+    assert largest_share(model, features(4), scale=1.0) <= 1 + ROUNDING
+    monkeypatch.setattr(
+        tape_module,
+        "_norms_of_sum",
+        lambda uses, part: torch.stack([use.norms(part) for use in uses]).norm(dim=0),
+    )
+    assert largest_share(model, features(4), scale=1.0) == pytest.approx(2**0.5, rel=1e-3)
+
+
+# Feedback alignment
+
+
+def test_clipped_feedback_of_a_noisy_device_is_a_loop_with_the_same_readings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        inner = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+        x = torch.randn(RECORDS, 4)
+    device = open_device("gaussian", n_inputs=3, n_outputs=16, seed=3, noise={"sigma": 0.3})
+    model = FeedbackAlignment(inner, ["1", "3"], device=device)
+    tape, read, readings = RecordTape(model, x[:3]), model._read, list[Tensor]()
+
+    def kept(rows: Tensor) -> Tensor:
+        readings.append(read(rows))
+        return readings[-1]
+
+    monkeypatch.setattr(model, "_read", kept)
+    record(tape, model, x)
+    squares = tape.squared_norms()
+    bound = float(squares.sum(dim=0).sqrt().median())
+    tape.clip(bound)
+    found = gradients(model)
+    each = []
+    for i in range(RECORDS):
+        monkeypatch.setattr(model, "_read", lambda rows, i=i: readings[0][i : i + 1])
+        model.zero_grad()
+        loss(model(x[i : i + 1])).backward()
+        each.append(gradients(model))
+    expected = {
+        key: sum(min(1.0, bound / norm(gradient)) * gradient[key].double() for gradient in each)
+        for key in found
+    }
+    assert distance(found, expected) < 1e-5
+    with model.backpropagating():
+        assert norm(looped(inner, x[:1])[0]) != pytest.approx(norm(each[0]), rel=0.01)
+
+
+# What is refused
+
+
+def _assigned(model: Custom, x: Tensor) -> Tensor:
+    h = model.f(x)
+    h[:, 0] = model.p[0]
+    return h
+
+
+MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), "mixes the records.*GroupNorm"),
+    "batch norm without parameters": (
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False)),
+        "the model mixes the records",
+    ),
+    "mean of the batch": (
+        lambda: Custom(lambda m, x: m.f(x - x.mean(0)), f=nn.Linear(4, 3)),
+        "mixes the records",
+    ),
+    "sum over the batch": (
+        lambda: Custom(lambda m, x: m.f(x.sum(0)), f=nn.Linear(4, 3)),
+        "mixes the records",
+    ),
+    "attention over the batch": (
+        lambda: Custom(
+            lambda m, x: m.f(x[:, None], x[:, None], x[:, None])[0][:, 0], f=nn.MultiheadAttention(4, 2)
+        ),
+        "mixes the records",
+    ),
+    "rows chosen by a mask": (
+        lambda: Custom(
+            lambda m, x: m.f(x.unflatten(1, (2, 2))[torch.ones(len(x), 2, dtype=torch.bool)]).view(
+                len(x), -1
+            ),
+            f=nn.Linear(2, 3),
+        ),
+        "after a mask chose rows",
+    ),
+    "packed sequence": (
+        lambda: Custom(
+            lambda m, x: (
+                m.f(
+                    nn.utils.rnn.pack_padded_sequence(
+                        x[:, :, None], torch.full((len(x),), 4), batch_first=True
+                    )
+                )[0].data
+            ),
+            f=nn.GRU(1, 3, batch_first=True),
+        ),
+        "packed sequence",
+    ),
+    "assignment": (lambda: Custom(_assigned, f=nn.Linear(4, 3), p=nn.Parameter(torch.ones(3))), "in place"),
+    "random numbers in a recurrent layer": (
+        lambda: Custom(lambda m, x: m.f(x[:, :, None])[0], f=nn.LSTM(1, 3, 2, dropout=0.5, batch_first=True)),
+        "draws random numbers",
+    ),
+    "frozen model": (lambda: nn.Linear(4, 3).requires_grad_(False), "no parameter to train"),
+    "half precision": (lambda: nn.Linear(4, 3).half(), "float16"),
+}
+
+
+@pytest.mark.parametrize("name", list(MIXING))
+def test_a_model_without_gradients_of_single_records_is_refused(name: str) -> None:
+    build, message = MIXING[name]
+    with pytest.raises(ValueError, match=message):
+        RecordTape(build(), features(4)(4))
+
+
+def test_embeddings_that_rescale_by_the_batch_are_refused_before_they_do() -> None:
+    model = nn.Embedding(11, 3, max_norm=0.1)
+    before = model.weight.detach().clone()
+    with pytest.raises(ValueError, match="max_norm"):
+        RecordTape(model, torch.arange(4))
+    assert torch.equal(before, model.weight)
+
+
+class Cubed(torch.autograd.Function):
+    """A function that no interceptor sees."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)  # type: ignore[attr-defined]
+        return x * weight**3
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        return gradient * weight**3, (gradient * x * 3 * weight**2).sum(dim=0)
+
+
+@pytest.mark.parametrize("penalty", [False, True])
+def test_uses_that_cannot_be_caught_are_refused_in_the_step(penalty: bool) -> None:
+    model: nn.Module = nn.Linear(4, 3)
+    if not penalty:
+        model = Custom(
+            lambda m, x: Cubed.apply(m.f(x), m.p), f=nn.Linear(4, 3), p=nn.Parameter(torch.ones(3))
+        )
+    x = features(4)(RECORDS)
+    tape = RecordTape(model, x)
+
+    def penalised(output: Tensor) -> Tensor:
+        return loss(output) + (model.weight.square().sum() if penalty else 0.0)
+
+    with pytest.raises(ValueError, match="single records cannot be told apart|not seen"):
+        record(tape, model, x, penalised)
+
+
+def test_inputs_overwritten_before_the_backward_pass_are_refused() -> None:
+    model = Custom(lambda m, x: m.f(x) + x.zero_(), f=nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="modified in place"):
+        RecordTape(model, features(4)(RECORDS))
+
+
+def test_other_records_than_those_of_the_probe_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3))
+    tape = RecordTape(model, features(4)(2))
+    with pytest.raises(ValueError, match="not seen"):
+        record(tape, model, features(5, 4)(RECORDS))
+
+
+def test_dropout_between_modules_is_the_records_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.Linear(50, 3))
+    x = features(4)(RECORDS)
+    tape = RecordTape(model, x)
+    torch.manual_seed(9)
+    record(tape, model, x)
+    tape.clip(1e6)
+    found = gradients(model)
+    model.zero_grad()
+    torch.manual_seed(9)
+    loss(model(x)).backward()
+    assert distance(found, {key: value.double() for key, value in gradients(model).items()}) < 1e-6
+
+
+def test_functional_calls_and_buffers_stay_as_they_are() -> None:
+    """The probe changes neither buffers nor generators, and a tape does not change the output."""
+    model, batch = make("residual network")
+    x, state = batch(RECORDS), torch.get_rng_state()
+    expected = model(x)
+    tape = RecordTape(model, batch(3))
+    with tape.recording(len(x)):
+        found = model(x)
+        functional.mse_loss(found, torch.zeros_like(found), reduction="sum").backward()
+    assert torch.equal(found, expected)
+    assert torch.equal(state, torch.get_rng_state())

@@ -1,0 +1,90 @@
+"""Where the records of a batch stand in a tensor, found by running a model on batches of two sizes.
+
+Modules see records in different dimensions: (batch, T, n), (T, batch, n) in recurrent layers, or rows that merge
+records and positions, (batch T, n) or (T batch, n). A dimension that happens to have the size of the batch says
+nothing, so the layout comes from two batch sizes and from which rows move if one record changes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """The dimension of records in a tensor.
+
+    Attributes:
+        dim: The dimension, of size records * rows.
+        rows: Rows of each record; the number may differ from batch to batch if it is above 1.
+        interleaved: Whether row r of record i has the index r * records + i, instead of i * rows + r.
+    """
+
+    dim: int
+    rows: int = 1
+    interleaved: bool = False
+
+
+def split_records(values: Tensor, layout: Layout, records: int) -> Tensor:
+    """View a tensor record by record, shape (records, ...), where each record keeps the number of dimensions.
+
+    Raises:
+        ValueError: The tensor does not hold the same number of rows of each record.
+    """
+    size = values.shape[layout.dim]
+    rows, rest = divmod(size, records)
+    if rest or (layout.rows == 1 and rows != 1):
+        raise ValueError(
+            f"model: a module receives {size} rows for {records} records, so that some rows have no owner; give every "
+            "record the same number of rows"
+        )
+    if layout.interleaved:
+        return values.unflatten(layout.dim, (rows, records)).movedim(layout.dim + 1, 0)
+    return values.unflatten(layout.dim, (records, rows)).movedim(layout.dim, 0)
+
+
+def layout_of(small: Tensor, large: Tensor, counts: tuple[int, int]) -> Layout | None:
+    """Return the layout of a tensor whose shapes in batches of two sizes are known, up to the order of rows.
+
+    Returns:
+        The layout, or None if no size depends on the number of records.
+
+    Raises:
+        ValueError: The sizes depend on the number of records in another way.
+    """
+    few, many = counts
+    if small.ndim != large.ndim:
+        raise ValueError("has more dimensions in a larger batch")
+    dims = [d for d in range(small.ndim) if small.shape[d] != large.shape[d]]
+    if not dims:
+        return None
+    (dim, *others) = dims
+    size = small.shape[dim]
+    if others or size % few or size * many != large.shape[dim] * few:
+        raise ValueError(
+            f"has shape {tuple(small.shape)} in a batch of {few} and {tuple(large.shape)} in one of {many}"
+        )
+    return Layout(dim, size // few)
+
+
+def moved_rows(before: Tensor, after: Tensor, dim: int) -> Tensor:
+    """Return which indices of a dimension hold other numbers, up to rounding, shape (size,).
+
+    A number that became NaN, or ceased to be, has moved.
+    """
+    if before.is_floating_point():
+        size = before.nan_to_num(0.0, 0.0, 0.0).abs().amax() if before.numel() else 0.0
+        near = (before - after).abs() <= 1000 * torch.finfo(before.dtype).eps * size
+        differs = ~(near | (before == after) | (before.isnan() & after.isnan()))
+    else:
+        differs = before != after
+    return differs.movedim(dim, 0).flatten(1).any(dim=1) if differs.ndim > 1 else differs
+
+
+def rows_of(layout: Layout, record: int, records: int) -> Tensor:
+    """Return the indices along `layout.dim` that belong to a record, as a mask of shape (size,)."""
+    index = torch.arange(records * layout.rows)
+    owner = index % records if layout.interleaved else index // layout.rows
+    return owner == record

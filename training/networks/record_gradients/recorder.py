@@ -1,0 +1,269 @@
+"""Catch every use of a parameter in a forward pass, whatever module or function it stands in."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from training.networks.record_gradients.layout import Layout
+from training.networks.record_gradients.uses import Call, closed_form, copies, require_separate_records
+
+_RAGGED = {"__getitem__", "masked_select", "nonzero", "argwhere"}
+
+
+class Key(NamedTuple):
+    """A kind of use.
+
+    Attributes:
+        function: Name of the torch function.
+        names: Names of the parameters, or of the tensors that are computed from parameters only.
+        ndims: Numbers of dimensions of the other tensors.
+    """
+
+    function: str
+    names: tuple[str, ...]
+    ndims: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.function}({', '.join(repr(name) for name in self.names)})"
+
+
+class Slot(NamedTuple):
+    """Where the records stand in one tensor of a use, which has `ndim` dimensions."""
+
+    layout: Layout | None
+    ndim: int
+
+
+class _Known(NamedTuple):
+    """A parameter, or a tensor computed from parameters only: its name and the parameters it comes from."""
+
+    name: str
+    roots: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A use in a probe.
+
+    Attributes:
+        key: Its kind.
+        inputs: Its arguments that are tensors but no parameters.
+        outputs: What it returned.
+        constant: Whether it computed something from parameters only.
+    """
+
+    key: Key
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    constant: bool
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Inputs, then outputs."""
+        return [*self.inputs, *self.outputs]
+
+
+@dataclass(kw_only=True)
+class Kinds:
+    """What a probe found out about the uses of a model.
+
+    Attributes:
+        fixed: Uses that depend on no record, though other tensors than parameters take part.
+        copied: Uses of parameters only whose output holds a copy for each record.
+        slots: Where the records stand in all other uses: in the inputs, then in the outputs.
+    """
+
+    fixed: set[Key] = field(default_factory=set)
+    copied: set[Key] = field(default_factory=set)
+    slots: dict[Key, list[Slot]] = field(default_factory=dict)
+
+
+class Recorder(TorchFunctionMode):
+    """Catches the uses of parameters in a block.
+
+    A use takes its parameters detached, so that autograd computes no gradients of theirs. Tensors that are computed
+    from parameters only, such as a transposed weight, count as parameters; autograd keeps how they came about.
+
+    Attributes:
+        calls: Each use, and the numbers of the parameters it leads to.
+        seen: In a probe, what took part in each use.
+        ragged: In a probe, whether rows were chosen by a mask.
+
+    Args:
+        named: The parameters.
+        kinds: What is known about uses.
+        probing: Whether uses of unknown kinds are accepted and noted.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], kinds: Kinds, *, probing: bool = False
+    ) -> None:
+        super().__init__()
+        self._kinds, self._probing = kinds, probing
+        self._known = WeakTensorKeyDictionary()
+        for number, (name, parameter) in enumerate(named):
+            self._known[parameter] = _Known(name, frozenset({number}))
+        self._anchor = torch.zeros((), requires_grad=True, device=named[0][1].device)
+        self.calls: list[tuple[Call, frozenset[int]]] = []
+        self.seen: list[Seen] = []
+        self.ragged = False
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a torch function, and record it if a parameter is among its arguments."""
+        options = dict(kwargs or {})
+        if func is functional.multi_head_attention_forward:
+            with self:
+                return _attention(*args, **options)
+        leaves, spec = tree_flatten((args, options))
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf in self._known]
+        name = getattr(func, "__name__", str(func))
+        if not places or not torch.is_grad_enabled():
+            self.ragged |= self._probing and name in _RAGGED and _by_mask(name, leaves)
+            return func(*args, **options)
+        facts = [self._known[leaves[n]] for n in places]
+        others = [leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and n not in places]
+        key = Key(name, tuple(fact.name for fact in facts), tuple(leaf.ndim for leaf in others))
+        roots = frozenset[int]().union(*(fact.roots for fact in facts))
+        in_place = name.endswith("_") and not name.startswith("__")
+        if others and (name == "__setitem__" or (in_place and 0 in places)):
+            raise ValueError(
+                f"model: {key} mixes parameters and records in place; take an operation that returns a new tensor, "
+                "such as torch.cat"
+            )
+        if not others or key in self._kinds.fixed:
+            return self._constants(key, roots, func(*args, **options))
+        call = Call(func, leaves, spec, places, str(key), in_place=in_place)
+        return self._recorded(call, key, roots, _run(call, leaves))
+
+    def _constants(self, key: Key, roots: frozenset[int], result: Any) -> Any:
+        """Follow tensors that are computed from parameters only."""
+        leaves, spec = tree_flatten(result)
+        for n, leaf in enumerate(leaves):
+            if not (isinstance(leaf, Tensor) and leaf.requires_grad) or leaf in self._known:
+                continue
+            name = f"{key}[{n}]" if len(leaves) > 1 else str(key)
+            if key in self._kinds.copied:
+                call = Call(copies, [leaf], tree_flatten(((leaf,), {}))[1], [0], name)
+                leaves[n] = self._recorded(call, Key("copies", (name,)), roots, leaf.detach().clone())
+                continue
+            self._known[leaf] = _Known(name, roots)
+            if self._probing:
+                self.seen.append(Seen(key=key, inputs=[], outputs=[leaf.detach()], constant=True))
+        return tree_unflatten(leaves, spec)
+
+    def _recorded(self, call: Call, key: Key, roots: frozenset[int], result: Any) -> Any:
+        """Keep a call, and let it receive the gradients of its outputs."""
+        leaves, spec = tree_flatten(result)
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        outputs = [leaves[n] for n in places]
+        if not outputs:
+            return result
+        call.deltas = [None] * len(outputs)
+        inputs = [call.leaves[n] for n in call.others]
+        if self._probing:
+            copied = [output.detach().clone() for output in outputs]
+            self.seen.append(Seen(key=key, inputs=inputs, outputs=copied, constant=False))
+        else:
+            call.layouts = self._layouts(key, [*inputs, *outputs])
+        for number, (place, output) in enumerate(zip(places, outputs, strict=True)):
+            if not output.requires_grad:
+                fresh = output.clone() if output._is_view() else output
+                output = _Anchored.apply(fresh, self._anchor)
+            output.register_hook(_Receiver(call, number))
+            leaves[place] = output
+        self.calls.append((call, roots))
+        return tree_unflatten(leaves, spec)
+
+    def _layouts(self, key: Key, tensors: Sequence[Tensor]) -> list[Layout | None]:
+        """Return where the records stand in the tensors of a use."""
+        slots = self._kinds.slots.get(key)
+        if slots is None or [slot.ndim for slot in slots] != [tensor.ndim for tensor in tensors]:
+            raise ValueError(
+                f"model: {key} is a use of a parameter that the probe has not seen; probe the model in the mode and "
+                "with the kind of records of its training"
+            )
+        return [slot.layout for slot in slots]
+
+
+class _Receiver(NamedTuple):
+    """Hook of an output."""
+
+    call: Call
+    number: int
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.call.receive(self.number, gradient)
+
+
+class _Anchored(torch.autograd.Function):
+    """Let autograd compute the gradient at an output that needs none otherwise."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None
+
+
+def _run(call: Call, leaves: Sequence[Any]) -> Any:
+    """Call the function with its parameters detached.
+
+    Raises:
+        ValueError: It mixes records, or it draws random numbers and would have to be called again for each record.
+    """
+    require_separate_records(call)
+    free = [leaf.detach() if n in call.places else leaf for n, leaf in enumerate(leaves)]
+    args, kwargs = tree_unflatten(free, call.spec)
+    if closed_form(call.func):
+        return call.func(*args, **kwargs)
+    place = call.wrt[0].device
+    before = _random_state(place)
+    result = call.func(*args, **kwargs)
+    if not torch.equal(before, _random_state(place)):
+        raise ValueError(
+            f"model: {call.where} draws random numbers, which a second call would not repeat; move dropout into a "
+            "module of its own"
+        )
+    return result
+
+
+def _random_state(place: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(place) if place.type == "cuda" else torch.get_rng_state()
+
+
+def _by_mask(name: str, leaves: Sequence[Any]) -> bool:
+    """Whether a function chooses rows by a mask."""
+    masks = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype == torch.bool]
+    return bool(masks) or name != "__getitem__"
+
+
+def _transparent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of a function of torch.nn.functional whose inner calls can be caught.
+
+    The function hands itself to an active TorchFunctionMode as a whole; the copy does not.
+    """
+    code = function.__code__
+    scope = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    return types.FunctionType(code, scope, code.co_name, function.__defaults__)
+
+
+_attention = _transparent(functional.multi_head_attention_forward)

@@ -1,0 +1,331 @@
+"""Measure, clip and sum the gradients of single records in an ordinary training step of any module.
+
+`RecordTape` watches one forward and one backward pass. For every use of a parameter it keeps the input h and the
+gradient delta at the output, from which it computes the norm of each record's gradient and the clipped sum; a second
+backward pass is not needed (Bu et al., "Differentially private optimization on large model at small cost", 2023, call
+this book-keeping). Gradients may come from backpropagation or from feedback points: each use takes the gradient that
+reached it.
+
+Uses are found by catching torch functions, not modules, so bare parameters, functional calls, shared weights and
+attention need no module of their own. A parameter that is used several times gets one gradient per record, the sum over
+its uses, before any norm is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from opusim import checks
+from training.networks.clipping import (
+    Clip,
+    ScaledRows,
+    bounded_factors,
+    finite_rows,
+    full_precision,
+    product_slack,
+    row_norms,
+    scaled_rows,
+)
+from training.networks.record_gradients.probe import probe
+from training.networks.record_gradients.recorder import Recorder
+from training.networks.record_gradients.uses import OuterUse, Use, use_of
+
+_NUMBERS_LIMIT = 2**24
+"""Numbers of per-record gradients or unfolded inputs in memory at once, counted in float32."""
+_CACHE_LIMIT = 2**22
+"""Numbers of per-record gradients in float64 that a layer keeps from its norms to its sum."""
+
+
+class RecordTape:
+    """Gradients of single records, for any module that processes records independently.
+
+    A record is whatever has one index in the batch: features, an image, a sequence. The loss of a step must be a sum
+    over records, so that the gradient at a use belongs to the record.
+
+    With factors f_i from `squared_norms`, the contribution of a record to the sum that `set_gradients` writes, as
+    float32 arithmetic forms it, has at most the norm that was measured times f_i, up to 1e-6 of it, whatever finite
+    numbers the record holds (training.networks.clipping); a record whose norm is not finite must get the factor 0 and
+    then adds exactly nothing.
+
+    Attributes:
+        layers: Groups of parameters that are measured together, in the order of the model: a weight and its bias, or
+            everything that shares a use. Their number is depth.
+        names: Names of the parameters of each layer.
+
+    Args:
+        model: The module, in the mode in which it will be trained. Parameters that do not require gradients are
+            constants.
+        *args: Arguments of the model for at least one record, as a probe; tensors of the same first size as the first
+            tensor hold records. The model runs about ten times on batches of 5 and 7 records.
+        **kwargs: Keyword arguments, likewise.
+
+    Raises:
+        ValueError: The model mixes records, has parameters that are not float32, or no parameters to train.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        >>> tape, x = RecordTape(net, torch.randn(2, 3)), torch.randn(6, 3)
+        >>> with tape.recording(len(x)):
+        ...     net(x).square().sum().backward()
+        >>> tape.squared_norms().shape
+        torch.Size([2, 6])
+        >>> tape.clip(1.0)
+        0
+    """
+
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError("model has no parameter to train; set requires_grad of some")
+        for name, parameter in named:
+            if parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"model: parameter {name!r} has dtype {parameter.dtype}; train in torch.float32 (model.float())"
+                )
+        self.model = model
+        self._named = named
+        self._records: int | None = None
+        self._uses: list[list[Use]] = []
+        self._cache: dict[int, Tensor] = {}
+        self._kinds, members = probe(model, named, args, kwargs)
+        self.layers: list[list[nn.Parameter]] = [[named[n][1] for n in group] for group in members]
+        self.names: list[list[str]] = [[named[n][0] for n in group] for group in members]
+        self._layer_of = {id(p): number for number, layer in enumerate(self.layers) for p in layer}
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    @contextmanager
+    def recording(self, records: int) -> Iterator[None]:
+        """Watch the forward passes and the backward pass of one batch; the parameters' gradients are discarded.
+
+        The model may run several times on the same records; their gradients add up.
+
+        Args:
+            records: Number of records in the batch; with 0, do not run the model.
+
+        Raises:
+            ValueError: The model uses a parameter in another way than in the probe.
+        """
+        checks.integer(records=records, minimum=0)
+        for _, parameter in self._named:
+            parameter.grad = None
+        self._records, self._uses, self._cache = None, [], {}
+        recorder = Recorder(self._named, self._kinds)
+        with recorder:
+            yield
+        seen = [name for name, parameter in self._named if parameter.grad is not None]
+        if seen:
+            raise ValueError(
+                f"model: parameter {seen[0]!r} is used where single records cannot be told apart (a compiled, "
+                "checkpointed or custom autograd function, an assignment into a tensor, or a penalty on the "
+                "parameters); use it in ordinary torch functions"
+            )
+        self._records = records
+        self._uses = [[] for _ in self.layers]
+        for call, roots in recorder.calls:
+            use = use_of(call, records)
+            if use is not None:
+                self._uses[self._layer_of[id(self._named[min(roots)][1])]].append(use)
+
+    def squared_norms(self) -> Tensor:
+        """Return the squared norm of each record's gradient by layer, or a bound on it, shape (depth, records).
+
+        float64; NaN or infinite if the gradient is not finite.
+        """
+        with full_precision(), torch.no_grad():
+            return torch.stack([self._layer_norms(n).square() for n in range(self.depth)])
+
+    def set_gradients(self, factors: Tensor, squared_norms: Tensor, divisor: float = 1.0) -> None:
+        """Write (1/divisor) sum_i f_i g_i into the gradients of all parameters.
+
+        Args:
+            factors: f_i of each layer and record in [0, 1], float64, shape (depth, records); 0 removes a record.
+            squared_norms: As `squared_norms` returned them; no contribution exceeds them.
+            divisor: The batch size, or a constant in its place.
+        """
+        norms = squared_norms.sqrt()
+        finite = torch.isfinite(norms).all(dim=0)
+        with full_precision(), torch.no_grad():
+            for number, parameters in enumerate(self.layers):
+                clip = Clip(factors=factors[number], norms=norms[number])
+                for parameter, total in zip(parameters, self._total(number, clip, finite), strict=True):
+                    parameter.grad = total.div_(divisor).float()
+
+    def clip(self, bound: float, divisor: float = 1.0) -> int:
+        """Write (1/divisor) sum_i min(1, C / norm(g_i)) g_i into the gradients, g_i over all parameters.
+
+        Args:
+            bound: C, above 0.
+            divisor: See `set_gradients`.
+
+        Returns:
+            The number of records left out because their gradients are not finite. It depends on private records.
+        """
+        checks.positive(bound=bound, divisor=divisor)
+        squares = self.squared_norms()
+        norms = squares.sum(dim=0).sqrt()
+        self.set_gradients(bounded_factors(norms, bound).expand(self.depth, -1), squares, divisor)
+        return int((~torch.isfinite(norms)).sum())
+
+    def record_gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of every record by name of parameter, shapes (records, *shape), float64.
+
+        It forms what `squared_norms` and `clip` need not, so it is for small models, diagnoses and tests.
+        """
+        found = {}
+        with full_precision(), torch.no_grad():
+            for number, (names, parameters) in enumerate(zip(self.names, self.layers, strict=True)):
+                sizes = [parameter.numel() for parameter in parameters]
+                parts = list(self._rows(number)) if self._uses[number] and self._recorded() else []
+                rows = (
+                    torch.cat(parts)
+                    if parts
+                    else torch.zeros(self._recorded(), sum(sizes), dtype=torch.float64)
+                )
+                for name, parameter, own in zip(names, parameters, rows.split(sizes, dim=1), strict=True):
+                    found[name] = own.unflatten(1, parameter.shape)
+        return found
+
+    # Layers
+
+    def _layer_norms(self, number: int) -> Tensor:
+        """Return the norm of each record's gradient of one layer, float64, shape (records,)."""
+        records, uses = self._recorded(), self._uses[number]
+        parameter = self.layers[number][0]
+        if not uses or not records:
+            return torch.zeros(records, dtype=torch.float64, device=parameter.device)
+        outer = _outer_uses(uses)
+        if outer is None:
+            return torch.cat([row_norms(rows) for rows in self._rows(number)])
+        numbers = sum(use.numbers for use in outer)
+        if len(outer) > 1:
+            parts = _parts(records, 4 * numbers)
+            return torch.cat([_norms_of_sum(outer, part) for part in parts])
+        return torch.cat([outer[0].norms(part) for part in _parts(records, numbers)])
+
+    def _total(self, number: int, clip: Clip, finite: Tensor) -> list[Tensor]:
+        """Return sum_i f_i g_i of one layer, a tensor for each parameter."""
+        uses, parameters = self._uses[number], self.layers[number]
+        if not uses or not self._recorded():
+            return [torch.zeros_like(parameter) for parameter in parameters]
+        outer = _outer_uses(uses)
+        if outer is None:
+            return self._materialised_total(number, clip)
+        totals = {id(parameter): torch.zeros_like(parameter) for parameter in parameters}
+
+        def keep(delta: Tensor) -> ScaledRows:
+            return scaled_rows(delta, clip.factors)
+
+        def only_finite(values: Tensor) -> Tensor:
+            return values if bool(finite.all()) else finite_rows(values, finite)
+
+        for use in outer:
+            for tensor, total in zip(use.wrt, use.totals(keep, only_finite), strict=True):
+                totals[id(tensor)] += total
+        return [totals[id(parameter)] for parameter in parameters]
+
+    def _materialised_total(self, number: int, clip: Clip) -> list[Tensor]:
+        """Sum clipped gradients; each is measured again, so that another rounding cannot exceed its norm."""
+        parameters, start = self.layers[number], 0
+        sizes = [parameter.numel() for parameter in parameters]
+        total = torch.zeros(sum(sizes), dtype=torch.float64, device=parameters[0].device)
+        for rows in self._rows(number):
+            part = slice(start, start + len(rows))
+            norms, realised = clip.norms[part], row_norms(rows)
+            factors = torch.where(realised > norms, norms / realised, 1.0) * clip.factors[part]
+            used = torch.isfinite(realised) & (factors > 0)
+            total += torch.where(used, factors, 0.0) @ finite_rows(rows, used)
+            start = part.stop
+        pieces = total.split(sizes)
+        return [piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
+
+    def _rows(self, number: int) -> Iterator[Tensor]:
+        """Yield the gradients of some records as rows over all parameters of a layer, float64."""
+        if number in self._cache:
+            yield self._cache[number]
+            return
+        uses, parameters = self._uses[number], self.layers[number]
+        size = sum(parameter.numel() for parameter in parameters)
+        parts = _parts(self._recorded(), 4 * size + max(use.numbers for use in uses))
+        for part in parts:
+            sums = {id(p): torch.zeros((), dtype=torch.float64, device=p.device) for p in parameters}
+            for use in uses:
+                for tensor, rows in zip(use.wrt, use.rows(part), strict=True):
+                    for parameter, own in _pulled(tensor, rows, parameters):
+                        sums[id(parameter)] = sums[id(parameter)] + own.double()
+            count = part.stop - part.start
+            flat = [sums[id(p)].expand(count, *p.shape).flatten(1) for p in parameters]
+            joined = torch.cat(flat, dim=1)
+            if len(parts) == 1 and joined.numel() <= _CACHE_LIMIT:
+                self._cache[number] = joined
+            yield joined
+
+    def _recorded(self) -> int:
+        if self._records is None:
+            raise RuntimeError("no batch is recorded; run a forward and a backward pass in tape.recording(n)")
+        return self._records
+
+
+def _outer_uses(uses: Sequence[Use]) -> list[OuterUse] | None:
+    """Return the uses if all add outer products to the same weight and bias, else None."""
+    outer = [use for use in uses if isinstance(use, OuterUse)]
+    if len(outer) < len(uses):
+        return None
+    leaf = all(tensor.is_leaf for use in outer for tensor in use.wrt)
+    biases = {id(use.bias) for use in outer if use.bias is not None}
+    same = len({id(use.weight) for use in outer}) == 1 and len(biases) <= 1
+    return outer if leaf and same else None
+
+
+def _norms_of_sum(uses: Sequence[OuterUse], part: slice) -> Tensor:
+    """Return bounds on the norms of contributions of several uses of one weight, float64, shape (some,).
+
+    The positions of all uses count as one sum of products, computed in float64; what float32 may lose in the sums that
+    are formed is added, as in `training.networks.layers.outer_sum_bounds`.
+    """
+    pairs = [use.pairs(part) for use in uses]
+    widest = max(u.shape[2] for _, u in pairs)
+    s = torch.cat([s.double() for s, _ in pairs], dim=-1)
+    u = torch.cat([functional.pad(u.double(), (0, 0, 0, widest - u.shape[2])) for _, u in pairs], dim=-1)
+    (a, positions), b = s.shape[-2:], u.shape[-2]
+    magnitudes = [use.magnitudes(part) for use in uses]
+    lost = sum(
+        product_slack(use.positions + len(uses)) * size for use, size in zip(uses, magnitudes, strict=True)
+    )
+    if positions * (a + b) < a * b:
+        squares = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-2, -1)).clamp_min(0.0)
+        lost = lost + ((a + b + positions**2) * 2.0**-52) ** 0.5 * sum(magnitudes)
+    else:
+        squares = (s @ u.mT).square().sum(dim=(-2, -1))
+    return squares.sum(dim=1).sqrt() + lost
+
+
+def _pulled(
+    tensor: Tensor, rows: Tensor, parameters: Sequence[nn.Parameter]
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield gradients of records with respect to parameters from those with respect to a tensor computed from them."""
+    if isinstance(tensor, nn.Parameter):
+        yield tensor, rows
+        return
+    with torch.enable_grad():
+        found = torch.autograd.grad(
+            tensor, list(parameters), rows.to(tensor.dtype), is_grads_batched=True, retain_graph=True, allow_unused=True
+        )  # fmt: skip
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient is not None:
+            yield parameter, gradient
+
+
+def _parts(records: int, numbers: int) -> list[slice]:
+    """Cut a batch into parts whose numbers fit into memory."""
+    step = max(1, _NUMBERS_LIMIT // max(1, numbers))
+    return [slice(start, min(start + step, records)) for start in range(0, records, step)]

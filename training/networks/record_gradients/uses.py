@@ -1,0 +1,610 @@
+"""Each use of a parameter in a forward pass, and what every record of the batch adds to the parameter's gradient there.
+
+A use is one call of a torch function on a parameter, or on a tensor computed from parameters only. With delta the
+gradient at the call's output and h its other arguments, record i adds J_i^T delta_i.
+
+- Linear maps, embeddings and convolutions add sums of outer products sum_p s_ip u_ip^T over positions p, which are
+  measured without being formed (`OuterUse`).
+- Every other use forms the gradients of some records at once (`Use.rows`).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+
+from training.networks.clipping import ScaledRows, norm_bounds, product_slack
+from training.networks.layers import outer_squared_norms, outer_sum_bounds
+from training.networks.record_gradients.layout import Layout, split_records
+
+_RECURRENT = {torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu}
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
+
+
+class Call:
+    """One call of a torch function on parameters, and the gradients at its outputs.
+
+    Args:
+        func: The function.
+        leaves: Its arguments, flattened; parameters detached.
+        spec: How to put them together again.
+        places: Which leaves are parameters, or computed from parameters only.
+        where: What the call is, for messages.
+        in_place: Whether the function overwrites its first argument.
+
+    Attributes:
+        deltas: The gradient at each output; None until one arrives.
+        layouts: Where the records stand in the other tensors among the arguments, then in the outputs.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        leaves: Sequence[Any],
+        spec: TreeSpec,
+        places: Sequence[int],
+        where: str,
+        *,
+        in_place: bool = False,
+    ) -> None:
+        self.func, self.spec, self.places, self.where = func, spec, tuple(places), where
+        self.wrt: list[Tensor] = [leaves[n] for n in places]
+        kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if in_place:
+            kept[0] = kept[0].clone()
+        self.leaves, self.in_place = kept, in_place
+        self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in kept]
+        self.deltas: list[Tensor | None] = []
+        self.layouts: list[Layout | None] = []
+
+    @property
+    def others(self) -> list[int]:
+        """Which leaves are tensors but no parameters."""
+        return [n for n, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and n not in self.places]
+
+    def receive(self, output: int, gradient: Tensor) -> None:
+        """Add a gradient at an output; backward calls it."""
+        before, new = self.deltas[output], gradient.detach()
+        self.deltas[output] = new if before is None else before + new
+
+    def check_inputs(self) -> None:
+        """Refuse inputs that were overwritten between the forward and the backward pass.
+
+        Raises:
+            RuntimeError: One was.
+        """
+        for leaf, version in zip(self.leaves, self._versions, strict=True):
+            if isinstance(leaf, Tensor) and leaf._version != version:
+                raise RuntimeError(
+                    f"model: an input of {self.where} was modified in place after its use; take the operation that is "
+                    "not in place (inplace=False)"
+                )
+
+    def output(self, number: int, records: int) -> Tensor:
+        """Return the gradient at an output, record by record."""
+        delta, layout = self.deltas[number], self.layouts[len(self.others) + number]
+        if delta is None or layout is None:
+            raise RuntimeError(f"{self.where} has no gradient by record")
+        return split_records(delta, layout, records)
+
+    def argument(self, leaf: int, records: int) -> Tensor:
+        """Return an argument record by record.
+
+        Raises:
+            ValueError: It belongs to no record.
+        """
+        layout = self.layouts[self.others.index(leaf)]
+        if layout is None:
+            raise ValueError(f"model: the input of {self.where} holds no records")
+        values: Tensor = self.leaves[leaf]
+        return split_records(values, layout, records)
+
+
+class Use(ABC):
+    """What the records add to the gradients of the tensors of one call.
+
+    Args:
+        call: A call whose outputs have received their gradients.
+        records: Number of records in the batch.
+    """
+
+    def __init__(self, call: Call, records: int) -> None:
+        self.call, self.records, self.wrt = call, records, call.wrt
+
+    @abstractmethod
+    def rows(self, part: slice) -> list[Tensor]:
+        """Return J_i^T delta_i of the records of a part, one tensor (some, *shape) for each of `wrt`."""
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that `rows` holds for one record while it computes, about."""
+        inputs = [leaf.numel() for leaf in self.call.leaves if isinstance(leaf, Tensor)]
+        return sum(t.numel() for t in self.wrt) + sum(inputs) // max(1, self.records)
+
+
+class OuterUse(Use):
+    """A use that adds sum_p s_p u_p^T to a matrix, and sum_p s_p to a bias if there is one.
+
+    Attributes:
+        weight: The matrix, of whatever shape.
+        bias: The bias, or None.
+        positions: Number of positions p of a record.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    positions: int
+
+    @abstractmethod
+    def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Return s and u of some records as columns, (some, groups, a, positions) and (some, groups, b, positions).
+
+        If there is a bias, the last entry of u is 1.
+        """
+
+    @abstractmethod
+    def totals(
+        self, keep: Callable[[Tensor], ScaledRows], finite: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Return sum_i f_i J_i^T delta_i, one float32 tensor for each of `wrt`.
+
+        Args:
+            keep: Scales signals (records, ...) by the factors.
+            finite: Replaces the numbers (records, ...) of records that are not finite by 0.
+        """
+
+    def norms(self, part: slice) -> Tensor:
+        """Return bounds on the norms of the contributions as `totals` forms them, float64, shape (some,)."""
+        return outer_sum_bounds(*self.pairs(part)).square().sum(dim=1).sqrt()
+
+    def magnitudes(self, part: slice) -> Tensor:
+        """Return bounds on sum_p |s_p| |u_p|, float64, shape (some,)."""
+        s, u = self.pairs(part)
+        sizes = [norm_bounds(rows.flatten(0, 1)).view(rows.shape[:2]) for rows in (s, u)]
+        return (sizes[0] * sizes[1]).sum(dim=1)
+
+    def rows(self, part: slice) -> list[Tensor]:
+        """See Use."""
+        s, u = self.pairs(part)
+        whole = s.double() @ u.double().mT  # (some, groups, a, b)
+        found = []
+        if self.bias is not None:
+            found = [whole[..., -1].flatten(1)]
+            whole = whole[..., :-1]
+        by_name = {id(self.weight): whole.reshape(len(whole), *self.weight.shape)}
+        if self.bias is not None:
+            by_name[id(self.bias)] = found[0]
+        return [by_name[id(tensor)] for tensor in self.wrt]
+
+    def _ordered(self, weight: Tensor, signals: Tensor | None) -> list[Tensor]:
+        """Return totals in the order of `wrt`."""
+        return [weight if tensor is self.weight or signals is None else signals for tensor in self.wrt]
+
+
+class LinearUse(OuterUse):
+    """v = W h + b at every position."""
+
+    def __init__(self, call: Call, records: int, h: int, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(call, records)
+        self.weight, self.bias = weight, bias
+        self._delta = _positions(call.output(0, records))
+        self._h = _positions(call.argument(h, records))
+        self.positions = self._delta.shape[1]
+
+    @property
+    def numbers(self) -> int:
+        """See Use: signals and inputs, also in float64."""
+        return 3 * self.positions * (self._delta.shape[-1] + self._h.shape[-1])
+
+    def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
+        """See OuterUse."""
+        h = self._h[part]
+        if self.bias is not None:
+            h = torch.cat([h, h.new_ones(*h.shape[:-1], 1)], dim=-1)
+        return self._delta[part].mT[:, None], h.mT[:, None]
+
+    def norms(self, part: slice) -> Tensor:
+        """See OuterUse; one position per record is a single product."""
+        if self.positions > 1:
+            return super().norms(part)
+        delta, h = self._delta[part].flatten(1), self._h[part].flatten(1)
+        return outer_squared_norms(delta, h, bias=self.bias is not None).sqrt()
+
+    def totals(
+        self, keep: Callable[[Tensor], ScaledRows], finite: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """See OuterUse: one matrix product, and a sum for the bias."""
+
+        def products(delta: Tensor, h: Tensor) -> list[Tensor]:
+            signals = delta.flatten(0, 1)
+            return self._ordered(signals.t() @ h.flatten(0, 1), signals.sum(dim=0))
+
+        return keep(finite(self._delta)).totals(finite(self._h), products)
+
+
+class EmbeddingUse(OuterUse):
+    """v_p = W[id_p]: the signals of equal ids add up, and those of the padding id count as 0."""
+
+    def __init__(self, call: Call, records: int, ids: int, padding: int | None) -> None:
+        super().__init__(call, records)
+        (self.weight,), self.bias = call.wrt, None
+        delta = call.output(0, records)
+        self._ids = call.argument(ids, records).flatten(1)
+        self._delta = delta.reshape(records, -1, delta.shape[-1]).float()
+        if padding is not None:
+            padding %= len(self.weight)
+            self._delta = torch.where((self._ids == padding)[..., None], 0.0, self._delta)
+        self.positions = self._ids.shape[1]
+
+    def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
+        """See OuterUse; s is 1 at the id."""
+        once = functional.one_hot(self._ids[part], len(self.weight)).mT
+        return once[:, None].float(), self._delta[part].mT[:, None]
+
+    def norms(self, part: slice) -> Tensor:
+        """See OuterUse; the signals of each id are added in float64."""
+        ids, delta = self._ids[part], self._delta[part]
+        record = torch.arange(len(ids), device=ids.device)[:, None]
+        keys, inverse, counts = torch.unique(
+            record * len(self.weight) + ids, return_inverse=True, return_counts=True
+        )
+        sums = delta.new_zeros(len(keys), delta.shape[-1], dtype=torch.float64)
+        sums.index_add_(0, inverse.flatten(), delta.flatten(0, 1).double())
+        owner = keys // len(self.weight)
+        squares = sums.new_zeros(len(ids)).index_add_(0, owner, sums.square().sum(dim=1))
+        repeats = counts[inverse].amax(dim=1).double()
+        slack = (repeats + 7) * product_slack(1) / 8  # of a sum over the positions of one id
+        return squares.sqrt() + slack * repeats.sqrt() * norm_bounds(delta)
+
+    def magnitudes(self, part: slice) -> Tensor:
+        """See OuterUse."""
+        return self.positions**0.5 * norm_bounds(self._delta[part])
+
+    def totals(
+        self, keep: Callable[[Tensor], ScaledRows], finite: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """See OuterUse: one indexed sum."""
+
+        def products(delta: Tensor, ids: Tensor) -> list[Tensor]:
+            total = delta.new_zeros(self.weight.shape)
+            return [total.index_add_(0, ids.flatten(), delta.flatten(0, 1))]
+
+        return keep(finite(self._delta)).totals(self._ids, products)
+
+
+class ConvolutionUse(OuterUse):
+    """v_op = w_o . u_p + b_o at every position p, u_p the patch under the kernel, in one to three dimensions."""
+
+    def __init__(
+        self, call: Call, records: int, h: int, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
+    ) -> None:
+        super().__init__(call, records)
+        self.weight, self.bias = weight, bias
+        self._dims = weight.ndim - 2
+        self._delta = call.output(0, records).float()  # (records, rows, channels, *positions)
+        self._h = call.argument(h, records).float()
+        stride, padding, dilation = (
+            _per_dim(options[name], self._dims) for name in ("stride", "padding", "dilation")
+        )
+        self._options = {
+            "stride": stride,
+            "padding": padding,
+            "dilation": dilation,
+            "groups": options["groups"],
+        }
+        self.positions = math.prod(self._delta.shape[3:]) * self._delta.shape[1]
+
+    @property
+    def numbers(self) -> int:
+        """See Use: the patches, in float64."""
+        return 2 * self.weight[0].numel() * self._options["groups"] * self.positions + self.weight.numel()
+
+    def pairs(self, part: slice) -> tuple[Tensor, Tensor]:
+        """See OuterUse."""
+        groups = self._options["groups"]
+        delta, h = self._delta[part], self._h[part]
+        patches = self._patches(h.flatten(0, 1)).unflatten(1, (groups, -1))
+        if self.bias is not None:
+            patches = torch.cat([patches, torch.ones_like(patches[:, :, :1])], dim=2)
+        signals = delta.flatten(0, 1).flatten(2).unflatten(1, (groups, -1))
+        return _merged(signals, len(delta)), _merged(patches, len(delta))
+
+    def totals(
+        self, keep: Callable[[Tensor], ScaledRows], finite: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """See OuterUse: the convolution's weight gradient."""
+
+        def products(delta: Tensor, h: Tensor) -> list[Tensor]:
+            signals = delta.flatten(0, 1)
+            weight = _WEIGHT_GRADIENTS[self._dims](
+                h.flatten(0, 1), list(self.weight.shape), signals, **self._options
+            )
+            return self._ordered(weight, signals.transpose(0, 1).flatten(1).sum(dim=1))
+
+        return keep(finite(self._delta)).totals(finite(self._h), products)
+
+    def _patches(self, h: Tensor) -> Tensor:
+        """Shape (rows, channels x kernel, positions)."""
+        sides = [side for padding in reversed(self._options["padding"]) for side in (padding, padding)]
+        h = functional.pad(h, sides)
+        for axis in range(self._dims):
+            step, reach = self._options["stride"][axis], self._options["dilation"][axis]
+            h = h.unfold(2 + axis, (self.weight.shape[2 + axis] - 1) * reach + 1, step)[..., ::reach]
+        kernel = range(2 + self._dims, 2 + 2 * self._dims)
+        ordered = h.permute(0, 1, *kernel, *range(2, 2 + self._dims))
+        return ordered.flatten(2 + self._dims).flatten(1, 1 + self._dims)
+
+
+class NormalisationUse(Use):
+    """v = w x + b with x normalised by a layer, group or root-mean-square norm: sums of delta x and of delta."""
+
+    def __init__(
+        self,
+        call: Call,
+        records: int,
+        h: int,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        normalise: Callable[[Tensor], Tensor],
+        keep: int,
+    ) -> None:
+        super().__init__(call, records)
+        self._weight, self._bias, self._normalise, self._keep = weight, bias, normalise, keep
+        self._delta, self._h = call.output(0, records), call.argument(h, records)
+
+    @property
+    def numbers(self) -> int:
+        """See Use: the signals and the inputs, in float64."""
+        return 6 * self._delta[:1].numel()
+
+    def rows(self, part: slice) -> list[Tensor]:
+        """See Use; products and sums are taken in float64."""
+        delta = self._delta[part].double()
+        h = self._h[part]
+        x = self._normalise(h.flatten(0, 1)).unflatten(0, h.shape[:2]) if h.numel() else h
+        return [
+            self._sum(delta * x.double()) if tensor is self._weight else self._sum(delta)
+            for tensor in self.wrt
+        ]
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Sum over all dimensions but the record and those of the parameter, of which the first is `keep`."""
+        shape = (self._weight if self._weight is not None else self._bias).shape  # type: ignore[union-attr]
+        first = self._keep % values.ndim
+        kept = {0, *range(first, first + len(shape))}
+        other = [d for d in range(values.ndim) if d not in kept]
+        return values.sum(dim=other) if other else values
+
+
+class FunctionUse(Use):
+    """Any other call: torch.func.vjp of the call for each record, in a loop if torch.func.vmap does not take it."""
+
+    def __init__(self, call: Call, records: int) -> None:
+        super().__init__(call, records)
+        self._used = [n for n, delta in enumerate(call.deltas) if delta is not None]
+        self._deltas = [call.output(n, records) for n in self._used]
+        self._varying = [
+            n for n, layout in zip(call.others, call.layouts, strict=False) if layout is not None
+        ]
+        self._values = [call.argument(n, records) for n in self._varying]
+        self._vectorised = call.func not in _RECURRENT
+
+    def rows(self, part: slice) -> list[Tensor]:
+        """See Use."""
+        deltas, values = [d[part] for d in self._deltas], [v[part] for v in self._values]
+        if self._vectorised:
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="There is a performance drop")
+                    return list(torch.func.vmap(self._of_record)(deltas, values))
+            except (RuntimeError, NotImplementedError):
+                self._vectorised = False
+        found = [
+            self._differentiated(list(ds), list(vs))
+            for ds, vs in zip(zip(*deltas, strict=True), zip(*values, strict=True), strict=True)
+        ]
+        return [torch.stack(rows) for rows in zip(*found, strict=True)]
+
+    def _outputs(self, wrt: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Call the function on one record."""
+        leaves = list(self.call.leaves)
+        for place, tensor in zip((*self.call.places, *self._varying), (*wrt, *values), strict=True):
+            leaves[place] = tensor.clone() if self.call.in_place and not place else tensor
+        args, kwargs = tree_unflatten(leaves, self.call.spec)
+        outputs = real_tensors(self.call.func(*args, **kwargs))
+        return tuple(outputs[n] for n in self._used)
+
+    def _of_record(self, deltas: list[Tensor], values: list[Tensor]) -> tuple[Tensor, ...]:
+        wrt = [tensor.detach() for tensor in self.wrt]
+        pull = torch.func.vjp(lambda *tensors: self._outputs(tensors, values), *wrt)[1]
+        gradients: tuple[Tensor, ...] = pull(tuple(deltas))
+        return gradients
+
+    def _differentiated(self, deltas: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+        with torch.enable_grad():
+            wrt = [tensor.detach().requires_grad_() for tensor in self.wrt]
+            outputs = self._outputs(wrt, values)
+            found = torch.autograd.grad(outputs, wrt, deltas, allow_unused=True)
+        return [torch.zeros_like(t) if g is None else g for t, g in zip(wrt, found, strict=True)]
+
+
+class CopiesUse(Use):
+    """A tensor computed from parameters that holds a copy for each record, such as an expanded class token."""
+
+    def rows(self, part: slice) -> list[Tensor]:
+        """See Use: the signal of one record, zero elsewhere, for some records at once."""
+        delta = self.call.output(0, self.records)
+        numbers = range(self.records)[part]
+        single = delta.new_zeros(len(numbers), *delta.shape)
+        for row, number in enumerate(numbers):
+            single[row, number] = delta[number]
+        layout = self.call.layouts[-1]
+        if layout is None or layout.rows > 1:
+            raise ValueError(f"model: {self.call.where} merges records and positions; expand it by record")
+        return [_joined(single, layout)]
+
+    @property
+    def numbers(self) -> int:
+        """See Use."""
+        return self.call.output(0, self.records).numel()
+
+
+def _joined(single: Tensor, layout: Layout) -> Tensor:
+    """Undo `split_records` for one row per record: (some, records, ..., 1, ...) to (some, ..., records, ...)."""
+    return single.squeeze(2 + layout.dim).movedim(1, 1 + layout.dim)
+
+
+def use_of(call: Call, records: int) -> Use | None:
+    """Return what the records add in a call, or None if no gradient reached it."""
+    if all(delta is None for delta in call.deltas):
+        return None
+    call.check_inputs()
+    if call.func is copies:
+        return CopiesUse(call, records)
+    closed = _CLOSED.get(call.func)
+    found = closed(call, records) if closed is not None else None
+    return FunctionUse(call, records) if found is None else found
+
+
+def copies(values: Tensor) -> Tensor:
+    """Stand for a tensor that holds a copy of parameters for each record."""
+    return values
+
+
+def require_separate_records(call: Call) -> None:
+    """Refuse calls in which the shapes and the outputs do not show that records are mixed.
+
+    Raises:
+        ValueError: An embedding rescales its weights or its gradient by the batch, or a sequence is packed.
+    """
+    if call.func is functional.embedding:
+        found, _ = _bound(call, _EMBEDDING, {"max_norm": None, "scale_grad_by_freq": False})
+        if found["max_norm"] is not None or found["scale_grad_by_freq"]:
+            raise ValueError(
+                f"model: {call.where} is an embedding with max_norm or scale_grad_by_freq, which let one record change "
+                "what others add; leave both out"
+            )
+    if call.func in _RECURRENT and any(not call.leaves[n].is_floating_point() for n in call.others):
+        raise ValueError(
+            f"model: {call.where} takes a packed sequence, whose rows have no fixed owner; give padded sequences"
+        )
+
+
+def closed_form(func: Callable[..., Any]) -> bool:
+    """Whether uses of a function are known; others are called again for each record."""
+    return func in _CLOSED or func is copies
+
+
+def real_tensors(values: Any) -> list[Tensor]:
+    """Return the floating-point tensors of what a function returns."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _bound(
+    call: Call, names: Sequence[str], defaults: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return a call's arguments by name, and the positions of tensors among its leaves."""
+    numbered = tree_unflatten(
+        [_Place(n) if isinstance(leaf, Tensor) else leaf for n, leaf in enumerate(call.leaves)], call.spec
+    )
+    args, kwargs = numbered
+    found = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    places = {name: value.number for name, value in found.items() if isinstance(value, _Place)}
+    return found, places
+
+
+class _Place:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _affine(call: Call, places: dict[str, int]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the weight and the bias that learn."""
+    by_place = dict(zip(call.places, call.wrt, strict=True))
+    weight, bias = (by_place.get(places.get(name, -1)) for name in ("weight", "bias"))
+    return weight, bias
+
+
+def _linear(call: Call, records: int) -> Use | None:
+    _, places = _bound(call, ("input", "weight", "bias"), {})
+    weight, bias = _affine(call, places)
+    if weight is None or places["input"] in call.places:
+        return None
+    return LinearUse(call, records, places["input"], weight, bias)
+
+
+def _embedding(call: Call, records: int) -> Use | None:
+    found, places = _bound(call, _EMBEDDING, {"padding_idx": None})
+    return EmbeddingUse(call, records, places["input"], found["padding_idx"])
+
+
+def _convolution(call: Call, records: int) -> Use | None:
+    defaults = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    found, places = _bound(call, ("input", "weight", "bias", *defaults), defaults)
+    weight, bias = _affine(call, places)
+    if weight is None or places["input"] in call.places or isinstance(found["padding"], str):
+        return None
+    layout = call.layouts[call.others.index(places["input"])]
+    if layout is None or layout.dim != 0:
+        return None
+    options = {name: found[name] for name in defaults}
+    return ConvolutionUse(call, records, places["input"], weight, bias, options)
+
+
+def _normalisation(call: Call, records: int) -> Use | None:
+    func = call.func
+    second = "num_groups" if func is functional.group_norm else "normalized_shape"
+    rms = func is functional.rms_norm
+    names = ("input", second, "weight", "eps") if rms else ("input", second, "weight", "bias", "eps")
+    found, places = _bound(call, names, {"eps": None if rms else 1e-5})
+    weight, bias = _affine(call, places)
+    size = found[second]
+    layout = call.layouts[call.others.index(places["input"])] if places["input"] in call.others else None
+    if layout is None or (func is functional.group_norm and layout.dim != 0):
+        return None
+    if func is functional.group_norm:
+        return NormalisationUse(
+            call, records, places["input"], weight, bias, lambda h: functional.group_norm(h, size, eps=found["eps"]), 2
+        )  # fmt: skip
+    shape = tuple(size)
+    plain = functional.rms_norm if rms else functional.layer_norm
+    return NormalisationUse(
+        call, records, places["input"], weight, bias, lambda h: plain(h, shape, eps=found["eps"]), -len(shape)
+    )  # fmt: skip
+
+
+_CLOSED: dict[Callable[..., Any], Callable[[Call, int], Use | None]] = {
+    functional.linear: _linear,
+    functional.embedding: _embedding,
+    functional.conv1d: _convolution,
+    functional.conv2d: _convolution,
+    functional.conv3d: _convolution,
+    functional.layer_norm: _normalisation,
+    functional.group_norm: _normalisation,
+    functional.rms_norm: _normalisation,
+}
+
+
+def _positions(values: Tensor) -> Tensor:
+    """Return (records, positions, entries) in float32."""
+    return values.reshape(len(values), -1, values.shape[-1]).float()
+
+
+def _merged(columns: Tensor, records: int) -> Tensor:
+    """(records rows, groups, a, positions) to (records, groups, a, rows positions)."""
+    return columns.unflatten(0, (records, -1)).permute(0, 2, 3, 1, 4).flatten(3)
+
+
+def _per_dim(value: Any, dims: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * dims if len(values) == 1 else values

@@ -50,7 +50,7 @@ def main(epochs: int = 4) -> float:
     digits, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(digits / 16, dtype=torch.float32), torch.tensor(labels)
     model: nn.Module = Network()
-    model = opusim.FeedbackAlignment(model, encoding="planes")  # opusim
+    model = opusim.FeedbackAlignment(model)  # opusim
     model.device = opusim.open_device("gaussian", **model.shape(x[:2])._asdict())  # opusim
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     for _ in range(epochs):

@@ -22,7 +22,7 @@ class Classifier(lightning.LightningModule):
         self.model: nn.Module = nn.Sequential(
             *(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
         )
-        self.model = opusim.FeedbackAlignment(self.model, encoding="planes")  # opusim
+        self.model = opusim.FeedbackAlignment(self.model)  # opusim
         shape = self.model.shape(torch.zeros(2, 64))  # opusim
         self.model.device = opusim.open_device("gaussian", **shape._asdict())  # opusim
 

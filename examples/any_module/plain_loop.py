@@ -35,7 +35,7 @@ def main(epochs: int = 5) -> float:
     torch.manual_seed(0)
     digits, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(digits / 16, dtype=torch.float32), torch.tensor(labels)
-    model = opusim.FeedbackAlignment(Transformer(), encoding="planes")  # opusim
+    model = opusim.FeedbackAlignment(Transformer())  # opusim
     shape = model.shape(x[:2])  # opusim
     model.device = opusim.open_device("gaussian", **shape._asdict())  # opusim
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)

@@ -82,7 +82,11 @@ def _known(names: tuple[str, ...], what: str, example: str) -> Callable[[str], s
 
 LossName = Annotated[str, AfterValidator(_known(LOSS_NAMES, "loss", "my_package.losses:focal"))]
 """A loss by name, or the import path of a function (output, target) -> losses of the records."""
-ModelName = Annotated[str, AfterValidator(_known(MODEL_NAMES, "model", "my_package.models:build"))]
+OWN_MODULE = "module"
+"""The model.name of a run on a user-supplied module other than a fully connected network."""
+ModelName = Annotated[
+    str, AfterValidator(_known((*MODEL_NAMES, OWN_MODULE), "model", "my_package.models:build"))
+]
 """A network by name, or the import path of a class or function that returns a module."""
 
 
@@ -293,7 +297,8 @@ class ModelConfig(Section):
     name: ModelName = "mlp"
     """mlp (fully connected), vit-small, mixer-small, resnet-small, conv-small, transformer-lm, transformer-encoder, gru
     (`training.networks.models`), or the import path package.module:factory of a class or function. It gets
-    record_shape, n_outputs and the options as keywords and returns a torch module."""
+    record_shape, n_outputs, vocabulary (of tokens) and the options as keywords and returns a torch module. "module" if
+    `opusim.train` was given one that is not fully connected."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keywords of the model, such as model.options.depth = 4."""
     hidden: tuple[int, ...] = (512, 512)

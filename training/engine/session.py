@@ -34,6 +34,7 @@ from training.engine.plan import (
     with_own_data,
 )
 from training.errors import RunFolderError
+from training.networks.any_module import with_own_module
 from training.networks.user_code import code_of, require_trusted
 from training.runs.folder import RunFolder, facts_equal, own_folder, versions
 from training.runs.run import Run, load_run
@@ -94,7 +95,7 @@ def train(
         _stored(config, settings, folder) if resume else load_config(config, settings)
     )
     resolved, data, model = default_inputs(resolved, data, model)
-    resolved = with_own_data(resolved, data, label)
+    resolved = with_own_module(with_own_data(resolved, data, label), model)
     run_folder = None if folder is None else RunFolder(own_folder(Path(folder)))
     if resume and run_folder is not None:
         require_trusted(run_folder.read_facts(), trust_code=trust_code)

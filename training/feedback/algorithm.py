@@ -67,6 +67,10 @@ class FeedbackAlgorithm(
         cls, config: RunConfig, dataset: Dataset, model: nn.Module | None
     ) -> FullyConnected | AnyModule:
         """See Algorithm.build_network; a fully connected network of pdfa needs a hidden layer."""
+        if isinstance(model, FeedbackAlignment):
+            raise TypeError(
+                "model is a FeedbackAlignment; give the plain module (model.remove()), a run puts the points on it"
+            )
         network = _closed_form(config, dataset, model)
         if network is None:
             return build_any_module(config, dataset, model)

@@ -55,6 +55,10 @@ class ModuleTrainer(Trainer):
         self.optimizer = optimizer
         self._network, self._objective, self._feedback = network, objective, feedback
         self._seed, self._labels = seed, labels
+        device = None if feedback is None else feedback.device
+        self._column_sum = (
+            None if device is None else torch.zeros(device.n_outputs)
+        )  # zeros until it is measured
 
     def step(
         self, x: Tensor, y: Tensor, *, step: int, observe: bool, records: Tensor | None = None
@@ -65,6 +69,7 @@ class ModuleTrainer(Trainer):
         """
         if not len(x):
             return self._empty_step(y)
+        self._recall_column_sum()
         buffers = {name: buffer.clone() for name, buffer in self._network.buffers.items()}
         losses = partial(self._losses, x, y, step=step, records=records)
         self.model.train()
@@ -90,6 +95,12 @@ class ModuleTrainer(Trainer):
     def tensors(self) -> dict[str, Tensor]:
         """See Network.tensors."""
         return self._network.tensors
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """See Trainer.state: B 1 as it was measured once, so that a resumed run does not measure it again."""
+        self._keep_column_sum()
+        return {} if self._column_sum is None else {"column_sum": self._column_sum}
 
     @property
     def usage(self) -> Usage:
@@ -138,6 +149,18 @@ class ModuleTrainer(Trainer):
         sums = [gradient.sum(dtype=torch.float64) for gradient in gradients if gradient is not None]
         if sums:
             _require_finite(torch.stack(sums).sum(), step)
+
+    def _recall_column_sum(self) -> None:
+        """Give the feedback what a checkpoint holds."""
+        feedback, kept = self._feedback, self._column_sum
+        if feedback is not None and feedback.column_sum is None and kept is not None and bool(kept.any()):
+            feedback.column_sum = kept.clone()
+
+    def _keep_column_sum(self) -> None:
+        """Keep what the feedback has measured for the next checkpoint."""
+        measured = None if self._feedback is None else self._feedback.column_sum
+        if measured is not None and self._column_sum is not None:
+            self._column_sum.copy_(measured)
 
     def _empty_step(self, y: Tensor) -> StepRecord:
         for parameter in self._network.parameters:

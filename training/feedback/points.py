@@ -157,6 +157,8 @@ class FeedbackAlignment(nn.Module):
         self._normalised, self._gain, self._seed = normalised, gain, seed
         self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
         self._device = device
+        self.column_sum: Tensor | None = None
+        """B 1 as measured on the device, or None before. Set it in a resumed run to spare the measurement."""
         self._projection: Projection | None = None
         self._place = torch.device("cpu")
         self._n_inputs, self._slices = 0, list[Slice]()
@@ -225,7 +227,7 @@ class FeedbackAlignment(nn.Module):
 
     @device.setter
     def device(self, device: NoisyDevice | None) -> None:
-        self._device, self._projection = device, None
+        self._device, self._projection, self.column_sum = device, None, None
 
     @property
     def usage(self) -> Usage:
@@ -527,7 +529,10 @@ class FeedbackAlignment(nn.Module):
                     "encoding = 'real' cannot be shown to a device; use 'ternary', 'stochastic', 'planes' or 'sign'"
                 )
             else:
-                self._projection = DeviceProjection(self._device, encoding=encoding, n_inputs=self._n_inputs)
+                self._projection = projection = DeviceProjection(
+                    self._device, encoding=encoding, n_inputs=self._n_inputs, ones=self.column_sum
+                )
+                self.column_sum = projection.ones
         return self._projection
 
     # Diagnosis

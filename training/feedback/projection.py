@@ -303,15 +303,28 @@ class DeviceProjection(Projection):
 
     Args:
         device: An open device of at least n_inputs inputs, of which the first are used.
-        encoding: How e is shown. One with an offset has B 1 measured at once, the mean of several readings.
+        encoding: How e is shown.
         n_inputs: Width of e; None for the device's.
+        ones: B 1 as it was measured, shape (n_outputs,). None measures it at once if the encoding has an offset.
+
+    Attributes:
+        ones: See above; None if the encoding has no offset.
     """
 
-    def __init__(self, device: NoisyDevice, *, encoding: Encoding, n_inputs: int | None = None) -> None:
+    def __init__(
+        self,
+        device: NoisyDevice,
+        *,
+        encoding: Encoding,
+        n_inputs: int | None = None,
+        ones: Tensor | None = None,
+    ) -> None:
         self._device = device
         self._encoding = encoding
         n = device.n_inputs if n_inputs is None else n_inputs
-        self._ones = self._measured(torch.ones(1, n))[0] if encoding.has_offset else None
+        if ones is None and encoding.has_offset:
+            ones = self._measured(torch.ones(1, n))[0]
+        self.ones = ones
         self._std = torch.as_tensor(device.noise.variance_bounds()[1], dtype=torch.float32).sqrt()
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
@@ -338,7 +351,7 @@ class DeviceProjection(Projection):
         """See Projection.read."""
         encoded = self._encoding(error)
         readings = self._device.project(self._padded(encoded.frames.flatten(0, 1)))
-        return encoded.decoded(readings, None if self._ones is None else self._ones.to(error.device))
+        return encoded.decoded(readings, None if self.ones is None else self.ones.to(error.device))
 
     def columns(self, n_inputs: int) -> Tensor:
         """See Projection.columns: the mean of several readings of each column, which hardware can measure too."""

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opusim.errors import ConfigError
 from training.config.run import RunConfig
+from training.config.sections import OWN_MODULE
 from training.data import Dataset
 from training.errors import RunFolderError
 from training.networks.base import Network, tensor_facts
@@ -104,6 +106,17 @@ class AnyModule(Network):
         return outputs
 
 
+def with_own_module(config: RunConfig, model: nn.Module | None) -> RunConfig:
+    """Return the configuration for a user-supplied module, with the defaults of modules."""
+    if model is None or not config.trainer.any_module or config.model.name == OWN_MODULE:
+        return config
+    try:
+        FullyConnected(model)
+    except (TypeError, ValueError):
+        return config.replaced(model={"name": OWN_MODULE})
+    return config
+
+
 def from_recipe(recipe: dict[str, Any], *, seed: int | None) -> nn.Module:
     """Return a new module as a recipe says; one with an import path executes user code."""
     if "layers" in recipe:
@@ -115,6 +128,7 @@ def from_recipe(recipe: dict[str, Any], *, seed: int | None) -> nn.Module:
         recipe["options"],
         record_shape=recipe["record_shape"],
         n_outputs=recipe["n_outputs"],
+        vocabulary=recipe["vocabulary"],
         seed=seed,
         name=name,
     )
@@ -131,6 +145,12 @@ def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | Non
         ConfigError: An import path names nothing.
     """
     recipe: dict[str, Any] = {}
+    if model is None and config.model.name == OWN_MODULE:
+        raise ConfigError(
+            "configuration",
+            "model.name",
+            "stands for a user-supplied module, which no file holds; give it again: opusim.train(..., model=module)",
+        )
     if model is None and config.model.name == "mlp":
         model = build_mlp(config, dataset)
         recipe = {"name": "mlp", **FullyConnected(model).facts}
@@ -140,6 +160,7 @@ def build_any_module(config: RunConfig, dataset: Dataset, model: nn.Module | Non
             "options": json.loads(json.dumps(config.model.options)),
             "record_shape": list(dataset.record_shape),
             "n_outputs": dataset.n_classes,
+            "vocabulary": dataset.vocabulary,
         }
         model = from_recipe(recipe, seed=config.seed_for("initialisation"))
     if not isinstance(model, nn.Module):

@@ -41,18 +41,21 @@ def build_model(
     n_outputs: int,
     seed: int | None,
     name: str,
+    vocabulary: int | None = None,
 ) -> nn.Module:
     """Return a new module, whose initial parameters come from a seed.
 
     torch's global random state is seeded for the call and then put back, so it is neither read nor changed.
 
     Args:
-        factory: A class or function; it gets those of `record_shape` and `n_outputs` that it takes as keywords.
+        factory: A class or function; it gets those of `record_shape`, `n_outputs` and `vocabulary` that it takes as
+            keywords.
         options: Its other keywords.
         record_shape: Shape of a record.
         n_outputs: Number of outputs: classes, tokens, real numbers or labels.
         seed: Seed of the initial parameters, or None to let the system choose.
         name: Name of the factory, for messages.
+        vocabulary: Number of token values if records hold tokens, else None.
 
     Raises:
         TypeError: The factory takes no such option, or returns no module.
@@ -60,7 +63,8 @@ def build_model(
     """
     taken = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-    facts = {"record_shape": tuple(record_shape), "n_outputs": n_outputs}
+    facts: dict[str, Any] = {"record_shape": tuple(record_shape), "n_outputs": n_outputs}
+    facts |= {} if vocabulary is None else {"vocabulary": vocabulary}
     if not takes_any:
         facts = {key: value for key, value in facts.items() if key in taken}
         for option in options:

@@ -64,9 +64,10 @@ def test_frozen_and_shared_layers_are_left_to_autograd(tmp_path: Path) -> None:
     frozen[0].requires_grad_(False)
     shared = nn.Linear(5, 5)
     twice = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(5, 3))
+    config = {key: value for key, value in CONFIG.items() if key != "model"}  # keys of the built network
     for number, model in enumerate((frozen, twice)):
         before = [parameter.clone() for parameter in model.parameters()]
-        training.train(CONFIG, data=data(), model=model, folder=tmp_path / str(number))
+        training.train(config, data=data(), model=model, folder=tmp_path / str(number))
         for old, new in zip(before, model.parameters(), strict=True):
             assert torch.equal(old, new) != new.requires_grad
 

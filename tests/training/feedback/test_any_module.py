@@ -22,6 +22,7 @@ from training.errors import RunFolderError, TrainingDiverged
 from training.feedback.algorithm import feedback_points
 from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
 from training.feedback.module_trainer import ModuleTrainer
+from training.feedback.points import FeedbackAlignment
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.any_module import AnyModule
 from training.networks.models import MODELS
@@ -250,7 +251,11 @@ def test_labels_that_were_replaced_train_any_module(tmp_path: Path) -> None:
             ConfigError,
             "trainer.order: 'published' does nothing",
         ),
-        ({"trainer": {"threshold": 0.3}}, ConfigError, "take trainer.relative_threshold"),
+        (
+            {"trainer": {"threshold": 0.3, "encoding": "ternary"}},
+            ConfigError,
+            "other models take trainer.relative_threshold",
+        ),
         ({"trainer": {"kind": "dfa", "sigma": 0.3, "order": "published"}}, ConfigError, "trainer.order"),
         ({"model": {"initial_output": "feedback"}}, ValueError, "Sequential names none; use 'random'"),
         ({"trainer": {"points": ["9"]}}, ValueError, "no submodule is '9'"),
@@ -292,6 +297,22 @@ def test_an_audit_of_a_module_is_refused(tmp_path: Path) -> None:
     training.train(config, data=images(), folder=tmp_path)
     with pytest.raises(ValueError, match="trained Gru; the controls of an audit clip"):
         training.audit_run(tmp_path, data=images())
+
+
+@pytest.mark.parametrize("name", ["transformer-encoder", "gru"])
+def test_tokens_are_classified(tmp_path: Path, name: str) -> None:
+    """The class of a sequence is its first token; a model learns the number of tokens from the data."""
+    x = np.random.default_rng(2).integers(0, 3, size=(90, 5))
+    config = {**CONFIG, "trainer": {"kind": "dfa"}, "model": {"name": name, "options": {"width": 8}}}
+    config |= {"data": {"n_classes": 3, "inputs": "tokens", "vocabulary": 3}, "epochs": 1}
+    run = training.train(config, data=(x, x[:, 0]), folder=tmp_path)
+    assert run.facts["network"]["recipe"]["vocabulary"] == 3
+    assert run.predict(x).shape == (90,)
+
+
+def test_points_that_are_on_the_model_already_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="give the plain module"):
+        training.train(CONFIG, data=images(), model=FeedbackAlignment(module()), folder=tmp_path / "run")
 
 
 def test_a_module_that_gives_other_outputs_is_refused(tmp_path: Path) -> None:
@@ -390,3 +411,16 @@ def test_code_of_the_user_executes_when_trusted_only(
 def test_a_known_data_set_keeps_the_shape_of_its_images() -> None:
     data = from_arrays(*images(), validation_fraction=0.0, split_seed=0)
     assert data.record_shape == (1, 4, 4)
+
+
+def test_a_module_of_the_user_has_the_defaults_of_modules(tmp_path: Path) -> None:
+    """As a named one has; keys that are given stay, and a fully connected network keeps its own defaults."""
+    x, y = images(80)
+    run = training.train(
+        {"epochs": 1, "trainer": {"kind": "pdfa"}}, data=(x, y), model=module(), folder=tmp_path / "own"
+    )
+    found = run.config
+    assert (found.model.name, found.optimizer.name, found.optimizer.lr) == ("module", "adam", 0.002)
+    assert found.trainer_as(PdfaConfig).encoding == "stochastic"
+    with pytest.raises(ConfigError, match="give it again"):
+        training.train({"model": {"name": "module"}}, data=(x, y), folder=tmp_path / "none")

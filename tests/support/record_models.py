@@ -134,10 +134,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     ),
     "residual network": (lambda: residual_network(), features(2, 6, 6)),
     "gru": (lambda: Custom(lambda m, x: m.cell(x)[0], cell=nn.GRU(4, 3, batch_first=True)), features(5, 4)),
-    "lstm, time first": (
+    "rnn, with dropout switched off": (
+        lambda: Custom(
+            lambda m, x: m.cell(x)[1].transpose(0, 1),
+            cell=nn.RNN(4, 3, 2, nonlinearity="relu", bias=False, dropout=0.5, batch_first=True),
+        ).eval(),
+        features(5, 4),
+    ),
+    "projected lstm, time first": (
         lambda: Custom(
             lambda m, x: m.cell(x.transpose(0, 1))[0].transpose(0, 1),
-            cell=nn.LSTM(4, 3, num_layers=2, bidirectional=True),
+            cell=nn.LSTM(4, 3, num_layers=2, bidirectional=True, proj_size=2),
         ),
         features(5, 4),
     ),

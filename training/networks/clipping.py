@@ -146,6 +146,26 @@ def scaled_rows(rows: Tensor, factors: Tensor) -> ScaledRows:
     return ScaledRows(rows=finite_rows(scaled, normal) if len(apart) else scaled, apart=apart, exact=exact)
 
 
+def weighted_sum(rows: Tensor, factors: Tensor, norms: Tensor) -> Tensor:
+    """Return sum_i f_i rows_i, shape (n,), each term with an error of at most 2^-22 of its norm.
+
+    Terms that float32 cannot hold are added in float64, one by one, as in `scaled_rows`.
+
+    Args:
+        rows: float32 or float64, shape (batch, n).
+        factors: In [0, 1], float64, shape (batch,); 0 removes a row, whatever it holds.
+        norms: Norms of the rows, float64, shape (batch,).
+    """
+    used = factors > 0
+    kept = rows if bool(used.all()) else finite_rows(rows, used)
+    if rows.dtype == torch.float64:
+        return factors @ kept
+    normal = (factors == 1) | ((factors > _SUBNORMAL_GUARD) & (factors * norms > _SUBNORMAL_GUARD))
+    total = torch.where(normal, factors, 0.0).float() @ kept
+    apart = torch.nonzero(used & ~normal).flatten()
+    return total.double() + factors[apart] @ kept[apart].double() if len(apart) else total
+
+
 def multipliers(factors: Tensor) -> Tensor:
     """Round factors to float32, except those that would be subnormal or infinite there.
 

@@ -22,7 +22,7 @@ from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
 from tests.oracles.label_leverage import posterior_targets
 from tests.support.discrete_noise import DiscreteNoise
-from training.feedback.rules import _CALIBRATION_STEP
+from training.feedback.projection import _CALIBRATION_STEP
 from training.protections import base, noisy_labels
 from training.protections.noisy_labels import (
     LABEL_STEP,

@@ -69,15 +69,24 @@ def layout_of(small: Tensor, large: Tensor, counts: tuple[int, int]) -> Layout |
     return Layout(dim, size // few)
 
 
-def moved_rows(before: Tensor, after: Tensor, dim: int) -> Tensor:
-    """Return which indices of a dimension hold other numbers, up to rounding, shape (size,).
+def moved_rows(before: Tensor, after: Tensor, dim: int, *, exact: bool = False) -> Tensor:
+    """Return which indices of a dimension hold other numbers, shape (size,).
 
     A number that became NaN, or ceased to be, has moved.
+
+    Args:
+        before: Numbers.
+        after: As many.
+        dim: The dimension.
+        exact: Whether moves by less than the rounding of the type count.
     """
     if before.is_floating_point():
-        size = before.nan_to_num(0.0, 0.0, 0.0).abs().amax() if before.numel() else 0.0
-        near = (before - after).abs() <= 1000 * torch.finfo(before.dtype).eps * size
-        differs = ~(near | (before == after) | (before.isnan() & after.isnan()))
+        near = (before == after) | (before.isnan() & after.isnan())
+        if not exact and before.numel():
+            eps = torch.finfo(before.dtype).eps
+            size = before.nan_to_num(0.0, 0.0, 0.0).abs().amax()
+            near |= (before - after).abs() <= min(1000 * eps, max(0.01, 2 * eps)) * size
+        differs = ~near
     else:
         differs = before != after
     return differs.movedim(dim, 0).flatten(1).any(dim=1) if differs.ndim > 1 else differs

@@ -206,16 +206,12 @@ def _ordered(layout: Layout | None, pairs: Sequence[_Moved], where: str) -> Layo
             raise _mixes(where)
         return None
     orders = [layout] if layout.rows == 1 else [layout, layout._replace(interleaved=True)]
-    fitting = [
-        order
-        for order in orders
-        if not any(
-            bool((_moved(each, order.dim) & ~rows_of(order, each.record, _COUNTS[0])).any()) for each in pairs
-        )
-    ]
+    fitting = [order for order in orders if _explains(order, pairs)]
     if not fitting:
         raise _mixes(where)
     if len(fitting) > 1:
+        fitting = [order for order in orders if _explains(order, pairs, exact=True)]
+    if len(fitting) != 1:
         raise ValueError(
             f"model: {where} merges records and positions, and which rows belong to a record cannot be seen; probe "
             "with records that differ"
@@ -223,14 +219,22 @@ def _ordered(layout: Layout | None, pairs: Sequence[_Moved], where: str) -> Layo
     return fitting[0]
 
 
-def _moved(pair: _Moved, dim: int | None) -> Tensor:
+def _explains(layout: Layout, pairs: Sequence[_Moved], *, exact: bool = False) -> bool:
+    """Whether only rows of the changed records moved."""
+    return not any(
+        bool((_moved(each, layout.dim, exact=exact) & ~rows_of(layout, each.record, _COUNTS[0])).any())
+        for each in pairs
+    )
+
+
+def _moved(pair: _Moved, dim: int | None, *, exact: bool = False) -> Tensor:
     """Return which rows of a dimension moved, or of all numbers, on the CPU."""
     before, after = pair.before, pair.after
     if before.shape != after.shape:
         return torch.ones(1, dtype=torch.bool)
     if dim is None:
-        return moved_rows(before.reshape(1, -1), after.reshape(1, -1), 0).cpu()
-    return moved_rows(before, after, dim).cpu()
+        return moved_rows(before.reshape(1, -1), after.reshape(1, -1), 0, exact=exact).cpu()
+    return moved_rows(before, after, dim, exact=exact).cpu()
 
 
 def _mixes(where: str) -> ValueError:

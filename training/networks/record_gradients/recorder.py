@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from training.networks.record_gradients.layout import Layout
+from training.networks.record_gradients.recurrent import RECURRENT, require_no_packing, unrolled
 from training.networks.record_gradients.uses import Call, closed_form, copies, require_separate_records
 
 _RAGGED = {"__getitem__", "masked_select", "nonzero", "argwhere"}
@@ -130,6 +131,10 @@ class Recorder(TorchFunctionMode):
         if func is functional.multi_head_attention_forward:
             with self:
                 return _attention(*args, **options)
+        if func in RECURRENT:
+            require_no_packing(args)
+            with self:
+                return unrolled(func, *args, **options)
         leaves, spec = tree_flatten((args, options))
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf in self._known]
         name = getattr(func, "__name__", str(func))

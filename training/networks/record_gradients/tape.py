@@ -31,6 +31,7 @@ from training.networks.clipping import (
     product_slack,
     row_norms,
     scaled_rows,
+    weighted_sum,
 )
 from training.networks.record_gradients.probe import probe
 from training.networks.record_gradients.recorder import Recorder
@@ -38,8 +39,8 @@ from training.networks.record_gradients.uses import OuterUse, Use, use_of
 
 _NUMBERS_LIMIT = 2**24
 """Numbers of per-record gradients or unfolded inputs in memory at once, counted in float32."""
-_CACHE_LIMIT = 2**22
-"""Numbers of per-record gradients in float64 that a layer keeps from its norms to its sum."""
+_CACHE_LIMIT = 2**24
+"""Numbers of per-record gradients that a layer keeps from its norms to its sum."""
 
 
 class RecordTape:
@@ -107,7 +108,8 @@ class RecordTape:
     def recording(self, records: int) -> Iterator[None]:
         """Watch the forward passes and the backward pass of one batch; the parameters' gradients are discarded.
 
-        The model may run several times on the same records; their gradients add up.
+        The model may run several times on the same records; their gradients add up. Recomputed activations
+        (torch.utils.checkpoint) and torch.autograd.grad are not supported; call `backward`.
 
         Args:
             records: Number of records in the batch; with 0, do not run the model.
@@ -141,7 +143,7 @@ class RecordTape:
 
         float64; NaN or infinite if the gradient is not finite.
         """
-        with full_precision(), torch.no_grad():
+        with self._arithmetic():
             return torch.stack([self._layer_norms(n).square() for n in range(self.depth)])
 
     def set_gradients(self, factors: Tensor, squared_norms: Tensor, divisor: float = 1.0) -> None:
@@ -154,7 +156,7 @@ class RecordTape:
         """
         norms = squared_norms.sqrt()
         finite = torch.isfinite(norms).all(dim=0)
-        with full_precision(), torch.no_grad():
+        with self._arithmetic():
             for number, parameters in enumerate(self.layers):
                 clip = Clip(factors=factors[number], norms=norms[number])
                 for parameter, total in zip(parameters, self._total(number, clip, finite), strict=True):
@@ -177,20 +179,16 @@ class RecordTape:
         return int((~torch.isfinite(norms)).sum())
 
     def record_gradients(self) -> dict[str, Tensor]:
-        """Return the gradient of every record by name of parameter, shapes (records, *shape), float64.
+        """Return the gradient of every record by name of parameter, shapes (records, *shape).
 
         It forms what `squared_norms` and `clip` need not, so it is for small models, diagnoses and tests.
         """
         found = {}
-        with full_precision(), torch.no_grad():
+        with self._arithmetic():
             for number, (names, parameters) in enumerate(zip(self.names, self.layers, strict=True)):
                 sizes = [parameter.numel() for parameter in parameters]
                 parts = list(self._rows(number)) if self._uses[number] and self._recorded() else []
-                rows = (
-                    torch.cat(parts)
-                    if parts
-                    else torch.zeros(self._recorded(), sum(sizes), dtype=torch.float64)
-                )
+                rows = torch.cat(parts) if parts else parameters[0].new_zeros(self._recorded(), sum(sizes))
                 for name, parameter, own in zip(names, parameters, rows.split(sizes, dim=1), strict=True):
                     found[name] = own.unflatten(1, parameter.shape)
         return found
@@ -200,17 +198,15 @@ class RecordTape:
     def _layer_norms(self, number: int) -> Tensor:
         """Return the norm of each record's gradient of one layer, float64, shape (records,)."""
         records, uses = self._recorded(), self._uses[number]
-        parameter = self.layers[number][0]
         if not uses or not records:
-            return torch.zeros(records, dtype=torch.float64, device=parameter.device)
+            return torch.zeros(records, dtype=torch.float64, device=self.layers[number][0].device)
         outer = _outer_uses(uses)
-        if outer is None:
+        if outer is None or _is_smaller(outer):
             return torch.cat([row_norms(rows) for rows in self._rows(number)])
-        numbers = sum(use.numbers for use in outer)
         if len(outer) > 1:
-            parts = _parts(records, 4 * numbers)
+            parts = _parts(records, 4 * sum(use.numbers for use in outer))
             return torch.cat([_norms_of_sum(outer, part) for part in parts])
-        return torch.cat([outer[0].norms(part) for part in _parts(records, numbers)])
+        return torch.cat([outer[0].norms(part) for part in _parts(records, outer[0].numbers)])
 
     def _total(self, number: int, clip: Clip, finite: Tensor) -> list[Tensor]:
         """Return sum_i f_i g_i of one layer, a tensor for each parameter."""
@@ -218,8 +214,8 @@ class RecordTape:
         if not uses or not self._recorded():
             return [torch.zeros_like(parameter) for parameter in parameters]
         outer = _outer_uses(uses)
-        if outer is None:
-            return self._materialised_total(number, clip)
+        if outer is None or _is_smaller(outer):
+            return self._formed_total(number, clip)
         totals = {id(parameter): torch.zeros_like(parameter) for parameter in parameters}
 
         def keep(delta: Tensor) -> ScaledRows:
@@ -233,41 +229,47 @@ class RecordTape:
                 totals[id(tensor)] += total
         return [totals[id(parameter)] for parameter in parameters]
 
-    def _materialised_total(self, number: int, clip: Clip) -> list[Tensor]:
-        """Sum clipped gradients; each is measured again, so that another rounding cannot exceed its norm."""
-        parameters, start = self.layers[number], 0
+    def _formed_total(self, number: int, clip: Clip) -> list[Tensor]:
+        """Sum clipped gradients of a layer whose gradients are formed.
+
+        Gradients that were not kept are measured again, so that another rounding cannot exceed their norms.
+        """
+        parameters, start, kept = self.layers[number], 0, number in self._cache
         sizes = [parameter.numel() for parameter in parameters]
         total = torch.zeros(sum(sizes), dtype=torch.float64, device=parameters[0].device)
         for rows in self._rows(number):
             part = slice(start, start + len(rows))
-            norms, realised = clip.norms[part], row_norms(rows)
-            factors = torch.where(realised > norms, norms / realised, 1.0) * clip.factors[part]
-            used = torch.isfinite(realised) & (factors > 0)
-            total += torch.where(used, factors, 0.0) @ finite_rows(rows, used)
+            norms, factors = clip.norms[part], clip.factors[part]
+            if not kept:
+                realised = row_norms(rows)
+                factors = torch.where(realised > norms, norms / realised, 1.0) * factors
+                norms = realised
+            total += weighted_sum(rows, torch.where(torch.isfinite(norms), factors, 0.0), norms)
             start = part.stop
         pieces = total.split(sizes)
         return [piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
     def _rows(self, number: int) -> Iterator[Tensor]:
-        """Yield the gradients of some records as rows over all parameters of a layer, float64."""
+        """Yield the gradients of some records as rows over all parameters of a layer."""
         if number in self._cache:
             yield self._cache[number]
             return
         uses, parameters = self._uses[number], self.layers[number]
-        size = sum(parameter.numel() for parameter in parameters)
-        parts = _parts(self._recorded(), 4 * size + max(use.numbers for use in uses))
+        outer, size = _outer_uses(uses), sum(parameter.numel() for parameter in parameters)
+        needed = sum(use.numbers for use in uses) if outer else max(use.numbers for use in uses)
+        parts = _parts(self._recorded(), 4 * size + needed)
         for part in parts:
-            sums = {id(p): torch.zeros((), dtype=torch.float64, device=p.device) for p in parameters}
-            for use in uses:
-                for tensor, rows in zip(use.wrt, use.rows(part), strict=True):
-                    for parameter, own in _pulled(tensor, rows, parameters):
-                        sums[id(parameter)] = sums[id(parameter)] + own.double()
-            count = part.stop - part.start
-            flat = [sums[id(p)].expand(count, *p.shape).flatten(1) for p in parameters]
-            joined = torch.cat(flat, dim=1)
-            if len(parts) == 1 and joined.numel() <= _CACHE_LIMIT:
-                self._cache[number] = joined
-            yield joined
+            rows = _outer_rows(outer, parameters, part) if outer else _summed_rows(uses, parameters, part)
+            if len(parts) == 1 and rows.numel() <= _CACHE_LIMIT:
+                self._cache[number] = rows
+            yield rows
+
+    @contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        """Compute in float32, even within torch.autocast, and without a graph."""
+        place = self.layers[0][0].device.type
+        with full_precision(), torch.no_grad(), torch.autocast(place, enabled=False):
+            yield
 
     def _recorded(self) -> int:
         if self._records is None:
@@ -286,27 +288,62 @@ def _outer_uses(uses: Sequence[Use]) -> list[OuterUse] | None:
     return outer if leaf and same else None
 
 
+def _is_smaller(uses: Sequence[OuterUse]) -> bool:
+    """Whether a record's gradient takes fewer products than its Gram matrices.
+
+    The number of records has no say: it would let one record decide how others are measured.
+    """
+    s, u = uses[0].sizes
+    return s * u <= sum(use.positions for use in uses) * (s + u)
+
+
+def _joined_pairs(uses: Sequence[OuterUse], part: slice) -> tuple[Tensor, Tensor]:
+    """Return the factors of all uses of a weight as columns; those of a use without the bias have a 0 for it."""
+    pairs = [use.pairs(part) for use in uses]
+    if len(pairs) == 1:
+        return pairs[0]
+    widest = max(u.shape[2] for _, u in pairs)
+    inputs = [functional.pad(u, (0, 0, 0, widest - u.shape[2])) for _, u in pairs]
+    return torch.cat([s for s, _ in pairs], dim=-1), torch.cat(inputs, dim=-1)
+
+
+def _outer_rows(uses: Sequence[OuterUse], parameters: Sequence[nn.Parameter], part: slice) -> Tensor:
+    """Return the gradients of some records as rows over a weight and its bias, float32."""
+    s, u = _joined_pairs(uses, part)
+    whole = s @ u.mT  # (some, groups, a, b)
+    if len(parameters) == 1 and not any(use.bias is not None for use in uses):
+        return whole.flatten(1)
+    by_parameter = {id(uses[0].weight): whole[..., :-1].flatten(1)}
+    return torch.cat([by_parameter.get(id(p), whole[..., -1].flatten(1)) for p in parameters], dim=1)
+
+
+def _summed_rows(uses: Sequence[Use], parameters: Sequence[nn.Parameter], part: slice) -> Tensor:
+    """Return the gradients of some records as rows over parameters, float64, summed over all uses."""
+    count = part.stop - part.start
+    sums = {id(p): p.new_zeros(1, dtype=torch.float64) for p in parameters}
+    for use in uses:
+        for tensor, rows in zip(use.wrt, use.rows(part), strict=True):
+            for parameter, own in _pulled(tensor, rows, parameters):
+                sums[id(parameter)] = sums[id(parameter)] + own.flatten(1).double()
+    return torch.cat([sums[id(p)].expand(count, p.numel()) for p in parameters], dim=1)
+
+
 def _norms_of_sum(uses: Sequence[OuterUse], part: slice) -> Tensor:
     """Return bounds on the norms of contributions of several uses of one weight, float64, shape (some,).
 
-    The positions of all uses count as one sum of products, computed in float64; what float32 may lose in the sums that
-    are formed is added, as in `training.networks.layers.outer_sum_bounds`.
+    The positions of all uses count as one sum of products, whose Gram matrices are computed in float64; what float32
+    may lose in the sums that are formed is added, as in `training.networks.layers.outer_sum_bounds`.
     """
-    pairs = [use.pairs(part) for use in uses]
-    widest = max(u.shape[2] for _, u in pairs)
-    s = torch.cat([s.double() for s, _ in pairs], dim=-1)
-    u = torch.cat([functional.pad(u.double(), (0, 0, 0, widest - u.shape[2])) for _, u in pairs], dim=-1)
+    s, u = (columns.double() for columns in _joined_pairs(uses, part))
     (a, positions), b = s.shape[-2:], u.shape[-2]
+    squares = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-2, -1)).clamp_min(0.0).sum(dim=1)
     magnitudes = [use.magnitudes(part) for use in uses]
-    lost = sum(
-        product_slack(use.positions + len(uses)) * size for use, size in zip(uses, magnitudes, strict=True)
-    )
-    if positions * (a + b) < a * b:
-        squares = ((s.mT @ s) * (u.mT @ u)).sum(dim=(-2, -1)).clamp_min(0.0)
-        lost = lost + ((a + b + positions**2) * 2.0**-52) ** 0.5 * sum(magnitudes)
-    else:
-        squares = (s @ u.mT).square().sum(dim=(-2, -1))
-    return squares.sum(dim=1).sqrt() + lost
+    gram = ((a + b + positions**2) * 2.0**-52) ** 0.5
+    lost = [
+        (product_slack(use.positions + len(uses)) + gram) * size
+        for use, size in zip(uses, magnitudes, strict=True)
+    ]
+    return squares.sqrt() + torch.stack(lost).sum(dim=0)
 
 
 def _pulled(

@@ -26,7 +26,6 @@ from training.networks.clipping import ScaledRows, norm_bounds, product_slack
 from training.networks.layers import outer_squared_norms, outer_sum_bounds
 from training.networks.record_gradients.layout import Layout, split_records
 
-_RECURRENT = {torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu}
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
 
@@ -44,6 +43,7 @@ class Call:
 
     Attributes:
         deltas: The gradient at each output; None until one arrives.
+        autocast: Whether torch.autocast was on, and its type.
         layouts: Where the records stand in the other tensors among the arguments, then in the outputs.
     """
 
@@ -63,6 +63,8 @@ class Call:
         if in_place:
             kept[0] = kept[0].clone()
         self.leaves, self.in_place = kept, in_place
+        place = self.wrt[0].device.type
+        self.autocast = torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in kept]
         self.deltas: list[Tensor | None] = []
         self.layouts: list[Layout | None] = []
@@ -173,18 +175,18 @@ class OuterUse(Use):
         sizes = [norm_bounds(rows.flatten(0, 1)).view(rows.shape[:2]) for rows in (s, u)]
         return (sizes[0] * sizes[1]).sum(dim=1)
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of a row of s and of u, over all groups of outputs."""
+        return len(self.weight), self.weight[0].numel() + (self.bias is not None)
+
     def rows(self, part: slice) -> list[Tensor]:
         """See Use."""
         s, u = self.pairs(part)
-        whole = s.double() @ u.double().mT  # (some, groups, a, b)
-        found = []
-        if self.bias is not None:
-            found = [whole[..., -1].flatten(1)]
-            whole = whole[..., :-1]
-        by_name = {id(self.weight): whole.reshape(len(whole), *self.weight.shape)}
-        if self.bias is not None:
-            by_name[id(self.bias)] = found[0]
-        return [by_name[id(tensor)] for tensor in self.wrt]
+        whole = s @ u.mT  # (some, groups, a, b)
+        bias = whole[..., -1].flatten(1) if self.bias is not None else None
+        weight = (whole if bias is None else whole[..., :-1]).reshape(len(whole), *self.weight.shape)
+        return self._ordered(weight, bias)
 
     def _ordered(self, weight: Tensor, signals: Tensor | None) -> list[Tensor]:
         """Return totals in the order of `wrt`."""
@@ -364,18 +366,14 @@ class NormalisationUse(Use):
 
     @property
     def numbers(self) -> int:
-        """See Use: the signals and the inputs, in float64."""
-        return 6 * self._delta[:1].numel()
+        """See Use: the signals, the inputs and their products."""
+        return 3 * self._delta[:1].numel()
 
     def rows(self, part: slice) -> list[Tensor]:
-        """See Use; products and sums are taken in float64."""
-        delta = self._delta[part].double()
-        h = self._h[part]
-        x = self._normalise(h.flatten(0, 1)).unflatten(0, h.shape[:2]) if h.numel() else h
-        return [
-            self._sum(delta * x.double()) if tensor is self._weight else self._sum(delta)
-            for tensor in self.wrt
-        ]
+        """See Use."""
+        delta, h = self._delta[part].float(), self._h[part].float()
+        x = self._normalise(h.flatten(0, 1)).unflatten(0, h.shape[:2])
+        return [self._sum(delta * x) if tensor is self._weight else self._sum(delta) for tensor in self.wrt]
 
     def _sum(self, values: Tensor) -> Tensor:
         """Sum over all dimensions but the record and those of the parameter, of which the first is `keep`."""
@@ -397,7 +395,7 @@ class FunctionUse(Use):
             n for n, layout in zip(call.others, call.layouts, strict=False) if layout is not None
         ]
         self._values = [call.argument(n, records) for n in self._varying]
-        self._vectorised = call.func not in _RECURRENT
+        self._vectorised = True
 
     def rows(self, part: slice) -> list[Tensor]:
         """See Use."""
@@ -421,7 +419,9 @@ class FunctionUse(Use):
         for place, tensor in zip((*self.call.places, *self._varying), (*wrt, *values), strict=True):
             leaves[place] = tensor.clone() if self.call.in_place and not place else tensor
         args, kwargs = tree_unflatten(leaves, self.call.spec)
-        outputs = real_tensors(self.call.func(*args, **kwargs))
+        enabled, dtype = self.call.autocast
+        with torch.autocast(self.wrt[0].device.type, dtype, enabled, cache_enabled=False):
+            outputs = real_tensors(self.call.func(*args, **kwargs))
         return tuple(outputs[n] for n in self._used)
 
     def _of_record(self, deltas: list[Tensor], values: list[Tensor]) -> tuple[Tensor, ...]:
@@ -485,7 +485,7 @@ def require_separate_records(call: Call) -> None:
     """Refuse calls in which the shapes and the outputs do not show that records are mixed.
 
     Raises:
-        ValueError: An embedding rescales its weights or its gradient by the batch, or a sequence is packed.
+        ValueError: An embedding rescales its weights or its gradient by the batch.
     """
     if call.func is functional.embedding:
         found, _ = _bound(call, _EMBEDDING, {"max_norm": None, "scale_grad_by_freq": False})
@@ -494,10 +494,6 @@ def require_separate_records(call: Call) -> None:
                 f"model: {call.where} is an embedding with max_norm or scale_grad_by_freq, which let one record change "
                 "what others add; leave both out"
             )
-    if call.func in _RECURRENT and any(not call.leaves[n].is_floating_point() for n in call.others):
-        raise ValueError(
-            f"model: {call.where} takes a packed sequence, whose rows have no fixed owner; give padded sequences"
-        )
 
 
 def closed_form(func: Callable[..., Any]) -> bool:

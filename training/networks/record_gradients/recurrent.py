@@ -1,0 +1,123 @@
+"""Recurrent layers as sequences of linear maps, so that their uses of parameters can be caught one by one.
+
+torch computes a whole nn.RNN, nn.GRU or nn.LSTM in one function, whose per-record gradients would take one call for
+each record. Here every position is a call of `linear` on the recurrent weights. Equations: those of the three modules
+in torch's documentation; results agree with torch's up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_Step = Callable[[Tensor, Tensor, list[Tensor]], list[Tensor]]
+
+
+def _gru(x: Tensor, own: Tensor, state: list[Tensor]) -> list[Tensor]:
+    """Step: h' = (1 - z) n + z h, with n = tanh(x_n + r own_n)."""
+    xs, hs = x.chunk(3, dim=-1), own.chunk(3, dim=-1)
+    reset, update = torch.sigmoid(xs[0] + hs[0]), torch.sigmoid(xs[1] + hs[1])
+    new = torch.tanh(xs[2] + reset * hs[2])
+    return [new + update * (state[0] - new)]
+
+
+def _lstm(x: Tensor, own: Tensor, state: list[Tensor]) -> list[Tensor]:
+    """Step: c' = f c + i g and h' = o tanh(c')."""
+    take, keep, new, show = (x + own).chunk(4, dim=-1)
+    cell = torch.sigmoid(keep) * state[1] + torch.sigmoid(take) * torch.tanh(new)
+    return [torch.sigmoid(show) * torch.tanh(cell), cell]
+
+
+_STEPS: dict[Callable[..., Any], _Step] = {
+    torch.gru: _gru,
+    torch.lstm: _lstm,
+    torch.rnn_tanh: lambda x, own, state: [torch.tanh(x + own)],
+    torch.rnn_relu: lambda x, own, state: [torch.relu(x + own)],
+}
+RECURRENT = frozenset(_STEPS)
+"""The functions that `unrolled` takes."""
+
+
+def require_no_packing(args: Sequence[Any]) -> None:
+    """Refuse the arguments of a packed sequence, (data, batch_sizes, ...).
+
+    Raises:
+        ValueError: The second argument holds whole numbers.
+    """
+    if len(args) > 1 and isinstance(args[1], Tensor) and not args[1].is_floating_point():
+        raise ValueError(
+            "model: a recurrent layer takes a packed sequence, whose rows have no fixed owner; give padded sequences"
+        )
+
+
+def unrolled(
+    func: Callable[..., Any],
+    x: Tensor,
+    initial: Tensor | Sequence[Tensor],
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """Return what torch's function returns: the outputs, then the last states.
+
+    Args:
+        func: torch.gru, torch.lstm, torch.rnn_tanh or torch.rnn_relu.
+        x: Inputs, shape (batch, T, n) or (T, batch, n).
+        initial: First states, shape (layers x directions, batch, width); two of them for torch.lstm.
+        weights: Of each layer and direction: for the input, for the state, their biases, for the projection.
+        has_biases: Whether there are biases.
+        num_layers: Number of layers.
+        dropout: Probability of dropping an output between layers.
+        train: Whether outputs are dropped.
+        bidirectional: Whether a second direction reads from the end.
+        batch_first: Whether records come first.
+    """
+    states = [initial] if isinstance(initial, Tensor) else list(initial)
+    directions = 2 if bidirectional else 1
+    each = len(weights) // (num_layers * directions)
+    steps = x.transpose(0, 1) if batch_first else x
+    last: list[list[Tensor]] = []
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(directions):
+            number = layer * directions + direction
+            own = list(weights[number * each : (number + 1) * each])
+            state = [part[number] for part in states]
+            output, final = _direction(_STEPS[func], steps, own, has_biases, state, backwards=direction == 1)
+            outputs.append(output)
+            last.append(final)
+        steps = torch.cat(outputs, dim=-1) if bidirectional else outputs[0]
+        if dropout and layer < num_layers - 1:
+            steps = functional.dropout(steps, dropout, train)
+    finals = tuple(torch.stack(parts) for parts in zip(*last, strict=True))
+    return (steps.transpose(0, 1) if batch_first else steps, *finals)
+
+
+def _direction(
+    step: _Step,
+    steps: Tensor,
+    weights: list[Tensor],
+    has_biases: bool,
+    state: list[Tensor],
+    *,
+    backwards: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the outputs (T, batch, width) of one layer in one direction, and its last states."""
+    biases = weights[2:4] if has_biases else [None, None]
+    projection = weights[-1] if len(weights) % 2 else None
+    inputs = functional.linear(steps, weights[0], biases[0])
+    outputs = []
+    for x in reversed(inputs.unbind(0)) if backwards else inputs.unbind(0):
+        state = step(x, functional.linear(state[0], weights[1], biases[1]), state)
+        if projection is not None:
+            state[0] = functional.linear(state[0], projection)
+        outputs.append(state[0])
+    return torch.stack(outputs[::-1] if backwards else outputs), state

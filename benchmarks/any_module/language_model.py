@@ -299,6 +299,7 @@ def measure() -> None:
     results["settings"] = {
         "bytes": {name: len(text(name)) for name in ("train", "dev", "test")},
         "model": {"width": WIDTH, "heads": HEADS, "depth": DEPTH, "context": CONTEXT},
+        "bytes_per_word": len(text("test")) / len(" ".join(read_sentences("test").text).split()),
         "parameters": sum(p.numel() for p in new_model(0).parameters()),
         "steps": STEPS,
         "search_steps": SEARCH_STEPS,
@@ -343,6 +344,7 @@ def perplexity_ratio(results: dict[str, Any], row: str) -> float | None:
 
 def methods_table(results: dict[str, Any]) -> str:
     """Return the table of the methods."""
+    per_word = results["settings"]["bytes_per_word"]
     rows: list[tuple[str, ...]] = []
     for row in METHODS:
         ratio = perplexity_ratio(results, row)
@@ -352,11 +354,12 @@ def methods_table(results: dict[str, Any]) -> str:
                 shown(figures(results, row), 3),
                 shown([100 * share for share in shares(results, row)], 1),
                 "-" if ratio is None else f"{ratio:.3f}",
+                "-" if ratio is None else f"{ratio**per_word:.2f}",
                 f"{LAUNAY[row]:.2f}" if row in LAUNAY else "",
             )
         )
-    header = ("method", "test, bits per byte", "share of the gap [%]", "perplexity of a byte over bp's")
-    return markdown((*header, "Launay et al. 2020, of a token"), rows)
+    header = ("method", "test, bits per byte", "share of the gap [%]", "perplexity over bp's, of a byte")
+    return markdown((*header, "of a word", "Launay et al. 2020, of a BPE token"), rows)
 
 
 def device_table(results: dict[str, Any]) -> str:
@@ -389,7 +392,8 @@ def page_section() -> str:
         f"{used['search_steps']:,} steps, and the step, {size['test']:,} to test. "
         f"Decoder of {used['model']['depth']} post-norm blocks, width {used['model']['width']}, context "
         f"{used['model']['context']}, {used['parameters']:,} parameters; {used['steps']:,} steps of {used['batch']} "
-        f"stretches ({results['date']}, {command(MODULE)}). Mean and standard error of {len(SEEDS)} seeds."
+        f"stretches ({results['date']}, {command(MODULE)}). A word has {used['bytes_per_word']:.1f} bytes. "
+        f"Mean and standard error of {len(SEEDS)} seeds."
     )
     return section(
         "Language model",

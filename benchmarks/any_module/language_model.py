@@ -6,9 +6,9 @@ post-norm blocks. Adam with a warm-up and a cosine decay. The error is taken at 
 layer, a row for each position; every block but the last is a point.
 
 Methods: backpropagation (bp); the last block and what follows it learn, nothing before (top block only); digital DFA
-(dfa), with three points a block, and without the aligned start; photonic DFA (pdfa) with ternary errors. Aligned start:
-the transform starts as the feedback matrix, which a device measures. Learning rates: the best on the development file
-(seed 0); pdfa and the sweeps over noise and frames take dfa's.
+(dfa), with three points a block, and without the aligned start; photonic DFA (pdfa), the error in four bit planes.
+Aligned start: the transform starts as the feedback matrix, which a device measures. Learning rates: the best on the
+development file in short runs (seed 0); pdfa and the sweeps over noise and frames take dfa's.
 
 A method's share is (top - method) / (top - bp) in bits per byte. Required: dfa at least 50 %, pdfa at least 90 % of
 dfa's share. Every call trains what the results lack; a run resumes from a checkpoint in benchmarks/results/cache.
@@ -40,15 +40,15 @@ MODULE, NAME = "benchmarks.any_module.language_model", "any_module_language_mode
 CACHE = FOLDER / "cache" / "language-model"
 BYTES, CONTEXT = 256, 64
 WIDTH, HEADS, DEPTH = 64, 4, 4
-BATCH, STEPS, WARM_UP, BETAS = 8, 8000, 100, (0.9, 0.99)
+BATCH, STEPS, WARM_UP, BETAS = 8, 8000, 400, (0.9, 0.99)
 EVALUATIONS = 8
-RATES = (2e-3, 4e-3)
+RATES, SEARCH_STEPS = (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2), 2000
 SEEDS, MATRIX_SEED = range(3), 20210603
 BP, TOP, DFA, PDFA = "bp", "top block only", "dfa", "pdfa, gaussian"
 RANDOM, THREE, CAMERA = "dfa, random start", "dfa, three points a block", "pdfa, camera"
 BLOCKS = tuple(f"blocks.{number}" for number in range(DEPTH - 1))
 INSIDE = tuple(f"{block}.{part}" for block in BLOCKS for part in ("norm1", "second.1", "norm2"))
-TERNARY: dict[str, Any] = {"encoding": "ternary"}
+PLANES: dict[str, Any] = {"encoding": "planes", "planes": 4}
 SIGMAS = (0.0, 1.0, 3.0, 10.0)
 LEAST_SHARE, LEAST_PHOTONIC = 0.5, 0.9
 LAUNAY = {DFA: 52.0 / 29.8, THREE: 93.3 / 29.8}
@@ -84,30 +84,23 @@ METHODS: dict[str, Method] = {
     BP: Method(points=(), aligned=False, rate=None),
     DFA: Method(rate=None),
     TOP: Method(only_top=True, rate=None),
-    PDFA: Method(device="gaussian", options=TERNARY),
+    PDFA: Method(device="gaussian", options=PLANES),
     THREE: Method(points=INSIDE),
     RANDOM: Method(aligned=False),
-    CAMERA: Method(device="camera", options=TERNARY),
+    CAMERA: Method(device="camera", options=PLANES),
 }
 NOISE = {
-    f"ternary, sigma {sigma:g}": Method(device="gaussian", noise={"sigma": sigma}, options=TERNARY, seeds=1)
+    f"sigma {sigma:g}": Method(device="gaussian", noise={"sigma": sigma}, options=PLANES, seeds=1)
     for sigma in SIGMAS
 }
-FRAMES = (
-    {"stochastic": Method(device="gaussian", options={"encoding": "stochastic"}, seeds=1)}
-    | {
-        f"ternary, {rows} of {CONTEXT} rows": Method(
-            device="gaussian", options=TERNARY | {"rows": rows}, seeds=1
-        )
-        for rows in (16, 4)
-    }
-    | {
-        f"planes {planes}": Method(
-            device="gaussian", options={"encoding": "planes", "planes": planes}, seeds=1
-        )
-        for planes in (2, 4)
-    }
-)
+CODES: dict[str, dict[str, Any]] = {
+    "planes 2": {"encoding": "planes", "planes": 2},
+    "ternary": {"encoding": "ternary"},
+    "stochastic ternary": {"encoding": "stochastic"},
+    f"16 of {CONTEXT} rows": PLANES | {"rows": 16},
+    f"4 of {CONTEXT} rows": PLANES | {"rows": 4},
+}
+FRAMES = {name: Method(device="gaussian", options=code, seeds=1) for name, code in CODES.items()}
 ROWS = METHODS | NOISE | FRAMES
 
 
@@ -165,13 +158,13 @@ def with_points(method: Method, model: TransformerLM, seed: int) -> FeedbackAlig
 
 def freeze_below_top(model: TransformerLM) -> None:
     """Let only the last block learn, and what follows it."""
-    for part in (model.embedding, *model.blocks[:-1]):
+    for part in (model.embedding, *list(model.blocks)[:-1]):
         part.requires_grad_(False)
 
 
-def factor(step: int) -> float:
+def factor(step: int, steps: int) -> float:
     """Return the learning rate of a step over its highest value: a linear rise, then half a cosine down to 5 %."""
-    return min(1.0, (step + 1) / WARM_UP) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / STEPS)) / 2)
+    return min(1.0, (step + 1) / WARM_UP) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
 
 
 @dataclass
@@ -193,13 +186,14 @@ class Progress:
     best: dict[str, Tensor] = field(default_factory=dict)
 
 
-def train(method: Method, rate: float, seed: int, file: Path) -> tuple[TransformerLM, Progress]:
+def train(method: Method, rate: float, seed: int, steps: int, file: Path) -> tuple[TransformerLM, Progress]:
     """Return the model at its best evaluation, trained from the start or resumed from a checkpoint.
 
     Args:
         method: The row.
         rate: Adam's highest learning rate.
         seed: Of parameters, batches, the matrix and the device's noise.
+        steps: Length of the run.
         file: The checkpoint.
     """
     model = new_model(seed)
@@ -215,8 +209,8 @@ def train(method: Method, rate: float, seed: int, file: Path) -> tuple[Transform
         model.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
         progress = Progress(**kept["progress"])
-    while progress.step < STEPS:
-        advance(model, feedback, optimizer, progress, rate, seed)
+    while progress.step < steps:
+        advance(model, feedback, optimizer, progress, rate, seed, steps)
         file.parent.mkdir(parents=True, exist_ok=True)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": vars(progress)}
         torch.save(state, file.with_suffix(".new"))
@@ -234,12 +228,13 @@ def advance(
     progress: Progress,
     rate: float,
     seed: int,
+    steps: int,
 ) -> None:
     """Train to the next evaluation, and evaluate."""
     started = time.perf_counter()
-    for step in range(progress.step, progress.step + STEPS // EVALUATIONS):
+    for step in range(progress.step, progress.step + steps // EVALUATIONS):
         for group in optimizer.param_groups:
-            group["lr"] = rate * factor(step)
+            group["lr"] = rate * factor(step, steps)
         x, y = batch(seed, step)
         before = 0 if feedback is None else feedback.usage.frames
         if feedback is not None:
@@ -248,38 +243,39 @@ def advance(
         functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
         optimizer.step()
         progress.frames = 0 if feedback is None else feedback.usage.frames - before
-    progress.step += STEPS // EVALUATIONS
+    progress.step += steps // EVALUATIONS
     progress.curve.append(bits_per_byte(model, "dev"))
     if progress.curve[-1] == min(progress.curve):
         progress.best = {name: value.clone() for name, value in model.state_dict().items()}
     progress.seconds += time.perf_counter() - started
 
 
-def run(results: dict[str, Any], row: str, rate: float, seed: int) -> dict[str, Any]:
-    """Return a run's figures, from the results or by training."""
+def run(results: dict[str, Any], row: str, rate: float, seed: int, steps: int = STEPS) -> dict[str, Any]:
+    """Return a run's figures, from the results or by training; the test file is read after runs of full length."""
+    part = "runs" if steps == STEPS else "search"
     key = f"{row}, rate {rate:g}, seed {seed}"
-    if key not in results["runs"]:
-        file = CACHE / f"{key.replace(', ', '-').replace(' ', '_')}.pt"
-        model, progress = train(ROWS[row], rate, seed, file)
-        results["runs"][key] = {
+    if key not in results[part]:
+        file = CACHE / f"{part}-{key.replace(', ', '-').replace(' ', '_')}.pt"
+        model, progress = train(ROWS[row], rate, seed, steps, file)
+        results[part][key] = {
             "validation": min(progress.curve),
-            "test": bits_per_byte(model, "test"),
             "curve": [round(value, 4) for value in progress.curve],
             "seconds": round(progress.seconds, 1),
             "frames_per_step": progress.frames,
-        }
+        } | ({"test": bits_per_byte(model, "test")} if part == "runs" else {})
         save_results(NAME, results)
-        print(f"{key}: {results['runs'][key]}", flush=True)
-    found: dict[str, Any] = results["runs"][key]
+        print(f"{part}: {key}: {results[part][key]}", flush=True)
+    found: dict[str, Any] = results[part][key]
     return found
 
 
 def rate_of(results: dict[str, Any], row: str) -> float:
-    """Return a row's learning rate: the best on the development file with seed 0."""
-    method = ROWS[row]
-    if method.rate is not None:
-        return rate_of(results, method.rate)
-    return min(RATES, key=lambda rate: float(run(results, row, rate, SEEDS[0])["validation"]))
+    """Return a row's learning rate: the best on the development file in short runs of seed 0."""
+    searched = ROWS[row].rate or row
+    return min(
+        RATES,
+        key=lambda rate: float(run(results, searched, rate, SEEDS[0], SEARCH_STEPS)["validation"]),
+    )
 
 
 def plan() -> Iterator[tuple[str, int]]:
@@ -292,12 +288,14 @@ def plan() -> Iterator[tuple[str, int]]:
 def measure() -> None:
     """Train every run that the results lack."""
     torch.set_num_threads(1)
-    results = load_results(NAME) or {"runs": {}}
+    results = load_results(NAME) or {"search": {}, "runs": {}}
     results["settings"] = {
         "bytes": {name: len(text(name)) for name in ("train", "dev", "test")},
         "model": {"width": WIDTH, "heads": HEADS, "depth": DEPTH, "context": CONTEXT},
+        "bytes_per_word": len(text("test")) / len(" ".join(read_sentences("test").text).split()),
         "parameters": sum(p.numel() for p in new_model(0).parameters()),
         "steps": STEPS,
+        "search_steps": SEARCH_STEPS,
         "batch": BATCH,
         "rates": list(RATES),
     }
@@ -305,20 +303,16 @@ def measure() -> None:
         run(results, row, rate_of(results, row), seed)
 
 
+def runs_of(results: dict[str, Any], row: str) -> list[dict[str, Any]]:
+    """Return a row's runs, seed by seed, as far as they are measured."""
+    heads = [f"{row}, rate {rate:g}, seed" for rate in RATES]  # a row has runs at one rate only
+    keys = [f"{head} {seed}" for seed in SEEDS[: ROWS[row].seeds] for head in heads]
+    return [results["runs"][key] for key in keys if key in results["runs"]]
+
+
 def figures(results: dict[str, Any], row: str, part: str = "test") -> list[float]:
-    """Return bits per byte of a row's seeds at its learning rate, as far as they are measured."""
-    runs, method = results["runs"], ROWS[row]
-    searched = method.rate or row
-    known = {
-        rate: runs[key]["validation"]
-        for rate in RATES
-        if (key := f"{searched}, rate {rate:g}, seed {SEEDS[0]}") in runs
-    }
-    if len(known) < len(RATES):
-        return []
-    rate = min(known, key=lambda each: known[each])
-    keys = [f"{row}, rate {rate:g}, seed {seed}" for seed in SEEDS[: method.seeds]]
-    return [float(runs[key][part]) for key in keys if key in runs]
+    """Return bits per byte of a row's seeds, as far as they are measured."""
+    return [float(found[part]) for found in runs_of(results, row)]
 
 
 def shares(results: dict[str, Any], row: str) -> list[float]:
@@ -343,7 +337,8 @@ def perplexity_ratio(results: dict[str, Any], row: str) -> float | None:
 
 def methods_table(results: dict[str, Any]) -> str:
     """Return the table of the methods."""
-    rows = []
+    per_word = results["settings"]["bytes_per_word"]
+    rows: list[tuple[str, ...]] = []
     for row in METHODS:
         ratio = perplexity_ratio(results, row)
         rows.append(
@@ -352,16 +347,17 @@ def methods_table(results: dict[str, Any]) -> str:
                 shown(figures(results, row), 3),
                 shown([100 * share for share in shares(results, row)], 1),
                 "-" if ratio is None else f"{ratio:.3f}",
+                "-" if ratio is None else f"{ratio**per_word:.2f}",
                 f"{LAUNAY[row]:.2f}" if row in LAUNAY else "",
             )
         )
-    header = ("method", "test, bits per byte", "share of the gap [%]", "perplexity of a byte over bp's")
-    return markdown((*header, "Launay et al. 2020, of a token"), rows)
+    header = ("method", "test, bits per byte", "share of the gap [%]", "perplexity over bp's, of a byte")
+    return markdown((*header, "of a word", "Launay et al. 2020, of a BPE token"), rows)
 
 
 def device_table(results: dict[str, Any]) -> str:
     """Return the table against noise and against frames."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for row in (PDFA, *NOISE, *FRAMES):
         measured = figures(results, row)[:1]
         share = shares(results, row)[:1]
@@ -374,7 +370,15 @@ def device_table(results: dict[str, Any]) -> str:
                 f"{frames[0]:.0f}" if frames else "-",
             )
         )
-    return markdown(("through the `gaussian` device", "bits per byte", "share [%]", "frames a step"), rows)
+    return markdown(
+        (
+            "through the `gaussian` device (4 bit planes, sigma 0.1, all rows, but for what is named)",
+            "bits per byte",
+            "share [%]",
+            "frames a step",
+        ),
+        rows,
+    )
 
 
 def page_section() -> str:
@@ -385,10 +389,12 @@ def page_section() -> str:
     used, size = results["settings"], results["settings"]["bytes"]
     text = (
         f"Sentences of SST-2 as bytes: {size['train']:,} to train, {size['dev']:,} (development file) to choose the "
-        f"learning rate of {', '.join(f'{rate:g}' for rate in used['rates'])} and the step, {size['test']:,} to test. "
+        f"learning rate of {', '.join(f'{rate:g}' for rate in used['rates'])} in runs of "
+        f"{used['search_steps']:,} steps, and the step, {size['test']:,} to test. "
         f"Decoder of {used['model']['depth']} post-norm blocks, width {used['model']['width']}, context "
         f"{used['model']['context']}, {used['parameters']:,} parameters; {used['steps']:,} steps of {used['batch']} "
-        f"stretches ({results['date']}, {command(MODULE)}). Mean and standard error of {len(SEEDS)} seeds."
+        f"stretches ({results['date']}, {command(MODULE)}). A word has {used['bytes_per_word']:.1f} bytes. "
+        f"Mean and standard error of {len(SEEDS)} seeds."
     )
     return section(
         "Language model",
@@ -417,23 +423,14 @@ def _curves(results: dict[str, Any]) -> list[str]:
     """Return a sentence on how far validation still fell in the last eighth of the steps."""
     parts = []
     for row in (BP, DFA, TOP):
-        falls = [before - after for *_, before, after in _kept_curves(results, row)]
+        curves = [found["curve"] for found in runs_of(results, row)]
+        falls = [before - after for *_, before, after in curves]
         if falls:
             parts.append(f"{row} {statistics.mean(falls):.3f}")
     if not parts:
         return []
     return [
         f"In the last 1/{EVALUATIONS} of the steps, bits per byte on the development file fell by {', '.join(parts)}."
-    ]
-
-
-def _kept_curves(results: dict[str, Any], row: str) -> list[list[float]]:
-    kept = results["runs"]
-    best = set(figures(results, row, "validation"))
-    return [
-        run["curve"]
-        for key, run in kept.items()
-        if key.startswith(f"{row}, rate") and run["validation"] in best
     ]
 
 

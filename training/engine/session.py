@@ -91,11 +91,10 @@ def train(
         DeviceError: The device cannot be opened or fails.
         TrainingDiverged: A batch's error is not finite.
     """
-    resolved = for_this_machine(
-        _stored(config, settings, folder) if resume else load_config(config, settings)
-    )
+    stated = _stored(config, settings, folder) if resume else load_config(config, settings)
+    resolved = for_this_machine(with_own_module(stated, model))
     resolved, data, model = default_inputs(resolved, data, model)
-    resolved = with_own_module(with_own_data(resolved, data, label), model)
+    resolved = with_own_data(resolved, data, label)
     run_folder = None if folder is None else RunFolder(own_folder(Path(folder)))
     if resume and run_folder is not None:
         require_trusted(run_folder.read_facts(), trust_code=trust_code)

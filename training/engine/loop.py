@@ -177,7 +177,7 @@ class Engine:
                 self._stop_cleanly(ledger, paid_at_start=not mechanisms)
                 raise RunInterrupted(
                     f"stopped after step {self._step} of {self.total_steps}; a checkpoint was written, resume "
-                    f"it with: opusim train resume {self._folder.path} (from Python: opusim.train(folder=..., "
+                    f"it with: {self._folder.resume_command} (from Python: opusim.train(folder=..., "
                     "resume=True), with the same data and model if they were given)"
                 )
 
@@ -235,7 +235,7 @@ class Engine:
                 kept = f"and broke off amid the parameters, so that those of {newest.stem} are kept"
             raise type(error)(
                 f"{error}. Step {self._step} of {self.total_steps} was not done, {kept}; "
-                f"when the device is back, resume with: opusim train resume {self._folder.path}"
+                f"when the device is back, resume with: {self._folder.resume_command}"
             ) from error
 
     def _advance(self) -> None:

@@ -27,7 +27,7 @@ from training.data.texts import bits_per_byte
 from training.errors import RunFolderError
 from training.networks.base import Network
 from training.networks.objectives import Objective, measure
-from training.networks.user_code import load_object, require_trusted, warn_if_changed
+from training.networks.user_code import load_object, require_importable, require_trusted, warn_if_changed
 from training.runs.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
@@ -218,19 +218,20 @@ def load_run(path: str | Path, *, model: nn.Module | None = None, trust_code: bo
     facts = folder.read_facts()
     folder.require_sealed()
     require_trusted(facts, trust_code=trust_code)
+    require_importable(facts)
     config = folder.read_config()
     only_last = config.mode == "release" and config.protection.last_iterate
     if only_last and not folder.finished:
         raise RunFolderError(
             f"run folder {path} holds an unfinished run whose guarantee covers only the final model; finish it with: "
-            f"opusim train resume {path}"
+            f"{folder.resume_command}"
         )
     checkpoints = list_checkpoints(folder.checkpoints)
     if not checkpoints:
         raise RunFolderError(
             f"run folder {path} holds a finished run without its checkpoints, and so without a model; train it again"
             if folder.finished
-            else f"run folder {path} has no checkpoint yet; resume it with: opusim train resume {path}"
+            else f"run folder {path} has no checkpoint yet; resume it with: {folder.resume_command}"
         )
     network = config.trainer.implementation().rebuild_network(facts["network"], model)
     checkpoint = read_checkpoint(checkpoints[-1])

@@ -113,11 +113,11 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
         )
     if options.file_kind is not None:
         return file_dataset(options, split or options.split or "index")
+    if options.name not in CATALOGUE:
+        raise unknown_name(options.name)
     if options.standardise == "records":
         reason = f"'records' is for user-supplied data; leave it out for {options.name}, whose constants are published"
         raise ConfigError("configuration", "data.standardise", reason)
-    if options.name not in CATALOGUE:
-        raise unknown_name(options.name)
     for key in ("n_classes", "target", "inputs", "vocabulary", "label", "classes"):
         value = getattr(options, key)
         if value not in (None, "auto", ()):

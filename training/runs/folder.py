@@ -199,6 +199,8 @@ class RunFolder:
         Raises:
             RunFolderError: There is no run here, or it is of another schema version.
         """
+        if not self.path.exists():
+            raise RunFolderError(f"run folder {self.path} does not exist, so it holds no run; check the path")
         if not self.started:
             raise RunFolderError(f"run folder {self.path} holds no run (no config.json); check the path")
         facts = read_json(self.config_file)

@@ -15,8 +15,10 @@ import training
 from accounting.errors import NoGuarantee
 from opusim import open_device
 from opusim.errors import ConfigError, DeviceError
+from training.cli.train import print_run
 from training.config.sections import MODEL_NAMES, OptimizerConfig
 from training.data import from_arrays
+from training.data.dataset import DataError
 from training.engine.trainer import Trainer
 from training.errors import RunFolderError, TrainingDiverged
 from training.feedback.algorithm import feedback_points
@@ -30,6 +32,7 @@ from training.networks.network import FullyConnected
 from training.networks.objectives import Objective, measure
 from training.networks.optimizers import make_optimizer
 from training.runs.folder import RunFolder
+from training.runs.listing import list_runs
 
 CONFIG: dict[str, Any] = {
     "threads": 1,
@@ -465,6 +468,39 @@ def test_the_loss_follows_the_target_and_gain_0_is_for_modules(tmp_path: Path) -
         ConfigError, match="trainer.gain: 0 leaves a fully connected network without feedback"
     ):
         training.train(config, data=(x.reshape(60, -1), y), folder=tmp_path / "mlp")
+
+
+def test_a_run_says_what_it_is_and_that_it_predicts_worse_than_the_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = images()
+    config = {**CONFIG, "data": {"target": "real"}, "trainer": {"kind": "bp"}, "model": {"hidden": [8]}}
+    found = [
+        training.train(config, data=(x.reshape(60, -1), targets), folder=tmp_path / str(number))
+        for number, targets in enumerate((100.0 + y, 4 * x[:, 0, 0, 0]))
+    ]
+    shown = repr(found[0])
+    assert shown.startswith(
+        f"Run('{tmp_path / '0'}', trainer='bp', model=Sequential, data='arrays', step=10 (finished)"
+    )
+    assert f"validation_rmse={found[0].summary['validation_rmse']:.4g}" in shown
+    assert found[1].advice is None
+    print_run(found[0], Path("report.html"))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "on validation records is below 0" in printed
+    assert "standardise the targets, or lower optimizer.lr = 0.01" in printed
+    entries = {entry.path.name: entry.to_row()["accuracy"] for entry in list_runs(tmp_path)}
+    assert entries["0"] == f"RMSE {found[0].summary['validation_rmse']:.4g} validation"
+    with pytest.raises(DataError, match=r"run.evaluate\(x, y\).*run.summary"):
+        found[0].evaluate()
+    with pytest.raises(RunFolderError, match="does not exist"):
+        training.load_run(tmp_path / "2")
+
+
+def test_a_run_on_a_known_data_set_evaluates_on_its_test_records(tmp_path: Path) -> None:
+    config = {"epochs": 1, "threads": 1, "trainer": {"kind": "bp"}, "model": {"hidden": [8]}}
+    run = training.train(config, folder=tmp_path)
+    assert run.evaluate()["accuracy"] == run.summary["test_accuracy"]
 
 
 def test_a_known_data_set_keeps_the_shape_of_its_images() -> None:

@@ -283,7 +283,7 @@ def _short(field: FieldInfo) -> str:
         told = all(re.search(rf"\b{re.escape(str(choice))}\b", first) for choice in choices)
         first = first if told else f"{first} ({words})"
     default = field.get_default(call_default_factory=True, validated_data={})
-    if default is None or default == () or isinstance(default, bool):
+    if default is None or default == () or isinstance(default, bool) or "by default" in first:
         return f"{first}."
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
     shown = repr(shown) if " " in shown else shown

@@ -333,7 +333,7 @@ def list_command(
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the runs of a folder: trainer, data, day, state, epsilon, accuracy, size."""
+    """List the runs of a folder: trainer, model, data, day, state, epsilon, accuracy or RMSE, size."""
     from accounting.tables import print_rows
     from opusim.tables import wrapped
     from training.runs.listing import SCHEMA, VERSION, list_runs

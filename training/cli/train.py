@@ -197,6 +197,8 @@ def print_run(run: Run, report_file: Path) -> None:
         typer.echo(wrapped(RELEASE_DASHES))
     print_rows(guarantee_rows(run.guarantees, seed_stored=run.config.mode == "experiment"))
     typer.echo(f"run folder: {run.folder.path}\nreport:     {report_file}")
+    if run.advice is not None:
+        typer.echo(wrapped(run.advice))
     if run.config.mode == "experiment":
         typer.echo("experiment mode: not for release, the noise can be reconstructed from the seed")
 
@@ -240,6 +242,8 @@ class RunProgress:
         words = {"bits_per_byte": "bits per byte", "bits_per_token": "bits per token", "rmse": "RMSE"}
         for key in [key for key in words if f"validation_{key}" in record][:1]:
             parts.append(f"{record[f'validation_{key}']:.4g} {words[key]}")
+        if record.get("validation_r2", 0.0) < 0:
+            parts.append("R^2 below 0")
         self._news = ", ".join(parts)
 
 

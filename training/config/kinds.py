@@ -138,7 +138,11 @@ def completed(values: Mapping[str, Any]) -> dict[str, Any]:
     if found is None:
         return dict(values)  # of a wrong type, which validation reports
     sections, _ = found
-    return {**values, **{name: section for name, section in sections.items() if section or name in values}}
+    return {
+        **_default_loss(values),
+        **values,
+        **{name: section for name, section in sections.items() if section or name in values},
+    }
 
 
 def without_derived(resolved: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,6 +166,9 @@ def without_derived(resolved: Mapping[str, Any], changes: Mapping[str, Any]) -> 
             was, becomes = ({**_PLAIN.get(name, {}), **found.get(name, {})}.get(key) for found in (old, new))
             if was != becomes and own.get(key) == was and key not in given:
                 own.pop(key, None)
+    was, becomes = (_default_loss(every) for every in (resolved, merged(resolved, changes)))
+    if was != becomes and values.get("loss") == was.get("loss", _PLAIN_LOSS) and "loss" not in changes:
+        values.pop("loss", None)
     protection, given = values.get("protection", {}), changes.get("protection") or {}
     strength = any(key in given and given[key] != protection.get(key) for key in ("kind", "epsilon", "delta"))
     if strength and protection.get("epsilon") is not None and "noise_multiplier" not in given:
@@ -188,6 +195,16 @@ def _with_defaults(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return sections, every
 
 
+def _default_loss(values: Mapping[str, Any]) -> dict[str, str]:
+    """The loss that follows from data.target under a trainer of any module, if it is not the plain default."""
+    data, trainer = _given(values.get("data")) or {}, _given(values.get("trainer")) or {}
+    loss = _LOSS_OF_TARGET.get(str(data.get("target")))
+    kind = trainer.get("kind", DEFAULT_TRAINER)
+    return {"loss": loss} if loss and TRAINERS.find(kind).any_module else {}
+
+
+_LOSS_OF_TARGET: Mapping[str, str] = {"real": "squared-error", "labels": "binary-cross-entropy"}
+_PLAIN_LOSS = "cross-entropy"
 _COMPLETED = ("trainer", "protection", "optimizer", "sampler", "checkpoint")
 """Sections of which a kind may set defaults."""
 _PLAIN: Mapping[str, Mapping[str, Any]] = {

@@ -72,7 +72,8 @@ class RunConfig(Section):
     loss: LossName = "cross-entropy"
     """Loss whose derivative is the error e: cross-entropy (classes, tokens), squared-error (also real numbers),
     binary-cross-entropy (labels that are 0 or 1), or the import path package.module:function of a function (output,
-    target) that returns a loss for each record."""
+    target) that returns a loss for each record. By default squared-error for data.target = 'real' and
+    binary-cross-entropy for 'labels'."""
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of torch, at most 1024; None takes torch's default. A resumed run repeats bit for bit at the same
     number."""

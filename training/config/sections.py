@@ -66,14 +66,25 @@ def is_import_path(name: str) -> bool:
     return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", name) is not None
 
 
+def import_path_of(name: str) -> str | None:
+    """Return the import path that own.py:Net, models/own.py:Net or own.Net probably means, or None."""
+    module, colon, attribute = name.partition(":")
+    if not colon and not module.endswith(".py"):
+        module, _, attribute = name.rpartition(".")
+    meant = f"{module.removesuffix('.py').removeprefix('./').replace('/', '.')}:{attribute}"
+    return meant if meant != name and is_import_path(meant) else None
+
+
 def _known(names: tuple[str, ...], what: str, example: str) -> Callable[[str], str]:
     """Return a check that a name is one of `names` or an import path."""
 
     def check(name: str) -> str:
         if name in names or is_import_path(name):
             return name
+        meant = import_path_of(name)
+        hint = f"; did you mean {meant!r}?" if meant else did_you_mean(name, names)
         raise ValueError(
-            f"{name!r} is no {what}{did_you_mean(name, names)}; known are {', '.join(map(repr, names))}, or an import "
+            f"{name!r} is no {what}{hint}; known are {', '.join(map(repr, names))}, or an import "
             f"path such as {example!r}"
         )
 

@@ -22,13 +22,20 @@ import numpy as np
 import torch
 
 from opusim.errors import ConfigError
-from training.config.sections import OWN_ARRAYS, DataConfig, SplitRule
+from training.config.sections import FILE_KINDS, OWN_ARRAYS, DataConfig, FileKind, SplitRule
 from training.data.arrays import from_arrays
 from training.data.dataset import DataError, Dataset, Standardisation
 from training.data.formats import ARCHIVE, IMAGE_FILES, VARIABLE, Parts, read_cifar10, read_labelled_images
 from training.data.splits import split_by_index
 from training.data.tables import file_dataset, standardisation_of
 from training.data.texts import load_text
+
+_KIND_OF_ENDING: dict[str, FileKind] = {
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    ".txt": "text",
+}
+"""What a file of such an ending probably holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +113,8 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
         )
     if options.file_kind is not None:
         return file_dataset(options, split or options.split or "index")
+    if options.name not in CATALOGUE:
+        raise unknown_name(options.name)
     if options.standardise == "records":
         reason = f"'records' is for user-supplied data; leave it out for {options.name}, whose constants are published"
         raise ConfigError("configuration", "data.standardise", reason)
@@ -125,6 +134,16 @@ def build_dataset(options: DataConfig, split: SplitRule | None = None) -> Datase
         split=rule,
         standardise=standardisation_of(options) or options.standardise,
     )
+
+
+def unknown_name(name: str) -> ValueError:
+    """Return the refusal of a data.name that names nothing, with what was probably meant."""
+    kind = _KIND_OF_ENDING.get(Path(str(name)).suffix.lower())
+    close = difflib.get_close_matches(str(name).lower().replace("_", "-"), CATALOGUE, n=1)
+    meant = f"{kind}:{name}" if kind else close[0] if close else ""
+    hint = f" Did you mean {meant!r}?" if meant else ""
+    files = ", ".join(f"{known}:PATH" for known in FILE_KINDS)
+    return ValueError(f"data.name = {name!r}: must be one of {', '.join(CATALOGUE)}, {files}.{hint}")
 
 
 def load_dataset(
@@ -170,12 +189,7 @@ def load_dataset(
         (1294, 144, 359, 64)
     """
     if name not in CATALOGUE:
-        close = difflib.get_close_matches(str(name).lower().replace("_", "-"), CATALOGUE, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        hint = hint or (
-            f" For a file write csv:{name}, parquet:{name} or text:{name}." if "." in str(name) else ""
-        )
-        raise ValueError(f"data.name = {name!r}: must be one of {', '.join(CATALOGUE)}.{hint}")
+        raise unknown_name(name)
     entry = CATALOGUE[name]
     published = entry.standardisation if standardise else None
     constants = standardise if isinstance(standardise, Standardisation) else published

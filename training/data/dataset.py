@@ -242,9 +242,10 @@ def numbered(y: np.ndarray, classes: Sequence[str], name: str) -> np.ndarray:
     texts = [str(value) for value in y]
     unknown = next((text for text in texts if text not in numbers), None)
     if unknown is not None:
+        known = ", ".join(classes[:8]) + (", ..." if classes[8:] else "")
         raise ValueError(
-            f"{name} holds {unknown!r}, which is none of the {len(classes)} classes {', '.join(classes[:8])}; remove "
-            "such records, or name it in data.classes"
+            f"{name} holds {unknown!r}, which is none of the {len(classes)} classes {known}; remove such records, or "
+            "name it in data.classes"
         )
     return np.array([numbers[text] for text in texts], dtype=np.int64)
 

@@ -175,10 +175,11 @@ class Engine:
             self._advance_or_keep(ledger, paid_at_start=not mechanisms)
             if interrupted.is_set() and self._step < self.total_steps:
                 self._stop_cleanly(ledger, paid_at_start=not mechanisms)
+                trust = ", trust_code=True" if "--trust-code" in self._folder.resume_command else ""
                 raise RunInterrupted(
                     f"stopped after step {self._step} of {self.total_steps}; a checkpoint was written, resume "
-                    f"it with: opusim train resume {self._folder.path} (from Python: opusim.train(folder=..., "
-                    "resume=True), with the same data and model if they were given)"
+                    f"it with: {self._folder.resume_command} (from Python: opusim.train(folder=..., "
+                    f"resume=True{trust}), with the same data and model if they were given)"
                 )
 
     def _seal_what_was_paid(self, ledger: Ledger) -> None:
@@ -235,7 +236,7 @@ class Engine:
                 kept = f"and broke off amid the parameters, so that those of {newest.stem} are kept"
             raise type(error)(
                 f"{error}. Step {self._step} of {self.total_steps} was not done, {kept}; "
-                f"when the device is back, resume with: opusim train resume {self._folder.path}"
+                f"when the device is back, resume with: {self._folder.resume_command}"
             ) from error
 
     def _advance(self) -> None:

@@ -35,7 +35,7 @@ from training.engine.plan import (
 )
 from training.errors import RunFolderError
 from training.networks.any_module import with_own_module
-from training.networks.user_code import code_of, require_trusted
+from training.networks.user_code import code_of, require_importable, require_trusted
 from training.runs.folder import RunFolder, facts_equal, own_folder, versions
 from training.runs.run import Run, load_run
 from training.runs.storage import read_array, write_array
@@ -97,7 +97,8 @@ def train(
     resolved = with_own_data(resolved, data, label)
     run_folder = None if folder is None else RunFolder(own_folder(Path(folder)))
     if resume and run_folder is not None:
-        require_trusted(run_folder.read_facts(), trust_code=trust_code)
+        require_trusted(facts := run_folder.read_facts(), trust_code=trust_code)
+        require_importable(facts)
     records = load_data(resolved, data, test)
     with Watchers([*([watcher] if watcher else []), *callbacks]) as watchers:
         run = train_on(

@@ -194,6 +194,9 @@ def require_keys(config: RunConfig, options: FeedbackConfig, *, closed_form: boo
     if closed_form and encoding not in ("ternary", "planes"):
         reason = f"{encoding!r} is for other modules than fully connected networks; use 'ternary' or 'planes'"
         raise ConfigError("configuration", "trainer.encoding", reason)
+    if closed_form and getattr(options, "gain", 1.0) == 0:
+        reason = "0 leaves a fully connected network without feedback; give a gain above 0 (modules take 0)"
+        raise ConfigError("configuration", "trainer.gain", reason)
     for name, reason in (_OF_MODULES if closed_form else _OF_CLOSED_FORM).items():
         field, value = type(options).model_fields.get(name), getattr(options, name, None)
         if field is None or value == field.default or (name == "slices" and value == "own"):

@@ -22,6 +22,14 @@ Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(
 """One name or several."""
 
 
+def _checked_rows(value: Any) -> Any:
+    """Refuse what is no choice of rows in one line; pydantic tells of the choices of a union one at a time."""
+    whole = isinstance(value, int) or (isinstance(value, str) and value.strip().lstrip("+-").isdigit())
+    if value in ("each", "sum") or (whole and not isinstance(value, bool)):
+        return value
+    raise ValueError(f"{value!r}: must be 'each', 'sum' or a whole number of at least 1")
+
+
 class FeedbackConfig(TrainerSection):
     """How a feedback trains the hidden layers; the base of bp, dfa, tdfa and pdfa.
 
@@ -166,15 +174,15 @@ class PointsConfig(FeedbackConfig):
     error_at: str | None = None
     """Submodule whose output carries the error that is projected; None takes the one that the model declares, else its
     output."""
-    rows: Literal["each", "sum"] | int = "each"
+    rows: Annotated[Literal["each", "sum"] | int, BeforeValidator(_checked_rows)] = "each"
     """Which rows of the error are projected if a record has several, as a sequence has: each one (each), their sum
     (sum), or so many that are drawn at random."""
     spread: Literal["broadcast", "full"] = "broadcast"
     """How a record's one row reaches a point with several positions: the same vector everywhere (broadcast), or outputs
     of the projection for every position (full)."""
     slices: Literal["own", "shared"] | None = None
-    """Which outputs of the projection the points take: each its own (own), or all the same ones (shared). None takes
-    shared; a fully connected network always has its own ones."""
+    """Which outputs of the projection the points take: each its own (own, as an mlp always has), or all the same ones
+    (shared, the default of other modules)."""
     normalised: bool = False
     """Whether the feedback passes through the slope of a layer norm at each point, for models whose residual stream is
     not normalised, such as those with pre-norm blocks."""
@@ -200,8 +208,9 @@ class _ProjectedConfig(PointsConfig, _DigitalConfig):
 
     feedback_matrix = True
 
-    gain: float = Field(1.0, gt=0.0)
-    """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale."""
+    gain: float = Field(1.0, ge=0.0)
+    """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale. 0, for modules only,
+    is the control in which nothing before the last feedback point learns."""
     feedback_seed: int = Field(20210603, ge=0)
     """Seed of the digital feedback matrix; the default is the packaged devices' medium, so that tdfa is pdfa without
     noise."""
@@ -252,7 +261,6 @@ class PdfaConfig(PointsConfig):
     instead: ClassVar[Mapping[str, str]] = {"sigma": "its noise is the device's; set device.noise.sigma"}
     effects: ClassVar[tuple[Effect, ...]] = (
         *FeedbackConfig.effects,
-        _RELATIVE,
         Effect(
             keys=("trainer.threshold", "trainer.relative_threshold"),
             needs="trainer.kind = 'tdfa', or 'pdfa' with trainer.encoding = 'ternary'",
@@ -263,6 +271,11 @@ class PdfaConfig(PointsConfig):
             needs="trainer.encoding = 'planes'",
             holds=lambda run: run.trainer.encoding == "planes",
         ),
+        Effect(  # the last statement of a key is the one that is told
+            keys=("trainer.threshold",),
+            needs="model.name = 'mlp'; other models take trainer.relative_threshold with trainer.encoding = 'ternary'",
+            holds=_RELATIVE.holds,
+        ),
     )
 
     kind: Literal["pdfa"] = "pdfa"
@@ -272,15 +285,16 @@ class PdfaConfig(PointsConfig):
     relative_threshold: float = Field(0.6, ge=0.0)
     """Ternarization threshold of any other module, relative to the root mean square of an error's entries."""
     encoding: Literal["ternary", "planes", "stochastic", "sign"] = "ternary"
-    """How the device is shown the error (ternary, planes, stochastic or sign). ternary: one reading a row, by a
-    threshold (the paper). planes: signed binary digits of e / max|e|, one reading a digit, which keeps magnitudes at
-    the cost of more frames, and noise in proportion to the error. stochastic: one reading, in which an entry is shown
-    with a probability in proportion to its size; the default of a model.name other than mlp. sign: one reading of the
-    signs. A fully connected network takes ternary or planes."""
+    """How the device is shown the error (ternary, planes, stochastic or sign, by default ternary for an mlp and
+    stochastic for other modules). ternary: one reading a row, by a threshold (the paper). planes: signed binary digits
+    of e / max|e|, one reading a digit, which keeps magnitudes at the cost of more frames, and noise in proportion to
+    the error. stochastic: one reading, in which an entry is shown with a probability in proportion to its size. sign:
+    one reading of the signs. A fully connected network takes ternary or planes."""
     planes: int = Field(4, ge=1, le=24)
     """Number of digits of encoding = 'planes'; the error is shown to 2^-planes of its largest entry."""
-    gain: float = Field(1.0, gt=0.0)
-    """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale."""
+    gain: float = Field(1.0, ge=0.0)
+    """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale. 0, for modules only,
+    is the control in which nothing before the last feedback point learns."""
 
     @classmethod
     def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:

@@ -20,6 +20,9 @@ from training.networks.network import FullyConnected
 from training.networks.network import build_model as build_mlp
 from training.networks.user_code import load_object
 
+_CHANNELS = (1, 3, 4)
+"""Usual numbers of channels of an image."""
+
 
 class AnyModule(Network):
     """A view of a module that autograd trains.
@@ -107,9 +110,16 @@ class AnyModule(Network):
 
 
 def with_own_module(config: RunConfig, model: nn.Module | None) -> RunConfig:
-    """Return the configuration for a user-supplied module, with the defaults of modules."""
+    """Return the configuration for a user-supplied module, with the defaults of modules.
+
+    Raises:
+        ConfigError: model.name names another network.
+    """
     if model is None or not config.trainer.any_module or config.model.name == OWN_MODULE:
         return config
+    if config.model.name != "mlp":
+        reason = f"{config.model.name!r} names a network, and model={type(model).__name__} was given; leave one out"
+        raise ConfigError("configuration", "model.name", reason)
     try:
         FullyConnected(model)
     except (TypeError, ValueError):
@@ -192,6 +202,28 @@ def _shape_taken(model: nn.Module, dataset: Dataset) -> tuple[int, ...]:
             return shape
         given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         found = found or f"gives {given} for two records of shape {shape}"
+    taken = (2, *dataset.record_shape)
     raise ValueError(
-        f"model {found}; it must map records (2, *{tuple(dataset.record_shape)}) to outputs of shape {wanted}"
+        f"model {found}; it must map records {taken} to outputs of shape {wanted}: {_remedy(model, dataset, found)}"
     )
+
+
+def _remedy(model: nn.Module, dataset: Dataset, found: str) -> str:
+    """Return what to do about a module that does not take the records, or gives other outputs than wanted."""
+    if found.startswith("gives"):
+        if not found.startswith("gives ("):
+            return "return only the tensor of the outputs, such as the first entry of a tuple"
+        return "change its last layer, or data.target and data.n_classes"
+    embeds = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in model.modules())
+    if dataset.holds_tokens and not embeds:
+        fitting = "'transformer-lm'" if dataset.target == "tokens" else "'transformer-encoder' or 'gru'"
+        return f"the records hold tokens, so take model.name = {fitting}, or a module that embeds them"
+    if embeds and not dataset.holds_tokens:
+        return (
+            "the module embeds tokens and the records hold features; set data.inputs = 'tokens' for whole numbers, or "
+            "take another model"
+        )
+    shape = dataset.record_shape
+    if len(shape) == 3 and shape[-1] in _CHANNELS and shape[0] not in _CHANNELS:
+        return "move the channels first, x.transpose(0, 3, 1, 2) in numpy"
+    return "reshape x, or change the module"

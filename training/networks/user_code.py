@@ -21,7 +21,7 @@ from typing import Any
 
 from opusim.errors import ConfigError
 from training.config.run import RunConfig
-from training.config.sections import is_import_path
+from training.config.sections import import_path_of, is_import_path
 from training.errors import RunFolderError
 
 
@@ -45,9 +45,9 @@ def load_object(path: str, *, key: str) -> Any:
         with _current_folder():
             found = import_module(module)
     except Exception as error:  # user code may raise anything
-        reason = (
-            f"{path!r} cannot be imported ({type(error).__name__}: {error}); check the name, or install it"
-        )
+        meant = import_path_of(path) if module.endswith(".py") else None
+        remedy = f"did you mean {meant!r}?" if meant else "check the name, or install it"
+        reason = f"{path!r} cannot be imported ({type(error).__name__}: {error}); {remedy}"
         raise ConfigError("configuration", key, " ".join(reason.split())) from error
     try:
         return reduce(getattr, name.split("."), found)
@@ -139,6 +139,29 @@ def require_trusted(facts: Mapping[str, Any], *, trust_code: bool) -> None:
         raise RunFolderError(
             f"this run executes user-supplied code: {'; '.join(lines)}. Look at it, then give --trust-code (from "
             "Python: trust_code=True)"
+        )
+
+
+def require_importable(facts: Mapping[str, Any]) -> None:
+    """Refuse a run whose user-supplied code is not where Python looks; nothing is executed.
+
+    Args:
+        facts: The whole of the run's `config.json`.
+
+    Raises:
+        RunFolderError: A module's top package is not found; the message names the folder that held it.
+    """
+    for code in facts.get("code", []):
+        module, file = code["path"].partition(":")[0], Path(code["file"])
+        with _current_folder():
+            top = module.partition(".")[0]
+            if top in sys.modules or find_spec(top) is not None:
+                continue
+        parents = file.parents[module.count(".") + (file.stem == "__init__") :]
+        folder = parents[0] if parents else file.parent
+        raise RunFolderError(
+            f"{code['path']!r}, which the run names, cannot be imported from this folder; run from {folder}, or set "
+            f"PYTHONPATH={folder}"
         )
 
 

@@ -119,6 +119,13 @@ class RunFolder:
         """Whether the run here is finished."""
         return self.summary_file.exists()
 
+    @property
+    def resume_command(self) -> str:
+        """The command that resumes the run here, which has to trust the user-supplied code that the run names."""
+        facts = read_json(self.config_file) if self.started else {}
+        trust = " --trust-code" if isinstance(facts, dict) and facts.get("code") else ""
+        return f"opusim train resume {self.path}{trust}"
+
     @contextmanager
     def writing(self, *, new: bool, private: bool = False) -> Iterator[None]:
         """Hold the folder as its only writer; the kernel releases the lock if the process dies.
@@ -153,7 +160,7 @@ class RunFolder:
         require_kind(self.path, "run")
         if self.started:
             state = "a finished run" if self.finished else "an unfinished run"
-            remedy = "" if self.finished else f", or resume this one: opusim train resume {self.path}"
+            remedy = "" if self.finished else f", or resume this one: {self.resume_command}"
             raise RunFolderError(
                 f"run folder {self.path} already holds {state}; choose another folder{remedy}"
             )
@@ -192,6 +199,8 @@ class RunFolder:
         Raises:
             RunFolderError: There is no run here, or it is of another schema version.
         """
+        if not self.path.exists():
+            raise RunFolderError(f"run folder {self.path} does not exist, so it holds no run; check the path")
         if not self.started:
             raise RunFolderError(f"run folder {self.path} holds no run (no config.json); check the path")
         facts = read_json(self.config_file)
@@ -257,7 +266,7 @@ class RunFolder:
         summary = self.read_summary()
         if summary is None:
             raise RunFolderError(
-                f"run folder {self.path} holds no finished run; finish it with: opusim train resume"
+                f"run folder {self.path} holds no finished run; finish it with: {self.resume_command}"
             )
         return summary
 
@@ -365,7 +374,7 @@ class RunFolder:
             raise RunFolderError(
                 f"run folder {self.path} is not the folder that the run was written in: it was copied or restored. No "
                 "ledger counts what two copies release. If no other copy was or will be resumed, confirm it with: "
-                f"opusim train resume {self.path} --moved (from Python: moved=True)"
+                f"{self.resume_command} --moved (from Python: moved=True)"
             )
         return header
 

@@ -68,11 +68,13 @@ class Entry:
         state: Of a run; "" for other kinds.
         trainer: Kind of its trainer.
         data: Name of its data set.
+        model: model.name of its configuration.
         mode: experiment or release.
         step: Steps in its newest checkpoint.
         steps: Steps of the whole run, or None while its first epoch is not over.
         guarantee: The proven one of least epsilon, or another if none is proven; None if nothing was paid for.
         accuracy: On test records, else on validation records, in [0, 1]; None if it is not known.
+        rmse: The same of real numbers; None for other targets.
         measured_on: test, validation or "".
         problem: Why it is damaged, in one line.
     """
@@ -84,11 +86,13 @@ class Entry:
     state: State = ""
     trainer: str = ""
     data: str = ""
+    model: str = ""
     mode: str = ""
     step: int | None = None
     steps: int | None = None
     guarantee: Guarantee | None = None
     accuracy: float | None = None
+    rmse: float | None = None
     measured_on: str = ""
     problem: str = ""
 
@@ -102,11 +106,13 @@ class Entry:
             "state": self.state or None,
             "trainer": self.trainer or None,
             "data": self.data or None,
+            "model": self.model or None,
             "mode": self.mode or None,
             "step": self.step,
             "steps": self.steps,
             "guarantee": None if stated is None else {key: stated[key] for key in keys},
             "accuracy": self.accuracy,
+            "rmse": self.rmse,
             "measured_on": self.measured_on or None,
             "started": self.started or None,
             "bytes": self.size,
@@ -116,9 +122,13 @@ class Entry:
     def to_row(self) -> dict[str, str]:
         """Return the entry as text, in columns that fit a narrow page."""
         what = f"{self.trainer} on {self.data}" if self.trainer else self.kind
+        if self.model not in ("", "mlp"):
+            what = f"{self.trainer}, {self.model}, on {self.data}"
         if self.mode == "release":
             what += ", release"
-        share = "–" if self.accuracy is None else f"{100 * self.accuracy:.1f} % {self.measured_on}"
+        share = "–" if self.rmse is None else f"RMSE {self.rmse:.4g} {self.measured_on}"
+        if self.accuracy is not None:
+            share = f"{100 * self.accuracy:.1f} % {self.measured_on}"
         return {
             "run": f"{self.path.name}: {what}" + (f", {self.started}" if self.started else ""),
             "state": self._state(),
@@ -273,16 +283,20 @@ def _facts(folder: RunFolder) -> dict[str, Any]:
     last = metrics[-1] if metrics else {}
     done = summary.get("steps", header.step if header is not None else 0)
     figures: Mapping[str, Any] = {**last, **summary}
-    measured_on = next((name for name in ("test", "validation") if f"{name}_accuracy" in figures), "")
+    measured_on = next(
+        (name for name in ("test", "validation") if figures.keys() & {f"{name}_accuracy", f"{name}_rmse"}), ""
+    )
     return {
         "started": time.strftime("%Y-%m-%d", time.localtime(folder.config_file.stat().st_mtime)),
         "trainer": config.trainer.kind,
         "data": str(facts["data"]["name"]),
+        "model": config.model.name,
         "mode": config.mode,
         "step": done,
         "steps": round(config.epochs * last["step"] / last["epoch"]) if last.get("epoch") else None,
         "guarantee": _strongest(folder),
         "accuracy": figures.get(f"{measured_on}_accuracy"),
+        "rmse": figures.get(f"{measured_on}_rmse"),
         "measured_on": measured_on,
     }
 

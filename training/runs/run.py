@@ -27,7 +27,7 @@ from training.data.texts import bits_per_byte
 from training.errors import RunFolderError
 from training.networks.base import Network
 from training.networks.objectives import Objective, measure
-from training.networks.user_code import load_object, require_trusted, warn_if_changed
+from training.networks.user_code import load_object, require_importable, require_trusted, warn_if_changed
 from training.runs.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
@@ -123,6 +123,38 @@ class Run:
         """Final figures, or None if the run is not finished."""
         return self.folder.read_summary()
 
+    @property
+    def advice(self) -> str | None:
+        """What to do about a run that predicts real numbers worse than their mean does, R^2 < 0; else None."""
+        figures = {**(self.metrics[-1] if self.metrics else {}), **(self.summary or {})}
+        parts = [part for part in ("test", "validation") if figures.get(f"{part}_r2", 0.0) < 0]
+        if not parts:
+            return None
+        return (
+            f"R^2 of {figures[f'{parts[0]}_r2']:.3g} on {parts[0]} records is below 0, so their mean predicts better; "
+            f"standardise the targets, or lower optimizer.lr = {self.config.optimizer.lr:g}"
+        )
+
+    def __repr__(self) -> str:
+        """Return the folder, the trainer, the network, the data, the steps and the newest figures."""
+        figures = {**(self.metrics[-1] if self.metrics else {}), **(self.summary or {})}
+        shown = [
+            f"{name}={figures[name]:.4g}"
+            for part in ("test", "validation")
+            for name in (f"{part}_accuracy", f"{part}_rmse", f"{part}_r2", f"{part}_bits_per_token")
+            if name in figures
+        ]
+        state = "finished" if self.folder.finished else "unfinished"
+        parts = [
+            f"{str(self.folder.path)!r}",
+            f"trainer={self.config.trainer.kind!r}",
+            f"model={type(self.model).__name__}",
+            f"data={str(self.facts['data']['name'])!r}",
+            f"step={self.step} ({state})",
+            *shown,
+        ]
+        return f"Run({', '.join(parts)})"
+
     def predict(self, x: np.ndarray | Tensor | Frame) -> np.ndarray | Tensor:
         """Predict the classes of records, or what else the run was trained to predict.
 
@@ -132,7 +164,8 @@ class Run:
 
         Returns:
             By data.target: class numbers, shape (n,), int64; tokens, shape (n, T), int64; real numbers, shape (n, k),
-            float32; whether each label holds, shape (n, k), bool. torch for torch input, else numpy.
+            float32; whether each label holds, shape (n, k), bool. torch for torch input, else numpy. If the labels
+            were strings, `classes` names the numbers: ``np.array(run.classes)[run.predict(x)]``.
 
         Raises:
             ValueError: The shape is wrong, or a value is not finite.
@@ -147,12 +180,12 @@ class Run:
         return found if isinstance(x, Tensor) else found.numpy()
 
     def evaluate(
-        self, x: np.ndarray | Tensor | Frame, y: np.ndarray | Tensor | None = None
+        self, x: np.ndarray | Tensor | Frame | None = None, y: np.ndarray | Tensor | None = None
     ) -> dict[str, float]:
-        """Measure loss and accuracy on user-supplied records.
+        """Measure loss and accuracy on user-supplied records, or on the run's own test records.
 
         Args:
-            x: Records as for `predict`.
+            x: Records as for `predict`; None takes the test records of the data set or the file that the run names.
             y: What is to be predicted, as it was given to training, such as class numbers of shape (n,); None if x
                 (n, T + 1) holds the next tokens, or is a DataFrame with the column of the labels.
 
@@ -160,8 +193,11 @@ class Run:
             {"loss": mean loss, "accuracy": share of correct classes, in [0, 1]}.
 
         Raises:
+            DataError: x is None, and the run was trained on user-supplied arrays or has no test records.
             ValueError: A shape is wrong, or a value is out of range.
         """
+        if x is None:
+            return _evaluate_named(self)[2]
         if is_frame(x):
             label = self.config.data.label
             table = table_of(x, label, "x", columns=self.columns, as_text=bool(self.classes))
@@ -218,19 +254,20 @@ def load_run(path: str | Path, *, model: nn.Module | None = None, trust_code: bo
     facts = folder.read_facts()
     folder.require_sealed()
     require_trusted(facts, trust_code=trust_code)
+    require_importable(facts)
     config = folder.read_config()
     only_last = config.mode == "release" and config.protection.last_iterate
     if only_last and not folder.finished:
         raise RunFolderError(
             f"run folder {path} holds an unfinished run whose guarantee covers only the final model; finish it with: "
-            f"opusim train resume {path}"
+            f"{folder.resume_command}"
         )
     checkpoints = list_checkpoints(folder.checkpoints)
     if not checkpoints:
         raise RunFolderError(
             f"run folder {path} holds a finished run without its checkpoints, and so without a model; train it again"
             if folder.finished
-            else f"run folder {path} has no checkpoint yet; resume it with: opusim train resume {path}"
+            else f"run folder {path} has no checkpoint yet; resume it with: {folder.resume_command}"
         )
     warn_if_changed(facts.get("code", []))
     network = config.trainer.implementation().rebuild_network(facts["network"], model)
@@ -279,9 +316,23 @@ def evaluate_run(
         x, y = read_npz(arrays)[:2]
         figures = run.evaluate(x, y)  # checks the arrays before their length is taken
         return {"data": arrays.name, "records": len(x), **figures}
+    shown, records, figures = _evaluate_named(run, data)
+    return {"data": shown, "records": records, **figures}
+
+
+def _evaluate_named(run: Run, data: str | None = None) -> tuple[str, int, dict[str, float]]:
+    """Measure a run on a known data set or a file, or on its own test records if `data` is None.
+
+    Returns:
+        Name of the records, their number, and the figures.
+
+    Raises:
+        DataError: The records cannot be read, or the run was trained on user-supplied arrays and none are given.
+    """
     if data is None and run.config.data.name == OWN_ARRAYS:
         raise DataError(
-            f"run {path} was trained on user-supplied arrays; give test records with --arrays FILE.npz"
+            f"run {run.folder.path} was trained on user-supplied arrays, which its folder does not hold; give test "
+            "records: run.evaluate(x, y), or --arrays FILE.npz (run.summary has the figures of its own ones)"
         )
     name = data or run.config.data.name
     options = DataConfig(name=name, split_seed=run.config.data.split_seed)
@@ -295,10 +346,10 @@ def evaluate_run(
     shown = dataset.name
     if options.file_kind is not None:
         shown = Path(str(run.config.data.test)).name if part == "test" else options.file.name
-    return {"data": shown, "records": len(split), **figures}
+    return shown, len(split), figures
 
 
-def _evaluate_table(run: Run, options: DataConfig) -> dict[str, Any]:
+def _evaluate_table(run: Run, options: DataConfig) -> tuple[str, int, dict[str, float]]:
     """Measure a run on a file, or on that of its own data.test if the file is the one that it was trained on."""
     path, own = options.file, run.config.data
     if options.name == own.name:
@@ -309,7 +360,7 @@ def _evaluate_table(run: Run, options: DataConfig) -> dict[str, Any]:
             )
         path = Path(own.test)
     frame = read_frame(path, options)
-    return {"data": path.name, "records": len(frame), **run.evaluate(frame)}
+    return path.name, len(frame), run.evaluate(frame)
 
 
 def _other_records(run: Run, name: str) -> tuple[Dataset, Literal["train", "test"]]:

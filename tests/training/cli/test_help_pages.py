@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from tests.support.commands import subcommands
 from training.cli.app import app
-from training.cli.options import key_rows, topics
+from training.cli.options import key_rows, topics, trainer_options
+from training.feedback.config import PdfaConfig
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -58,6 +59,13 @@ def test_choices_are_introduced_by_a_sentence() -> None:
         if key.startswith("trainer.") and key != "trainer.kind":
             first = re.match(r"([\w-]+): ", text)
             assert first is None or first[1] in {"z", "phi", "k"}, (key, meaning)
+
+
+def test_a_default_that_depends_on_the_model_is_told_once() -> None:
+    told = {option.name: option.help for option in trainer_options("pdfa", PdfaConfig)}
+    assert told["encoding"].endswith("by default ternary for an mlp and stochastic for other modules).")
+    assert told["slices"].endswith("the default of other modules).")
+    assert told["gain"].endswith("1.0 by default.")
 
 
 @pytest.mark.parametrize(

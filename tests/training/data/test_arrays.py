@@ -271,6 +271,7 @@ class TestDigits:
     [
         ("minst", "Did you mean 'mnist'"),
         ("Fashion_MNIST", "Did you mean 'fashion-mnist'"),
+        ("iris.csv", "csv:PATH, parquet:PATH, text:PATH. Did you mean 'csv:iris.csv'"),
         ("imagenet", ""),
     ],
 )

@@ -15,8 +15,10 @@ import training
 from accounting.errors import NoGuarantee
 from opusim import open_device
 from opusim.errors import ConfigError, DeviceError
+from training.cli.train import print_run
 from training.config.sections import MODEL_NAMES, OptimizerConfig
 from training.data import from_arrays
+from training.data.dataset import DataError
 from training.engine.trainer import Trainer
 from training.errors import RunFolderError, TrainingDiverged
 from training.feedback.algorithm import feedback_points
@@ -30,6 +32,8 @@ from training.networks.network import FullyConnected
 from training.networks.objectives import Objective, measure
 from training.networks.optimizers import make_optimizer
 from training.networks.user_code import require_trusted
+from training.runs.folder import RunFolder
+from training.runs.listing import list_runs
 
 CONFIG: dict[str, Any] = {
     "threads": 1,
@@ -261,6 +265,11 @@ def test_labels_that_were_replaced_train_any_module(tmp_path: Path) -> None:
         ({"model": {"initial_output": "feedback"}}, ValueError, "Sequential names none; use 'random'"),
         ({"trainer": {"points": ["9"]}}, ValueError, "no submodule is '9'"),
         ({"trainer": {"error_at": "tpo"}}, ValueError, "error_at = 'tpo' is no submodule"),
+        (
+            {"model": {"name": "conv-small"}},
+            ConfigError,
+            "'conv-small' names a network, and model=Sequential was",
+        ),
         ({"loss": "binary-cross-entropy"}, ConfigError, "takes no class numbers, which the data have"),
     ],
 )
@@ -316,12 +325,18 @@ def test_points_that_are_on_the_model_already_are_refused(tmp_path: Path) -> Non
         training.train(CONFIG, data=images(), model=FeedbackAlignment(module()), folder=tmp_path / "run")
 
 
+class Pair(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.flatten(1)), x
+
+
 def test_a_module_that_gives_other_outputs_is_refused(tmp_path: Path) -> None:
     for model, message in (
         (
             nn.Sequential(nn.Flatten(), nn.Linear(16, 4)),
             r"gives \(2, 4\) for two records of shape \(1, 4, 4\)",
         ),
+        (Pair(16, 3), r"gives tuple .* map records \(2, 1, 4, 4\) to outputs of shape \(2, 3\): return only"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 3)), r"cannot take records of shape \(1, 4, 4\)"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -386,6 +401,7 @@ def test_code_of_the_user_executes_when_trusted_only(
     config = {**CONFIG, "model": {"name": f"{name}:build", "options": {"width": 6}}, "loss": f"{name}:focal"}
     with pytest.raises(KeyboardInterrupt):
         training.train(config, data=images(), folder="run", watcher=stop_at(6))
+    assert RunFolder("run").resume_command == "opusim train resume run --trust-code"
     mark.unlink()
     monkeypatch.delitem(__import__("sys").modules, name)
     for attempt in (
@@ -401,10 +417,17 @@ def test_code_of_the_user_executes_when_trusted_only(
     assert mark.exists()
     assert training.load_run("run", trust_code=True).evaluate(*images()).keys() == {"loss", "accuracy"}
     assert run.facts["network"]["recipe"]["options"] == {"width": 6}
+    monkeypatch.delitem(__import__("sys").modules, name)
+    run_folder = Path("run").resolve()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(RunFolderError, match=f"run from {tmp_path}, or set PYTHONPATH={tmp_path}$"):
+        training.load_run(run_folder, trust_code=True)
+    monkeypatch.chdir(tmp_path)
     file.write_text(CODE + "# another line\n")
     with pytest.warns(UserWarning, match="code_of_a_user:build is now .* when the run was trained"):
         training.load_run("run", trust_code=True)
-    for wrong, message in ((f"{name}:buidl", "has no 'buidl'"), ("nosuch.module:f", "cannot be imported")):
+    for wrong, message in ((f"{name}:buidl", "has no 'buidl'"), ("nosuch.py:f", "did you mean 'nosuch:f'")):
         with pytest.raises(ConfigError, match=message):
             training.train({**CONFIG, "model": {"name": wrong}}, data=images(), folder="other")
 
@@ -449,6 +472,78 @@ def test_a_module_without_a_name_in_it_is_not_imported(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="'no_path' is no import path; write package.module:name"):
         from_recipe({"name": "no_path", "options": {}}, seed=0)
+
+
+def test_records_of_another_form_are_told_the_remedy(tmp_path: Path) -> None:
+    x, y = images()
+    tokens = np.arange(300).reshape(60, 5) % 7
+    for name, data, remedy in (
+        ("mlp", (tokens, None), "take model.name = 'transformer-lm'"),
+        ("transformer-lm", (x.reshape(60, 16), y), "set data.inputs = 'tokens'"),
+    ):
+        config = {"trainer": {"kind": "bp"}, "model": {"name": name}}
+        with pytest.raises(ValueError, match=remedy):
+            training.train(config, data=data, folder=tmp_path / "run")
+    with pytest.raises(ValueError, match=r"move the channels first, x.transpose\(0, 3, 1, 2\)"):
+        training.train(CONFIG, data=(np.zeros((60, 8, 2, 1)), y), model=module(), folder=tmp_path / "run")
+
+
+def test_the_loss_follows_the_target_and_gain_0_is_for_modules(tmp_path: Path) -> None:
+    for target, loss in (
+        ("real", "squared-error"),
+        ("labels", "binary-cross-entropy"),
+        ("class", "cross-entropy"),
+    ):
+        found = training.load_config({"data": {"target": target}})
+        assert found.loss == loss
+        assert training.load_config(found, ["data.target=class"]).loss == "cross-entropy"
+        assert (
+            training.load_config({"loss": "squared-error", "data": {"target": target}}).loss
+            == "squared-error"
+        )
+    x, y = images()
+    config = {**CONFIG, "trainer": {"kind": "dfa", "gain": 0.0}}
+    run = training.train(
+        {**config, "model": {"name": "gru", "options": {"width": 4}}}, data=(x, y), folder=tmp_path / "0"
+    )
+    assert run.config.trainer_as(DfaConfig).gain == 0
+    with pytest.raises(
+        ConfigError, match="trainer.gain: 0 leaves a fully connected network without feedback"
+    ):
+        training.train(config, data=(x.reshape(60, -1), y), folder=tmp_path / "mlp")
+
+
+def test_a_run_says_what_it_is_and_that_it_predicts_worse_than_the_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = images()
+    config = {**CONFIG, "data": {"target": "real"}, "trainer": {"kind": "bp"}, "model": {"hidden": [8]}}
+    found = [
+        training.train(config, data=(x.reshape(60, -1), targets), folder=tmp_path / str(number))
+        for number, targets in enumerate((100.0 + y, 4 * x[:, 0, 0, 0]))
+    ]
+    shown = repr(found[0])
+    assert shown.startswith(
+        f"Run('{tmp_path / '0'}', trainer='bp', model=Sequential, data='arrays', step=10 (finished)"
+    )
+    assert f"validation_rmse={found[0].summary['validation_rmse']:.4g}" in shown
+    assert found[1].advice is None
+    print_run(found[0], Path("report.html"))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "on validation records is below 0" in printed
+    assert "standardise the targets, or lower optimizer.lr = 0.01" in printed
+    entries = {entry.path.name: entry.to_row()["accuracy"] for entry in list_runs(tmp_path)}
+    assert entries["0"] == f"RMSE {found[0].summary['validation_rmse']:.4g} validation"
+    with pytest.raises(DataError, match=r"run.evaluate\(x, y\).*run.summary"):
+        found[0].evaluate()
+    with pytest.raises(RunFolderError, match="does not exist"):
+        training.load_run(tmp_path / "2")
+
+
+def test_a_run_on_a_known_data_set_evaluates_on_its_test_records(tmp_path: Path) -> None:
+    config = {"epochs": 1, "threads": 1, "trainer": {"kind": "bp"}, "model": {"hidden": [8]}}
+    run = training.train(config, folder=tmp_path)
+    assert run.evaluate()["accuracy"] == run.summary["test_accuracy"]
 
 
 def test_a_known_data_set_keeps_the_shape_of_its_images() -> None:

@@ -171,7 +171,7 @@ class ModuleTrainer(Trainer):
 
     def _diagnosed(self, loss: Callable[[], Tensor], step: int) -> dict[str, list[float]]:
         """Return the alignment at each point; it takes another forward and backward pass through the points."""
-        if self._feedback is None:
+        if self._feedback is None or not self._feedback.gain:
             return {}
         self._feedback.seek(step)
         found = self._feedback.diagnose(loss)

@@ -160,7 +160,7 @@ class FeedbackAlignment(nn.Module):
             )
         self._rows, self._full, self._shared = rows, spread == "full", slices == "shared"
         self._encoding, self._threshold, self._planes = encoding, threshold, planes
-        self._normalised, self._gain = normalised, gain
+        self._normalised, self.gain = normalised, gain
         self._seed, self._draw_seed = seed, draw_seed
         self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
         self._device = device
@@ -299,7 +299,7 @@ class FeedbackAlignment(nn.Module):
             )
         columns = self._projector(linear.weight.device).columns(self._n_inputs)[:, part.offset : part.end]
         with torch.no_grad():
-            linear.weight.copy_(columns * (self._gain / part.channels**0.5))
+            linear.weight.copy_(columns * (self.gain / part.channels**0.5))
             if linear.bias is not None:
                 linear.bias.zero_()
 
@@ -312,7 +312,7 @@ class FeedbackAlignment(nn.Module):
         Raises:
             ValueError: The loss does not come from a forward pass of this model, or gain = 0 sends no feedback.
         """
-        if not self._gain:
+        if not self.gain:
             raise ValueError(
                 "gain = 0 sends no feedback that could be compared; diagnose with a gain above 0"
             )
@@ -430,7 +430,7 @@ class FeedbackAlignment(nn.Module):
         self._lay_out(error, calls)
         if self._state == "measuring":
             return None
-        if not self._warned and not self._normalised and self._gain:
+        if not self._warned and not self._normalised and self.gain:
             warn_of_unnormalised(calls)
         self._warned = True
         connected = _Project.apply(self, error, *(h for _, h in calls))
@@ -506,7 +506,7 @@ class FeedbackAlignment(nn.Module):
             points: The points' outputs, or tensors of their shapes and types.
         """
         step, self._step = self._step, self._step + 1
-        if not self._gain:
+        if not self.gain:
             return [torch.zeros(h.shape, dtype=h.dtype, device=gradient.device) for h in points]
         projection, before = self._projector(gradient.device), self.usage
         if self._device is not None:
@@ -526,7 +526,7 @@ class FeedbackAlignment(nn.Module):
             key = (part.offset, part.end, point)
             if key not in signals:
                 signals[key] = spread(
-                    reading, part, extent, point, drawn=drawn, rows=self._rows, gain=self._gain
+                    reading, part, extent, point, drawn=drawn, rows=self._rows, gain=self.gain
                 )
             signal = signals[key]
             if self._normalised:

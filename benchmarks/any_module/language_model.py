@@ -63,7 +63,7 @@ class Method:
         points: Feedback points; none for backpropagation.
         aligned: Whether the transform starts as the feedback matrix.
         only_top: Whether nothing before the last point learns.
-        device: Name of the device, or None for a digital projection.
+        device: Name of the device; None projects digitally.
         noise: Section of the device's description, laid over the packaged one.
         options: Further arguments of FeedbackAlignment.
         rate: Row whose learning rate is taken; None searches for one.

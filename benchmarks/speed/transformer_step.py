@@ -1,10 +1,11 @@
 """What does a step of a transformer cost with feedback points over a step of backpropagation?
 
-Decoder of four post-norm blocks, width 128, four heads, 256 bytes of vocabulary; 16 sequences of 128 tokens; Adam. The
-error is taken before the vocabulary layer, each token's error is projected, three blocks receive feedback. Required:
-photonic DFA on the `gaussian` device takes at most 1.1 times backpropagation's time with one thread, and at most its
-memory; with the points switched off a step takes the time of the plain module. Memory is that of three steps on 64
-sequences in a process of its own: the peak of resident memory (VmHWM) above what it held after a step on two.
+The built-in `transformer-lm`: four post-norm blocks, width 128, four heads, 256 bytes of vocabulary; 16 sequences of
+128 tokens; Adam. The error is taken before the vocabulary layer, each token's error is projected, three blocks receive
+feedback. Required: photonic DFA on the `gaussian` device takes at most 1.1 times backpropagation's time with one
+thread, and at most its memory; with the points switched off a step takes the time of the plain module. Memory is that
+of three steps on 64 sequences in a process of its own: the peak of resident memory (VmHWM) above what it held after a
+step on two.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved
 from opusim import FeedbackAlignment, open_device
+from training.networks.sequence_models import TransformerLM
 
 MODULE, NAME = "benchmarks.speed.transformer_step", "transformer_step"
 VOCABULARY, WIDTH, HEADS, BLOCKS = 256, 128, 4, 4
@@ -32,48 +34,14 @@ LIMIT = 1.1
 METHODS = ("bp", "points switched off", "dfa", "pdfa, gaussian", "pdfa, camera")
 
 
-class Block(nn.Module):
-    """A post-norm decoder block (Vaswani et al. 2017)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape (batch, tokens, width)."""
-        heads = [part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)]
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        x = self.norm_1(x + self.out(mixed.transpose(1, 2).flatten(2)))
-        return self.norm_2(x + self.down(nn.functional.gelu(self.up(x))))
-
-
-class Decoder(nn.Module):
-    """Embedding, blocks and vocabulary layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.vocabulary = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits, shape (batch, tokens, vocabulary)."""
-        x = self.embedding(tokens) + self.position.weight
-        for block in self.blocks:
-            x = block(x)
-        return self.vocabulary(x)
-
-
 def step_of(method: str, sequences: int = SEQUENCES) -> Callable[[], None]:
     """Return a training step of a method, on one fixed batch."""
     torch.manual_seed(0)
-    model: nn.Module = Decoder()
+    model: nn.Module = TransformerLM((TOKENS,), VOCABULARY, width=WIDTH, depth=BLOCKS, heads=HEADS)
     tokens = torch.randint(0, VOCABULARY, (sequences, TOKENS + 1))
     points = nullcontext
     if method != "bp":
-        model = FeedbackAlignment(model, error_at=f"blocks.{BLOCKS - 1}")
+        model = FeedbackAlignment(model, error_at=TransformerLM.error_at)
         shape = model.shape(tokens[:2, :-1])
         if method.startswith("pdfa"):
             name = method.split(", ")[1]

@@ -38,13 +38,12 @@ _IDX_BYTES_LIMIT = 2**31
 _DOWNLOAD_AGAIN = "delete this file and download it again; nothing else is lost"
 
 
-def required_library(name: str, extra: str, what: str) -> Any:
+def required_library(name: str, missing: str) -> Any:
     """Import an optional library when it is needed.
 
     Args:
         name: Of its module.
-        extra: The extra of opusim that installs it.
-        what: What needs it, for the message.
+        missing: The message if it is not installed: what needs it, and how to install it.
 
     Raises:
         ModuleNotFoundError: It is not installed.
@@ -52,9 +51,7 @@ def required_library(name: str, extra: str, what: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ModuleNotFoundError(
-            f"{what} needs the library {name}, which is missing: pip install 'opusim[{extra}]'"
-        ) from error
+        raise ModuleNotFoundError(missing) from error
 
 
 def read_idx(path: Path, *, n_dimensions: int) -> np.ndarray:

@@ -144,12 +144,12 @@ def read_frame(path: Path, options: DataConfig) -> Frame:
         ModuleNotFoundError: pandas is missing, or pyarrow for a Parquet file.
     """
     kind = str(options.file_kind)
-    pandas = required_library("pandas", "data", f"{kind}:{path}")
+    pandas = _table_library("pandas", f"{kind}:{path}")
     try:
         with os.fdopen(open_to_read(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if kind == "parquet":
-                arrow = required_library("pyarrow.parquet", "data", f"{kind}:{path}")
+                arrow = _table_library("pyarrow.parquet", f"{kind}:{path}")
                 facts = arrow.ParquetFile(file).metadata
                 size = sum(facts.row_group(group).total_byte_size for group in range(facts.num_row_groups))
                 _require_small(path, size, facts.num_rows * facts.num_columns)
@@ -363,3 +363,8 @@ def _listed(names: Sequence[str]) -> str:
     """Return names for a message, at most eight of them."""
     shown = ", ".join(names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+def _table_library(name: str, what: str) -> Any:
+    missing = f"{what} needs the library {name}, which is missing: pip install 'opusim[data]'"
+    return required_library(name, missing)

@@ -52,7 +52,10 @@ class Encoder:
             DataError: The file cannot be read, is too long or holds no tokenizer.
             ModuleNotFoundError: The library `tokenizers` is missing.
         """
-        library = required_library("tokenizers", "llm", f"data.tokenizer = {str(path)!r}")
+        library = required_library(
+            "tokenizers",
+            f"data.tokenizer = {str(path)!r} needs the library tokenizers, which is missing: pip install 'opusim[llm]'",
+        )
         content = _read(path, _TOKENIZER_LIMIT, "tokenizer")
         try:
             tokenizer = library.Tokenizer.from_buffer(content)

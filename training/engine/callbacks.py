@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from training.data.formats import required_library
 from training.engine.loop import Watcher
 
 
@@ -177,12 +177,4 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _library(module: str, package: str) -> Any:
-    """Import an optional library.
-
-    Raises:
-        ModuleNotFoundError: It is not installed.
-    """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ModuleNotFoundError(f"{package} is missing; install it: pip install {package}") from error
+    return required_library(module, f"{package} is missing; install it: pip install {package}")

@@ -229,7 +229,7 @@ class FeedbackAlignment(nn.Module):
 
     @property
     def device(self) -> NoisyDevice | None:
-        """The device that projects, or None for a digital projection; may be set once `shape` is known."""
+        """The device that projects; None projects digitally. It may be set once `shape` is known."""
         return self._device
 
     @device.setter

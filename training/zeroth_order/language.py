@@ -8,7 +8,6 @@ is trained, or low-rank updates of it (LoRA, Hu et al. 2022).
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from opusim.errors import ConfigError
 from opusim.files import read_text
 from training.config.run import RunConfig
 from training.data.dataset import DataError
+from training.data.formats import required_library
 from training.networks.base import DescribedModule
 from training.zeroth_order.config import LanguageConfig, ZoConfig
 
@@ -335,12 +335,7 @@ def _accepted(model: nn.Module) -> set[str]:
 
 
 def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            f"{name} is missing; language models need it: pip install opusim[llm]"
-        ) from error
+    return required_library(name, f"{name} is missing; language models need it: pip install opusim[llm]")
 
 
 def build_language(config: RunConfig) -> tuple[RunConfig, tuple[Tensor, Tensor], PromptClassifier]:

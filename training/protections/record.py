@@ -24,6 +24,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import Clip, bounded_factors, finite_rows, full_precision
 from training.networks.layers import LayeredNetwork
+from training.networks.record_gradients.tape import RecordTape
 from training.protections.base import (
     PoissonProtection,
     PrivateGradients,
@@ -162,6 +163,23 @@ class RecordGradients(PrivateGradients):
             for parameter in network.layer_parameters(layer):
                 if self._noise_std and parameter.grad is not None:
                     self._noise.add_to(parameter.grad, self._noise_std / self._divisor)
+
+    def set_recorded_gradients(self, tape: RecordTape) -> None:
+        """Write the private gradient of every parameter of a module, from the batch that a tape has recorded.
+
+        The same guarantees as for layered networks hold. A batch without records is recorded by `tape.recording(0)`.
+
+        Args:
+            tape: It recorded the forward and backward passes of the batch, of a loss that sums over records.
+        """
+        squares = tape.squared_norms()
+        norms = squares.sqrt()
+        self.left_out += int((~torch.isfinite(norms).all(dim=0)).sum())
+        tape.set_gradients(self._factors(norms), squares, self._divisor)
+        for parameter in (parameter for layer in tape.layers for parameter in layer):
+            if self._noise_std and parameter.grad is not None:
+                self._noise.add_to(parameter.grad, self._noise_std / self._divisor)
+        self.batches_written += 1
 
     def _factors(self, norms: Tensor) -> Tensor:
         """Return the factor of each layer of each record, float64, shape (layers, batch)."""

@@ -1,13 +1,15 @@
 """Train any torch module by backpropagation, or by feedback alignment at its feedback points.
 
 One step: a forward pass in training mode, the mean of the records' losses, `loss.backward()` through the points of
-`training.feedback.points.FeedbackAlignment`, and the optimizer's update.
+`training.feedback.points.FeedbackAlignment`, and the optimizer's update. Under a protection of records a tape watches
+the passes of the losses' sum, and the clipped and noised gradients take the place of autograd's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,7 +23,23 @@ from training.feedback.points import FeedbackAlignment
 from training.networks.any_module import AnyModule
 from training.networks.base import seeded_torch
 from training.networks.objectives import Objective
+from training.networks.record_gradients.separation import restore_buffers
+from training.networks.record_gradients.tape import RecordTape
 from training.protections.base import SoftLabels
+from training.protections.record import RecordGradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateRecords:
+    """What clips and noises the gradients of a module's records.
+
+    Attributes:
+        tape: Records the passes of the module.
+        writer: Writes the private gradients.
+    """
+
+    tape: RecordTape
+    writer: RecordGradients
 
 
 class ModuleTrainer(Trainer):
@@ -37,6 +55,7 @@ class ModuleTrainer(Trainer):
         feedback: The feedback points; None backpropagates.
         seed: Of what the module draws, such as dropout; None takes a seed of the operating system in each step.
         labels: What training knows of the labels in their place; None if it sees the labels themselves.
+        private: Clips and noises the records' gradients; None takes their mean.
     """
 
     def __init__(
@@ -49,12 +68,13 @@ class ModuleTrainer(Trainer):
         feedback: FeedbackAlignment | None = None,
         seed: int | None = None,
         labels: SoftLabels | None = None,
+        private: PrivateRecords | None = None,
     ) -> None:
         self.kind = kind
         self.model = network.model
         self.optimizer = optimizer
         self._network, self._objective, self._feedback = network, objective, feedback
-        self._seed, self._labels = seed, labels
+        self._seed, self._labels, self._private = seed, labels, private
         device = None if feedback is None else feedback.device
         self._column_sum = (
             None if device is None else torch.zeros(device.n_outputs)
@@ -65,28 +85,32 @@ class ModuleTrainer(Trainer):
     ) -> StepRecord:
         """See Trainer.step; the diagnostics are those of `opusim.FeedbackAlignment.diagnose`, a value per point.
 
-        A batch without records has no gradient and no reading; momentum still moves the parameters.
+        A batch without records has no gradient and no reading; momentum still moves the parameters. Under protection
+        it takes its noise, no value of a record raises an error, and buffers stay as they are.
         """
+        if self._private is not None:
+            self._private.writer.seek(step)
+            if self._feedback is not None and self._feedback.device is not None:
+                self._feedback.device.seek(step)  # its noise may be drawn without a reading
         if not len(x):
             return self._empty_step(y)
         self._recall_column_sum()
-        buffers = {name: buffer.clone() for name, buffer in self._network.buffers.items()}
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         losses = partial(self._losses, x, y, step=step, records=records)
         self.model.train()
         try:
             with seeded_torch(self._seed_of(step), x.device):
                 diagnostics = self._diagnosed(lambda: losses()[1].mean(), step) if observe else {}
-                output, per_record = losses()
-                loss_sum = per_record.detach().sum(dtype=torch.float64)
-                self._backward(per_record, step)
+                output, loss_sum = self._learn(losses, len(x), step)
         except Exception:  # the device failed: the parameters are those before, and so must the buffers be
-            for name, buffer in self._network.buffers.items():
-                buffer.copy_(buffers[name])
+            restore_buffers(self.model, buffers)
             raise
         finally:
             self.model.eval()
+        if self._private is not None:
+            restore_buffers(self.model, buffers)
         self.optimizer.step()
-        correct, judged = self._objective.correct(output.detach(), y)
+        correct, judged = self._objective.correct(output, y)
         return StepRecord(
             loss_sum=loss_sum, n_correct=correct, n_records=len(x), n_judged=judged, diagnostics=diagnostics
         )
@@ -120,6 +144,16 @@ class ModuleTrainer(Trainer):
             self._feedback.shape(self._network.shaped(records))
             self._feedback.start_from_feedback(feedback_start(self._network))
 
+    def measure_feedback(self, records: Tensor) -> None:
+        """Measure now what the feedback's encoding needs of the device, so that no record says when.
+
+        Args:
+            records: Two records, shape (2, n_inputs), from which the points' sizes are read.
+        """
+        self._recall_column_sum()
+        if self._feedback is not None:
+            self._feedback.measure(self._network.shaped(records))
+
     def close(self) -> None:
         """See Trainer.close."""
         if self._feedback is not None:
@@ -134,6 +168,26 @@ class ModuleTrainer(Trainer):
             y = self._labels.targets(output.detach(), records, step)
         return output, self._objective.per_record(output, y)
 
+    def _learn(
+        self, losses: Callable[[], tuple[Tensor, Tensor]], n_records: int, step: int
+    ) -> tuple[Tensor, Tensor]:
+        """Write the gradients of a batch; return its outputs, and the sum of its losses.
+
+        Raises:
+            TrainingDiverged: Without protection, the loss or a gradient is not finite.
+        """
+        if self._feedback is not None:
+            self._feedback.seek(step)
+        if self._private is not None:
+            with self._private.tape.recording(n_records):
+                output, per_record = losses()
+                per_record.sum().backward()
+            self._private.writer.set_recorded_gradients(self._private.tape)
+        else:
+            output, per_record = losses()
+            self._backward(per_record, step)
+        return output.detach(), per_record.detach().sum(dtype=torch.float64)
+
     def _backward(self, per_record: Tensor, step: int) -> None:
         """Write the gradients of the mean loss.
 
@@ -142,8 +196,6 @@ class ModuleTrainer(Trainer):
         """
         _require_finite(per_record.detach().sum(), step)
         self.optimizer.zero_grad(set_to_none=True)
-        if self._feedback is not None:
-            self._feedback.seek(step)
         per_record.mean().backward()
         gradients = [parameter.grad for parameter in self._network.parameters]
         sums = [gradient.sum(dtype=torch.float64) for gradient in gradients if gradient is not None]
@@ -163,8 +215,13 @@ class ModuleTrainer(Trainer):
             self._column_sum.copy_(measured)
 
     def _empty_step(self, y: Tensor) -> StepRecord:
-        for parameter in self._network.parameters:
-            parameter.grad = torch.zeros_like(parameter)
+        if self._private is None:
+            for parameter in self._network.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        else:
+            with self._private.tape.recording(0):
+                pass
+            self._private.writer.set_recorded_gradients(self._private.tape)
         self.optimizer.step()
         zero = torch.zeros((), dtype=torch.float64, device=y.device)
         return StepRecord(loss_sum=zero, n_correct=zero.long(), n_records=0, n_judged=0)

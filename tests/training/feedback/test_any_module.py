@@ -248,8 +248,13 @@ def test_labels_that_were_replaced_train_any_module(tmp_path: Path) -> None:
     [
         (
             {"protection": {"kind": "record", "noise_multiplier": 1.0}},
+            ValueError,
+            "BatchNorm2d '1' mixes the records of a batch: .* such as nn.GroupNorm",
+        ),
+        (
+            {"protection": {"kind": "label-budget", "epsilon": 3.0}},
             NoGuarantee,
-            "'record' clips the gradient of each record, which is bounded here for fully connected networks only",
+            "'label-budget' noises the signal of each layer in the geometry of its public inputs",
         ),
         (
             {"trainer": {"tau_b": 1.0, "order": "published"}},

@@ -257,7 +257,7 @@ def _resized(x: Tensor, y: Tensor) -> Iterator[_Batch]:
     """Yield a batch, then its record without the others, and with more of them."""
     yield x, y, _WITNESS
     yield x[_WITNESS : _WITNESS + 1], y[_WITNESS : _WITNESS + 1], 0
-    yield torch.cat([x] * 3), torch.cat([y] * 3), _WITNESS
+    yield torch.cat([x] * 3)[1:], torch.cat([y] * 3)[1:], _WITNESS + _BATCH - 1
 
 
 def _near(first: Tensor, second: Tensor, size: Tensor) -> bool:

@@ -176,6 +176,7 @@ def test_an_attack_on_a_protected_module_stays_below_its_theorem(tmp_path: Path,
     assert not any(finding.refutes for finding in found.findings if finding.role is not Role.BROKEN)
 
 
+@pytest.mark.slow
 def test_an_attack_finds_a_layer_that_mixes_records(tmp_path: Path) -> None:
     """The probes refuse such a layer; without them the audit refutes the statement."""
     name = "a layer that mixes records"

@@ -307,13 +307,6 @@ def test_encodings_of_modules_are_refused_for_fully_connected_networks(tmp_path:
     assert training.load_config({}).trainer.encoding == "ternary"
 
 
-def test_an_audit_of_a_module_is_refused(tmp_path: Path) -> None:
-    config = {**CONFIG, "epochs": 1, "model": {"name": "gru", "options": {"width": 4}}}
-    training.train(config, data=images(), folder=tmp_path)
-    with pytest.raises(ValueError, match="trained Gru; the controls of an audit clip"):
-        training.audit_run(tmp_path, data=images())
-
-
 @pytest.mark.parametrize("name", ["transformer-encoder", "gru"])
 def test_tokens_are_classified(tmp_path: Path, name: str) -> None:
     """The class of a sequence is its first token; a model learns the number of tokens from the data."""

@@ -91,7 +91,7 @@ def parameter_groups(names: Sequence[str], plan: RunPlan) -> list[list[str]]:
     if not isinstance(options, FeedbackConfig | UlrConfig):
         return [list(names)]
     layers = dict.fromkeys(name.partition(".")[0] for name in names)
-    groups = [[name for name in names if name.startswith(f"{layer}.")] for layer in layers]
+    groups = [[name for name in names if name.partition(".")[0] == layer] for layer in layers]
     published = isinstance(options, FeedbackConfig) and plan.config.protection.protects == "nothing"
     return groups[-1:] if published else groups
 

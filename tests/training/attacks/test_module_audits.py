@@ -16,6 +16,7 @@ import training
 from opusim.randomness.streams import NoiseStream
 from tests.support.faults.base import replaced
 from tests.support.faults.streams import Wrapped, credited_noise
+from tests.support.record_models import Custom
 from training.attacks.findings import Role
 from training.attacks.mechanism.report import MechanismAudit, report_text
 from training.attacks.run_audit import audit_run
@@ -142,7 +143,13 @@ def model_of(name: str) -> nn.Module:
     torch.manual_seed(6)
     mixing = [Parity()] if name == "a layer that mixes records" else []
     if name == "embedding":
-        return nn.Sequential(nn.Embedding(9, 6), nn.Flatten(), nn.Linear(24, 3))
+        positions = nn.Parameter(torch.randn(4, 6))  # a parameter without a module of its own
+        return Custom(
+            lambda m, x: m.head((m.tokens(x) + m.positions).flatten(1)),
+            tokens=nn.Embedding(9, 6),
+            positions=positions,
+            head=nn.Linear(24, 3),
+        )
     return nn.Sequential(
         *mixing, nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)
     )

@@ -260,6 +260,10 @@ class NoisyDevice(ABC):
     ) -> None:
         self.close()
 
+    def __sklearn_clone__(self) -> Self:
+        """Return the device itself, so that clones of a scikit-learn estimator that holds it read the same one."""
+        return self
+
     # Reading
 
     def project(self, x: Array) -> Array:  # (batch, n_inputs) -> (batch, n_outputs)

@@ -20,9 +20,10 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
+from training.config.data import OWN_ARRAYS
 from training.config.run import RunConfig
 from training.data import Dataset, Split
-from training.data.catalogue import OWN_ARRAYS, build_dataset
+from training.data.catalogue import build_dataset
 from training.data.dataset import PrincipalComponents, reduced
 from training.data.samplers import PoissonSampler, Sampler, make_sampler
 from training.data.tables import OwnData, OwnTest, own_dataset

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from accounting.guarantee import Guarantee
+from training.config.data import OWN_ARRAYS, DataConfig
 from training.config.run import LossName, RunConfig
-from training.config.sections import DataConfig, is_import_path
+from training.config.sections import is_import_path
 from training.data import Dataset, Split
 from training.data.arrays import RecordForm, standardised
-from training.data.catalogue import OWN_ARRAYS, build_dataset
+from training.data.catalogue import build_dataset
 from training.data.dataset import DataError, PrincipalComponents, Standardisation, Target
 from training.data.formats import read_arrays
 from training.data.tables import Frame, feature_array, is_frame, read_frame, table_of

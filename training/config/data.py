@@ -28,6 +28,11 @@ class DataConfig(Section):
             holds=lambda run: run.data.components is not None,
         ),
         Effect(
+            keys=("data.n_features", "data.features_threshold"),
+            needs="data.features",
+            holds=lambda run: run.data.features is not None,
+        ),
+        Effect(
             keys=("data.context", "data.tokenizer"),
             needs="data.name = 'text:PATH'",
             holds=lambda run: run.data.file_kind == "text",
@@ -41,6 +46,7 @@ class DataConfig(Section):
                     "data.std",
                     "data.standardise",
                     "data.components",
+                    "data.features",
                 ),
                 *(
                     "data.n_classes",
@@ -92,6 +98,13 @@ class DataConfig(Section):
     """Another public constant to subtract instead, for features in [0, 1]; requires std."""
     std: float | None = Field(None, gt=0.0)
     """Another public constant to divide by instead; requires mean."""
+    features: str | None = None
+    """Replace the features by a public map of them: optical:DEVICE for |R x|^2 of a device (`opusim device list`, or a
+    TOML file), where x is 1 for each feature above data.features_threshold, else 0."""
+    n_features: int = Field(1000, ge=1)
+    """Number of features behind data.features."""
+    features_threshold: float = 0.0
+    """What a standardised feature must exceed to be shown by data.features; a public number."""
     components: int | None = Field(None, ge=1)
     """Replace the features by this many principal components of the training records; only for public features."""
     whitening: float = Field(0.5, ge=0.0, le=1.0)
@@ -138,6 +151,19 @@ class DataConfig(Section):
     def short_name(self) -> str:
         """data.name in the name of a folder: that of a file without folders and ending."""
         return self.name if self.file_kind is None else re.sub(r"[^\w.-]+", "-", self.file.stem)
+
+    @property
+    def features_device(self) -> str:
+        """The device that data.features names; empty without one."""
+        return (self.features or "").partition(":")[2]
+
+    @model_validator(mode="after")
+    def _check_features(self) -> Self:
+        if self.features is not None and (
+            not self.features.startswith("optical:") or not self.features_device
+        ):
+            raise ValueError(f"features = {self.features!r}: must be optical:DEVICE, such as optical:ideal")
+        return self
 
     @model_validator(mode="after")
     def _check_file(self) -> Self:

@@ -94,7 +94,13 @@ class NoisyDevice(ABC):
         self._mode = mode
         self._seed = seed
         self._torch_device = torch.device(torch_device)
-        self._meter = UsageMeter(description.frames.frame_period_us, description.frames.power_w)
+        frames = description.frames
+        self._meter = UsageMeter(
+            frames.frame_period_us,
+            frames.power_w,
+            host_us_per_frame=frames.host_us_per_frame or 0.0,
+            host_us_per_call=frames.host_us_per_call or 0.0,
+        )
         self._is_open = False
         self._certified: NoiseModel | None = None
         self._access = (
@@ -179,7 +185,7 @@ class NoisyDevice(ABC):
 
     @property
     def usage(self) -> Usage:
-        """Frames, seconds and joules of this device so far; stays readable after `close`."""
+        """Frames, seconds and joules of this device so far, and the host's seconds; stays readable after `close`."""
         return self._meter.snapshot()
 
     @property

@@ -27,6 +27,8 @@ def test_show_gives_each_number_its_unit_status_and_source() -> None:
     line = next(line for line in result.stdout.splitlines() if "exposure_us" in line)
     assert all(word in line for word in ("400", "µs", "measured"))
     assert "can: project, draw, intensities, matrix" in result.stdout
+    assert "1,000 vectors 500 ms; frame times only, the host's own is not known" in result.stdout
+    assert "1,000 vectors 4.3 s" in RUNNER.invoke(app, ["show", "camera"]).stdout
     assert "at 25 °C the dark current makes 0.030% of its variance" in result.stdout
 
 

@@ -152,7 +152,7 @@ def test_a_device_without_a_complex_medium_says_so() -> None:
     with (
         Bench(description, n_inputs=4, n_outputs=4) as bench,
         pytest.raises(
-            CapabilityMissing, match="lacks the capability 'intensities'; camera, camera_low_light"
+            CapabilityMissing, match="lacks the capability 'intensities'; camera, camera_fitted"
         ),
     ):
         bench.intensities(np.zeros((1, 4)))

@@ -57,6 +57,9 @@ from opusim.errors import DeviceUnavailable as DeviceUnavailable
 from opusim.errors import NoiseBelowCertificate as NoiseBelowCertificate
 from opusim.errors import NoiseUnknown as NoiseUnknown
 from opusim.errors import OpusimError as OpusimError
+from opusim.features.kernels import opu_kernel as opu_kernel
+from opusim.features.optical import OpticalFeatures as OpticalFeatures
+from opusim.features.optical import OpticalLayer as OpticalLayer
 from opusim.medium.transmission import Medium as Medium
 from opusim.noise import GaussianNoise as GaussianNoise
 from opusim.noise import NoiseModel as NoiseModel

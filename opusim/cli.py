@@ -73,3 +73,16 @@ def show_command(
     print_table("", ("key", "value", "unit", "status", "source"), number_rows(description))
     typer.echo(f"can: {', '.join(capabilities_of(description))}")
     typer.echo(noise_line(description))
+    frames = description.frames
+    shown = {"a vector of intensities": 1, "a ternary projection": frames.frames_per_projection}
+    parts = [f"{what} {_time(frames.call_seconds(count))}" for what, count in shown.items()]
+    known = "" if frames.host_us_per_frame is not None else "; frame times only, the host's own is not known"
+    typer.echo(f"time of a call: {', '.join(parts)}, 1,000 vectors {_time(frames.call_seconds(1000))}{known}")
+
+
+def _time(seconds: float) -> str:
+    """Return a time in the unit that suits it."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

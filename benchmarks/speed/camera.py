@@ -17,7 +17,7 @@ from benchmarks.results_file import load_results, save_results
 from benchmarks.speed.projection import BATCH, N_INPUTS, N_OUTPUTS, ternary_batch
 from benchmarks.timing import interleaved
 from opusim import open_device
-from opusim.camera.speckle import IMAGINARY_PLANE, REAL_PLANE
+from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE
 from opusim.tables import print_table
 
 MODULE, NAME = "benchmarks.speed.camera", "camera"

@@ -373,9 +373,9 @@ def _drift(device: CameraDevice, confidence: float) -> dict[str, Estimate]:
     patterns = sparse_patterns(device.n_inputs, rows)
     elapsed_s = settings.decorrelation_s / 3
     device.drift_to(0.0)
-    first, again = (device.intensities(patterns).numpy() for _ in range(2))
+    first, again = (device.intensities(patterns) for _ in range(2))
     device.drift_to(elapsed_s)
-    later = device.intensities(patterns).numpy()
+    later = device.intensities(patterns)
     device.drift_to(0.0)
     return {
         "decorrelation_s": decorrelation_time(first, again, later, elapsed_s=elapsed_s, confidence=confidence)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from opusim.errors import ConfigError
-from opusim.medium.transmission import TABLE_STEP, Medium, exact_product
+from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE, TABLE_STEP, Medium, exact_product
 
 STEPS_PER_TAU = 4096
 _NODE = 8 * STEPS_PER_TAU
@@ -78,8 +78,6 @@ def _node_weights(point: int) -> dict[int, float]:
     return {point - _NODE: r, point: math.sqrt(1 - r * r)}
 
 
-REAL_PLANE, IMAGINARY_PLANE = 1, 2
-"""Counter words of the two real media; plane 0 is the matrix of the ideal and the gaussian device."""
 _PIXELS_PER_BLOCK = 2048
 _INPUTS_PER_TILE = 2048
 _MOST_PIXELS_PER_OUTPUT = 64

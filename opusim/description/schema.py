@@ -117,11 +117,21 @@ class FrameSettings(StrictSection):
         power_w: power drawn while running, watts.
         frames_per_projection: frames that one ternary projection takes: 2, for its positive and its negative
             part.
+        host_us_per_frame: time that the host and its driver add to each frame (transfers, encoding), microseconds, or
+            None if it is not known.
+        host_us_per_call: time that they add to each call, likewise.
     """
 
     frame_period_us: float = Field(gt=0)
     power_w: float = Field(ge=0)
     frames_per_projection: int = Field(default=2, ge=1)
+    host_us_per_frame: float | None = Field(default=None, ge=0)
+    host_us_per_call: float | None = Field(default=None, ge=0)
+
+    def call_seconds(self, frames: int) -> float:
+        """Return the time of a call end to end, as far as it is known: frame periods and what the host adds, s."""
+        each = self.frame_period_us + (self.host_us_per_frame or 0.0)
+        return 1e-6 * (frames * each + (self.host_us_per_call or 0.0))
 
 
 class TemperatureSettings(DoublingSettings):

@@ -6,6 +6,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self, overload
 
@@ -17,14 +18,22 @@ from opusim.description.schema import DeviceDescription
 from opusim.devices.access import Access
 from opusim.devices.baseline import Baseline
 from opusim.devices.certificate import Certificate
-from opusim.devices.inputs import Array, check_reading, drawn_shape, like_input, ternary_batch
+from opusim.devices.inputs import (
+    Array,
+    BinaryFrames,
+    check_reading,
+    drawn_shape,
+    like_input,
+    new_intensities,
+    ternary_batch,
+    write_intensities,
+)
 from opusim.devices.kinds import (
     CAPABILITIES,
     Capability,
     Draws,
     Multiplies,
     Programmable,
-    ShowsIntensities,
     TellsMatrix,
     devices_that,
 )
@@ -33,6 +42,9 @@ from opusim.devices.usage import Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError, DeviceError, DeviceUnavailable, NoiseUnknown
 from opusim.noise import GaussianNoise, NoiseModel
 from opusim.randomness.streams import MODES
+
+_INTENSITIES_AT_ONCE = 2**23
+"""Intensities that are computed at once: 32 MiB, and some times as much for fields and noise."""
 
 
 class NoisyDevice(ABC):
@@ -82,7 +94,13 @@ class NoisyDevice(ABC):
         self._mode = mode
         self._seed = seed
         self._torch_device = torch.device(torch_device)
-        self._meter = UsageMeter(description.frames.frame_period_us, description.frames.power_w)
+        frames = description.frames
+        self._meter = UsageMeter(
+            frames.frame_period_us,
+            frames.power_w,
+            host_us_per_frame=frames.host_us_per_frame or 0.0,
+            host_us_per_call=frames.host_us_per_call or 0.0,
+        )
         self._is_open = False
         self._certified: NoiseModel | None = None
         self._access = (
@@ -109,11 +127,9 @@ class NoisyDevice(ABC):
         return self.capabilities_of(self._description)
 
     @overload
-    def require(self, capability: Literal["project"]) -> Self: ...
+    def require(self, capability: Literal["project", "intensities"]) -> Self: ...
     @overload
     def require(self, capability: Literal["draw"]) -> Draws: ...
-    @overload
-    def require(self, capability: Literal["intensities"]) -> ShowsIntensities: ...
     @overload
     def require(self, capability: Literal["matrix"]) -> TellsMatrix: ...
     @overload
@@ -169,7 +185,7 @@ class NoisyDevice(ABC):
 
     @property
     def usage(self) -> Usage:
-        """Frames, seconds and joules of this device so far; stays readable after `close`."""
+        """Frames, seconds and joules of this device so far, and the host's seconds; stays readable after `close`."""
         return self._meter.snapshot()
 
     @property
@@ -250,6 +266,10 @@ class NoisyDevice(ABC):
     ) -> None:
         self.close()
 
+    def __sklearn_clone__(self) -> Self:
+        """Return the device itself, so that clones of a scikit-learn estimator that holds it read the same one."""
+        return self
+
     # Reading
 
     def project(self, x: Array) -> Array:  # (batch, n_inputs) -> (batch, n_outputs)
@@ -270,6 +290,44 @@ class NoisyDevice(ABC):
         self._require_open()
         batch = ternary_batch(x, self._n_inputs, self._torch_device)
         return like_input(self._read(lambda: self._project(batch), (batch.shape[0], self._n_outputs)), x)
+
+    def intensities(
+        self, x: Array, *, packed: bool = False, out: np.ndarray | torch.Tensor | None = None
+    ) -> Array:  # (frames, n_inputs) -> (frames, n_outputs)
+        """Return |R x|^2 with fresh noise, one frame for each binary vector: optical random features.
+
+        R is the complex medium, apart from B on simulated devices. Without a camera its entries have mean 0 and
+        E|R_ji|^2 = 1, so that an intensity has the mean ||x||^2, and noise of the device's law is added to it. Devices
+        with a camera give its digital numbers, DN.
+
+        Args:
+            x: torch tensor on any torch device, or numpy array; shape (frames, n_inputs), any real, integer or boolean
+                dtype, entries 0 and 1. Encode real values first (`opusim.features`, `opusim.encodings`).
+            packed: whether x holds eight mirrors in a byte, as `numpy.packbits(x, axis=1)` gives it: uint8, shape
+                (frames, ceil(n_inputs / 8)).
+            out: where the result is written, such as a memory map: shape (frames, n_outputs), float32, or uint8 for
+                digital numbers of at most 8 bits. Memory beyond it does not grow with the number of frames.
+
+        Returns:
+            float32, shape (frames, n_outputs), or `out`; numpy for numpy, a tensor on x's torch device for a tensor.
+
+        Raises:
+            CapabilityMissing: the device cannot.
+            TypeError, ValueError: another type, shape or entry; the message says what to do.
+            DeviceUnavailable: the device is closed.
+        """
+        self._require_open()
+        self.require("intensities")
+        frames = BinaryFrames(x, self._n_inputs, packed=packed)
+        found = new_intensities(x, (len(frames), self._n_outputs), out)
+        at_once = max(1, _INTENSITIES_AT_ONCE // self._n_outputs)
+        for start in range(0, len(frames), at_once):
+            part = frames.rows(start, start + at_once, self._torch_device)
+            shape = (part.shape[0], self._n_outputs)
+            numbers = self._read(partial(self._intensities, part), shape, frames_per_reading=1)
+            write_intensities(found, start, numbers)
+        result: Array = found
+        return result
 
     def draw(self, shape: Sequence[int]) -> torch.Tensor:
         """Return fresh noise only, of the law that `project` adds, from blank or reference frames.
@@ -364,6 +422,12 @@ class NoisyDevice(ABC):
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         """B x + noise for a checked float32 batch on the device's torch device."""
 
+    def _intensities(self, x: torch.Tensor) -> torch.Tensor:
+        """|R x|^2 + noise for a checked float32 batch of zeros and ones; for the capability `intensities`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} declares the capability 'intensities' and does not override _intensities"
+        )
+
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return fresh noise of a checked shape; by default readings of nothing, as many as fill it."""
         numbers = math.prod(shape)
@@ -374,13 +438,19 @@ class NoisyDevice(ABC):
     def _seek(self, step: int) -> None:
         """Position the noise at a checked step."""
 
-    def _read(self, act: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    def _read(
+        self,
+        act: Callable[[], torch.Tensor],
+        shape: tuple[int, ...],
+        *,
+        frames_per_reading: int | None = None,
+    ) -> torch.Tensor:
         """Return a checked reading, with the retries that the description asks for, and count its frames."""
         with torch.no_grad():
             y = act() if self._access is None else self._access.call(act)
         check_reading(y, shape, self.name)
         readings = -(-math.prod(shape) // self._n_outputs)
-        self._meter.count(readings * self._description.frames.frames_per_projection)
+        self._meter.count(readings * (frames_per_reading or self._description.frames.frames_per_projection))
         return y
 
     def _reconnect(self) -> None:

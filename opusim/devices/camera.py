@@ -18,11 +18,12 @@ from opusim.camera.exposure import (
     saturated_shares,
 )
 from opusim.camera.from_description import camera_sections, exposure_of, speckle_law_of
-from opusim.camera.speckle import IMAGINARY_PLANE, REAL_PLANE, Speckle
+from opusim.camera.speckle import Speckle
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
-from opusim.devices.inputs import binary_batch
+from opusim.devices.inputs import ternary_batch
 from opusim.errors import ConfigError, NoiseUnknown
+from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE
 from opusim.noise import PhotonCountNoise
 from opusim.randomness.streams import noise_stream
 from opusim.temperature import TemperatureLaw
@@ -36,7 +37,7 @@ class CameraDevice(NoisyDevice):
 
     `project` shows four frames for each ternary vector and recovers B x from their intensities
     (`opusim.camera.exposure`), with the noise that the camera's stages make (`opusim.camera.stages`). `draw` does the
-    same for the vector 0. `intensities` gives the digital numbers of binary frames, a frame each.
+    same for the vector 0. `intensities` gives the digital numbers of binary frames: |R x|^2 through the stages.
 
     The noise is Poisson counts, whose rates depend on what is shown; read noise is added. `noise` is the
     law of the counts with a box for each rate; `reading_variance` is the variance of a reading of a given x. Opening
@@ -157,7 +158,7 @@ class CameraDevice(NoisyDevice):
         It differs from B x by the biases of rounding and saturation: at most scale times half a step for each frame.
         """
         scale, offset = self.recovery.decode()
-        shown = binary_batch(x, self.n_inputs, self._torch_device, ternary=True)
+        shown = ternary_batch(x, self.n_inputs, self._torch_device)
         shift = self.recovery.shift(shown.sum(1, dtype=torch.float64).cpu().numpy())
         total = np.tensordot(_SIGNS, self._frame_moments(x)[0], axes=1)
         return torch.from_numpy(scale * total - shift[:, None] * offset)
@@ -168,7 +169,7 @@ class CameraDevice(NoisyDevice):
 
     def frame_rates(self, x: torch.Tensor) -> np.ndarray:  # (batch, n_inputs)
         """Return the expected electrons of the four frames of each vector, float64, shape (4, batch, n_outputs)."""
-        shown, rates = binary_batch(x, self.n_inputs, self._torch_device, ternary=True), []
+        shown, rates = ternary_batch(x, self.n_inputs, self._torch_device), []
         for part in (shown.clamp(min=0), shown.neg().clamp(min=0)):
             field = self._speckle.fields(part).double().numpy()
             rates += [
@@ -236,29 +237,6 @@ class CameraDevice(NoisyDevice):
         )
 
     # The camera itself
-
-    def intensities(self, frames: torch.Tensor | np.ndarray) -> torch.Tensor:
-        """Return the digital numbers of binary frames: |R x|^2 through the camera's stages, fresh noise in each.
-
-        Args:
-            frames: shape (frames, n_inputs), entries 0 and 1, of any real dtype.
-
-        Returns:
-            float32, shape (frames, n_outputs), DN: whole numbers if the converter is on.
-
-        Raises:
-            TypeError, ValueError: another type, shape or entry.
-            DeviceUnavailable: the device is closed.
-        """
-        self._require_open()
-        shown = binary_batch(frames, self.n_inputs, self._torch_device, ternary=False)
-        numbers = torch.empty((shown.shape[0], self.n_outputs), dtype=torch.float32)
-        at_once = max(1, _NUMBERS_AT_ONCE // (2 * self.n_outputs))
-        for start in range(0, shown.shape[0], at_once):
-            field = self._speckle.fields(shown[start : start + at_once])
-            numbers[start : start + at_once] = self.exposure.expose(field, self._stream)
-        self._meter.count(shown.shape[0])
-        return numbers.to(self._torch_device)
 
     def flat_frames(
         self,
@@ -386,6 +364,9 @@ class CameraDevice(NoisyDevice):
             rows = slice(start, start + part.shape[0])
             self.exposure.recover(y[rows], field, anchor, decode, shift[rows], self._stream)
         return y.to(self._torch_device)
+
+    def _intensities(self, x: torch.Tensor) -> torch.Tensor:
+        return self.exposure.expose(self._speckle.fields(x), self._stream).to(self._torch_device)
 
     def _seek(self, step: int) -> None:
         self._stream.seek(step)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,13 @@ def ternary_batch(x: torch.Tensor | np.ndarray, n_inputs: int, device: torch.dev
         TypeError: x is no tensor or array, or is complex.
         ValueError: wrong shape, a tensor that requires a gradient, or an entry that is not ternary.
     """
+    tensor = _real_rows(x, n_inputs)
+    check_ternary(tensor)
+    return tensor.to(device=device, dtype=torch.float32)
+
+
+def _real_rows(x: torch.Tensor | np.ndarray, n_inputs: int) -> torch.Tensor:
+    """Return rows of real numbers as a tensor; it shares memory with x if x can be written."""
     checks.instance((torch.Tensor, np.ndarray), x=x)
     checks.shape(
         (None, n_inputs),
@@ -43,29 +50,86 @@ def ternary_batch(x: torch.Tensor | np.ndarray, n_inputs: int, device: torch.dev
     if isinstance(x, np.ndarray):
         if x.dtype.kind not in "iufb":
             raise TypeError(f"x has dtype {x.dtype}: must be real; use astype(numpy.float32)")
-        tensor = torch.from_numpy(x if x.flags.writeable else x.copy())
-    else:
-        tensor = x
-    if tensor.requires_grad:
+        return torch.from_numpy(x if x.flags.writeable else x.copy())
+    if x.requires_grad:
         raise ValueError("x requires a gradient, and a device has none; pass x.detach()")
-    if tensor.is_complex():
-        raise TypeError(f"x has dtype {tensor.dtype}: must be real; project real and imaginary part apart")
-    check_ternary(tensor)
-    return tensor.to(device=device, dtype=torch.float32)
+    if x.is_complex():
+        raise TypeError(f"x has dtype {x.dtype}: must be real; project real and imaginary part apart")
+    return x
 
 
-def binary_batch(
-    x: torch.Tensor | np.ndarray, n_inputs: int, device: torch.device, *, ternary: bool
-) -> torch.Tensor:
-    """`ternary_batch`, and unless `ternary` no entry may be -1: a mirror is on or off in a frame.
+class BinaryFrames:
+    """Checked binary vectors, made float32 a few rows at a time.
+
+    Args:
+        x: shape (frames, n_inputs), any real, integer or boolean dtype, entries 0 and 1.
+        n_inputs: the device's width.
+        packed: whether x holds eight mirrors in a byte, as `numpy.packbits` gives them: uint8, shape
+            (frames, ceil(n_inputs / 8)).
 
     Raises:
-        TypeError, ValueError: as `ternary_batch`, or x holds -1.
+        TypeError: x is no tensor or array, is complex, or is packed and not uint8.
+        ValueError: wrong shape, a tensor that requires a gradient, or an entry other than 0 and 1.
     """
-    batch = ternary_batch(x, n_inputs, device)
-    if not ternary and bool((batch < 0).any()):
-        raise ValueError("x holds -1: a frame shows 0 or 1; split it by encodings.split_frames(x)")
-    return batch
+
+    def __init__(self, x: torch.Tensor | np.ndarray, n_inputs: int, *, packed: bool = False) -> None:
+        self._n_inputs, self._packed = n_inputs, packed
+        self._rows = _real_rows(x, -(-n_inputs // 8) if packed else n_inputs)
+        if packed:
+            if self._rows.dtype != torch.uint8:
+                raise TypeError(
+                    f"x has dtype {self._rows.dtype}: packed frames are uint8, as numpy.packbits(x, axis=1) gives them"
+                )
+            return
+        check_ternary(self._rows)
+        if self._rows.dtype != torch.bool and self._rows.numel() and bool(self._rows.amin() < 0):
+            raise ValueError("x holds -1: a frame shows 0 or 1; split it by encodings.split_frames(x)")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        """Return some frames, float32, shape (some, n_inputs), on a torch device."""
+        part = self._rows[start:stop]
+        if self._packed:
+            bits = np.unpackbits(part.cpu().numpy(), axis=1, count=self._n_inputs)
+            part = torch.from_numpy(bits)
+        return part.to(device=device, dtype=torch.float32)
+
+
+def new_intensities(x: Array, shape: tuple[int, int], out: np.ndarray | torch.Tensor | None) -> Any:
+    """Return where intensities are written: `out` once it is checked, or a new array of x's library.
+
+    Raises:
+        TypeError: out is no array or tensor, or neither float32 nor uint8.
+        ValueError: out has another shape.
+    """
+    if out is None:
+        if isinstance(x, np.ndarray):
+            return np.empty(shape, dtype=np.float32)
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
+    checks.instance((torch.Tensor, np.ndarray), out=out)
+    checks.shape(shape, out=out, remedy="give a row for each frame and a column for each output")
+    if str(out.dtype).removeprefix("torch.") not in ("float32", "uint8"):
+        raise TypeError(f"out has dtype {out.dtype}: must be float32, or uint8 for digital numbers of 8 bits")
+    return out
+
+
+def write_intensities(out: Any, start: int, numbers: torch.Tensor) -> None:
+    """Write rows of intensities into an array of `new_intensities`.
+
+    Raises:
+        ValueError: out is uint8, and a number is not a whole one from 0 to 255.
+    """
+    rows = slice(start, start + len(numbers))
+    if str(out.dtype).endswith("uint8"):
+        codes = numbers.to(torch.uint8)
+        if not torch.equal(codes.float(), numbers):
+            raise ValueError(
+                "out has dtype uint8, and the intensities are not whole numbers from 0 to 255; give out of float32"
+            )
+        numbers = codes
+    out[rows] = numbers.cpu().numpy() if isinstance(out, np.ndarray) else numbers.to(out.device)
 
 
 def like_input(y: torch.Tensor, x: Array) -> Array:

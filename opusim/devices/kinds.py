@@ -10,7 +10,7 @@ What a device can do is a set of capabilities. Every device can `project`; the r
 | --- | --- |
 | project | B x + fresh noise for ternary x; B has entries of variance 1 and stays fixed |
 | draw | fresh noise only, of the law that `project` adds |
-| intensities | digital numbers of a camera for binary frames x: abs(R x)^2 through the camera's stages |
+| intensities | abs(R x)^2 + fresh noise for binary x; digital numbers of a device with a camera |
 | matrix | the B that readings are noisy readings of, as numbers |
 | program | a matrix W, entries in [-1, 1], is written; the returned matrix is what the device realised |
 | multiply | W x + fresh noise for real x in [-1, 1], W as it was programmed last |
@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 
 from opusim import plugins
@@ -46,13 +45,6 @@ class Draws(Protocol):
 
     def draw(self, shape: Sequence[int]) -> torch.Tensor:
         """Return fresh noise of the law that `project` adds, float32, in projection units."""
-
-
-class ShowsIntensities(Protocol):
-    """A device with the capability `intensities`."""
-
-    def intensities(self, frames: torch.Tensor | np.ndarray) -> torch.Tensor:
-        """Return the digital numbers of binary frames, float32, shape (frames, n_outputs), DN."""
 
 
 class TellsMatrix(Protocol):

@@ -60,6 +60,8 @@ class LightonDevice(NoisyDevice):
         ConfigError: the section is missing, or a simulated device has no medium.
     """
 
+    can = NoisyDevice.can | {"intensities"}
+
     reads_noise = True
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
@@ -158,6 +160,14 @@ class LightonDevice(NoisyDevice):
             y = np.subtract(self._opu.linear_transform(positive), self._opu.linear_transform(negative))
         scaled = np.asarray(y, dtype=np.float32) * np.float32(math.sqrt(self.n_inputs))
         return self._with_noise(torch.from_numpy(scaled).to(self._torch_device))
+
+    def _intensities(self, x: torch.Tensor) -> torch.Tensor:
+        """Lightonml's own transform: the appliance's digital numbers, 0 to 255."""
+        if not len(x):
+            return torch.zeros((0, self.n_outputs), device=self._torch_device)
+        with translated(self.name), quiet():
+            numbers = np.asarray(self._opu.transform(x.to(torch.uint8).cpu().numpy()), dtype=np.float32)
+        return torch.from_numpy(numbers).to(self._torch_device)
 
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self._settings.simulated:

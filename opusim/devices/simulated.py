@@ -6,6 +6,7 @@ imperfection.
 
 from __future__ import annotations
 
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,16 @@ import torch
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
-from opusim.medium.transmission import Medium
+from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE, Medium
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import noise_stream
 
 
 class SimulatedDevice(NoisyDevice):
     """A device whose B is a `opusim.medium.transmission.Medium` with the description's seed.
+
+    Its `intensities` are |R x|^2 of a complex medium R = (P + iQ) / sqrt 2 of the same seed, independent of B: P and Q
+    are the real media that a `camera` device has.
 
     Args:
         description: a description with a section ``[medium]`` and no ``[options]``.
@@ -30,7 +34,7 @@ class SimulatedDevice(NoisyDevice):
         ConfigError: a section is missing, or one too many is there.
     """
 
-    can = NoisyDevice.can | {"matrix"}
+    can = NoisyDevice.can | {"matrix", "intensities"}
 
     reads_noise = True
 
@@ -45,17 +49,28 @@ class SimulatedDevice(NoisyDevice):
             raise ConfigError(
                 description.name, key, f"the kind {description.kind!r} takes no options; remove it"
             )
-        self._medium = Medium(
-            self.n_inputs,
-            self.n_outputs,
-            description.medium.seed,
-            dense_limit_mib=description.medium.dense_limit_mib,
-        )
+        self._new_medium = partial(Medium, self.n_inputs, self.n_outputs, description.medium.seed)
+        self._dense_limit_mib = description.medium.dense_limit_mib
+        self._medium = self._new_medium(dense_limit_mib=self._dense_limit_mib)
 
     @property
     def medium(self) -> Medium:
         """The medium of the open window."""
         return self._medium
+
+    @cached_property
+    def _complex_medium(self) -> tuple[Medium, Medium]:
+        """P and Q, which share the limit of memory."""
+        limit = self._dense_limit_mib / 2
+        return (
+            self._new_medium(plane=REAL_PLANE, dense_limit_mib=limit),
+            self._new_medium(plane=IMAGINARY_PLANE, dense_limit_mib=limit),
+        )
+
+    def _intensities(self, x: torch.Tensor) -> torch.Tensor:
+        """|P x|^2 / 2 + |Q x|^2 / 2."""
+        p, q = self._complex_medium
+        return p.project(x).square_().add_(q.project(x).square_()).mul_(0.5)
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
         """B itself, float32, shape (n_outputs, n_inputs), on the device's torch device.
@@ -114,7 +129,7 @@ class IdealDevice(SimulatedDevice):
 
 
 class GaussianDevice(SimulatedDevice):
-    """y = B x + N(0, sigma^2 I), sigma given directly or through the temperature law.
+    """y = B x + N(0, sigma^2 I), sigma given directly or through the temperature law; the same noise on intensities.
 
     The product is exact before the noise is added (see `Medium`), so results do not depend on
     tiling or thread count. `project` and `draw` take consecutive readings of one stream: no two share noise.
@@ -142,6 +157,9 @@ class GaussianDevice(SimulatedDevice):
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         return self._stream.add_to(self._medium.project(x), self._std)
+
+    def _intensities(self, x: torch.Tensor) -> torch.Tensor:
+        return self._stream.add_to(super()._intensities(x), self._std)
 
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
         return self._stream.normal(shape, device=self._torch_device).mul_(self._std)

@@ -20,21 +20,25 @@ class Usage:
         frames: frames shown to the medium, at least 0.
         seconds: the frames' periods, at least 0.
         joules: seconds times the power drawn, at least 0.
+        host_seconds: what the host and its driver add to the frames' periods, as far as the description tells, at
+            least 0. A call takes seconds + host_seconds end to end.
     """
 
     frames: int = 0
     seconds: float = 0.0
     joules: float = 0.0
+    host_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         checks.integer(frames=self.frames, minimum=0)
-        checks.non_negative(seconds=self.seconds, joules=self.joules)
+        checks.non_negative(seconds=self.seconds, joules=self.joules, host_seconds=self.host_seconds)
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
             frames=self.frames + other.frames,
             seconds=self.seconds + other.seconds,
             joules=self.joules + other.joules,
+            host_seconds=self.host_seconds + other.host_seconds,
         )
 
     def __sub__(self, earlier: Usage) -> Usage:
@@ -42,10 +46,11 @@ class Usage:
             frames=self.frames - earlier.frames,
             seconds=max(0.0, self.seconds - earlier.seconds),
             joules=max(0.0, self.joules - earlier.joules),
+            host_seconds=max(0.0, self.host_seconds - earlier.host_seconds),
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the three numbers as JSON values."""
+        """Return the numbers as JSON values."""
         return asdict(self)
 
     @classmethod
@@ -60,24 +65,44 @@ class UsageMeter:
     Args:
         frame_period_us: time from frame to frame, in microseconds, above 0.
         power_w: power drawn while running, in watts, at least 0.
+        host_us_per_frame: what the host adds to each frame, in microseconds, at least 0.
+        host_us_per_call: what it adds to each call, likewise.
     """
 
-    def __init__(self, frame_period_us: float, power_w: float) -> None:
+    def __init__(
+        self,
+        frame_period_us: float,
+        power_w: float,
+        *,
+        host_us_per_frame: float = 0.0,
+        host_us_per_call: float = 0.0,
+    ) -> None:
         checks.positive(frame_period_us=frame_period_us)
-        checks.non_negative(power_w=power_w)
+        checks.non_negative(
+            power_w=power_w, host_us_per_frame=host_us_per_frame, host_us_per_call=host_us_per_call
+        )
+        self._host_s = host_us_per_frame * 1e-6, host_us_per_call * 1e-6
+        self._calls = 0
         self._period_s = frame_period_us * 1e-6
         self._power_w = power_w
         self._frames = 0
         self._longer_s = 0.0
 
     def count(self, frames: int, exposure_us: float = 0.0) -> None:
-        """Add frames, at least 0; one whose exposure exceeds the frame period takes as long as its exposure."""
+        """Add the frames of a call, at least 0; one whose exposure exceeds the period takes as long as its exposure."""
         checks.integer(frames=frames, minimum=0)
         checks.non_negative(exposure_us=exposure_us)
         self._frames += int(frames)
+        self._calls += 1
         self._longer_s += int(frames) * max(0.0, exposure_us * 1e-6 - self._period_s)
 
     def snapshot(self) -> Usage:
         """Return what was spent so far."""
         seconds = self._frames * self._period_s + self._longer_s
-        return Usage(frames=self._frames, seconds=seconds, joules=seconds * self._power_w)
+        per_frame, per_call = self._host_s
+        return Usage(
+            frames=self._frames,
+            seconds=seconds,
+            joules=seconds * self._power_w,
+            host_seconds=self._frames * per_frame + self._calls * per_call,
+        )

@@ -18,6 +18,8 @@ from opusim.randomness.streams import MAX_SEED, philox_torch, split_key
 MAX_INPUTS = 2**32
 MAX_OUTPUTS = OUTPUTS_PER_BLOCK * 2**32
 TABLE_STEP = 2.0**-12
+REAL_PLANE, IMAGINARY_PLANE = 1, 2
+"""Counter words of the two real media of a complex one; plane 0 is B of the ideal and the gaussian device."""
 _OUTPUTS_PER_TILE = 2048
 _INPUTS_PER_TILE = 2048  # with the above, tiles of 16 MiB
 _INPUTS_PER_EXACT_SUM = 2**17

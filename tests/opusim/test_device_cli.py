@@ -16,10 +16,7 @@ def test_list_names_every_packaged_device() -> None:
     assert all(name in result.stdout for name in packaged_names())
     listed = json.loads(RUNNER.invoke(app, ["list", "--json"]).stdout)
     assert [entry["name"] for entry in listed] == list(packaged_names())
-    assert {entry["name"] for entry in listed if "intensities" in entry["can"]} == {
-        "camera",
-        "camera_low_light",
-    }
+    assert [entry["name"] for entry in listed if "matrix" not in entry["can"]] == ["lighton_appliance"]
 
 
 def test_show_gives_each_number_its_unit_status_and_source() -> None:
@@ -29,7 +26,9 @@ def test_show_gives_each_number_its_unit_status_and_source() -> None:
     assert all(word in line for word in ("125", "e⁻/s", "assumed", "CMV2000"))
     line = next(line for line in result.stdout.splitlines() if "exposure_us" in line)
     assert all(word in line for word in ("400", "µs", "measured"))
-    assert "can: project, draw, matrix" in result.stdout
+    assert "can: project, draw, intensities, matrix" in result.stdout
+    assert "1,000 vectors 500 ms; frame times only, the host's own is not known" in result.stdout
+    assert "1,000 vectors 4.3 s" in RUNNER.invoke(app, ["show", "camera"]).stdout
     assert "at 25 °C the dark current makes 0.030% of its variance" in result.stdout
 
 

@@ -14,10 +14,10 @@ from accounting.guarantee import Adjacency
 from opusim.description.section import BadKey, first_problem
 from opusim.errors import ConfigError
 from opusim.randomness import derive_seed
+from training.config.data import DataConfig, SplitRule
 from training.config.kinds import DEFAULT_TRAINER, PROTECTIONS, TRAINERS, completed
 from training.config.sections import (
     CheckpointConfig,
-    DataConfig,
     DeviceChoice,
     Effect,
     KindSection,
@@ -27,7 +27,6 @@ from training.config.sections import (
     ProtectionSection,
     SamplerConfig,
     Section,
-    SplitRule,
     TrainerSection,
 )
 

@@ -159,6 +159,8 @@ class Dataset:
         test: Records that were never in the training set, or None if there are none.
         standardisation: The map already applied to all parts.
         components: The map that replaced the standardised features by fewer ones, or None if there was none.
+        optical: What `config.json` says of the public map that replaced the standardised features
+            (`training.data.features`), or None if there was none.
         split: The rule that separated train from validation: index, content or id (see `from_arrays`); tail if
             validation is the last part of a text; given if the caller supplied both parts, so that a guarantee covers
             only the records of `train`.
@@ -178,6 +180,7 @@ class Dataset:
     test: Split | None
     standardisation: Standardisation
     components: PrincipalComponents | None = None
+    optical: Mapping[str, Any] | None = None
     split: Literal["index", "content", "id", "tail", "given"] = "given"
     record_shape: tuple[int, ...] = ()
     target: Target = "class"

@@ -20,10 +20,12 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
+from training.config.data import OWN_ARRAYS
 from training.config.run import RunConfig
 from training.data import Dataset, Split
-from training.data.catalogue import OWN_ARRAYS, build_dataset
+from training.data.catalogue import build_dataset
 from training.data.dataset import PrincipalComponents, reduced
+from training.data.features import OpticalMap, with_optical_features
 from training.data.samplers import PoissonSampler, Sampler, make_sampler
 from training.data.tables import OwnData, OwnTest, own_dataset
 from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
@@ -99,7 +101,7 @@ class RunPlan:
         config = for_this_machine(config)
         _require_named(config, dataset)
         require_target(config, dataset)
-        dataset = with_principal_components(config, dataset, folder)
+        dataset = with_maps(config, dataset, folder)
         plan = cls(
             config=config,
             dataset=dataset,
@@ -129,7 +131,7 @@ class RunPlan:
         facts, config = folder.read_facts(), for_this_machine(folder.read_config())
         require_trusted(facts, trust_code=False)
         config, data, model = default_inputs(config, data, model)
-        dataset = with_principal_components(config, load_data(config, data), folder)
+        dataset = with_maps(config, load_data(config, data), folder)
         _require_same_data(folder, facts["data"], dataset)
         return cls(
             config=config,
@@ -355,6 +357,24 @@ def _require_named(config: RunConfig, dataset: Dataset) -> None:
             f"{name!r} is not the name of the given data set ({dataset.name!r}); give user-supplied records to "
             "opusim.train(data=...)",
         )
+
+
+def with_maps(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:
+    """Return the data set behind the maps that the configuration asks for: a public one, then principal components.
+
+    Args:
+        config: The configuration.
+        dataset: The records as they were loaded, or behind the public map already, as an audit changes them.
+        folder: The folder of a run that has started, whose maps are taken.
+    """
+    if config.data.features is not None and dataset.optical is None:
+        optical = (
+            OpticalMap.named(config.data, dataset.n_features)
+            if folder is None
+            else OpticalMap.from_facts(folder.read_facts()["data"]["features"])
+        )
+        dataset = with_optical_features(dataset, optical, cached=not config.data.is_own)
+    return with_principal_components(config, dataset, folder)
 
 
 def with_principal_components(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> Dataset:

@@ -253,6 +253,8 @@ def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
         if dataset.origin:
             facts["origin"] = dict(dataset.origin)
     facts["standardisation"] = asdict(dataset.standardisation)
+    if dataset.optical is not None:
+        facts["features"] = dict(dataset.optical)
     if config.mode == "experiment":
         facts["fingerprint"] = fingerprint(dataset.train)
         if dataset.test is not None:

@@ -20,7 +20,14 @@ from opusim.randomness.streams import noise_stream
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
-from training.feedback.config import DfaConfig, FeedbackConfig, PdfaConfig, PointsConfig, TdfaConfig
+from training.feedback.config import (
+    DfaConfig,
+    EncodedConfig,
+    FeedbackConfig,
+    PdfaConfig,
+    PointsConfig,
+    TdfaConfig,
+)
 from training.feedback.module_trainer import ModuleTrainer, PrivateRecords, feedback_start
 from training.feedback.points import FeedbackAlignment
 from training.feedback.trainer import FeedbackTrainer
@@ -274,7 +281,7 @@ def require_keys(config: RunConfig, options: FeedbackConfig, *, closed_form: boo
     Raises:
         ConfigError: A key differs from its default and would do nothing.
     """
-    encoding = options.encoding if isinstance(options, PdfaConfig) else "ternary"
+    encoding = options.encoding if isinstance(options, EncodedConfig) else "ternary"
     if closed_form and encoding not in ("ternary", "planes"):
         reason = f"{encoding!r} is for other modules than fully connected networks; use 'ternary' or 'planes'"
         raise ConfigError("configuration", "trainer.encoding", reason)
@@ -310,8 +317,15 @@ def feedback_points(
     """
     if not isinstance(options, PointsConfig):
         return None
-    digital = {"seed": options.feedback_seed} if isinstance(options, DfaConfig | TdfaConfig) else {}
-    ternary = isinstance(options, TdfaConfig | PdfaConfig)
+    given: dict[str, Any] = {"encoding": "real"}
+    if isinstance(options, EncodedConfig):
+        given = {
+            "encoding": options.encoding,
+            "threshold": options.relative_threshold,
+            "planes": options.planes,
+        }
+    if isinstance(options, DfaConfig | TdfaConfig):
+        given["seed"] = options.feedback_seed
     return FeedbackAlignment(
         network.model,
         options.points[0] if len(options.points) == 1 else options.points,
@@ -320,13 +334,10 @@ def feedback_points(
         rows=options.rows,
         spread=options.spread,
         slices=options.slices or "shared",
-        encoding=options.encoding if isinstance(options, PdfaConfig) else "ternary" if ternary else "real",
-        threshold=options.relative_threshold if isinstance(options, TdfaConfig | PdfaConfig) else 0.6,
-        planes=options.planes if isinstance(options, PdfaConfig) else 4,
         normalised=options.normalised,
         gain=options.gain if isinstance(options, DfaConfig | TdfaConfig | PdfaConfig) else 1.0,
         draw_seed=secrets.randbits(64) if draw_seed is None else draw_seed,
-        **digital,
+        **given,
     )
 
 

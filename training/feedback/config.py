@@ -196,13 +196,6 @@ class PointsConfig(FeedbackConfig):
         return self
 
 
-_RELATIVE = Effect(
-    keys=("trainer.threshold",),
-    needs="model.name = 'mlp'; other models take trainer.relative_threshold",
-    holds=lambda run: run.model.name == "mlp",
-)
-
-
 class _ProjectedConfig(PointsConfig, _DigitalConfig):
     """A digital random projection of the error."""
 
@@ -227,23 +220,60 @@ class DfaConfig(_ProjectedConfig):
     """dfa: digital random projection of the error."""
 
 
-class TdfaConfig(_ProjectedConfig):
+class EncodedConfig(PointsConfig):
+    """A projection of the error as a device is shown it, in entries of -1, 0 and 1; the base of tdfa and pdfa."""
+
+    effects: ClassVar[tuple[Effect, ...]] = (
+        *FeedbackConfig.effects,
+        Effect(
+            keys=("trainer.threshold", "trainer.relative_threshold"),
+            needs="trainer.encoding = 'ternary'",
+            holds=lambda run: run.trainer.encoding == "ternary",
+        ),
+        Effect(
+            keys=("trainer.planes",),
+            needs="trainer.encoding = 'planes'",
+            holds=lambda run: run.trainer.encoding == "planes",
+        ),
+        Effect(  # the last statement of a key is the one that is told
+            keys=("trainer.threshold",),
+            needs="model.name = 'mlp'; other models take trainer.relative_threshold with trainer.encoding = 'ternary'",
+            holds=lambda run: run.model.name == "mlp",
+        ),
+    )
+
+    threshold: float = Field(0.15, ge=0.0)
+    """Ternarization threshold of a fully connected network (0.15 in the paper)."""
+    relative_threshold: float = Field(0.6, ge=0.0)
+    """Ternarization threshold of any other module, relative to the root mean square of an error's entries."""
+    encoding: Literal["ternary", "planes", "stochastic", "sign"] = "ternary"
+    """How the error is shown (ternary, planes, stochastic or sign, by default ternary for an mlp and stochastic for
+    other modules). ternary: one reading a row, by a threshold (the paper). planes: signed binary digits of
+    e / max|e|, one reading a digit, which keeps magnitudes at the cost of more frames, and noise in proportion to the
+    error. stochastic: one reading, in which an entry is shown with a probability in proportion to its size. sign: one
+    reading of the signs. A fully connected network takes ternary or planes."""
+    planes: int = Field(4, ge=1, le=24)
+    """Number of digits of encoding = 'planes'; the error is shown to 2^-planes of its largest entry."""
+
+    @classmethod
+    def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
+        """See FeedbackConfig.defaults; named networks show the error stochastically."""
+        others = {"trainer": {"encoding": "stochastic"}} if names_model(given) else {}
+        return {**super().defaults(given), **others}
+
+
+class TdfaConfig(EncodedConfig, _ProjectedConfig):
     """Direct feedback alignment of the ternarized error."""
 
     summary: ClassVar[str] = (
         "Ternarized direct feedback alignment: a digital projection of the error in {-1, 0, 1}."
     )
-    effects: ClassVar[tuple[Effect, ...]] = (*FeedbackConfig.effects, _RELATIVE)
 
     kind: Literal["tdfa"] = "tdfa"
     """tdfa: digital random projection of the ternarized error."""
-    threshold: float = Field(0.15, ge=0.0)
-    """Ternarization threshold of a fully connected network (0.15 in the paper)."""
-    relative_threshold: float = Field(0.6, ge=0.0)
-    """Ternarization threshold of any other module, relative to the root mean square of an error's entries."""
 
 
-class PdfaConfig(PointsConfig):
+class PdfaConfig(EncodedConfig):
     """Photonic direct feedback alignment: the error goes through the device."""
 
     feedback_matrix = True
@@ -259,48 +289,12 @@ class PdfaConfig(PointsConfig):
         ),
     )
     instead: ClassVar[Mapping[str, str]] = {"sigma": "its noise is the device's; set device.noise.sigma"}
-    effects: ClassVar[tuple[Effect, ...]] = (
-        *FeedbackConfig.effects,
-        Effect(
-            keys=("trainer.threshold", "trainer.relative_threshold"),
-            needs="trainer.kind = 'tdfa', or 'pdfa' with trainer.encoding = 'ternary'",
-            holds=lambda run: run.trainer.encoding == "ternary",
-        ),
-        Effect(
-            keys=("trainer.planes",),
-            needs="trainer.encoding = 'planes'",
-            holds=lambda run: run.trainer.encoding == "planes",
-        ),
-        Effect(  # the last statement of a key is the one that is told
-            keys=("trainer.threshold",),
-            needs="model.name = 'mlp'; other models take trainer.relative_threshold with trainer.encoding = 'ternary'",
-            holds=_RELATIVE.holds,
-        ),
-    )
 
     kind: Literal["pdfa"] = "pdfa"
     """pdfa: projection of the ternarized error through the device."""
-    threshold: float = Field(0.15, ge=0.0)
-    """Ternarization threshold of a fully connected network (0.15 in the paper)."""
-    relative_threshold: float = Field(0.6, ge=0.0)
-    """Ternarization threshold of any other module, relative to the root mean square of an error's entries."""
-    encoding: Literal["ternary", "planes", "stochastic", "sign"] = "ternary"
-    """How the device is shown the error (ternary, planes, stochastic or sign, by default ternary for an mlp and
-    stochastic for other modules). ternary: one reading a row, by a threshold (the paper). planes: signed binary digits
-    of e / max|e|, one reading a digit, which keeps magnitudes at the cost of more frames, and noise in proportion to
-    the error. stochastic: one reading, in which an entry is shown with a probability in proportion to its size. sign:
-    one reading of the signs. A fully connected network takes ternary or planes."""
-    planes: int = Field(4, ge=1, le=24)
-    """Number of digits of encoding = 'planes'; the error is shown to 2^-planes of its largest entry."""
     gain: float = Field(1.0, ge=0.0)
     """The projected error of a layer of width n is multiplied by gain / sqrt(n), before any scale. 0, for modules only,
     is the control in which nothing before the last feedback point learns."""
-
-    @classmethod
-    def defaults(cls, given: Given) -> dict[str, dict[str, Any]]:
-        """See FeedbackConfig.defaults; named networks show the error stochastically."""
-        others = {"trainer": {"encoding": "stochastic"}} if names_model(given) else {}
-        return {**super().defaults(given), **others}
 
     def uses_device(self, protection: ProtectionSection) -> bool:
         """Always."""

@@ -19,7 +19,14 @@ from opusim.randomness.streams import NoiseStream
 from training.config.run import LossName
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
-from training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig, TdfaConfig
+from training.feedback.config import (
+    BpConfig,
+    DfaConfig,
+    EncodedConfig,
+    FeedbackConfig,
+    PdfaConfig,
+    TdfaConfig,
+)
 from training.feedback.projection import (
     AbsoluteTernary,
     BitPlanes,
@@ -199,7 +206,7 @@ class FeedbackTrainer(Trainer):
         widths = self._network.widths
         medium = Medium(widths[-1], max(sum(widths[:-1]), 1), config.feedback_seed)
         matrix = medium.dense().to(self._network.linears[0].weight.device)
-        encoding = AbsoluteTernary(config.threshold) if isinstance(config, TdfaConfig) else None
+        encoding = _closed_form_encoding(config) if isinstance(config, TdfaConfig) else None
         projection = DigitalProjection(matrix, encoding=encoding)
         return _alignment(projection, config, draw, gain=config.gain)
 
@@ -216,13 +223,7 @@ class FeedbackTrainer(Trainer):
                 f"device {device.name!r} is open with {device.n_inputs} inputs and {device.n_outputs} outputs, the "
                 f"network needs {wanted[0]} and {wanted[1]}; open it with n_inputs={wanted[0]}, n_outputs={wanted[1]}"
             )
-        if config.encoding not in ("ternary", "planes"):
-            raise ValueError(
-                f"trainer.encoding = {config.encoding!r} has no closed form; use 'ternary' or 'planes'"
-            )
-        planes = config.encoding == "planes"
-        encoding: Encoding = BitPlanes(config.planes) if planes else AbsoluteTernary(config.threshold)
-        projection = DeviceProjection(device, encoding=encoding)
+        projection = DeviceProjection(device, encoding=_closed_form_encoding(config))
         draw = device.draw if config.order == "published" else None
         return _alignment(projection, config, draw, gain=config.gain)
 
@@ -235,6 +236,19 @@ class FeedbackTrainer(Trainer):
             raise ValueError(f"noise is missing; trainer.sigma = {sigma} draws from a NoiseStream")
         place = self._network.linears[0].weight.device
         return lambda shape: stream.normal(shape, device=place).mul_(sigma)
+
+
+def _closed_form_encoding(config: EncodedConfig) -> Encoding:
+    """Return how the error of a fully connected network is shown.
+
+    Raises:
+        ValueError: trainer.encoding is for other modules.
+    """
+    if config.encoding not in ("ternary", "planes"):
+        raise ValueError(
+            f"trainer.encoding = {config.encoding!r} has no closed form; use 'ternary' or 'planes'"
+        )
+    return BitPlanes(config.planes) if config.encoding == "planes" else AbsoluteTernary(config.threshold)
 
 
 def _alignment(

@@ -15,8 +15,8 @@ from accounting.tables import guarantee_rows
 from opusim.files import write_file
 from opusim.tables import duration, energy
 from training.attacks.findings import RunAudit, finding_rows, paragraphs, read_audit
+from training.config.data import OWN_ARRAYS
 from training.config.reading import flat
-from training.data.catalogue import OWN_ARRAYS
 from training.reports import run_figures as figures
 from training.runs.folder import RunFolder
 from training.runs.run import Run

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from accounting.guarantee import Guarantee
+from training.config.data import OWN_ARRAYS, DataConfig
 from training.config.run import LossName, RunConfig
-from training.config.sections import DataConfig, is_import_path
+from training.config.sections import is_import_path
 from training.data import Dataset, Split
 from training.data.arrays import RecordForm, standardised
-from training.data.catalogue import OWN_ARRAYS, build_dataset
+from training.data.catalogue import build_dataset
 from training.data.dataset import DataError, PrincipalComponents, Standardisation, Target
+from training.data.features import OpticalMap
 from training.data.formats import read_arrays
 from training.data.tables import Frame, feature_array, is_frame, read_frame, table_of
 from training.data.texts import bits_per_byte
@@ -93,6 +95,8 @@ class Run:
         self.model = network.model
         self._network = network
         self.step = step
+        features = self.facts["data"].get("features")
+        self._optical = None if features is None else OpticalMap.from_facts(features)
         self._components = None
         if self.config.data.components is not None:
             self._components = PrincipalComponents.from_array(read_array(folder.components_file))
@@ -100,6 +104,8 @@ class Run:
     @property
     def n_features(self) -> int:
         """Numbers per record, as the run takes them."""
+        if self._optical is not None:
+            return self._optical.n_inputs
         if self._components is not None:
             return self._components.n_features
         return int(self.facts["network"]["n_inputs"])
@@ -230,8 +236,10 @@ class Run:
         return tuple(self.facts["data"].get("columns", ()))
 
     def _prepared(self, x: Tensor) -> Tensor:
-        """Return records in the standardised features or components that the model takes."""
+        """Return records as the model takes them: standardised, behind the run's maps."""
         x = standardised(x, read_standardisation(self.facts["data"]))
+        if self._optical is not None:
+            x = self._optical.apply(x)
         return x if self._components is None else self._components.apply(x)
 
 

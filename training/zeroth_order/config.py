@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from training.config.data import OWN_ARRAYS
 from training.config.sections import (
-    OWN_ARRAYS,
     Effect,
     Flag,
     Given,

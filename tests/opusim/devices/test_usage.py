@@ -1,7 +1,9 @@
 import json
 
+import numpy as np
 import pytest
 
+from opusim import open_device
 from opusim.devices.usage import Usage, UsageMeter
 
 
@@ -16,3 +18,23 @@ def test_the_meter_counts_seconds_and_joules() -> None:
     assert Usage.from_json(json.loads(json.dumps(before.to_json()))) == before
     with pytest.raises(ValueError, match="frames = -1"):
         meter.count(-1)
+
+
+def test_a_call_of_a_thousand_vectors_takes_what_the_hardware_took() -> None:
+    """4.27 to 4.40 s on a real OPU, for widths from 100 to 32,000 (opu-kernel-experiments, opu_time.npy)."""
+    for name in ("camera", "camera_fitted"):
+        with open_device(name, n_inputs=100, n_outputs=100) as device:
+            before = device.usage
+            device.intensities(np.ones((1000, 100), dtype=np.uint8))
+            spent = device.usage - before
+        assert spent.seconds == pytest.approx(0.5)
+        assert 4.33 / 2 < spent.seconds + spent.host_seconds < 4.33 * 2
+        assert spent.host_seconds > 0
+
+
+def test_the_host_adds_to_frames_and_calls() -> None:
+    meter = UsageMeter(frame_period_us=100.0, power_w=1.0, host_us_per_frame=10.0, host_us_per_call=500.0)
+    meter.count(20)
+    meter.count(0)
+    assert meter.snapshot().host_seconds == pytest.approx(20 * 10e-6 + 2 * 500e-6)
+    assert meter.snapshot().seconds == pytest.approx(2e-3)

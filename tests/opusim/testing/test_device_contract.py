@@ -103,7 +103,7 @@ class StaleCrossbar(Crossbar):
 class Boastful(GaussianDevice):
     """Declares what it has not."""
 
-    can = GaussianDevice.can | {"intensities"}
+    can = GaussianDevice.can | {"multiply"}
 
 
 class OtherMatrix(GaussianDevice):
@@ -174,8 +174,8 @@ def test_a_device_that_breaks_the_contract_is_found(broken: type[NoisyDevice], t
 class Incoherent(CameraDevice):
     """Adds intensities at some outputs as if light did not interfere, and more than that."""
 
-    def intensities(self, frames: torch.Tensor) -> torch.Tensor:
-        return super().intensities(frames) * (1 + frames.sum(1, keepdim=True) ** 2)
+    def _intensities(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._intensities(x) * (1 + x.sum(1, keepdim=True) ** 2)
 
 
 def test_a_camera_whose_fields_do_not_add_is_found() -> None:

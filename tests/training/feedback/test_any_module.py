@@ -299,11 +299,13 @@ def test_keys_of_modules_are_refused_for_fully_connected_networks(tmp_path: Path
             )
 
 
-def test_encodings_of_modules_are_refused_for_fully_connected_networks(tmp_path: Path) -> None:
-    config = {**CONFIG, "trainer": {"encoding": "stochastic"}}
+@pytest.mark.parametrize("kind", ["pdfa", "tdfa"])
+def test_encodings_of_modules_are_refused_for_fully_connected_networks(kind: str, tmp_path: Path) -> None:
+    config = {**CONFIG, "trainer": {"kind": kind, "encoding": "stochastic"}}
     with pytest.raises(ConfigError, match="trainer.encoding: 'stochastic' is for other modules"):
         training.train(config, data=(images()[0].reshape(60, -1), images()[1]), folder=tmp_path / "run")
-    assert training.load_config({"model": {"name": "gru"}}).trainer.encoding == "stochastic"
+    named = training.load_config({"model": {"name": "gru"}, "trainer": {"kind": kind}})
+    assert named.trainer.encoding == "stochastic"
     assert training.load_config({}).trainer.encoding == "ternary"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import nn
@@ -102,9 +104,17 @@ def test_tdfa_projects_the_ternarized_error() -> None:
     assert_hidden_close(gradients(TdfaConfig()), written_out(ternary=True))
 
 
-def test_pdfa_on_a_noiseless_device_equals_tdfa_bit_for_bit() -> None:
-    photonic, digital = gradients(PdfaConfig()), gradients(TdfaConfig())
+@pytest.mark.parametrize("encoding", ["ternary", "planes"])
+def test_pdfa_on_a_noiseless_device_equals_tdfa_bit_for_bit(encoding: Literal["ternary", "planes"]) -> None:
+    photonic, digital = gradients(PdfaConfig(encoding=encoding)), gradients(TdfaConfig(encoding=encoding))
     assert all(torch.equal(a, b) for a, b in zip(photonic, digital, strict=True))
+
+
+def test_tdfa_shows_what_its_encoding_says() -> None:
+    ternary, planes = gradients(TdfaConfig()), gradients(TdfaConfig(encoding="planes", planes=12))
+    exact = gradients(DfaConfig())
+    torch.testing.assert_close(planes[0], exact[0], rtol=1e-2, atol=1e-4)
+    assert not torch.allclose(ternary[0], exact[0], rtol=1e-2, atol=1e-4)
 
 
 def test_published_order_scales_then_adds_digital_noise() -> None:

@@ -1,0 +1,334 @@
+"""Encode real numbers as the binary frames that a mirror array shows, as scikit-learn transformers.
+
+An encoder learns its constants by `fit`, and `transform` returns frames, uint8, entries 0 and 1. Most encoders make one
+frame of a record. Those that spread a record over several frames (`rows_per_record` above 1) return the frames of the
+first record, then those of the second, and `decode` joins the readings of a record again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+import numpy as np
+from sklearn.base import BaseEstimator, OneToOneFeatureMixin, TransformerMixin
+from sklearn.utils import Tags
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from opusim import checks
+
+
+class FrameEncoder(TransformerMixin, BaseEstimator):
+    """The base of all encoders: `fit`, `transform`, and `decode` for those of several frames a record."""
+
+    @property
+    def rows_per_record(self) -> int:
+        """Frames of a record."""
+        return 1
+
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Learn the number of features and the constants of the code.
+
+        Args:
+            X: Records, shape (n, d), finite real numbers.
+            y: Ignored.
+        """
+        self._learn(validate_data(self, X))
+        return self
+
+    def transform(self, X: Any) -> np.ndarray:
+        """Return the frames of records, uint8, shape (n * rows_per_record, width).
+
+        Args:
+            X: Records, shape (n, d).
+        """
+        check_is_fitted(self)
+        return self._encode(validate_data(self, X, reset=False))
+
+    def decode(self, readings: np.ndarray) -> np.ndarray:
+        """Join the readings of each record's frames.
+
+        Args:
+            readings: Shape (n * rows_per_record, k).
+
+        Returns:
+            Shape (n, k), or as the encoder says.
+        """
+        return readings
+
+    def __sklearn_tags__(self) -> Tags:
+        """Say that frames are uint8 whatever the records are."""
+        tags = super().__sklearn_tags__()
+        tags.transformer_tags.preserves_dtype = []
+        return tags
+
+    def _learn(self, X: np.ndarray) -> None:
+        """Learn the code's constants from checked records."""
+        raise NotImplementedError
+
+    def _encode(self, X: np.ndarray) -> np.ndarray:
+        """Return the frames of checked records."""
+        raise NotImplementedError
+
+
+class ThresholdEncoder(OneToOneFeatureMixin, FrameEncoder):
+    """1 where x > threshold, else 0. A threshold of 0 shows the sign.
+
+    Args:
+        threshold: A number, or "mean", "median" or "quantile" of the records that `fit` sees.
+        quantile: Share of the records below the threshold, for "quantile"; in [0, 1].
+        per_feature: Whether a learnt threshold is one for each feature, or one for all.
+
+    Attributes:
+        threshold_: What x is compared with, shape (d,) or ().
+    """
+
+    def __init__(
+        self,
+        threshold: float | Literal["mean", "median", "quantile"] = "median",
+        *,
+        quantile: float = 0.5,
+        per_feature: bool = True,
+    ) -> None:
+        self.threshold = threshold
+        self.quantile = quantile
+        self.per_feature = per_feature
+
+    def _learn(self, X: np.ndarray) -> None:
+        axis = 0 if self.per_feature else None
+        if not isinstance(self.threshold, str):
+            checks.finite(threshold=self.threshold)
+            self.threshold_ = np.asarray(self.threshold, dtype=np.float64)
+            return
+        checks.choice(("mean", "median", "quantile"), threshold=self.threshold, remedy="or give a number")
+        if self.threshold == "mean":
+            self.threshold_ = np.mean(X, axis=axis)
+            return
+        checks.in_unit_interval(quantile=self.quantile)
+        share = 0.5 if self.threshold == "median" else self.quantile
+        self.threshold_ = np.quantile(X, share, axis=axis)
+
+    def _encode(self, X: np.ndarray) -> np.ndarray:
+        return (self.threshold_ < X).astype(np.uint8)
+
+
+class MultiThresholdEncoder(FrameEncoder):
+    """A bit for each of several thresholds: 1 where x exceeds it (a thermometer code).
+
+    Args:
+        n_levels: Number of values that the code tells apart, at least 2; it has n_levels - 1 bits.
+        spacing: "uniform": thresholds evenly over the range of the records; "quantile": the same number of records
+            between any two.
+        thresholds: The thresholds themselves, increasing, in place of n_levels and spacing.
+        per_feature: Whether each feature has thresholds of its own.
+
+    Attributes:
+        thresholds_: Shape (levels - 1,), or (levels - 1, d) for each feature.
+    """
+
+    def __init__(
+        self,
+        n_levels: int = 8,
+        *,
+        spacing: Literal["uniform", "quantile"] = "uniform",
+        thresholds: Any = None,
+        per_feature: bool = False,
+    ) -> None:
+        self.n_levels = n_levels
+        self.spacing = spacing
+        self.thresholds = thresholds
+        self.per_feature = per_feature
+
+    def _learn(self, X: np.ndarray) -> None:
+        if self.thresholds is not None:
+            self.thresholds_ = np.asarray(self.thresholds, dtype=np.float64)
+            checks.finite(thresholds=self.thresholds_)
+            if self.thresholds_.ndim != 1 or np.any(np.diff(self.thresholds_) <= 0):
+                raise ValueError(f"thresholds = {self.thresholds!r}: must be increasing numbers; sort them")
+            return
+        checks.integer(n_levels=self.n_levels, minimum=2)
+        checks.choice(("uniform", "quantile"), spacing=self.spacing)
+        shares = np.arange(1, self.n_levels) / self.n_levels
+        axis = 0 if self.per_feature else None
+        if self.spacing == "quantile":
+            self.thresholds_ = np.quantile(X, shares, axis=axis)
+        else:
+            low, high = np.min(X, axis=axis), np.max(X, axis=axis)
+            self.thresholds_ = low + np.multiply.outer(shares, high - low)
+
+    def _encode(self, X: np.ndarray) -> np.ndarray:
+        levels = self.thresholds_ if self.thresholds_.ndim == 2 else self.thresholds_[:, None]
+        bits = X[:, None, :] > levels[None]  # (n, levels - 1, d)
+        return bits.astype(np.uint8).reshape(len(X), -1)
+
+
+class _PlaneEncoder(FrameEncoder):
+    """An encoder into bits of different weights, beside each other or in frames of their own."""
+
+    layout: str
+    joined: str
+    decay: float
+
+    @property
+    def _n_bits(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def rows_per_record(self) -> int:
+        """Frames of a record: the number of bits if each has a frame of its own."""
+        return self._n_bits if self.layout == "separated" else 1
+
+    def decode(self, readings: np.ndarray) -> np.ndarray:
+        """Join the readings of a record's bits, the most significant first.
+
+        Returns:
+            sum_k decay^k reading_k, shape (n, k), if joined = "mixed"; all of them with these weights beside each
+            other, shape (n, bits * k), if joined = "concatenated"; for one frame a record the readings themselves.
+
+        Raises:
+            ValueError: The number of readings is no multiple of the bits.
+        """
+        if self.layout != "separated":
+            return readings
+        records, rest = divmod(len(readings), self._n_bits)
+        if rest:
+            raise ValueError(
+                f"readings has {len(readings)} rows: must be a multiple of the {self._n_bits} bits; decode what the "
+                "same encoder encoded"
+            )
+        planes = np.asarray(readings).reshape(records, self._n_bits, -1)
+        weights = (self.decay ** np.arange(self._n_bits)).astype(np.float32)
+        if self.joined == "mixed":
+            return np.einsum("nbk,b->nk", planes, weights)
+        return (planes * weights[:, None]).reshape(records, -1)
+
+    def _check_layout(self) -> None:
+        checks.choice(("concatenated", "separated"), layout=self.layout)
+        checks.choice(("mixed", "concatenated"), joined=self.joined)
+        checks.positive(decay=self.decay)
+
+    def _laid_out(self, bits: np.ndarray) -> np.ndarray:
+        """Return frames of bits of shape (n, bits, d)."""
+        n, count, d = bits.shape
+        if self.layout == "separated":
+            return bits.reshape(n * count, d)
+        return bits.transpose(0, 2, 1).reshape(n, d * count)
+
+
+class BitPlaneEncoder(_PlaneEncoder):
+    """Binary digits of numbers, the most significant first: x = low + (high - low) sum_k b_k 2^-k (1 - 2^-n)^-1.
+
+    Args:
+        n_bits: Digits, from 1 to 16.
+        low: Number whose digits are all 0; None takes the least that `fit` sees. Numbers below it count as it.
+        high: Number whose digits are all 1; None takes the largest that `fit` sees. Numbers above it count as it.
+        layout: "concatenated": the digits of a feature beside each other in one frame; "separated": a frame a digit.
+        joined: How `decode` joins the readings of separated digits: "mixed" or "concatenated".
+        decay: Weight of a digit's reading over that of the digit before. With 0.5, mixed linear readings are those of
+            (x - low) up to a factor, `scale_`.
+
+    Attributes:
+        low_: See low.
+        high_: See high.
+        scale_: Factor on mixed readings that gives those of x - low, with decay = 0.5.
+    """
+
+    def __init__(
+        self,
+        n_bits: int = 8,
+        *,
+        low: float | None = None,
+        high: float | None = None,
+        layout: Literal["concatenated", "separated"] = "concatenated",
+        joined: Literal["mixed", "concatenated"] = "mixed",
+        decay: float = 0.5,
+    ) -> None:
+        self.n_bits = n_bits
+        self.low = low
+        self.high = high
+        self.layout = layout
+        self.joined = joined
+        self.decay = decay
+
+    @property
+    def _n_bits(self) -> int:
+        return self.n_bits
+
+    def _learn(self, X: np.ndarray) -> None:
+        checks.integer(n_bits=self.n_bits, minimum=1, maximum=16)
+        self._check_layout()
+        self.low_ = float(np.min(X) if self.low is None else self.low)
+        self.high_ = float(np.max(X) if self.high is None else self.high)
+        checks.finite(low=self.low_, high=self.high_)
+        if self.high_ < self.low_:
+            raise ValueError(f"high = {self.high_:g}: must be at least low = {self.low_:g}; exchange them")
+        self.scale_ = (self.high_ - self.low_) * 2 ** (self.n_bits - 1) / (2**self.n_bits - 1)
+
+    def _encode(self, X: np.ndarray) -> np.ndarray:
+        span = (self.high_ - self.low_) or 1.0
+        top = 2**self.n_bits - 1
+        codes = np.rint(np.clip((X.astype(np.float64) - self.low_) / span, 0, 1) * top).astype(np.uint16)
+        shifts = np.arange(self.n_bits - 1, -1, -1, dtype=np.uint16)
+        return self._laid_out((codes[:, None, :] >> shifts[None, :, None] & 1).astype(np.uint8))
+
+
+class FloatBitsEncoder(_PlaneEncoder):
+    """Bits of numbers as float32 (IEEE 754): sign, then exponent and mantissa from their most significant bits.
+
+    Args:
+        sign: Whether the sign is shown.
+        exponent_bits: Bits of the exponent, from 0 to 8.
+        mantissa_bits: Bits of the mantissa, from 0 to 23.
+        layout: See `BitPlaneEncoder`.
+        joined: See `BitPlaneEncoder`.
+        decay: See `BitPlaneEncoder`.
+    """
+
+    def __init__(
+        self,
+        *,
+        sign: bool = True,
+        exponent_bits: int = 8,
+        mantissa_bits: int = 23,
+        layout: Literal["concatenated", "separated"] = "concatenated",
+        joined: Literal["mixed", "concatenated"] = "mixed",
+        decay: float = 0.5,
+    ) -> None:
+        self.sign = sign
+        self.exponent_bits = exponent_bits
+        self.mantissa_bits = mantissa_bits
+        self.layout = layout
+        self.joined = joined
+        self.decay = decay
+
+    @property
+    def _n_bits(self) -> int:
+        return int(self.sign) + self.exponent_bits + self.mantissa_bits
+
+    def _learn(self, X: np.ndarray) -> None:
+        checks.integer(exponent_bits=self.exponent_bits, minimum=0, maximum=8)
+        checks.integer(mantissa_bits=self.mantissa_bits, minimum=0, maximum=23)
+        self._check_layout()
+        if not self._n_bits:
+            raise ValueError("sign, exponent_bits and mantissa_bits leave no bit; keep one")
+
+    def _encode(self, X: np.ndarray) -> np.ndarray:
+        words = np.ascontiguousarray(X, dtype=np.float32).view(np.uint32)
+        shifts = [31] * self.sign + [30 - k for k in range(self.exponent_bits)]
+        shifts += [22 - k for k in range(self.mantissa_bits)]
+        places = np.array(shifts, dtype=np.uint32)
+        return self._laid_out((words[:, None, :] >> places[None, :, None] & 1).astype(np.uint8))
+
+
+class IdentityEncoder(OneToOneFeatureMixin, FrameEncoder):
+    """Records that are frames already: entries 0 and 1."""
+
+    def _learn(self, X: np.ndarray) -> None:
+        self._encode(X)
+
+    def _encode(self, X: np.ndarray) -> np.ndarray:
+        frames = X.astype(np.uint8)
+        if not np.array_equal(frames, X) or frames.max(initial=0) > 1:
+            raise ValueError(
+                "X holds other numbers than 0 and 1, which no mirror shows; take an encoder such as ThresholdEncoder()"
+            )
+        return frames

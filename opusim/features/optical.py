@@ -1,0 +1,272 @@
+"""Optical random features as a scikit-learn transformer and as a torch module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin, clone
+from sklearn.utils import Tags
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from opusim import checks
+from opusim.description.loading import load_description
+from opusim.devices.base import NoisyDevice
+from opusim.devices.registry import open_device
+from opusim.encodings import binarize
+from opusim.errors import ConfigError
+from opusim.features.encoders import FrameEncoder, ThresholdEncoder
+
+
+class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+    """Map records to |R x|^degree of their binary codes x, read from a device, or to the linear B x.
+
+    `fit` learns the encoder's constants and opens the device; no record enters the map beyond them. It works in
+    Pipeline, GridSearchCV and clones. A pickle holds the configuration and what the encoder learnt, not the device,
+    which is opened again when it is needed.
+
+    Args:
+        n_components: Number of features: outputs of the device.
+        device: Name or file of a device, or one that is open and at least as large. The map of a named device is its
+            description's medium.
+        encoder: How a record becomes frames (`opusim.features.encoders`); None takes ThresholdEncoder(), 1 where a
+            feature exceeds its median.
+        degree: Even exponent of |R x|: 2 gives the intensities, 4 their squares.
+        linear: Whether features are B x instead of |R x|^degree.
+        bias: Number of mirrors that are always on, next to the code.
+        options: Sections laid over the device's description, such as {"noise": {"sigma": 0.2}}.
+        random_state: Seed of the device's noise, in [0, 2^64); the medium's seed is in the description.
+
+    Attributes:
+        encoder_: The fitted encoder.
+        device_: The open device.
+        n_frame_inputs_: Mirrors of a frame, the bias included.
+
+    Example:
+        >>> from sklearn.datasets import load_digits
+        >>> x, _ = load_digits(return_X_y=True)
+        >>> OpticalFeatures(500).fit_transform(x[:10]).shape
+        (10, 500)
+    """
+
+    def __init__(
+        self,
+        n_components: int = 1000,
+        *,
+        device: str | Path | NoisyDevice = "ideal",
+        encoder: FrameEncoder | None = None,
+        degree: int = 2,
+        linear: bool = False,
+        bias: int = 0,
+        options: Mapping[str, Any] | None = None,
+        random_state: int = 0,
+    ) -> None:
+        self.n_components = n_components
+        self.device = device
+        self.encoder = encoder
+        self.degree = degree
+        self.linear = linear
+        self.bias = bias
+        self.options = options
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Learn the encoder's constants and open the device.
+
+        Args:
+            X: Records, shape (n, d).
+            y: Ignored.
+
+        Raises:
+            TypeError, ValueError, ConfigError: An argument is out of range, or the device is too small.
+            CapabilityMissing: The device gives no intensities.
+            DeviceError: The device cannot be had.
+        """
+        checks.integer(n_components=self.n_components, minimum=1)
+        checks.integer(bias=self.bias, minimum=0)
+        checks.integer(degree=self.degree, minimum=2)
+        if self.degree % 2:
+            raise ValueError(f"degree = {self.degree}: must be even; an intensity has degree 2")
+        records = validate_data(self, X)
+        self.close()
+        self.encoder_ = (ThresholdEncoder() if self.encoder is None else clone(self.encoder)).fit(records)
+        self.n_frame_inputs_ = self.encoder_.transform(records[:1]).shape[1] + self.bias
+        self._open()
+        return self
+
+    def transform(self, X: Any) -> np.ndarray:
+        """Return the features of records, float32, shape (n, n_components).
+
+        Encoders with several frames a record join their readings first, which may widen the result.
+
+        Args:
+            X: Records, shape (n, d).
+        """
+        check_is_fitted(self)
+        return self._features(validate_data(self, X, reset=False))
+
+    def blocks(self, X: Any, batch_size: int = 1024) -> Iterator[np.ndarray]:
+        """Yield the features of records in blocks, so that all of them need not be in memory at once.
+
+        Args:
+            X: Records, shape (n, d).
+            batch_size: Records in a block, at least 1.
+        """
+        checks.integer(batch_size=batch_size, minimum=1)
+        check_is_fitted(self)
+        records = validate_data(self, X, reset=False)
+        for start in range(0, len(records), batch_size):
+            yield self._features(records[start : start + batch_size])
+
+    def close(self) -> None:
+        """Close a device that `fit` opened; one that was given stays open."""
+        device = self.__dict__.pop("device_", None)
+        if device is not None and device is not self.device:
+            device.close()
+
+    def __sklearn_tags__(self) -> Tags:
+        """Say that a noisy device gives other numbers in each call."""
+        tags = super().__sklearn_tags__()
+        tags.non_deterministic = self._is_noisy()
+        tags.transformer_tags.preserves_dtype = []
+        return tags
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave an open device out.
+
+        Raises:
+            TypeError: The device itself was given instead of its name.
+        """
+        if isinstance(self.device, NoisyDevice):
+            raise TypeError(
+                f"device = {self.device.name!r} is open, and an open device cannot be pickled; give its name or file"
+            )
+        state: dict[str, Any] = dict(super().__getstate__())
+        state.pop("device_", None)
+        return state
+
+    def __getattr__(self, name: str) -> Any:
+        """Open the device again where a pickle left it out."""
+        if name == "device_" and "n_frame_inputs_" in self.__dict__:
+            self._open()
+            return self.__dict__["device_"]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def _n_features_out(self) -> int:
+        """Number of columns, for `get_feature_names_out`."""
+        rows = self.encoder_.rows_per_record
+        return int(self.encoder_.decode(np.zeros((rows, self.n_components), dtype=np.float32)).shape[1])
+
+    def _is_noisy(self) -> bool:
+        """Whether a named device gives other numbers in each call."""
+        if isinstance(self.device, NoisyDevice):
+            return False
+        description = load_description(self.device, dict(self.options or {}))
+        simulated = description.lighton is None or description.lighton.simulated
+        if simulated and description.kind in ("ideal", "gaussian", "lighton"):
+            return description.noise is not None and description.noise.value() > 0
+        return True
+
+    def _open(self) -> None:
+        device = self.device
+        if not isinstance(device, NoisyDevice):
+            device = open_device(
+                device,
+                n_inputs=self.n_frame_inputs_,
+                n_outputs=self.n_components,
+                seed=self.random_state,
+                **(self.options or {}),
+            )
+        require_window(device, self.n_frame_inputs_, self.n_components)
+        if not self.linear:
+            device.require("intensities")
+        self.device_ = device
+
+    def _features(self, records: np.ndarray) -> np.ndarray:
+        frames = self.encoder_.transform(records)
+        frames = widened(frames, self.device_.n_inputs, bias=self.bias)
+        if self.linear:
+            readings = self.device_.project(frames)[:, : self.n_components]
+        else:
+            readings = self.device_.intensities(frames)[:, : self.n_components]
+            if self.degree > 2:
+                readings = readings ** (self.degree // 2)
+        return np.asarray(self.encoder_.decode(readings))
+
+
+class OpticalLayer(nn.Module):
+    """Intensities |R x|^2 of 1[x > threshold], or B x of entries in {-1, 0, 1}, as a torch module without parameters.
+
+    The output carries no gradient, so that layers before it do not learn. Any leading shape is taken.
+
+    Args:
+        device: An open device; its window gives the widths.
+        linear: Whether to project instead.
+        threshold: Inputs above it are mirrors that are on; None takes inputs that are 0 and 1 already. For linear
+            layers None only.
+    """
+
+    def __init__(self, device: NoisyDevice, *, linear: bool = False, threshold: float | None = None) -> None:
+        super().__init__()
+        checks.instance(NoisyDevice, device=device)
+        if threshold is not None:
+            checks.finite(threshold=threshold)
+        if linear and threshold is not None:
+            raise ValueError(
+                f"threshold = {threshold:g} is for intensities; a linear layer takes entries -1, 0 and 1"
+            )
+        if not linear:
+            device.require("intensities")
+        self.device, self.linear, self.threshold = device, linear, threshold
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features, float32, shape (..., n_outputs), of x, shape (..., n_inputs)."""
+        rows = x.detach().reshape(-1, x.shape[-1])
+        if self.threshold is not None:
+            rows = binarize(rows, self.threshold)
+        with torch.no_grad():
+            found = self.device.project(rows) if self.linear else self.device.intensities(rows)
+        return found.reshape(*x.shape[:-1], -1)
+
+    def extra_repr(self) -> str:
+        """Return what a printed model shows."""
+        what = "linear" if self.linear else "intensities"
+        return f"{self.device.name!r}, {self.device.n_inputs}, {self.device.n_outputs}, {what}"
+
+
+def require_window(device: NoisyDevice, n_inputs: int, n_outputs: int) -> None:
+    """Refuse an open device that is too small.
+
+    Raises:
+        ConfigError: It is.
+    """
+    for key, has, needed in (
+        ("n_inputs", device.n_inputs, n_inputs),
+        ("n_outputs", device.n_outputs, n_outputs),
+    ):
+        if has < needed:
+            raise ConfigError(
+                device.name, key, f"the device is open with {has}, and {needed} are needed; open it wider"
+            )
+
+
+def widened(frames: np.ndarray, n_inputs: int, *, bias: int) -> np.ndarray:
+    """Return frames as wide as a device: the bias's mirrors are on, and the others off.
+
+    Args:
+        frames: uint8, shape (n, width).
+        n_inputs: Width of the device, at least width + bias.
+        bias: Mirrors that are always on.
+    """
+    width = frames.shape[1]
+    if width == n_inputs:
+        return frames
+    wide = np.zeros((len(frames), n_inputs), dtype=np.uint8)
+    wide[:, :width] = frames
+    wide[:, width : width + bias] = 1
+    return wide

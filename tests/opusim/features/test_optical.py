@@ -1,0 +1,198 @@
+"""Optical random features in scikit-learn and torch, and the kernel that they approximate."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_digits
+from sklearn.linear_model import RidgeClassifier
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.utils.estimator_checks import check_estimator
+
+from opusim import OpticalFeatures, OpticalLayer, open_device, opu_kernel
+from opusim.errors import ConfigError
+from opusim.features.encoders import BitPlaneEncoder, IdentityEncoder, ThresholdEncoder
+
+REPEATS = "the device adds fresh noise to every reading"
+DIGITS, LABELS = load_digits(return_X_y=True)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_it_is_a_scikit_learn_transformer(linear: bool) -> None:
+    check_estimator(OpticalFeatures(20, linear=linear), on_skip=None)
+
+
+@pytest.mark.parametrize("device", ["gaussian", "camera"])
+def test_a_noisy_device_says_that_it_does_not_repeat(device: str) -> None:
+    features = OpticalFeatures(20, device=device)
+    assert features.__sklearn_tags__().non_deterministic
+    expected = {
+        "check_methods_sample_order_invariance": REPEATS,
+        "check_methods_subset_invariance": REPEATS,
+        "check_fit_idempotent": REPEATS,
+    }
+    check_estimator(features, expected_failed_checks=expected, on_skip=None)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "noisy"),
+    [
+        ("ideal", None, False),
+        ("gaussian", {"noise": {"sigma": 0.0}}, False),
+        ("lightonml_simulated", {"noise": {"sigma": 0.0}}, False),
+        ("lighton_appliance", None, True),
+        ("camera_low_light", None, True),
+    ],
+)
+def test_the_tag_follows_the_description(device: str, options: dict | None, noisy: bool) -> None:
+    features = OpticalFeatures(20, device=device, options=options)
+    assert features.__sklearn_tags__().non_deterministic is noisy
+
+
+def test_features_are_the_devices_readings_of_the_code() -> None:
+    x = DIGITS[:30]
+    with open_device("ideal", n_inputs=66, n_outputs=90) as device:
+        frames = np.zeros((30, 66), dtype=np.uint8)
+        frames[:, :64], frames[:, 64:] = x > np.median(x, axis=0), 1
+        wanted, linear = device.intensities(frames)[:, :50], device.project(frames)[:, :50]
+        given = OpticalFeatures(50, device=device, bias=2).fit(x)
+        np.testing.assert_array_equal(given.transform(x), wanted)
+        given.close()
+        assert device.is_open
+    np.testing.assert_allclose(OpticalFeatures(50, bias=2).fit_transform(x), wanted, rtol=1e-6)
+    np.testing.assert_allclose(OpticalFeatures(50, bias=2, degree=4).fit_transform(x), wanted**2, rtol=1e-5)
+    np.testing.assert_allclose(
+        OpticalFeatures(50, bias=2, linear=True).fit_transform(x), linear, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_planes_are_joined_before_they_are_returned() -> None:
+    features = OpticalFeatures(30, encoder=BitPlaneEncoder(4, layout="separated"), linear=True).fit(DIGITS)
+    found = features.transform(DIGITS[:5])
+    matrix = features.device_.require("matrix").matrix().numpy()
+    np.testing.assert_allclose(
+        found * features.encoder_.scale_, DIGITS[:5] @ matrix.T, atol=64 * 4 * 16 / 15 / 2
+    )
+    wide = clone(features).set_params(encoder=BitPlaneEncoder(4, layout="separated", joined="concatenated"))
+    assert wide.fit_transform(DIGITS[:5]).shape == (5, 120)
+    assert len(wide.get_feature_names_out()) == 120
+
+
+def test_blocks_are_the_features_in_parts() -> None:
+    features = OpticalFeatures(30).fit(DIGITS)
+    blocks = list(features.blocks(DIGITS[:25], batch_size=10))
+    assert [len(block) for block in blocks] == [10, 10, 5]
+    np.testing.assert_allclose(np.concatenate(blocks), features.transform(DIGITS[:25]), rtol=1e-6)
+
+
+def test_a_pickle_holds_no_device_and_opens_it_again() -> None:
+    features = OpticalFeatures(40, device="gaussian").fit(DIGITS)
+    stored = pickle.dumps(features)
+    copied = pickle.loads(stored)
+    assert "device_" not in vars(copied)
+    fresh = OpticalFeatures(40, device="gaussian").fit(DIGITS)
+    np.testing.assert_array_equal(copied.transform(DIGITS[:3]), fresh.transform(DIGITS[:3]))
+    with open_device("ideal", n_inputs=64, n_outputs=40) as device:
+        held = OpticalFeatures(40, device=device).fit(DIGITS)
+        assert clone(held).device is device
+        with pytest.raises(TypeError, match="an open device cannot be pickled; give its name or file"):
+            pickle.dumps(held)
+
+
+def test_it_works_in_pipelines_searches_and_frames() -> None:
+    pandas = pytest.importorskip("pandas")
+    line = make_pipeline(OpticalFeatures(300), RidgeClassifier())
+    search = GridSearchCV(line, {"opticalfeatures__n_components": [20, 300]}, cv=2)
+    search.fit(DIGITS[:400], LABELS[:400])
+    assert search.best_params_ == {"opticalfeatures__n_components": 300}
+    assert search.score(DIGITS[400:800], LABELS[400:800]) > 0.6
+    framed = OpticalFeatures(5).set_output(transform="pandas").fit_transform(DIGITS[:6])
+    assert isinstance(framed, pandas.DataFrame)
+    assert list(framed.columns)[:2] == ["opticalfeatures0", "opticalfeatures1"]
+
+
+def test_features_beat_pixels_of_the_same_code() -> None:
+    code = ThresholdEncoder(7.5)
+    pixels = cross_val_score(make_pipeline(code, RidgeClassifier()), DIGITS, LABELS, cv=3).mean()
+    optical = make_pipeline(OpticalFeatures(1500, encoder=code), RidgeClassifier(1e4))
+    assert cross_val_score(optical, DIGITS, LABELS, cv=3).mean() > pixels + 0.03
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (OpticalFeatures(0), "n_components = 0"),
+        (OpticalFeatures(5, degree=3), "degree = 3: must be even"),
+        (OpticalFeatures(5, bias=-1), "bias = -1"),
+        (OpticalFeatures(5, encoder=IdentityEncoder()), "X holds other numbers than 0 and 1"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(features: OpticalFeatures, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        features.fit(DIGITS)
+
+
+def test_a_device_that_is_too_small_is_refused() -> None:
+    with (
+        open_device("ideal", n_inputs=60, n_outputs=40) as device,
+        pytest.raises(ConfigError, match="the device is open with 60, and 64 are needed"),
+    ):
+        OpticalFeatures(10, device=device).fit(DIGITS)
+
+
+# torch
+
+
+def test_a_layer_takes_any_leading_shape_and_carries_no_gradient() -> None:
+    x = torch.rand(2, 3, 8, requires_grad=True)
+    with open_device("ideal", n_inputs=8, n_outputs=11) as device:
+        layer = OpticalLayer(device, threshold=0.5)
+        found = layer(x)
+        assert found.shape == (2, 3, 11)
+        assert not found.requires_grad
+        flat = (x.detach() > 0.5).float().view(6, 8)
+        torch.testing.assert_close(found.view(6, 11), device.intensities(flat))
+        linear = OpticalLayer(device, linear=True)
+        torch.testing.assert_close(linear(flat - 1), device.project(flat - 1))
+        assert "'ideal', 8, 11, intensities" in repr(layer)
+        with pytest.raises(ValueError, match="x holds 0"):
+            OpticalLayer(device)(torch.rand(2, 8))
+        with pytest.raises(ValueError, match=r"threshold = 0.5 is for intensities"):
+            OpticalLayer(device, linear=True, threshold=0.5)
+
+
+# The kernel
+
+
+@pytest.mark.parametrize("degree", [2, 4, pytest.param(6, marks=pytest.mark.slow)])
+def test_products_of_features_have_the_kernel_as_their_mean(degree: int) -> None:
+    """Over outputs, at five standard errors, and another kernel does not fit."""
+    x = np.random.default_rng(2).integers(0, 2, size=(6, 40), dtype=np.uint8)
+    with open_device("ideal", n_inputs=40, n_outputs=200_000) as device:
+        features = device.intensities(x).astype(np.float64) ** (degree // 2)
+    kernel = opu_kernel(x, degree=degree)
+    for i in range(6):
+        for j in range(i + 1):
+            products = features[i] * features[j]
+            error = 5 * products.std() / len(products) ** 0.5
+            assert abs(products.mean() - kernel[i, j]) < error
+            assert abs(products.mean() - 1.3 * kernel[i, j]) > error
+
+
+def test_a_bias_is_mirrors_that_are_always_on() -> None:
+    x, y = np.random.default_rng(2).normal(size=(2, 3, 5))
+    wide = [np.concatenate([part, np.ones((3, 4))], axis=1) for part in (x, y)]
+    np.testing.assert_allclose(opu_kernel(x, y, bias=4.0), opu_kernel(*wide))
+    np.testing.assert_allclose(opu_kernel(x, y, degree=4, gain=2.0), 16 * opu_kernel(x, y, degree=4))
+    assert opu_kernel(x[0], y[0]).shape == ()
+    sizes = np.multiply.outer((x**2).sum(1), (y**2).sum(1))
+    np.testing.assert_allclose(opu_kernel(x, y), sizes + (x @ y.T) ** 2)
+    with pytest.raises(ValueError, match="degree = 3: must be even"):
+        opu_kernel(x, degree=3)
+    with pytest.raises(ValueError, match="with the same d"):
+        opu_kernel(x, y[:, :2])

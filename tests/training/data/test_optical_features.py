@@ -1,0 +1,135 @@
+"""Optical features as a stage of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import training
+from opusim import open_device
+from opusim.errors import ConfigError
+from training.data import features, load_dataset
+from training.data.features import OpticalMap
+
+CONFIG: dict[str, Any] = {
+    "trainer": {"kind": "bp"},
+    "model": {"hidden": []},
+    "data": {"features": "optical:ideal", "n_features": 300},
+    "optimizer": {"name": "adam", "lr": 0.01},
+    "epochs": 6,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(features.CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "features"
+
+
+class PowerCut:
+    """Ends a run in its fifth step."""
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        """Nothing yet."""
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """Nothing either."""
+
+    def on_step(self, *, step: int) -> None:
+        """Stop without a word to the run."""
+        if step == 5:
+            raise RuntimeError("power cut")
+
+
+def test_a_run_trains_on_the_devices_intensities(tmp_path: Path) -> None:
+    run = training.train(CONFIG, folder=tmp_path / "run")
+    facts = run.facts["data"]["features"]
+    assert facts["public"]
+    assert (facts["n_inputs"], facts["n_features"]) == (64, 300)
+    assert run.n_features == 64
+    test = load_dataset("digits", validation_fraction=0.1, split_seed=0).test
+    assert test is not None
+    with open_device("ideal", n_inputs=64, n_outputs=300) as device:
+        wanted = device.intensities((test.x > 0).to(torch.uint8))
+    mapped = OpticalMap.from_facts(facts).apply(test.x)
+    torch.testing.assert_close(mapped * facts["spread"] + facts["centre"], wanted, rtol=1e-4, atol=1e-3)
+    assert run.summary is not None
+    found = training.load_run(tmp_path / "run").evaluate(*raw_digits())
+    assert found["accuracy"] == pytest.approx(run.summary["test_accuracy"], abs=1e-9)
+    plain = training.train({**CONFIG, "data": {}}, folder=tmp_path / "plain")
+    assert plain.summary is not None
+    assert run.summary["test_accuracy"] > 0.8
+
+
+def raw_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Return the test digits as they are before standardisation."""
+    data = load_dataset("digits", validation_fraction=0.1, split_seed=0)
+    assert data.test is not None
+    scale = data.standardisation
+    return (data.test.x * scale.std + scale.mean).numpy(), data.test.y.numpy()
+
+
+def test_the_same_records_are_mapped_once(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = training.train(CONFIG, folder=tmp_path / "first")
+    files = sorted(cache.iterdir())
+    assert len(files) == 3
+    monkeypatch.setattr(OpticalMap, "apply", lambda self, x: pytest.fail("mapped again"))
+    second = training.train(CONFIG, folder=tmp_path / "second")
+    assert second.summary == first.summary
+    files[0].write_bytes(b"cut")
+    monkeypatch.undo()
+    monkeypatch.setenv(features.CACHE_VARIABLE, str(cache.parent))
+    third = training.train(CONFIG, folder=tmp_path / "third")
+    assert third.summary == first.summary
+
+
+def test_own_records_leave_no_copy(tmp_path: Path, cache: Path) -> None:
+    x, y = raw_digits()
+    training.train({**CONFIG, "epochs": 1}, data=(x, y), folder=tmp_path / "run")
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("device", ["gaussian", "camera"])
+def test_a_resumed_run_equals_an_uninterrupted_one_on_a_noisy_device(device: str, tmp_path: Path) -> None:
+    config = {**CONFIG, "data": {"features": f"optical:{device}", "n_features": 50}, "epochs": 2}
+    whole = training.train(config, folder=tmp_path / "whole")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        training.train(config, folder=tmp_path / "cut", watcher=PowerCut())
+    resumed = training.train(folder=tmp_path / "cut", resume=True)
+    assert resumed.summary == whole.summary
+
+
+def test_a_private_run_on_public_features_is_proven(tmp_path: Path) -> None:
+    config = {
+        **CONFIG,
+        "protection": {"kind": "record", "epsilon": 8.0, "clip_norm": 1.0},
+        "sampler": {"scheme": "poisson", "batch_size": 64},
+        "epochs": 1,
+    }
+    run = training.train(config, folder=tmp_path / "run")
+    proven = [guarantee for guarantee in run.guarantees if guarantee.status == "proven"]
+    assert proven
+    assert proven[0].epsilon <= 8.0 + 1e-6
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["features"]["public"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"features": "ideal"}, "must be optical:DEVICE, such as optical:ideal"),
+        ({"features": "optical:"}, "must be optical:DEVICE"),
+        ({"features": "optical:camra"}, "camra"),
+        ({"n_features": 20}, "it needs data.features"),
+    ],
+)
+def test_wrong_keys_are_refused(data: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        training.train({**CONFIG, "data": data}, folder=tmp_path / "run")

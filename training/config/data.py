@@ -1,0 +1,182 @@
+"""The section `data` of a run's configuration: its records, how they are split, and what replaces their features."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self, get_args
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from training.config.sections import Effect, Section
+
+SplitRule = Literal["index", "content", "id"]
+FileKind = Literal["csv", "parquet", "text"]
+FILE_KINDS: tuple[FileKind, ...] = get_args(FileKind)
+"""What data.name may begin with, followed by a colon and a path, to take records from a file."""
+OWN_ARRAYS = "arrays"
+"""The data.name of a run on user-supplied arrays or on texts."""
+
+
+class DataConfig(Section):
+    """Data set, split and standardisation."""
+
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("data.whitening",),
+            needs="data.components",
+            holds=lambda run: run.data.components is not None,
+        ),
+        Effect(
+            keys=("data.n_features", "data.features_threshold"),
+            needs="data.features",
+            holds=lambda run: run.data.features is not None,
+        ),
+        Effect(
+            keys=("data.context", "data.tokenizer"),
+            needs="data.name = 'text:PATH'",
+            holds=lambda run: run.data.file_kind == "text",
+        ),
+        Effect(
+            keys=(
+                *(
+                    "data.split",
+                    "data.split_seed",
+                    "data.mean",
+                    "data.std",
+                    "data.standardise",
+                    "data.components",
+                    "data.features",
+                ),
+                *(
+                    "data.n_classes",
+                    "data.target",
+                    "data.inputs",
+                    "data.vocabulary",
+                    "data.label",
+                    "data.classes",
+                ),
+            ),
+            needs="data other than text:PATH, which says it itself",
+            holds=lambda run: run.data.file_kind != "text",
+        ),
+        Effect(
+            keys=("data.test",),
+            needs="a data.name that begins with csv:, parquet: or text:",
+            holds=lambda run: run.data.file_kind is not None,
+        ),
+    )
+
+    name: str = "digits"
+    """digits, mnist, fashion-mnist or cifar-10; csv:PATH or parquet:PATH for a table with a column data.label;
+    text:PATH for windows of a text file; "arrays" if `opusim.train` was given the records."""
+    validation_fraction: float = Field(0.1, ge=0.0, lt=1.0)
+    """Share of the training records held out for validation (0.1 in the PDFA paper)."""
+    split_seed: int = Field(0, ge=0)
+    """Public seed of the rule that picks the validation records; the rule never looks at labels."""
+    split: SplitRule | None = None
+    """What decides whether a record is held out. index: its position among all n, by a seeded permutation. content: a
+    keyed hash of its own features. id: a keyed hash of the ID given with it. None: id if IDs were given, else content
+    for protection.relation = 'add_or_remove_one', else index."""
+    target: Literal["auto", "class", "tokens", "real", "labels"] = "auto"
+    """What to predict of user-supplied records. class: one of n_classes, whole numbers y (n,). tokens: the token at
+    each position, whole numbers y (n, T). real: numbers, y (n,) or (n, k). labels: which of k labels hold, zeros and
+    ones y (n, k). auto: tokens if y is missing or has the shape of x, both int64; else class."""
+    inputs: Literal["auto", "features", "tokens"] = "auto"
+    """What user-supplied x holds: quantities (features) or numbers of tokens (tokens). auto: tokens only for tokens to
+    predict."""
+    n_classes: int | None = Field(None, ge=2)
+    """Number of classes of user-supplied records, or of token values to predict; None reads it off the labels (one more
+    than the largest)."""
+    vocabulary: int | None = Field(None, ge=2)
+    """Number of token values in user-supplied x; None takes n_classes for tokens to predict, else reads it off x (one
+    more than the largest)."""
+    standardise: bool | Literal["records"] = True
+    """Subtract and divide by public constants of the data set. records: by the mean and the standard deviation of each
+    feature over user-supplied training records, which no guarantee for records covers."""
+    mean: float | None = None
+    """Another public constant to subtract instead, for features in [0, 1]; requires std."""
+    std: float | None = Field(None, gt=0.0)
+    """Another public constant to divide by instead; requires mean."""
+    features: str | None = None
+    """Replace the features by a public map of them: optical:DEVICE for |R x|^2 of a device (`opusim device list`, or a
+    TOML file), where x is 1 for each feature above data.features_threshold, else 0."""
+    n_features: int = Field(1000, ge=1)
+    """Number of features behind data.features."""
+    features_threshold: float = 0.0
+    """What a standardised feature must exceed to be shown by data.features; a public number."""
+    components: int | None = Field(None, ge=1)
+    """Replace the features by this many principal components of the training records; only for public features."""
+    whitening: float = Field(0.5, ge=0.0, le=1.0)
+    """How far the variances of the components are equalised: 0 not at all, 1 completely."""
+    label: Annotated[
+        tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+    ] = ()
+    """Column of a table that holds what to predict; several for data.target = 'real' or 'labels'. The others are
+    features."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes, if labels are strings, in the order of their numbers; empty reads them off the labels,
+    sorted."""
+    context: int = Field(128, ge=1)
+    """Tokens of a record of text:PATH: the text is cut into windows of one more, each token to be predicted from those
+    before it. The end of the text is held out, not windows drawn at random."""
+    tokenizer: str | None = None
+    """A tokenizer.json of the library tokenizers, for text:PATH in UTF-8; None takes the bytes of the file."""
+    test: str | None = None
+    """A file of test records of the same kind as that of data.name."""
+
+    @property
+    def file_kind(self) -> FileKind | None:
+        """The kind of the file that data.name names, or None if it names none."""
+        kind = self.name.partition(":")[0]
+        return next((known for known in FILE_KINDS if known == kind and ":" in self.name), None)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether records are user-supplied, so that whatever is read off their labels depends on private records."""
+        return self.name == OWN_ARRAYS or self.file_kind in ("csv", "parquet")
+
+    @property
+    def file(self) -> Path:
+        """The file that data.name names.
+
+        Raises:
+            ValueError: It names none.
+        """
+        if self.file_kind is None:
+            raise ValueError(f"data.name = {self.name!r} names no file; see file_kind")
+        return Path(self.name.partition(":")[2])
+
+    @property
+    def short_name(self) -> str:
+        """data.name in the name of a folder: that of a file without folders and ending."""
+        return self.name if self.file_kind is None else re.sub(r"[^\w.-]+", "-", self.file.stem)
+
+    @property
+    def features_device(self) -> str:
+        """The device that data.features names; empty without one."""
+        return (self.features or "").partition(":")[2]
+
+    @model_validator(mode="after")
+    def _check_features(self) -> Self:
+        if self.features is not None and (
+            not self.features.startswith("optical:") or not self.features_device
+        ):
+            raise ValueError(f"features = {self.features!r}: must be optical:DEVICE, such as optical:ideal")
+        return self
+
+    @model_validator(mode="after")
+    def _check_file(self) -> Self:
+        if self.file_kind is not None and not self.file.name:
+            raise ValueError(f"name = {self.name!r} lacks the path of the file; give {self.file_kind}:PATH")
+        return self
+
+    @model_validator(mode="after")
+    def _check_constants(self) -> Self:
+        if self.standardise == "records" and self.mean is not None:
+            raise ValueError(
+                f"standardise = 'records' computes what mean = {self.mean} states; give one of them"
+            )
+        if (self.mean is None) != (self.std is None):
+            raise ValueError(f"mean = {self.mean} and std = {self.std} go together; give both or neither")
+        return self

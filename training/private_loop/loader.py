@@ -153,12 +153,13 @@ def batch_size_of(loader: DataLoader[Any]) -> int:
             "data_loader reads a stream of records, of which no secret subset can be drawn; give a data set with "
             "__getitem__ and __len__"
         )
-    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
         raise ValueError(
             "data_loader draws its batches in a way of its own, which no guarantee covers; give batch_size and "
             "shuffle=True instead of a batch_sampler"
         )
-    sampler, count = loader.sampler, len(loader.dataset)  # type: ignore[arg-type]
+    sampler, count = batches.sampler, len(loader.dataset)  # type: ignore[arg-type]
     plain = type(sampler) is SequentialSampler or (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count
     )
@@ -169,7 +170,7 @@ def batch_size_of(loader: DataLoader[Any]) -> int:
         )
     if not count:
         raise ValueError("data_loader: the data set has no records; give at least one")
-    return loader.batch_size
+    return batches.batch_size
 
 
 def examples(loader: DataLoader[Any], count: int = _EXAMPLES) -> Any:

@@ -23,7 +23,7 @@ from accounting.ledger.ledger import LEDGER_FILE, Ledger, LedgerContent
 from accounting.ledger.statement import LedgerFacts, Statement
 from accounting.records.mechanisms import CLIPPED_RECORDS
 from opusim import checks
-from opusim.files import read_bytes, write_file
+from opusim.files import require_regular, write_file
 from opusim.randomness.streams import derive_seed, noise_stream
 from training.data.samplers import PoissonSampler
 from training.errors import RunFolderError
@@ -37,7 +37,6 @@ from training.runs.storage import only_writer
 
 _STEPS_PAID_AT_ONCE = {"experiment": 64, "release": 16}
 """Steps that one synced line of the ledger reserves; a killed release run loses what is left of them."""
-_CHECKPOINT_LIMIT = 2**40
 _VERSION = 1
 _STANDARDISED = "the features were standardised with public constants, not with statistics of the data"
 _CHECKED = "each record's loss was computed from the outputs and the targets of that record only"
@@ -279,7 +278,8 @@ class PrivateTraining:
         if not file.exists():
             raise RunFolderError(f"folder {self.folder} has no save to resume from; start a new folder")
         try:
-            state = torch.load(io.BytesIO(read_bytes(file, at_most=_CHECKPOINT_LIMIT)), weights_only=True)
+            require_regular(file)
+            state = torch.load(file, map_location="cpu", weights_only=True)
             version = state["version"]
         except Exception as error:  # torch.load has no error of its own
             raise RunFolderError(

@@ -24,10 +24,10 @@ def main(epochs: int = 8) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     criterion = nn.CrossEntropyLoss()
     loader = DataLoader(TensorDataset(x[:1500], y[:1500]), batch_size=100, shuffle=True)
-    folder = tempfile.TemporaryDirectory()  # opusim
+    folder = tempfile.mkdtemp()  # opusim
     parts = {"module": model, "optimizer": optimizer, "criterion": criterion, "data_loader": loader}  # opusim
     budget = {"target_epsilon": 8.0, "target_delta": 1e-5, "epochs": epochs}  # opusim
-    private = opusim.make_private(**parts, **budget, max_grad_norm=1.0, folder=folder.name, seed=1)  # opusim
+    private = opusim.make_private(**parts, **budget, max_grad_norm=1.0, folder=folder, seed=1)  # opusim
     model, optimizer, criterion, loader = private  # opusim
     for _ in range(epochs):
         for images, targets in loader:

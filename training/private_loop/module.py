@@ -38,6 +38,7 @@ from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import preserved_generators
 from training.protections.record import RecordGradients
 
+_UNSEEN = "the module ran where its calls are not caught, such as compiled, or a part of it ran outside of it"
 _PASSES_A_STEP = 2**20
 """Numbers that a step's backward passes have for the device, so that parts of a batch do not share its noise."""
 
@@ -110,7 +111,7 @@ class PrivateModule:
         self._known = {id(p) for p in self._trained}
         self._batch: _Batch | None = None
         self._writing = False
-        self._plain = "the module ran outside of the private loop"
+        self._plain = _UNSEEN
         self._anchor = torch.zeros((), requires_grad=True)
         self._handles = [p.register_post_accumulate_grad_hook(self._refuse_gradient) for p in self._trained]
         module._compiled_call_impl = _Caught(self)
@@ -133,7 +134,7 @@ class PrivateModule:
             records: Its size.
         """
         self.require_same_parameters()
-        self._batch = _Batch(step=step, records=records)
+        self._plain, self._batch = _UNSEEN, _Batch(step=step, records=records)
 
     def drop(self) -> None:
         """Forget the batch at hand."""
@@ -169,6 +170,7 @@ class PrivateModule:
 
     # Forward
 
+    @torch._disable_dynamo
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, recorded if this is a training pass on the batch at hand."""
         batch = self._batch

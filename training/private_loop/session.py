@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import warnings
@@ -229,6 +230,7 @@ class PrivateTraining:
     def open_epoch(self) -> None:
         """See training.private_loop.loader.Steps."""
         self._open_ledger  # noqa: B018  raises if there is none
+        _require_one_process()
         if self.stopped is not None:
             raise BudgetExceeded(self.stopped)
         self._private.drop()
@@ -252,7 +254,8 @@ class PrivateTraining:
             self._private.drop()
             raise RuntimeError(
                 f"step {self.step - 1}: its batch was left without a backward pass, and which batches are left out may "
-                "tell their size; call backward on the loss of every batch, also of an empty one"
+                "tell their size; call backward on the loss of every batch, also of an empty one, before the next is "
+                "drawn (a framework that accumulates gradients may draw ahead: give max_physical_batch_size instead)"
             )
 
     # The optimizer
@@ -396,6 +399,7 @@ def make_private(
         if resume:
             settings = settings.require_same(place, seed=seed)
         args, kwargs = _example(data_loader, example_inputs, next(module.parameters()).device)
+        _require_arguments(module, args, kwargs)
         private = PrivateModule(
             module,
             args,
@@ -472,6 +476,21 @@ def _example(
     if isinstance(moved, Mapping):
         return (), dict(moved)
     return tuple(moved), {}
+
+
+def _require_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that the module does not take by its signature.
+
+    Raises:
+        ValueError: It does not.
+    """
+    try:
+        inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"module does not take what the loader's batches begin with ({error}); give example_inputs, the "
+            "arguments that the loop gives the module, for a few records"
+        ) from error
 
 
 def _loader_seed(seed: int | None, epoch: int) -> int:

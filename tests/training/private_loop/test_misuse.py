@@ -97,6 +97,16 @@ def records_of_another_loader(loop: Loop) -> None:
     loop.criterion(loop.module(x), y).backward()
 
 
+def compiled_later(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    cross_entropy(torch.compile(loop.module, backend="eager")(x), y).backward()
+
+
+def a_submodule_by_itself(loop: Loop) -> None:
+    x, _ = batch_of(loop)
+    loop.module[0](x).square().mean().backward()
+
+
 def before_any_batch(loop: Loop) -> None:
     x, y = records(12).tensors
     loop.criterion(loop.module(x), y).backward()
@@ -176,6 +186,8 @@ REFUSED: list[tuple[Callable[[Loop], None], str]] = [
     (evaluation_mode, "evaluation mode"),
     (other_rows, r"the module ran on \d+ rows, but the loader's batch has"),
     (records_of_another_loader, "the module ran without a batch"),
+    (compiled_later, "compiled"),
+    (a_submodule_by_itself, "a part of it ran outside"),
     (before_any_batch, "the module ran without a batch"),
     (a_penalty_on_the_parameters, "a gradient that is not private reached a parameter"),
     (a_factor_that_depends_on_the_batch, "multiply it by the same constant"),
@@ -300,6 +312,42 @@ def test_copies_are_plain_modules(private: Loop, tmp_path: Path) -> None:
     private.close()
     cross_entropy(private.module(x), y).backward()
     assert not no_gradient(private.module)
+
+
+def test_mixed_precision_is_that_of_the_forward_pass(tmp_path: Path) -> None:
+    """Outputs in bfloat16, private gradients in float32, close to those in float32."""
+    gradients = []
+    for enabled in (False, True):
+        options = {"noise_multiplier": 1e-9, "max_grad_norm": 100.0}
+        with private_loop(tmp_path / str(enabled), **options) as loop:
+            x, y = batch_of(loop)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                outputs = loop.module(x)
+                loss = loop.criterion(outputs, y)
+            loss.backward()
+            assert outputs.dtype == (torch.bfloat16 if enabled else torch.float32)
+            gradients.append(loop.module[0].weight.grad)
+    assert not torch.equal(*gradients)
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 0.05
+
+
+def test_a_module_of_several_arguments_names_the_remedy(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return self.inner(x) * weight[:, None]
+
+    given = parts(Two())
+    with pytest.raises(ValueError, match="missing a required argument: 'weight'.* give example_inputs"):
+        private_loop(tmp_path, given)
+    example = (torch.randn(3, 8), torch.ones(3))
+    with private_loop(tmp_path, given, example_inputs=example) as loop:
+        x, y = batch_of(loop)
+        loop.criterion(loop.module(x, torch.ones(len(x))), y).backward()
+        assert not no_gradient(loop.module)
 
 
 class Unfit(nn.Module):

@@ -52,6 +52,7 @@ class _Pass:
         kwargs: Its keyword arguments.
         attached: Its outputs with their graph, by place; empty if parts of the batch run again.
         handed: What the user received in their place.
+        versions: How often torch had changed each of these in place when it was handed out.
         states: The states of torch's generators before each part, if parts run again.
     """
 
@@ -59,6 +60,7 @@ class _Pass:
     kwargs: Mapping[str, Any]
     attached: dict[int, Tensor] = field(default_factory=dict)
     handed: dict[int, Tensor] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
     states: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
 
 
@@ -151,9 +153,13 @@ class PrivateModule:
         return 0 if self._batch is None else self._batch.records
 
     def is_output(self, value: Tensor) -> bool:
-        """Whether a tensor is an output that the user received of the batch at hand."""
+        """Whether a tensor is an output that the user received of the batch at hand, not changed in place."""
         passes = () if self._batch is None else self._batch.passes
-        return any(value is handed for one in passes for handed in one.handed.values())
+        return any(
+            value is handed and value._version == one.versions[n]
+            for one in passes
+            for n, handed in one.handed.items()
+        )
 
     def require_same_parameters(self) -> None:
         """Refuse a module whose parameters that learn are others than at the start.
@@ -245,7 +251,7 @@ class PrivateModule:
             leaves[n] = leaf.detach()
             if learns:
                 leaves[n].requires_grad_().register_post_accumulate_grad_hook(_refuse_output)
-                one.handed[n] = leaves[n]
+                one.handed[n], one.versions[n] = leaves[n], leaves[n]._version
                 if attach:
                     one.attached[n] = leaf
         return tree_unflatten(leaves, spec)

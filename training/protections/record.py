@@ -181,6 +181,9 @@ class RecordGradients(PrivateGradients):
 
         Args:
             parts: The tape, once after each part that it recorded; at least once.
+
+        Raises:
+            ValueError: There is no part.
         """
         totals: dict[int, Tensor] = {}
         parameters: list[nn.Parameter] = []
@@ -195,6 +198,8 @@ class RecordGradients(PrivateGradients):
                 if part is not None:  # always, after set_gradients
                     earlier = totals.get(id(parameter))
                     totals[id(parameter)] = part if earlier is None else earlier.add_(part)
+        if not parameters:
+            raise ValueError("parts: is empty; an empty batch is one part, recorded by tape.recording(0)")
         for parameter in parameters:
             parameter.grad = totals[id(parameter)]
             if self._noise_std:

@@ -54,6 +54,14 @@ def outputs_mixed_before_the_criterion(loop: Loop) -> None:
     loop.criterion(outputs - outputs.mean(dim=0), y).backward()
 
 
+def outputs_changed_in_place(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    outputs = loop.module(x)
+    with torch.no_grad():
+        outputs -= outputs.mean(dim=0)
+    loop.criterion(outputs, y).backward()
+
+
 def a_term_next_to_the_criterion(loop: Loop) -> None:
     x, y = batch_of(loop)
     outputs = loop.module(x)
@@ -179,6 +187,7 @@ def used_after_close(loop: Loop) -> None:
 REFUSED: list[tuple[Callable[[Loop], None], str]] = [
     (another_criterion, "learns through the criterion of make_private only"),
     (outputs_mixed_before_the_criterion, "learns through the criterion of make_private only"),
+    (outputs_changed_in_place, "learns through the criterion of make_private only"),
     (a_term_next_to_the_criterion, "learns through the criterion of make_private only"),
     (backward_twice, "whose gradients were released once"),
     (a_second_loss_of_the_batch, "the module ran again on a batch whose gradients were written"),

@@ -111,6 +111,8 @@ class PrivateModule:
         self._template = _template(module, args, kwargs)
         self._trained = [p for layer in self._tape.layers for p in layer]
         self._known = {id(p) for p in self._trained}
+        for parameter in self._trained:
+            parameter.grad = None  # of earlier training, which was not private
         self._batch: _Batch | None = None
         self._writing = False
         self._plain = _UNSEEN

@@ -397,7 +397,10 @@ def make_private(
     with ExitStack() as stack:
         stack.enter_context(only_writer(place, "folder", private=mode == "release"))
         if resume:
-            settings = settings.require_same(place, seed=seed)
+            given = {"seed": seed, "noise_multiplier": noise_multiplier}
+            settings = settings.require_same(
+                place, found=[name for name, value in given.items() if value is None]
+            )
         args, kwargs = _example(data_loader, example_inputs, next(module.parameters()).device)
         _require_arguments(module, args, kwargs)
         private = PrivateModule(

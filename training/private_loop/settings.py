@@ -10,6 +10,7 @@ add_or_remove_one the number n is private: q is then a constant of the user's ch
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -109,11 +110,14 @@ class PrivacySettings:
         given["sample_rate"] = _sample_rate(records, given)
         checks.positive(max_grad_norm=given["max_grad_norm"])
         checks.in_unit_interval(closed="left", target_delta=given["target_delta"])
-        for name in ("epochs", "target_epsilon"):
-            if given[name] is not None:
-                checks.positive(**{name: given[name]})
+        given["max_grad_norm"] = float(given["max_grad_norm"])
+        given["target_delta"] = float(given["target_delta"])
+        if given["target_epsilon"] is not None:
+            checks.positive(target_epsilon=given["target_epsilon"])
+            given["target_epsilon"] = float(given["target_epsilon"])
         if given["epochs"] is not None:
             checks.integer(minimum=1, epochs=given["epochs"])
+            given["epochs"] = int(given["epochs"])
         if noise_multiplier is not None:
             checks.positive(noise_multiplier=noise_multiplier)
             return cls(noise_multiplier=float(noise_multiplier), **given)
@@ -144,12 +148,12 @@ class PrivacySettings:
             raise RunFolderError(f"folder {folder} holds the ledger of other work; choose an empty folder")
         write_json(folder / SETTINGS_FILE, record_json(self, _VERSION))
 
-    def require_same(self, folder: Path, *, seed: int | None) -> Self:
+    def require_same(self, folder: Path, *, found: Collection[str]) -> Self:
         """Return the settings that a folder holds, which resume with these arguments.
 
         Args:
             folder: The folder.
-            seed: The seed that was given; None takes the folder's.
+            found: Names of the fields that were not given, which take the folder's values.
 
         Raises:
             RunFolderError: The folder holds none, or other ones.
@@ -161,9 +165,7 @@ class PrivacySettings:
             )
         stored = record_from_json(type(self), read_json(file), _VERSION)
         ours, theirs = record_json(self, _VERSION), record_json(stored, _VERSION)
-        if seed is None:
-            ours["seed"] = theirs["seed"]
-        changed = [name for name in ours if ours[name] != theirs[name]]
+        changed = [name for name in ours if ours[name] != theirs[name] and name not in found]
         if changed:
             name = changed[0]
             raise RunFolderError(
@@ -184,7 +186,7 @@ def _seed(mode: str, seed: int | None) -> int | None:
     if seed is None:
         return int(SystemUniforms().random(1)[0] * 2**53)
     checks.integer(minimum=0, maximum=MAX_SEED, seed=seed)
-    return seed
+    return int(seed)
 
 
 def _relation(relation: str) -> str:

@@ -249,6 +249,16 @@ def test_another_optimizer_sees_private_gradients_only(tmp_path: Path) -> None:
         assert 0 < moved < 1e-5
 
 
+def test_gradients_of_earlier_training_are_dropped(tmp_path: Path) -> None:
+    given = parts()
+    x, y = records().tensors
+    cross_entropy(given[0](x), y).backward()
+    with private_loop(tmp_path, given, noise_multiplier=1e-9, max_grad_norm=1e-6) as loop:
+        x, y = batch_of(loop)
+        loop.criterion(loop.module(x), y).backward()
+        assert max(float(p.grad.abs().max()) for p in loop.module.parameters()) < 1e-5
+
+
 def test_evaluation_in_the_middle_changes_nothing(tmp_path: Path) -> None:
     """Validation between forward and backward, in every mode, leaves the same parameters."""
     found = []

@@ -63,6 +63,30 @@ def test_the_gradient_is_the_clipped_sum_over_the_expected_batch_size(
     assert not torch.allclose(wanted * 12 / len(x), wanted, rtol=1e-5)  # the realised size would be noticed
 
 
+def through_feedback(error_at: str | None) -> tuple[nn.Module, opusim.FeedbackAlignment]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    return model, opusim.FeedbackAlignment(model, ["1", "3"], error_at=error_at)
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+@pytest.mark.parametrize("given", ["the wrapper", "the model with its hooks"])
+def test_feedback_alignment_is_clipped_by_record(tmp_path: Path, limit: int | None, given: str) -> None:
+    model, feedback = through_feedback(None)
+    module = feedback if given == "the wrapper" else model
+    options = {"noise_multiplier": TINY, "max_grad_norm": 0.3, "max_physical_batch_size": limit}
+    private = private_loop(tmp_path, parts(module), **options)
+    x, y = first_batch(private)
+    private.criterion(module(x), y).backward()
+    found = written(private)
+    private.close()
+    wanted = clipped_sum(feedback, nn.functional.cross_entropy, x, y, 0.3) / 12
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    with feedback.backpropagating():
+        exact = clipped_sum(feedback, nn.functional.cross_entropy, x, y, 0.3) / 12
+    assert not torch.allclose(found, exact, rtol=1e-2)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_the_clipped_sum_is_that_of_opacus(tmp_path: Path) -> None:
     given = parts(nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)))

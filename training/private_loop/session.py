@@ -331,7 +331,7 @@ def make_private(
 
     With b the loader's batch size and n the number of its records, each step draws a secret Poisson batch with
     q = b / n, clips each record's gradient to C, and releases (sum + N(0, (z C)^2)) / b as the gradient of the
-    parameters. Module and optimizer stay the objects that they are; the loop itself need not change:
+    parameters. Module and optimizer stay the objects that they are; the loop itself need not change::
 
         private = opusim.make_private(module=model, optimizer=optimizer, criterion=criterion, ...)
         model, optimizer, criterion, loader = private

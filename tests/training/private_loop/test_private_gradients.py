@@ -252,3 +252,43 @@ def test_add_or_remove_one_takes_no_constant_from_the_number_of_records(tmp_path
         assert guarantee.adjacency is opusim.Adjacency.ADD_OR_REMOVE_ONE
         private.close()
     assert facts[0] == facts[1]
+
+
+def gradient_of(folder: Path, x: Tensor, y: Tensor, limit: int | None, *, widened: float = 1.0) -> Tensor:
+    """The private gradient of all records, with the same noise in each call."""
+    module, optimizer, criterion, _ = parts()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=12)
+    options = {"sample_rate": 1.0, "relation": "add_or_remove_one", "max_physical_batch_size": limit}
+    with private_loop(folder, (module, optimizer, criterion, loader), **options) as private:
+        private._private._gradients._clip_norm *= widened
+        data, labels = next(iter(private.data_loader))
+        private.criterion(private.module(data), labels).backward()
+        return written(private).double()
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+@pytest.mark.parametrize("size", [1e-38, 1.0, 1e4, 1e18, 1e30, 3e38, math.inf, math.nan])
+def test_no_record_moves_the_released_gradient_by_more_than_the_clip(
+    tmp_path: Path, size: float, limit: int | None
+) -> None:
+    """The noise of two data sets that differ in one record is the same, so what is left is the record."""
+    x, y = (t.clone() for t in parts()[3].dataset.tensors)
+    x, y = x[:12], y[:12]
+    x[7] = x[7].sign() * size
+    keep = [n for n in range(12) if n != 7]
+    both = (
+        gradient_of(tmp_path / "with", x, y, limit),
+        gradient_of(tmp_path / "without", x[keep], y[keep], limit),
+    )
+    moved = float((both[0] - both[1]).norm()) * 12
+    assert moved <= 1 + 1e-5
+    assert moved > 0.5 or size not in (1.0, 1e4)
+
+
+def test_a_clip_that_is_too_wide_is_found(tmp_path: Path) -> None:
+    x, y = parts()[3].dataset.tensors
+    gradients = [
+        gradient_of(tmp_path / str(count), 1e4 * x[:count], y[:count], None, widened=1.1)
+        for count in (12, 11)
+    ]
+    assert float((gradients[0] - gradients[1]).norm()) * 12 > 1.05

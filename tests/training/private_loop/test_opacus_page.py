@@ -205,3 +205,28 @@ def test_opacus_hands_out_parts_of_a_batch_as_iterations() -> None:
     with manager as split:
         iterations = sum(1 for _ in split)
     assert iterations > len(loader) == 5
+
+
+def test_opacus_keeps_its_account_in_memory(tmp_path: Path) -> None:
+    """What was not saved is forgotten; a private loop's ledger is on disk before the batch is handed out."""
+    engine, model, optimizer, loader = opacus_loop()
+    file = tmp_path / "checkpoint.pt"
+    engine.save_checkpoint(path=file, module=model, optimizer=optimizer)
+    for x, y in loader:
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert sum(steps for _, _, steps in engine.accountant.history) == 5
+    restored = opacus.PrivacyEngine(accountant="rdp")
+    restored.load_checkpoint(path=file, module=model)
+    assert restored.accountant.history == []
+    with private_loop(tmp_path / "private") as private:
+        next(iter(private.data_loader))
+        assert opusim.read_ledger(tmp_path / "private").payments
+
+
+def test_opacus_wraps_the_module_and_exchanges_batch_norm() -> None:
+    _, model, _, _ = opacus_loop()
+    assert all(name.startswith("_module.") for name in model.state_dict())
+    fixed = opacus.validators.ModuleValidator.fix(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
+    assert isinstance(fixed[1], nn.GroupNorm)

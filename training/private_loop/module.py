@@ -36,6 +36,7 @@ from training.feedback.points import FeedbackAlignment
 from training.networks.record_gradients.recorder import Recorder
 from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import preserved_generators
+from training.private_loop.inputs import require_recordable, rows_of, template_of
 from training.protections.record import RecordGradients
 
 _UNSEEN = "the module ran where its calls are not caught, such as compiled, or a part of it ran outside of it"
@@ -99,7 +100,7 @@ class PrivateModule:
         gradients: RecordGradients,
         max_physical_batch_size: int | None = None,
     ) -> None:
-        _require_usable(module)
+        require_recordable(module)
         self.module = module
         self.factor: float | None = None
         """What the loop multiplies its loss by before the backward pass, such as 1 / number of accumulated batches; it
@@ -108,7 +109,7 @@ class PrivateModule:
         """Batches whose gradients were written since the last step of the optimizer."""
         self._gradients, self._limit = gradients, max_physical_batch_size
         self._tape = RecordTape(module, *args, **kwargs)
-        self._template = _template(module, args, kwargs)
+        self._template = template_of(module, args, kwargs)
         self._trained = [p for layer in self._tape.layers for p in layer]
         self._known = {id(p) for p in self._trained}
         for parameter in self._trained:
@@ -208,7 +209,7 @@ class PrivateModule:
             return "the module ran in evaluation mode; call module.train() first"
         if batch is None:
             return "the module ran without a batch of the private loader"
-        rows = _rows(args, kwargs)
+        rows = rows_of(args, kwargs)
         if rows != batch.records:
             return f"the module ran on {rows} rows, but the loader's batch has {batch.records} records"
         if batch.written:
@@ -414,76 +415,9 @@ def feedback_of(module: nn.Module) -> list[FeedbackAlignment]:
     return list(found.values())
 
 
-def _require_usable(module: nn.Module) -> None:
-    """Refuse modules whose gradients of single records cannot be taken here.
-
-    Raises:
-        ValueError: The module is in evaluation mode, compiled, distributed or sparse; the tape refuses others.
-    """
-    if not module.training:
-        raise ValueError("module is in evaluation mode; call module.train() before make_private")
-    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            f"module is a {type(module).__name__}, whose replicas would each add noise; give the plain module and "
-            "train it in one process"
-        )
-    for name, inner in module.named_modules():
-        if inner._compiled_call_impl is not None or isinstance(inner, torch._dynamo.OptimizedModule):
-            state = (
-                "in a private loop already" if isinstance(inner._compiled_call_impl, _Caught) else "compiled"
-            )
-            raise ValueError(
-                f"module {name or type(inner).__name__!r} is {state}; give the plain one, not compiled and in no other "
-                "private loop, whose close() gives it back"
-            )
-        if getattr(inner, "sparse", False):
-            raise ValueError(f"module {name!r} has sparse gradients; build it with sparse=False")
-
-
-def _template(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return the module's outputs for the probe, and refuse buffers that keep numbers of records.
-
-    Raises:
-        ValueError: A training pass writes what depends on records into a buffer, or no output has a row per record.
-    """
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    kept: list[dict[str, Tensor]] = []
-    with preserved_generators(next(module.parameters()).device), torch.no_grad():
-        for change in (lambda t: t, _other_records):
-            torch.manual_seed(0)
-            changed = tree_map(lambda t, c=change: c(t) if isinstance(t, Tensor) else t, (args, dict(kwargs)))
-            output = module._call_impl(*changed[0], **changed[1])
-            kept.append({name: buffer.clone() for name, buffer in module.named_buffers()})
-            for name, buffer in module.named_buffers():
-                buffer.copy_(before[name])
-    for name in before:
-        if not torch.equal(kept[0][name], kept[1][name]):
-            raise ValueError(
-                f"module: a training pass writes numbers of the records into buffer {name!r}, which no noise protects; "
-                "switch that off, such as track_running_stats=False, or use modules without statistics"
-            )
-    rows = _rows(args, kwargs)
-    if not any(isinstance(leaf, Tensor) and leaf.shape[:1] == (rows,) for leaf in tree_leaves(output)):
-        raise ValueError("module returns no tensor with a row for each record; return outputs, not a loss")
-    return output
-
-
-def _other_records(values: Tensor) -> Tensor:
-    """Return records with other numbers of the same kind."""
-    if values.is_floating_point():
-        return values * 0.5 + 0.25
-    return values.flip(0).flip(-1) if values.ndim else values
-
-
 def _empty(output: Any) -> Any:
     """Return outputs for no record: those of the probe without their rows."""
     return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf, output)
-
-
-def _rows(args: Any, kwargs: Any) -> int | None:
-    """Return the first size of the first tensor among arguments, or None if there is none."""
-    leaves = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.ndim]
-    return len(leaves[0]) if leaves else None
 
 
 def _cut(values: Any, records: int, part: slice) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import os
 import warnings
@@ -14,7 +13,6 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from accounting.errors import BudgetExceeded
@@ -29,7 +27,13 @@ from opusim.randomness.streams import derive_seed, noise_stream
 from training.data.samplers import PoissonSampler
 from training.errors import RunFolderError
 from training.private_loop.criterion import PrivateCriterion
-from training.private_loop.loader import PrivateLoader, batch_size_of, examples
+from training.private_loop.inputs import (
+    example_of,
+    require_arguments,
+    require_one_process,
+    require_own_parameters,
+)
+from training.private_loop.loader import PrivateLoader, batch_size_of
 from training.private_loop.module import PrivateModule, feedback_of
 from training.private_loop.settings import CHECKPOINT_FILE, PrivacySettings
 from training.protections.record import RecordGradients
@@ -230,7 +234,7 @@ class PrivateTraining:
     def open_epoch(self) -> None:
         """See training.private_loop.loader.Steps."""
         self._open_ledger  # noqa: B018  raises if there is none
-        _require_one_process()
+        require_one_process()
         if self.stopped is not None:
             raise BudgetExceeded(self.stopped)
         self._private.drop()
@@ -263,7 +267,7 @@ class PrivateTraining:
     def before_step(self, *_: Any) -> None:
         """Refuse an optimizer that would move what is not private; called before each step of the optimizer."""
         self._private.require_same_parameters()
-        _require_own_parameters(self.optimizer, self.module)
+        require_own_parameters(self.optimizer, self.module)
 
     def after_step(self, *_: Any) -> None:
         """Refuse a step without new private gradients; called after it, for a closure writes them within the step."""
@@ -373,13 +377,13 @@ def make_private(
         NoGuarantee: No noise reaches `target_epsilon`.
         RunFolderError: The folder is in use, or holds other work.
     """
-    _require_one_process()
+    require_one_process()
     checks.instance(nn.Module, module=module)
     checks.instance(torch.optim.Optimizer, optimizer=optimizer)
     if max_physical_batch_size is not None:
         checks.integer(minimum=1, max_physical_batch_size=max_physical_batch_size)
     batch_size = batch_size_of(data_loader)
-    _require_own_parameters(optimizer, module)
+    require_own_parameters(optimizer, module)
     settings = PrivacySettings.resolve(
         records=len(data_loader.dataset),  # type: ignore[arg-type]
         mode=mode,
@@ -401,8 +405,8 @@ def make_private(
             settings = settings.require_same(
                 place, found=[name for name, value in given.items() if value is None]
             )
-        args, kwargs = _example(data_loader, example_inputs, next(module.parameters()).device)
-        _require_arguments(module, args, kwargs)
+        args, kwargs = example_of(data_loader, example_inputs, next(module.parameters()).device)
+        require_arguments(module, args, kwargs)
         private = PrivateModule(
             module,
             args,
@@ -439,61 +443,6 @@ def _with_what_was_checked(guarantee: Guarantee) -> Guarantee:
     assumptions = [replace(one, holds=True) if one.text in enforced else one for one in guarantee.assumptions]
     ours = (Assumption(text=_CHECKED, holds=True), *(Assumption(text=text) for text in _TRUSTED))
     return replace(guarantee, assumptions=(*assumptions, *ours))
-
-
-def _require_own_parameters(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    own = {id(parameter) for parameter in module.parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        if any(id(parameter) not in own for parameter in group["params"]):
-            raise ValueError(
-                f"optimizer: group {number} has parameters that are not the module's, whose gradients would not be "
-                "private; give it parameters of module only"
-            )
-
-
-def _require_one_process() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ValueError(
-            f"{distributed.get_world_size()} processes train together, and each would pay and add noise of its own; "
-            "train in one process"
-        )
-
-
-def _example(
-    loader: DataLoader[Any], given: Sequence[Any] | Mapping[str, Any] | None, place: torch.device
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of the module for a few records."""
-    if given is None:
-        batch = examples(loader)
-        given = batch
-        if isinstance(batch, Mapping):
-            given = {
-                key: value for key, value in batch.items() if key not in ("label", "labels", "label_ids")
-            }
-        elif isinstance(batch, Sequence):
-            given = batch[:1]
-    if isinstance(given, Tensor):
-        given = (given,)
-    moved = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, given)
-    if isinstance(moved, Mapping):
-        return (), dict(moved)
-    return tuple(moved), {}
-
-
-def _require_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that the module does not take by its signature.
-
-    Raises:
-        ValueError: It does not.
-    """
-    try:
-        inspect.signature(module.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise ValueError(
-            f"module does not take what the loader's batches begin with ({error}); give example_inputs, the "
-            "arguments that the loop gives the module, for a few records"
-        ) from error
 
 
 def _loader_seed(seed: int | None, epoch: int) -> int:

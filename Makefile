@@ -16,8 +16,8 @@ demo: $(RUN)  ## Train by photonic DFA, backpropagation and digital DFA on digit
 test: $(DEV)  ## The tests of CI; tests that take minutes are left to `make nightly`.
 	$(PYTEST)
 
-examples: $(DEV)  ## One script for each framework that trains any module; some seconds each.
-	set -e; for script in examples/any_module/*.py; do echo $$script; OMP_NUM_THREADS=1 $(BIN)/python $$script; done
+examples: $(DEV)  ## One script for each framework, also private ones; some seconds each.
+	set -e; for script in examples/any_module/*.py examples/private/*.py; do echo $$script; OMP_NUM_THREADS=1 $(BIN)/python $$script; done
 
 docs: $(DOCS)  ## The documentation, into docs/_build; a warning is an error.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build

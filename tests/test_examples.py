@@ -1,4 +1,4 @@
-"""The examples of docs/any-module.md run, learn, and differ from a normal script in few lines."""
+"""The examples of the pages any-module.md and coming-from-opacus.md run, learn, and differ in few lines."""
 
 import os
 import re
@@ -10,17 +10,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "examples" / "any_module"
+FOLDERS = (ROOT / "examples" / "any_module", ROOT / "examples" / "private")
 MARK = "# opusim"
 LEAST = 0.5
 """Accuracy on ten classes that even the slowest learner reaches at its quick size."""
-QUICK = {"mixed_precision", "checkpointing"}
+QUICK = {"any_module/mixed_precision", "any_module/checkpointing", "private/plain_loop"}
 NEEDS = {"lightning_trainer": "lightning", "hugging_face_trainer": "transformers"}
-SCRIPTS = sorted(FOLDER.glob("*.py"))
+SCRIPTS = [script for folder in FOLDERS for script in sorted(folder.glob("*.py"))]
+
+
+def named(script: Path) -> str:
+    """Return the folder and the name of a script."""
+    return f"{script.parent.name}/{script.stem}"
 
 
 def marked(text: str) -> list[str]:
-    """Lines that differ from training by backpropagation."""
+    """Lines that differ from a script without opusim."""
     return [line for line in text.splitlines() if line.endswith(f"  {MARK}")]
 
 
@@ -30,7 +35,7 @@ def unmarked(text: str) -> list[str]:
     return [line for line in code.splitlines() if "opusim" in line and line not in marked(text)]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: named(script))
 def test_few_lines_differ_from_a_normal_script(script: Path) -> None:
     text = script.read_text()
     assert 3 <= len(marked(text)) <= 15
@@ -43,14 +48,14 @@ def test_unmarked_lines_are_caught() -> None:
 
 @pytest.mark.parametrize("name", sorted(QUICK))
 def test_quick_examples_learn(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    accuracy = runpy.run_path(str(FOLDER / f"{name}.py"))["main"]()
+    accuracy = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"]()
     assert accuracy > LEAST
     assert f"{100 * accuracy:.1f} %" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script", [s for s in SCRIPTS if s.stem not in QUICK], ids=lambda script: script.stem
+    "script", [s for s in SCRIPTS if named(s) not in QUICK], ids=lambda script: named(script)
 )
 def test_examples_learn(script: Path) -> None:
     """As the page says to run them, in a process of their own."""

@@ -12,10 +12,10 @@ added to every entry of the sum, and a constant divides it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accounting.calibration import calibrate_noise
 from accounting.ledger.ledger import Ledger
@@ -172,12 +172,37 @@ class RecordGradients(PrivateGradients):
         Args:
             tape: It recorded the forward and backward passes of the batch, of a loss that sums over records.
         """
-        squares = tape.squared_norms()
-        norms = squares.sqrt()
-        self.left_out += int((~torch.isfinite(norms).all(dim=0)).sum())
-        tape.set_gradients(self._factors(norms), squares, self._divisor)
-        for parameter in (parameter for layer in tape.layers for parameter in layer):
-            if self._noise_std and parameter.grad is not None:
+        self.set_gradients_of_parts([tape])
+
+    def set_gradients_of_parts(self, parts: Iterable[RecordTape]) -> None:
+        """Write the private gradient of every parameter of a module, from a batch that a tape recorded in parts.
+
+        The clipped sums of all parts are added, and the noise is added once. The same guarantees as above hold.
+
+        Args:
+            parts: The tape, once after each part that it recorded; at least once.
+
+        Raises:
+            ValueError: There is no part.
+        """
+        totals: dict[int, Tensor] = {}
+        parameters: list[nn.Parameter] = []
+        for tape in parts:
+            squares = tape.squared_norms()
+            norms = squares.sqrt()
+            self.left_out += int((~torch.isfinite(norms).all(dim=0)).sum())
+            tape.set_gradients(self._factors(norms), squares, self._divisor)
+            parameters = [parameter for layer in tape.layers for parameter in layer]
+            for parameter in parameters:
+                part, parameter.grad = parameter.grad, None
+                if part is not None:  # always, after set_gradients
+                    earlier = totals.get(id(parameter))
+                    totals[id(parameter)] = part if earlier is None else earlier.add_(part)
+        if not parameters:
+            raise ValueError("parts: is empty; an empty batch is one part, recorded by tape.recording(0)")
+        for parameter in parameters:
+            parameter.grad = totals[id(parameter)]
+            if self._noise_std:
                 self._noise.add_to(parameter.grad, self._noise_std / self._divisor)
         self.batches_written += 1
 

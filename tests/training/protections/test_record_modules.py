@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -39,6 +40,27 @@ def test_the_sum_of_clipped_records_is_that_of_a_loop_over_records() -> None:
     for parameter, total in zip(net.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, total, rtol=1e-5, atol=1e-7)
     assert private.batches_written == 1
+
+
+def test_a_batch_in_parts_adds_noise_once() -> None:
+    net, x = conv_net(), torch.randn(7, 1, 6, 6)
+    tape, gradients = RecordTape(net, x[:2]), []
+
+    def recorded(size: int) -> Iterator[RecordTape]:
+        for part in x.split(size):
+            with tape.recording(len(part)):
+                net(part).square().sum().backward()
+            yield tape
+
+    for size in (7, 3, 1):
+        private = writer(1.0)
+        private.set_gradients_of_parts(recorded(size))
+        gradients.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
+        assert private.batches_written == 1
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="parts: is empty"):
+        private.set_gradients_of_parts([])
 
 
 def test_a_record_that_is_not_finite_adds_nothing() -> None:

@@ -92,6 +92,7 @@ class RecordTape:
         self.model = model
         self._named = named
         self._records: int | None = None
+        self._begun = 0
         self._uses: list[list[Use]] = []
         self._cache: dict[int, Tensor] = {}
         self._kinds, members = probe(model, named, args, kwargs)
@@ -117,13 +118,36 @@ class RecordTape:
         Raises:
             ValueError: The model uses a parameter in another way than in the probe.
         """
-        checks.integer(records=records, minimum=0)
         for _, parameter in self._named:
             parameter.grad = None
-        self._records, self._uses, self._cache = None, [], {}
-        recorder = Recorder(self._named, self._kinds)
+        recorder = self.begin(records)
         with recorder:
             yield
+        self.end(recorder)
+
+    def begin(self, records: int) -> Recorder:
+        """Return the context for the forward passes of a batch; `recording` is `begin`, that context and `end`.
+
+        A training loop whose backward pass happens elsewhere calls `begin` and `end` itself. The parameters must have
+        no gradients when the backward pass starts.
+
+        Args:
+            records: Number of records in the batch; with 0, do not run the model.
+        """
+        checks.integer(records=records, minimum=0)
+        self._records, self._uses, self._cache = None, [], {}
+        self._begun = records
+        return Recorder(self._named, self._kinds)
+
+    def end(self, recorder: Recorder) -> None:
+        """Take what the forward passes and the backward pass of a batch left.
+
+        Args:
+            recorder: What `begin` returned.
+
+        Raises:
+            ValueError: The model uses a parameter in another way than in the probe.
+        """
         seen = [name for name, parameter in self._named if parameter.grad is not None]
         if seen:
             raise ValueError(
@@ -131,7 +155,7 @@ class RecordTape:
                 "checkpointed or custom autograd function, an assignment into a tensor, or a penalty on the "
                 "parameters); use it in ordinary torch functions"
             )
-        self._records = records
+        self._records = records = self._begun
         self._uses = [[] for _ in self.layers]
         for call, roots in recorder.calls:
             use = use_of(call, records)

@@ -1,0 +1,549 @@
+"""What a loop may do wrong is refused, or releases nothing that was not noised."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import opusim
+from tests.support.private_loops import network, parts, private_loop, records, run_epoch
+
+cross_entropy = nn.functional.cross_entropy
+Loop = opusim.PrivateTraining
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Any:
+    with private_loop(tmp_path) as loop:
+        yield loop
+
+
+def batch_of(loop: Loop) -> tuple[Tensor, Tensor]:
+    """The next batch of an epoch, which is then at hand."""
+    x, y = next(iter(loop.data_loader))
+    return x, y
+
+
+def no_gradient(model: nn.Module) -> bool:
+    return all(p.grad is None for p in model.parameters())
+
+
+def another_criterion(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    cross_entropy(loop.module(x), y).backward()
+
+
+def outputs_mixed_before_the_criterion(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    outputs = loop.module(x)
+    loop.criterion(outputs - outputs.mean(dim=0), y).backward()
+
+
+def outputs_changed_in_place(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    outputs = loop.module(x)
+    with torch.no_grad():
+        outputs -= outputs.mean(dim=0)
+    loop.criterion(outputs, y).backward()
+
+
+def a_term_next_to_the_criterion(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    outputs = loop.module(x)
+    (loop.criterion(outputs, y) + outputs.square().mean()).backward()
+
+
+def backward_twice(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    loss = loop.criterion(loop.module(x), y)
+    loss.backward(retain_graph=True)
+    loop.optimizer.step()
+    loss.backward()
+
+
+def a_second_loss_of_the_batch(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    loop.criterion(loop.module(x), y).backward()
+    loop.criterion(loop.module(x), y).backward()
+
+
+def a_loss_of_an_earlier_batch(loop: Loop) -> None:
+    losses = []
+    for x, y in loop.data_loader:
+        losses.append(loop.criterion(loop.module(x), y))
+        losses[0].backward(retain_graph=True)
+
+
+def evaluation_mode(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    loop.module.eval()
+    cross_entropy(loop.module(x), y).backward()
+
+
+def other_rows(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    loop.criterion(loop.module(x[1:]), y[1:]).backward()
+
+
+def records_of_another_loader(loop: Loop) -> None:
+    x, y = records(40).tensors
+    loop.criterion(loop.module(x), y).backward()
+
+
+def compiled_later(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    cross_entropy(torch.compile(loop.module, backend="eager")(x), y).backward()
+
+
+def a_submodule_by_itself(loop: Loop) -> None:
+    x, _ = batch_of(loop)
+    loop.module[0](x).square().mean().backward()
+
+
+def before_any_batch(loop: Loop) -> None:
+    x, y = records(12).tensors
+    loop.criterion(loop.module(x), y).backward()
+
+
+def a_penalty_on_the_parameters(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    penalty = sum(p.square().sum() for p in loop.module.parameters())
+    (loop.criterion(loop.module(x), y) + penalty).backward()
+
+
+def a_factor_that_depends_on_the_batch(loop: Loop) -> None:
+    for x, y in loop.data_loader:
+        (loop.criterion(loop.module(x), y) * (1 + len(x))).backward()
+
+
+def a_batch_left_out(loop: Loop) -> None:
+    for x, y in loop.data_loader:
+        if len(x) > 10:
+            continue
+        loop.criterion(loop.module(x), y).backward()
+
+
+def targets_of_other_records(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    loop.criterion(loop.module(x), y[1:])
+
+
+def a_step_without_backward(loop: Loop) -> None:
+    batch_of(loop)
+    loop.optimizer.step()
+
+
+def a_second_step(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    loop.criterion(loop.module(x), y).backward()
+    loop.optimizer.step()
+    loop.optimizer.step()
+
+
+def a_parameter_frozen_later(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    loop.module[0].bias.requires_grad_(False)
+    loop.criterion(loop.module(x), y).backward()
+
+
+def parameters_exchanged_later(loop: Loop) -> None:
+    loop.module[2] = nn.Linear(6, 3)
+    batch_of(loop)
+
+
+def another_parameter_in_the_optimizer(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    loop.criterion(loop.module(x), y).backward()
+    loop.optimizer.step()
+
+
+def saved_within_a_step(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    loop.criterion(loop.module(x), y).backward()
+    loop.save()
+
+
+def used_after_close(loop: Loop) -> None:
+    loop.close()
+    batch_of(loop)
+
+
+REFUSED: list[tuple[Callable[[Loop], None], str]] = [
+    (another_criterion, "learns through the criterion of make_private only"),
+    (outputs_mixed_before_the_criterion, "learns through the criterion of make_private only"),
+    (outputs_changed_in_place, "learns through the criterion of make_private only"),
+    (a_term_next_to_the_criterion, "learns through the criterion of make_private only"),
+    (backward_twice, "whose gradients were released once"),
+    (a_second_loss_of_the_batch, "the module ran again on a batch whose gradients were written"),
+    (a_loss_of_an_earlier_batch, "belongs to a batch that is over"),
+    (evaluation_mode, "evaluation mode"),
+    (other_rows, r"the module ran on \d+ rows, but the loader's batch has"),
+    (records_of_another_loader, "the module ran without a batch"),
+    (compiled_later, "compiled"),
+    (a_submodule_by_itself, "a part of it ran outside"),
+    (before_any_batch, "the module ran without a batch"),
+    (a_penalty_on_the_parameters, "a gradient that is not private reached a parameter"),
+    (a_factor_that_depends_on_the_batch, "multiply it by the same constant"),
+    (a_batch_left_out, "left without a backward pass"),
+    (targets_of_other_records, r"argument of shape \(\d+,\) has no row for each"),
+    (a_step_without_backward, "without a new backward pass"),
+    (a_second_step, "without a new backward pass"),
+    (a_parameter_frozen_later, "its parameters that learn changed"),
+    (parameters_exchanged_later, "its parameters that learn changed"),
+    (another_parameter_in_the_optimizer, "parameters that are not the module's"),
+    (saved_within_a_step, "is under way"),
+    (used_after_close, "the private loop is closed"),
+]
+
+
+@pytest.mark.parametrize(("misuse", "message"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
+def test_refused(private: Loop, misuse: Callable[[Loop], None], message: str) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=message) as caught:
+        misuse(private)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_raw_gradient_is_left_behind(private: Loop) -> None:
+    """After a refusal no parameter holds a gradient that was not noised."""
+    for misuse in (
+        another_criterion,
+        evaluation_mode,
+        records_of_another_loader,
+    ):
+        with pytest.raises(RuntimeError):
+            misuse(private)
+        private.module.train()
+        assert no_gradient(private.module)
+
+
+def test_another_optimizer_sees_private_gradients_only(tmp_path: Path) -> None:
+    """With a tiny clip and no noise to speak of, whatever moves the parameters must be tiny."""
+    with private_loop(tmp_path, noise_multiplier=1e-9, max_grad_norm=1e-6) as loop:
+        other = torch.optim.SGD(loop.module.parameters(), lr=1.0)
+        before = [p.detach().clone() for p in loop.module.parameters()]
+        x, y = batch_of(loop)
+        loss = loop.criterion(loop.module(x), y)
+        other.step()
+        loss.backward()
+        other.step()
+        moved = max(
+            float((p.detach() - old).abs().max())
+            for p, old in zip(loop.module.parameters(), before, strict=True)
+        )
+        assert 0 < moved < 1e-5
+
+
+def test_gradients_of_earlier_training_are_dropped(tmp_path: Path) -> None:
+    given = parts()
+    x, y = records().tensors
+    cross_entropy(given[0](x), y).backward()
+    with private_loop(tmp_path, given, noise_multiplier=1e-9, max_grad_norm=1e-6) as loop:
+        x, y = batch_of(loop)
+        loop.criterion(loop.module(x), y).backward()
+        assert max(float(p.grad.abs().max()) for p in loop.module.parameters()) < 1e-5
+
+
+def test_evaluation_in_the_middle_changes_nothing(tmp_path: Path) -> None:
+    """Validation between forward and backward, in every mode, leaves the same parameters."""
+    found = []
+    for evaluates in (False, True):
+        loop = private_loop(tmp_path / str(evaluates))
+        validation, labels = records(33).tensors
+        for x, y in loop.data_loader:
+            loop.optimizer.zero_grad()
+            loss = loop.criterion(loop.module(x), y)
+            if evaluates:
+                with torch.no_grad():
+                    loop.module(x)
+                    loop.criterion(loop.module(validation), labels)
+                loop.module.eval()
+                loop.criterion(loop.module(validation), labels)
+                loop.module.train()
+                loop.module(validation)  # a training pass without a backward pass
+            loss.backward()
+            loop.optimizer.step()
+        found.append(torch.cat([p.detach().flatten() for p in loop.module.parameters()]))
+        loop.close()
+    assert torch.equal(*found)
+
+
+def test_peeking_at_a_batch_is_paid_and_harmless(private: Loop) -> None:
+    batch_of(private)
+    assert private.step == 1
+    run_epoch(private)
+    assert private.step == len(private.data_loader)
+
+
+def test_clipping_scaling_and_accumulation_work_on_private_gradients(private: Loop) -> None:
+    model, optimizer, criterion, loader = private
+    seen: list[Tensor] = []
+    for number, (x, y) in enumerate(loader, start=1):
+        (criterion(model(x), y) / 2).backward()
+        seen.append(model[0].weight.grad.clone())
+        if number % 2 == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            assert float(model[0].weight.grad.norm()) <= 0.0101
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    assert not torch.equal(seen[0], seen[1])  # the second batch was added to the first
+
+
+def test_schedulers_groups_and_frozen_parameters(tmp_path: Path) -> None:
+    model = network()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(
+        [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.1}]
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    frozen = model[0].weight.detach().clone()
+    given = (model, optimizer, nn.CrossEntropyLoss(), parts()[3])
+    with private_loop(tmp_path, given) as loop:
+        for x, y in loop.data_loader:
+            optimizer.zero_grad()
+            loop.criterion(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+    assert torch.equal(model[0].weight, frozen)
+    assert optimizer.param_groups[1]["lr"] < 1e-6
+
+
+def test_copies_are_plain_modules(private: Loop, tmp_path: Path) -> None:
+    x, y = records(5).tensors
+    for plain in (copy.deepcopy(private.module), pickle.loads(pickle.dumps(private.module))):
+        cross_entropy(plain(x), y).backward()
+        assert not no_gradient(plain)
+    private.close()
+    cross_entropy(private.module(x), y).backward()
+    assert not no_gradient(private.module)
+
+
+def test_mixed_precision_is_that_of_the_forward_pass(tmp_path: Path) -> None:
+    """Outputs in bfloat16, private gradients in float32, close to those in float32."""
+    gradients = []
+    for enabled in (False, True):
+        options = {"noise_multiplier": 1e-9, "max_grad_norm": 100.0}
+        with private_loop(tmp_path / str(enabled), **options) as loop:
+            x, y = batch_of(loop)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                outputs = loop.module(x)
+                loss = loop.criterion(outputs, y)
+            loss.backward()
+            assert outputs.dtype == (torch.bfloat16 if enabled else torch.float32)
+            gradients.append(loop.module[0].weight.grad)
+    assert not torch.equal(*gradients)
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 0.05
+
+
+def test_a_module_of_several_arguments_names_the_remedy(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return self.inner(x) * weight[:, None]
+
+    given = parts(Two())
+    with pytest.raises(ValueError, match="missing a required argument: 'weight'.* give example_inputs"):
+        private_loop(tmp_path, given)
+    example = (torch.randn(3, 8), torch.ones(3))
+    with private_loop(tmp_path, given, example_inputs=example) as loop:
+        x, y = batch_of(loop)
+        loop.criterion(loop.module(x, torch.ones(len(x))), y).backward()
+        assert not no_gradient(loop.module)
+
+
+class Unfit(nn.Module):
+    """Modules that no private loop takes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.last = kind, nn.Linear(8, 6), nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(6) if kind == "batch norm" else nn.Identity()
+        self.embedding = nn.Embedding(4, 6, sparse=True) if kind == "sparse" else None
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        if self.kind == "mixing":
+            h = h - h.mean(dim=0)
+        if self.kind == "statistics":
+            with torch.no_grad():
+                self.mean += h.detach().mean(dim=0)
+        h = self.last(h)
+        return h.sum() if self.kind == "loss only" else h
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (lambda: Unfit("batch norm"), "mixes the records"),
+        (lambda: Unfit("mixing"), "mixes the records"),
+        (lambda: Unfit("statistics"), "writes numbers of the records into buffer 'mean'"),
+        (lambda: Unfit("sparse"), "module 'embedding' has sparse gradients"),
+        (lambda: Unfit("loss only"), "row for each record"),
+        (lambda: network().double(), "train in torch.float32"),
+        (lambda: network().eval(), "call module.train"),
+        (lambda: torch.compile(network(), backend="eager"), "compiled"),
+        (lambda: nn.DataParallel(network()), "give the plain module"),
+    ],
+    ids=["batch norm", "mixing", "statistics", "sparse", "loss", "double", "eval", "compiled", "parallel"],
+)
+def test_unfit_modules_are_refused(tmp_path: Path, module: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        private_loop(tmp_path, parts(module()))
+    assert "\n" not in str(caught.value)
+    private_loop(tmp_path).close()  # the folder is still free
+
+
+def test_a_refused_module_is_left_plain(tmp_path: Path) -> None:
+    module = network()
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        private_loop(tmp_path, parts(module), noise_multiplier=-1.0)
+    other = parts(module)
+    with private_loop(tmp_path, other), pytest.raises(ValueError, match="in a private loop already"):
+        private_loop(tmp_path / "second", other)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(records())
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: DataLoader(Stream(), batch_size=4), "reads a stream"),
+        (lambda: DataLoader(records(), batch_size=None), "batches in a way of its own"),
+        (
+            lambda: DataLoader(records(), batch_sampler=BatchSampler(SequentialSampler(range(60)), 5, False)),
+            "",
+        ),
+        (
+            lambda: DataLoader(records(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 60, 60)),
+            "WeightedRandomSampler of its own",
+        ),
+        (lambda: DataLoader(records(5), batch_size=6), "exceeds the 5 records"),
+        (lambda: records(), "must be a torch.utils.data.DataLoader"),
+    ],
+    ids=["stream", "no batches", "plain batch sampler", "weights", "too few", "no loader"],
+)
+def test_loaders_that_poisson_sampling_cannot_replace(
+    tmp_path: Path, loader: Callable[[], Any], message: str
+) -> None:
+    given = (*parts()[:3], loader())
+    if not message:
+        private_loop(tmp_path, given).close()
+        return
+    with pytest.raises((ValueError, TypeError), match=message):
+        private_loop(tmp_path, given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noise_multiplier": None}, "noise_multiplier is missing"),
+        ({"noise_multiplier": None, "target_epsilon": 3.0}, "noise_multiplier is missing"),
+        ({"noise_multiplier": 0.0}, "noise_multiplier = 0.0: must be finite and above 0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm = 0.0"),
+        ({"target_delta": 1.0}, "target_delta = 1.0"),
+        ({"epochs": 0}, "epochs = 0"),
+        ({"mode": "release"}, "seed = 3"),
+        ({"relation": "replace_one"}, "relation = 'replace_one'"),
+        ({"sample_rate": 1.5}, "sample_rate = 1.5"),
+        ({"max_physical_batch_size": 0}, "max_physical_batch_size = 0"),
+    ],
+    ids=lambda one: ", ".join(one) if isinstance(one, dict) else "",
+)
+def test_wrong_numbers_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        private_loop(tmp_path, **options)
+
+
+def test_criteria_with_parameters_are_refused(tmp_path: Path) -> None:
+    module, optimizer, _, loader = parts()
+    with pytest.raises(ValueError, match="criterion has parameters that learn"):
+        private_loop(tmp_path, (module, optimizer, nn.Linear(3, 1), loader))
+    with pytest.raises(TypeError, match="must be a function"):
+        private_loop(tmp_path, (module, optimizer, None, loader))  # type: ignore[arg-type]
+
+
+def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A mean over counted tokens, which mixes the records of a batch."""
+    return cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+@pytest.mark.parametrize("maps", [True, False])
+def test_a_mean_over_counted_tokens_belongs_to_single_records(tmp_path: Path, maps: bool) -> None:
+    """Another record's number of counted tokens must not change the gradient of a record."""
+    targets = torch.randint(0, 5, (30, 4))
+    targets[1:, 1:] = -100
+    data = TensorDataset(torch.randint(0, 9, (30, 4)), targets)
+    gradients = []
+    for joined in (False, True):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given = (model, optimizer, token_loss, DataLoader(data, batch_size=30))
+        options = {"noise_multiplier": 1e-9, "max_grad_norm": 100.0, "sample_rate": 1.0}
+        with private_loop(tmp_path / f"{maps}-{joined}", given, **options) as loop:
+            loop.criterion._vmap = maps
+            x, y = batch_of(loop)
+            loop.criterion(model(x), y).backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        data = TensorDataset(*(torch.cat([t, t]) for t in data.tensors))
+    torch.testing.assert_close(gradients[1], 2 * gradients[0], rtol=1e-4, atol=1e-6)
+    x, y = (t[:30] for t in data.tensors)
+    model.zero_grad()
+    wanted = sum(
+        torch.cat(
+            [
+                g.flatten()
+                for g in torch.autograd.grad(
+                    token_loss(model(x[i : i + 1]), y[i : i + 1]), list(model.parameters())
+                )
+            ]
+        )
+        for i in range(30)
+    )
+    torch.testing.assert_close(gradients[0] * 30, wanted, rtol=1e-4, atol=1e-5)
+    token_loss(model(x), y).backward()
+    mixed = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert not torch.allclose(mixed, gradients[0], rtol=1e-2)  # what a mean over the batch would give
+
+
+def test_a_record_that_is_not_finite_adds_nothing(tmp_path: Path) -> None:
+    gradients = []
+    for broken in (False, True):
+        x, y = (t.clone() for t in records(12).tensors)
+        x[4] = torch.inf if broken else 0.0
+        model = network()
+        if not broken:  # leave the record out
+            keep = [n for n in range(12) if n != 4]
+            x, y = x[keep], y[keep]
+        loader = DataLoader(TensorDataset(x, y), batch_size=len(x))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"noise_multiplier": 1e-9, "sample_rate": 1.0}
+        with private_loop(
+            tmp_path / str(broken), (model, optimizer, nn.CrossEntropyLoss(), loader), **options
+        ) as loop:
+            data, labels = batch_of(loop)
+            loop.criterion(model(data), labels).backward()
+            gradients.append(len(x) * torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,294 @@
+"""A private loop writes the clipped sum of its batch over a constant, with noise of the accounted variance."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import opacus
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting.pld import PLDAccountant
+from torch import Tensor, nn
+
+import opusim
+from tests.support.private_loops import parts, private_loop, run_epoch
+from training.protections.record import RecordGradients
+
+TINY = 1e-9
+"""A noise multiplier whose noise no tolerance here sees."""
+
+
+def first_batch(private: opusim.PrivateTraining) -> tuple[Tensor, Tensor]:
+    """The first batch that has records."""
+    for x, y in private.data_loader:
+        if len(x):
+            return x, y
+        private.criterion(private.module(x), y).backward()
+    raise AssertionError("every batch was empty")
+
+
+def written(private: opusim.PrivateTraining) -> Tensor:
+    """All gradients, as one vector."""
+    return torch.cat([p.grad.flatten() for p in private.module.parameters() if p.grad is not None])
+
+
+def clipped_sum(model: nn.Module, loss: Any, x: Tensor, y: Tensor, clip: float) -> Tensor:
+    """The clipped sum by a loop over records."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    total = torch.zeros(sum(p.numel() for p in parameters))
+    for record, label in zip(x, y, strict=True):
+        own = torch.autograd.grad(loss(model(record[None]), label[None]), parameters)
+        flat = torch.cat([g.flatten() for g in own])
+        total += flat * min(1.0, clip / float(flat.norm()))
+    return total
+
+
+@pytest.mark.parametrize("limit", [None, 5, 1])
+def test_the_gradient_is_the_clipped_sum_over_the_expected_batch_size(
+    tmp_path: Path, limit: int | None
+) -> None:
+    private = private_loop(tmp_path, noise_multiplier=TINY, max_grad_norm=0.6, max_physical_batch_size=limit)
+    x, y = first_batch(private)
+    loss = private.criterion(private.module(x), y)
+    loss.backward()
+    found = written(private)
+    private.close()
+    wanted = clipped_sum(private.module, nn.functional.cross_entropy, x, y, 0.6) / 12
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    expected = nn.functional.cross_entropy(private.module(x), y)
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    assert not torch.allclose(wanted * 12 / len(x), wanted, rtol=1e-5)  # the realised size would be noticed
+
+
+def through_feedback(error_at: str | None) -> tuple[nn.Module, opusim.FeedbackAlignment]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    return model, opusim.FeedbackAlignment(model, ["1", "3"], error_at=error_at)
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+@pytest.mark.parametrize("given", ["the wrapper", "the model with its hooks"])
+def test_feedback_alignment_is_clipped_by_record(tmp_path: Path, limit: int | None, given: str) -> None:
+    model, feedback = through_feedback(None)
+    module = feedback if given == "the wrapper" else model
+    options = {"noise_multiplier": TINY, "max_grad_norm": 0.3, "max_physical_batch_size": limit}
+    private = private_loop(tmp_path, parts(module), **options)
+    x, y = first_batch(private)
+    private.criterion(module(x), y).backward()
+    found = written(private)
+    private.close()
+    wanted = clipped_sum(feedback, nn.functional.cross_entropy, x, y, 0.3) / 12
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    with feedback.backpropagating():
+        exact = clipped_sum(feedback, nn.functional.cross_entropy, x, y, 0.3) / 12
+    assert not torch.allclose(found, exact, rtol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_the_clipped_sum_is_that_of_opacus(tmp_path: Path) -> None:
+    given = parts(nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)))
+    model, _, _, loader = given
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    data = [(x.view(1, 8), y) for x, y in loader.dataset]
+    private_loader = torch.utils.data.DataLoader(data, batch_size=12)
+    private = private_loop(tmp_path, (*given[:3], private_loader), noise_multiplier=TINY, max_grad_norm=0.3)
+    x, y = first_batch(private)
+    private.criterion(private.module(x), y).backward()
+    found = written(private)
+    private.close()
+    model.load_state_dict(start)
+    wrapped = opacus.GradSampleModule(model, loss_reduction="mean")
+    inner = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    optimizer = opacus.optimizers.DPOptimizer(
+        inner, noise_multiplier=0.0, max_grad_norm=0.3, expected_batch_size=12
+    )
+    nn.functional.cross_entropy(wrapped(x), y).backward()
+    optimizer.pre_step()
+    theirs = torch.cat([p.grad.flatten() for p in wrapped.parameters()])
+    torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-6)
+
+
+class WithoutNoiseOnBiases(RecordGradients):
+    """A planted fault."""
+
+    def set_gradients_of_parts(self, parts: Any) -> None:
+        tapes = list(parts)
+        super().set_gradients_of_parts(tapes)
+        for parameter in (p for layer in tapes[-1].layers for p in layer):
+            if parameter.ndim == 1 and parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+def released_variance(private: opusim.PrivateTraining, steps: int) -> tuple[float, float, int]:
+    """Mean square of what the optimizer adds to weights and to biases, and the number of biases."""
+    model, optimizer, criterion, loader = private
+    moves: list[list[Tensor]] = [[], []]
+    while private.step < steps:
+        for x, y in loader:
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+            for p, old in zip(model.parameters(), before, strict=True):
+                moves[p.ndim == 1].append((p.detach() - old).flatten().double())
+    weights, biases = (torch.cat(found) for found in moves)
+    return float(weights.square().mean()), float(biases.square().mean()), len(biases)
+
+
+@pytest.mark.parametrize("fault", ["none", "no noise on biases", "smaller noise"])
+def test_noise_from_loader_to_parameters_has_the_accounted_variance(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records are clipped to 1e-4, so that all that moves the parameters is noise of z C / b times the rate."""
+    if fault == "no noise on biases":
+        monkeypatch.setattr("training.private_loop.session.RecordGradients", WithoutNoiseOnBiases)
+    given = parts(nn.Sequential(nn.Linear(8, 100), nn.Tanh(), nn.Linear(100, 3)))
+    multiplier = 2000.0
+    private = private_loop(tmp_path, given, noise_multiplier=multiplier, max_grad_norm=1e-4)
+    if fault == "smaller noise":
+        private._private._gradients._noise_std *= 0.9
+    weights, biases, count = released_variance(private, 60)
+    private.close()
+    wanted = (0.5 * multiplier * 1e-4 / 12) ** 2  # 0.5 is the learning rate
+    errors = [abs(found / wanted - 1) / math.sqrt(2 / count) for found in (weights, biases)]
+    assert (max(errors) < 5) == (fault == "none")
+
+
+@pytest.mark.parametrize(("rate", "holds"), [(None, True), (0.23, False)])
+def test_records_enter_batches_with_the_stated_probability(
+    tmp_path: Path, rate: float | None, holds: bool
+) -> None:
+    """q = b / n over 1500 steps; a rate that differs from the one claimed by 15 % is found."""
+    given = parts(count=60, batch_size=12)
+    private = private_loop(tmp_path, given, sample_rate=rate)
+    loader, q, steps = private.data_loader, 0.2, 1500
+    sizes = torch.tensor([len(loader._sampler.indices(step)) for step in range(steps)], dtype=torch.float64)
+    private.close()
+    standard_error = math.sqrt(q * (1 - q) / (60 * steps))
+    assert (abs(float(sizes.mean()) / 60 - q) < 5 * standard_error) == holds
+    variance, wanted = float(sizes.var()), 60 * q * (1 - q)
+    assert (abs(variance / wanted - 1) < 5 * math.sqrt(2 / steps)) or not holds
+
+
+def test_the_loader_hands_out_what_the_sampler_drew(tmp_path: Path) -> None:
+    private = private_loop(tmp_path)
+    features = private.data_loader.dataset.tensors[0]
+    for step, (x, y) in enumerate(private.data_loader):
+        assert torch.equal(x, features[private.data_loader._sampler.indices(step)])
+        private.criterion(private.module(x), y).backward()
+    assert private.step == len(private.data_loader) == 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_empty_batches_are_steps_like_any_other(tmp_path: Path, workers: int) -> None:
+    given = parts(count=20, batch_size=1, num_workers=workers)
+    private = private_loop(tmp_path, given)
+    model, optimizer, criterion, loader = private
+    ran: list[int] = []
+    model[0].register_forward_pre_hook(lambda module, args: ran.append(len(args[0])))
+    sizes, moved = [], []
+    for x, y in loader:
+        before = model[0].weight.detach().clone()
+        loss = criterion(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        sizes.append(len(x))
+        moved.append(bool((model[0].weight != before).any()))
+        assert x.shape[1:] == (8,)
+        assert y.dtype == torch.int64
+    assert min(sizes) == 0 < max(sizes)
+    assert all(moved)
+    assert 0 not in ran
+    assert sum(ran) == sum(sizes)
+    assert private.step == len(sizes) == 20
+
+
+def test_epsilon_is_that_of_dp_accounting(tmp_path: Path) -> None:
+    private = private_loop(tmp_path, noise_multiplier=1.3)
+    assert private.epsilon == 0
+    for _ in range(3):
+        run_epoch(private)
+    event = PoissonSampledDpEvent(0.2, GaussianDpEvent(1.3))
+    theirs = PLDAccountant().compose(event, 15).get_epsilon(1e-5)
+    assert private.step == 15
+    assert private.epsilon == pytest.approx(theirs, rel=1e-3)
+    assert private.get_epsilon(1e-3) < private.epsilon
+    closed = private.epsilon
+    private.close()
+    assert private.epsilon == closed
+    (stated,) = private.statement().guarantees
+    assert (stated.epsilon, stated.adjacency) == (closed, opusim.Adjacency.ZERO_OUT)
+
+
+def test_the_statement_says_what_was_checked_and_what_is_trusted(tmp_path: Path) -> None:
+    private = private_loop(tmp_path)
+    run_epoch(private)
+    document = private.statement().to_json()
+    (guarantee,) = document["guarantees"]
+    checked = [one["text"] for one in guarantee["assumptions"] if one["holds"]]
+    trusted = [one["text"] for one in guarantee["assumptions"] if one["holds"] is None]
+    assert len(checked) == 5
+    assert any("every record enters" in text for text in checked)
+    assert [text for text in trusted if "standardised" in text]
+    assert [text for text in trusted if "criterion" in text]
+    assert document["seed_stored"]
+
+
+def test_add_or_remove_one_takes_no_constant_from_the_number_of_records(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="relation = 'add_or_remove_one' needs sample_rate"):
+        private_loop(tmp_path, relation="add_or_remove_one")
+    facts = []
+    for count in (60, 61):
+        private = private_loop(
+            tmp_path / str(count), parts(count=count), relation="add_or_remove_one", sample_rate=0.2
+        )
+        facts.append((private.settings, len(private.data_loader)))
+        run_epoch(private)
+        (guarantee,) = private.statement().guarantees
+        assert guarantee.adjacency is opusim.Adjacency.ADD_OR_REMOVE_ONE
+        private.close()
+    assert facts[0] == facts[1]
+
+
+def gradient_of(folder: Path, x: Tensor, y: Tensor, limit: int | None, *, widened: float = 1.0) -> Tensor:
+    """The private gradient of all records, with the same noise in each call."""
+    module, optimizer, criterion, _ = parts()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=12)
+    options = {"sample_rate": 1.0, "relation": "add_or_remove_one", "max_physical_batch_size": limit}
+    with private_loop(folder, (module, optimizer, criterion, loader), **options) as private:
+        private._private._gradients._clip_norm *= widened
+        data, labels = next(iter(private.data_loader))
+        private.criterion(private.module(data), labels).backward()
+        return written(private).double()
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+@pytest.mark.parametrize("size", [1e-38, 1.0, 1e4, 1e18, 1e30, 3e38, math.inf, math.nan])
+def test_no_record_moves_the_released_gradient_by_more_than_the_clip(
+    tmp_path: Path, size: float, limit: int | None
+) -> None:
+    """The noise of two data sets that differ in one record is the same, so what is left is the record."""
+    x, y = (t.clone() for t in parts()[3].dataset.tensors)
+    x, y = x[:12], y[:12]
+    x[7] = x[7].sign() * size
+    keep = [n for n in range(12) if n != 7]
+    both = (
+        gradient_of(tmp_path / "with", x, y, limit),
+        gradient_of(tmp_path / "without", x[keep], y[keep], limit),
+    )
+    moved = float((both[0] - both[1]).norm()) * 12
+    assert moved <= 1 + 1e-5
+    assert moved > 0.5 or size not in (1.0, 1e4)
+
+
+def test_a_clip_that_is_too_wide_is_found(tmp_path: Path) -> None:
+    x, y = parts()[3].dataset.tensors
+    gradients = [
+        gradient_of(tmp_path / str(count), 1e4 * x[:count], y[:count], None, widened=1.1)
+        for count in (12, 11)
+    ]
+    assert float((gradients[0] - gradients[1]).norm()) * 12 > 1.05

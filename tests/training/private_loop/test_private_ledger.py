@@ -1,0 +1,253 @@
+"""The ledger of a private loop: paid before it is handed out, stopped by the budget, resumed, and killed anywhere."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opusim
+from tests.support.killing import skip_syncs, start_child
+from tests.support.private_loops import Parts, parts, private_loop, run_epoch
+from training.private_loop.session import PrivateTraining
+
+
+def steps_paid(folder: Path) -> int:
+    return sum(payment.steps for payment in opusim.read_ledger(folder).payments)
+
+
+def test_every_batch_is_paid_for_before_it_is_handed_out(tmp_path: Path) -> None:
+    private = private_loop(tmp_path)
+    for _ in range(2):
+        for x, y in private.data_loader:
+            assert steps_paid(tmp_path) >= private.step
+            private.criterion(private.module(x), y).backward()
+            private.optimizer.step()
+    assert steps_paid(tmp_path) == private.step == 10
+
+
+def test_a_spent_budget_ends_the_loop(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"noise_multiplier": None, "target_epsilon": 4.0, "epochs": 2}
+    private = private_loop(tmp_path, **options)
+    for _ in range(2):
+        run_epoch(private)
+    assert private.step == 10
+    assert 3.99 < private.epsilon <= 4.0
+    with pytest.warns(UserWarning, match=r"more than epsilon 4 .* the loop ended after step 10"):
+        assert run_epoch(private) == 0
+    with pytest.raises(opusim.BudgetExceeded, match="the loop ended after step 10"):
+        run_epoch(private)
+    assert steps_paid(tmp_path) == 10
+    assert private.epsilon <= 4.0
+
+
+def test_a_budget_ends_a_loop_within_an_epoch(tmp_path: Path) -> None:
+    private = private_loop(tmp_path, target_epsilon=3.0)
+    with pytest.warns(UserWarning, match="the loop ended after step"):
+        run_epoch(private)
+    assert 0 < private.step < 5
+    assert private.epsilon <= 3.0
+
+
+def with_dropout() -> Parts:
+    """A network with dropout and an optimizer with a state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+    _, _, criterion, loader = parts(model)
+    return model, torch.optim.Adam(model.parameters(), lr=0.01), criterion, loader
+
+
+def with_feedback() -> Parts:
+    """A network that learns through a noisy device."""
+    torch.manual_seed(0)
+    model = opusim.FeedbackAlignment(
+        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3)), ["1"]
+    )
+    model.device = opusim.open_device("gaussian", **model.shape(torch.zeros(2, 8))._asdict(), seed=4)
+    _, _, criterion, loader = parts(model)
+    return model, torch.optim.Adam(model.parameters(), lr=0.01), criterion, loader
+
+
+def final(private: opusim.PrivateTraining) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in private.module.parameters()])
+
+
+@pytest.mark.parametrize("build", [with_dropout, with_feedback])
+@pytest.mark.parametrize("limit", [None, 4])
+def test_a_resumed_experiment_equals_an_uninterrupted_one(
+    tmp_path: Path, build: Callable[[], Parts], limit: int | None
+) -> None:
+    options: dict[str, Any] = {"max_physical_batch_size": limit}
+    whole = private_loop(tmp_path / "whole", build(), **options)
+    for _ in range(3):
+        run_epoch(whole)
+    killed = private_loop(tmp_path / "killed", build(), **options)
+    run_epoch(killed)
+    run_epoch(killed, steps=2)
+    killed.save({"note": [1, 2.0], "tensor": torch.ones(2)})
+    run_epoch(killed, steps=2)  # paid for, then lost
+    killed.close()
+    torch.manual_seed(99)
+    resumed = private_loop(tmp_path / "killed", build(), resume=True, **options | {"seed": None})
+    assert (resumed.step, resumed.epoch, resumed.extra["note"]) == (7, 1, [1, 2.0])
+    while resumed.epoch < 3:
+        run_epoch(resumed)
+    assert torch.equal(final(whole), final(resumed))
+    assert steps_paid(tmp_path / "killed") == 15
+    assert resumed.epsilon == whole.epsilon
+    assert "unwitnessed" not in resumed.statement().warnings
+
+
+def test_steps_of_a_release_are_paid_again(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"mode": "release", "seed": None}
+    private = private_loop(tmp_path, **options)
+    run_epoch(private, steps=2)
+    private.save()
+    run_epoch(private, steps=2)
+    private.close()
+    assert steps_paid(tmp_path) == 4  # the step that was reserved and not taken is returned
+    resumed = private_loop(tmp_path, resume=True, **options)
+    run_epoch(resumed)
+    assert resumed.step == 5
+    assert steps_paid(tmp_path) == 4 + 3
+    resumed.close()
+    assert '"seed": null' in (tmp_path / "private.json").read_text()
+    assert torch.load(tmp_path / "private.pt", weights_only=True)["generators"] is None
+    assert (tmp_path.stat().st_mode & 0o777) == 0o700
+
+
+def test_noise_and_batches_of_a_release_come_from_the_system(tmp_path: Path) -> None:
+    found = []
+    for name in "ab":
+        with private_loop(tmp_path / name, mode="release", seed=None) as private:
+            torch.manual_seed(0)
+            run_epoch(private)
+            found.append(final(private))
+    assert not torch.equal(*found)
+
+
+def test_a_copied_release_folder_does_not_resume(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"mode": "release", "seed": None}
+    with private_loop(tmp_path / "first", **options) as private:
+        run_epoch(private)
+        private.save()
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    with pytest.raises(opusim.RunFolderError, match="is a copy"):
+        private_loop(tmp_path / "second", resume=True, **options)
+
+
+def test_folders_are_not_mixed_up(tmp_path: Path) -> None:
+    with pytest.raises(opusim.RunFolderError, match="holds no private loop to resume"):
+        private_loop(tmp_path, resume=True)
+    with private_loop(tmp_path) as private:
+        with pytest.raises(opusim.RunFolderError, match="is being written by"):
+            private_loop(tmp_path)
+        run_epoch(private)
+    with pytest.raises(opusim.RunFolderError, match="has no save to resume from"):
+        private_loop(tmp_path, resume=True)
+    with pytest.raises(opusim.RunFolderError, match="holds a private loop already; give resume=True"):
+        private_loop(tmp_path)
+    for name, value in (("max_grad_norm", 2.0), ("seed", 4), ("noise_multiplier", 0.5)):
+        with pytest.raises(opusim.RunFolderError, match=f"{name} = {value}: the private loop in"):
+            private_loop(tmp_path, resume=True, **{name: value})
+
+
+def test_an_older_ledger_is_refused(tmp_path: Path) -> None:
+    files = ("ledger.jsonl", "ledger.head")
+    with private_loop(tmp_path) as private:
+        run_epoch(private, steps=1)
+        older = {name: (tmp_path / name).read_bytes() for name in files}
+        run_epoch(private)
+        run_epoch(private)
+        private.save()
+    for name, content in older.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(opusim.LedgerCorrupt, match="this is an older ledger"):
+        private_loop(tmp_path, resume=True)
+
+
+# Kills
+
+
+class PaysLate(PrivateTraining):
+    """A planted fault: every third batch is handed out before it is paid for, and never paid if the process dies."""
+
+    def hand_out(self, records: int) -> bool:
+        if self.step % 3:
+            return super().hand_out(records)
+        self._private.begin(self.step, records)
+        self.step += 1
+        return True
+
+
+def endless(folder: Path, log: Path, mode: str) -> None:
+    """Resume and train until killed; note every batch before it is used."""
+    skip_syncs()
+    seed = None if mode == "release" else 3
+    private = private_loop(folder, parts(), mode=mode, seed=seed, resume=True)
+    model, optimizer, criterion, loader = private
+    with log.open("ab", buffering=0) as file:
+        while True:
+            for x, y in loader:
+                file.write(f"{private.step - 1}\n".encode())
+                optimizer.zero_grad()
+                criterion(model(x), y).backward()
+                optimizer.step()
+                if private.step % 4 == 0:
+                    private.save()
+
+
+def kill_at_random(folder: Path, mode: str, kills: int) -> tuple[list[int], list[int]]:
+    """Kill the loop at random moments; return the steps that were used and those paid for, after each kill."""
+    seed = None if mode == "release" else 3
+    with private_loop(folder / "run", mode=mode, seed=seed) as private:
+        private.save()
+    log, draw, used, paid = folder / "log", random.Random(5), list[int](), list[int]()
+    log.touch()
+    lines: list[str] = []
+    for _ in range(kills):
+        child = start_child(lambda: endless(folder / "run", log, mode))
+        while len(log.read_text().splitlines()) <= len(lines):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), "the loop ended by itself"
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.3))
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        lines = log.read_text().splitlines()
+        used.append(len(lines) if mode == "release" else len(set(lines)))
+        paid.append(steps_paid(folder / "run"))
+    return used, paid
+
+
+def require_covered(folder: Path, mode: str, kills: int) -> None:
+    used, paid = kill_at_random(folder, mode, kills)
+    assert used[0] > 0
+    assert all(took <= covered for took, covered in zip(used, paid, strict=True)), (used, paid)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kills"),
+    [
+        ("release", 3),
+        pytest.param("release", 20, marks=pytest.mark.slow),
+        pytest.param("experiment", 20, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_loop_never_used_more_than_it_paid(tmp_path: Path, mode: str, kills: int) -> None:
+    require_covered(tmp_path, mode, kills)
+
+
+def test_a_loop_that_pays_late_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.private_loop.session.PrivateTraining", PaysLate)
+    monkeypatch.setattr("training.private_loop.session._STEPS_PAID_AT_ONCE", {"experiment": 1, "release": 1})
+    with pytest.raises(AssertionError, match=r"assert False"):
+        require_covered(tmp_path, "release", 1)

@@ -1,0 +1,179 @@
+"""Hand out secret Poisson batches of a user's data loader, each paid for before it is handed out.
+
+The user's loader says which records there are, how they are put together, how many are expected in a batch, and which
+workers read them. Its order is replaced: in each step, each record enters the batch with probability q, independently
+of all others (training.data.samplers.PoissonSampler). A batch without records has tensors without rows and is a step
+like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from training.data.samplers import PoissonSampler
+
+_EXAMPLES = 7
+"""Records that are read once to probe the module and to build an empty batch."""
+
+
+class Steps(Protocol):
+    """What a loader asks of its private loop."""
+
+    @property
+    def step(self) -> int:
+        """Number of the next step."""
+
+    def open_epoch(self) -> None:
+        """Start to hand out batches, or raise if the budget was spent before."""
+
+    def hand_out(self, records: int) -> bool:
+        """Pay for the next batch; returns False if the budget is spent."""
+
+    def require_trained(self) -> None:
+        """Refuse to leave a batch that was not trained on."""
+
+
+class PrivateLoader:
+    """Stands for the user's loader in a private loop; iterating takes the rest of an epoch.
+
+    An epoch has the nearest whole number to 1 / q steps. After a break or a resumed save, iterating finishes the epoch
+    that was begun.
+
+    Attributes:
+        dataset: The records.
+        batch_size: Expected number of records in a batch.
+
+    Args:
+        loader: The user's loader.
+        sampler: Draws the batches.
+        steps: The private loop.
+        seed: Of what the loader's workers draw, by epoch; None takes torch's own.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], sampler: PoissonSampler, steps: Steps, *, seed: Callable[[int], int]
+    ) -> None:
+        self.dataset = loader.dataset
+        self.batch_size = batch_size_of(loader)
+        self._source, self._sampler, self._steps, self._seed = loader, sampler, steps, seed
+        self._collate = _CollateCounted(loader.collate_fn, examples(loader, 1))
+
+    def __len__(self) -> int:
+        return self._sampler.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches left in the epoch, as the user's collate function builds them.
+
+        Raises:
+            BudgetExceeded: The budget was spent before; the first time, iterating ends with a warning.
+            RuntimeError: A batch was not trained on when the next one was asked for.
+        """
+        self._steps.open_epoch()
+        first = self._steps.step
+        last = (first // len(self) + 1) * len(self)
+        for records, batch in self._loader(first, last):
+            if not self._steps.hand_out(records):
+                return
+            yield batch
+            self._steps.require_trained()
+
+    def _loader(self, first: int, last: int) -> DataLoader[Any]:
+        source = self._source
+        generator = torch.Generator().manual_seed(self._seed(first // len(self)))
+        return DataLoader(
+            _Indexed(source.dataset),
+            batch_sampler=_Drawn(self._sampler, first, last),
+            collate_fn=self._collate,
+            generator=generator,
+            num_workers=source.num_workers,
+            pin_memory=source.pin_memory,
+            timeout=source.timeout,
+            worker_init_fn=source.worker_init_fn,
+            multiprocessing_context=source.multiprocessing_context,
+            prefetch_factor=source.prefetch_factor,
+        )
+
+
+class _Drawn(BatchSampler):
+    """The indices of some steps; a step is drawn once, when a worker may fetch it."""
+
+    def __init__(self, sampler: PoissonSampler, first: int, last: int) -> None:
+        self._poisson, self._first, self._last = sampler, first, last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self._first, self._last):
+            yield self._poisson.indices(step).tolist()
+
+    def __len__(self) -> int:
+        return self._last - self._first
+
+
+class _Indexed(torch.utils.data.Dataset[Any]):
+    """A data set of which any number of records may be asked for, also none."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        if indices and callable(getattr(self._dataset, "__getitems__", None)):
+            return list(self._dataset.__getitems__(indices))
+        return [self._dataset[index] for index in indices]
+
+
+class _CollateCounted:
+    """The user's collate function, with the number of records; a batch without records comes from an example."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], example: Any) -> None:
+        self._collate = collate
+        self._empty = tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, example)
+
+    def __call__(self, records: list[Any]) -> tuple[int, Any]:
+        return len(records), self._collate(records) if records else self._empty
+
+
+def batch_size_of(loader: DataLoader[Any]) -> int:
+    """Return the batch size of a loader whose batches Poisson sampling can replace.
+
+    Raises:
+        TypeError: It is no torch DataLoader.
+        ValueError: It has no batches, a stream of records, or draws records in a way of its own.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"data_loader = {type(loader).__name__}: must be a torch.utils.data.DataLoader; build one over the data set"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            "data_loader reads a stream of records, of which no secret subset can be drawn; give a data set with "
+            "__getitem__ and __len__"
+        )
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        raise ValueError(
+            "data_loader draws its batches in a way of its own, which no guarantee covers; give batch_size and "
+            "shuffle=True instead of a batch_sampler"
+        )
+    sampler, count = batches.sampler, len(loader.dataset)  # type: ignore[arg-type]
+    plain = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count
+    )
+    if not plain:
+        raise ValueError(
+            f"data_loader has a {type(sampler).__name__} of its own, which Poisson sampling would replace; leave it "
+            "out, and choose records by torch.utils.data.Subset"
+        )
+    if not count:
+        raise ValueError("data_loader: the data set has no records; give at least one")
+    return batches.batch_size
+
+
+def examples(loader: DataLoader[Any], count: int = _EXAMPLES) -> Any:
+    """Return the first records of a loader's data set as a batch."""
+    dataset: Any = loader.dataset
+    return loader.collate_fn([dataset[index] for index in range(min(count, len(dataset)))])

@@ -1,0 +1,451 @@
+"""A module whose training passes are recorded and whose parameters receive private gradients only.
+
+The user's module stays the object that it is: calls of it are caught where `torch.nn.Module.compile` catches them, so
+that frameworks, optimizers, hooks and state dicts see the plain module, and a copy of it is plain. A call in training
+mode on the batch at hand is recorded by a `RecordTape`, and its outputs are returned detached. The criterion brings the
+gradient of each record's loss at these outputs; a backward pass from there gives the gradients of single records, which
+`RecordGradients` clips, sums and noises.
+
+What reaches a parameter's `.grad` is therefore private from the first moment, and every other backward pass that would
+reach a parameter is refused:
+
+| what the loop does | what happens |
+| --- | --- |
+| another criterion, or outputs changed before the criterion | refused in the backward pass |
+| a second backward pass on a batch, or on a batch that is over | refused |
+| the module in evaluation mode, on other rows, or outside of the loop, then a backward pass | refused |
+| evaluation, with or without torch.no_grad | plain, whenever it happens |
+| gradients clipped, scaled or zeroed after the backward pass | allowed: post-processing |
+| several batches before a step | allowed: their private gradients add up |
+| another optimizer on the parameters | sees private gradients only |
+| a step without a new backward pass | refused after it; it saw private gradients only |
+| parameters frozen, unfrozen, exchanged or added | refused |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from training.feedback.points import FeedbackAlignment
+from training.networks.record_gradients.recorder import Recorder
+from training.networks.record_gradients.tape import RecordTape
+from training.networks.record_independence import preserved_generators
+from training.private_loop.inputs import require_recordable, rows_of, template_of
+from training.protections.record import RecordGradients
+
+_UNSEEN = "the module ran where its calls are not caught, such as compiled, or a part of it ran outside of it"
+_PASSES_A_STEP = 2**20
+"""Numbers that a step's backward passes have for the device, so that parts of a batch do not share its noise."""
+
+
+@dataclass(kw_only=True)
+class _Pass:
+    """One call of the module on the batch at hand.
+
+    Attributes:
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        attached: Its outputs with their graph, by place; empty if parts of the batch run again.
+        handed: What the user received in their place.
+        versions: How often torch had changed each of these in place when it was handed out.
+        states: The states of torch's generators before each part, if parts run again.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    attached: dict[int, Tensor] = field(default_factory=dict)
+    handed: dict[int, Tensor] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
+    states: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class _Batch:
+    """The batch at hand."""
+
+    step: int
+    records: int
+    recorder: Recorder | None = None
+    passes: list[_Pass] = field(default_factory=list)
+    written: bool = False
+
+
+class PrivateModule:
+    """Records the training passes of a module and writes its private gradients.
+
+    Args:
+        module: In training mode. Calls of it are caught until `close`.
+        args: Arguments for a few records, as a probe.
+        kwargs: Keyword arguments for a few records.
+        gradients: Clips, sums and noises.
+        max_physical_batch_size: Records in one forward and backward pass at most, or None for all. Larger batches run
+            in parts, and forward passes twice.
+
+    Raises:
+        ValueError: The module mixes records, or cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        gradients: RecordGradients,
+        max_physical_batch_size: int | None = None,
+    ) -> None:
+        require_recordable(module)
+        self.module = module
+        self.factor: float | None = None
+        """What the loop multiplies its loss by before the backward pass, such as 1 / number of accumulated batches; it
+        is a constant, None until the first backward pass."""
+        self.unused_gradients = 0
+        """Batches whose gradients were written since the last step of the optimizer."""
+        self._gradients, self._limit = gradients, max_physical_batch_size
+        self._tape = RecordTape(module, *args, **kwargs)
+        self._template = template_of(module, args, kwargs)
+        self._trained = [p for layer in self._tape.layers for p in layer]
+        self._known = {id(p) for p in self._trained}
+        for parameter in self._trained:
+            parameter.grad = None  # of earlier training, which was not private
+        self._batch: _Batch | None = None
+        self._writing = False
+        self._plain = _UNSEEN
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._handles = [p.register_post_accumulate_grad_hook(self._refuse_gradient) for p in self._trained]
+        module._compiled_call_impl = _Caught(self)
+
+    def close(self) -> None:
+        """Give the plain module back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.module._compiled_call_impl = None
+        self._batch = None
+
+    # The batch at hand
+
+    def begin(self, step: int, records: int) -> None:
+        """Take a batch as the one at hand.
+
+        Args:
+            step: Its number.
+            records: Its size.
+        """
+        self.require_same_parameters()
+        self._plain, self._batch = _UNSEEN, _Batch(step=step, records=records)
+
+    def drop(self) -> None:
+        """Forget the batch at hand."""
+        self._batch = None
+
+    @property
+    def trained(self) -> bool:
+        """Whether the gradients of the batch at hand were written, or there is none."""
+        return self._batch is None or self._batch.written
+
+    @property
+    def records(self) -> int:
+        """Size of the batch at hand."""
+        return 0 if self._batch is None else self._batch.records
+
+    def is_output(self, value: Tensor) -> bool:
+        """Whether a tensor is an output that the user received of the batch at hand, not changed in place."""
+        passes = () if self._batch is None else self._batch.passes
+        return any(
+            value is handed and value._version == one.versions[n]
+            for one in passes
+            for n, handed in one.handed.items()
+        )
+
+    def require_same_parameters(self) -> None:
+        """Refuse a module whose parameters that learn are others than at the start.
+
+        Raises:
+            RuntimeError: They are.
+        """
+        now = {id(p) for p in self.module.parameters() if p.requires_grad}
+        if now != self._known:
+            raise RuntimeError(
+                "module: its parameters that learn changed since make_private; freeze, unfreeze or add parameters "
+                "before it, or close the private loop and start another one"
+            )
+
+    # Forward
+
+    @torch._disable_dynamo
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, recorded if this is a training pass on the batch at hand."""
+        batch = self._batch
+        reason = self._why_plain(batch, args, kwargs)
+        if reason is not None or batch is None:
+            if torch.is_grad_enabled():
+                self._plain = reason or self._plain
+            return self.module._call_impl(*args, **kwargs)
+        self.require_same_parameters()
+        one = _Pass(args=args, kwargs=kwargs)
+        batch.passes.append(one)
+        if not batch.records:
+            return self._handed(one, _empty(self._template), attach=False)
+        if self._limit is not None and batch.records > self._limit:
+            return self._handed(one, self._in_parts(one, batch.records), attach=False)
+        if batch.recorder is None:
+            batch.recorder = self._tape.begin(batch.records)
+        with batch.recorder:
+            output = self.module._call_impl(*args, **kwargs)
+        return self._handed(one, output, attach=True)
+
+    def _why_plain(self, batch: _Batch | None, args: Any, kwargs: Any) -> str | None:
+        """Return why a call is no training pass on the batch at hand, or None if it is one."""
+        if not torch.is_grad_enabled():
+            return "the module ran under torch.no_grad"
+        if not self.module.training:
+            return "the module ran in evaluation mode; call module.train() first"
+        if batch is None:
+            return "the module ran without a batch of the private loader"
+        rows = rows_of(args, kwargs)
+        if rows != batch.records:
+            return f"the module ran on {rows} rows, but the loader's batch has {batch.records} records"
+        if batch.written:
+            return "the module ran again on a batch whose gradients were written"
+        return None
+
+    def _in_parts(self, one: _Pass, records: int) -> Any:
+        """Return the outputs of a batch that runs in parts, without a graph."""
+        outputs = []
+        for part in self._parts_of(records):
+            one.states.append(_generator_states())
+            with torch.no_grad():
+                outputs.append(
+                    self.module._call_impl(*_cut(one.args, records, part), **_cut(one.kwargs, records, part))
+                )
+        flat = [tree_flatten(output) for output in outputs]
+        joined = []
+        for values in zip(*(leaves for leaves, _ in flat), strict=True):
+            sizes = [part.stop - part.start for part in self._parts_of(records)]
+            if not isinstance(values[0], Tensor):
+                joined.append(values[0])
+                continue
+            if [v.shape[:1] for v in values] != [(size,) for size in sizes]:
+                raise ValueError(
+                    f"module returns a tensor of shape {tuple(values[0].shape)} for {sizes[0]} records, which cannot "
+                    "be joined from parts; leave max_physical_batch_size out, or return one row per record"
+                )
+            joined.append(torch.cat(values))
+        return tree_unflatten(joined, flat[0][1])
+
+    def _parts_of(self, records: int) -> list[slice]:
+        size = self._limit or records
+        return [slice(start, min(start + size, records)) for start in range(0, records, size)]
+
+    def _handed(self, one: _Pass, output: Any, *, attach: bool) -> Any:
+        """Return outputs detached; those that lead to parameters learn through the criterion only."""
+        leaves, spec = tree_flatten(output)
+        for n, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            learns = leaf.requires_grad if attach else leaf.is_floating_point()
+            leaves[n] = leaf.detach()
+            if learns:
+                leaves[n].requires_grad_().register_post_accumulate_grad_hook(_refuse_output)
+                one.handed[n], one.versions[n] = leaves[n], leaves[n]._version
+                if attach:
+                    one.attached[n] = leaf
+        return tree_unflatten(leaves, spec)
+
+    # Backward
+
+    def loss(self, value: Tensor, gradients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return a loss of the batch at hand, whose backward pass writes the private gradients.
+
+        Args:
+            value: What it shows.
+            gradients: Outputs as the user received them, and the gradients of the records' summed losses there.
+        """
+        batch = self._batch
+        if not torch.is_grad_enabled():
+            return value
+
+        def write(factor: float) -> None:
+            self._write(batch, gradients, factor)
+
+        loss: Tensor = _PrivateLoss.apply(self._anchor, value, write)
+        return loss
+
+    def _write(self, batch: _Batch | None, gradients: Sequence[tuple[Tensor, Tensor]], factor: float) -> None:
+        """Write the private gradients of a batch, on top of those that were not stepped with or zeroed yet."""
+        if batch is None or batch is not self._batch:
+            raise RuntimeError(
+                "backward: the loss belongs to a batch that is over; call it once, before the next batch is drawn"
+            )
+        if batch.written:
+            raise RuntimeError(
+                f"backward: was called before on the batch of step {batch.step}, whose gradients were released once; "
+                "call it once on each batch"
+            )
+        self._require_constant(factor)
+        self.require_same_parameters()
+        earlier = [parameter.grad for parameter in self._trained]
+        for parameter in self._trained:
+            parameter.grad = None
+        self._writing, batch.written = True, True
+        try:
+            self._gradients.seek(batch.step)
+            for feedback in feedback_of(self.module):
+                feedback.seek(batch.step * _PASSES_A_STEP)
+            self._gradients.set_gradients_of_parts(self._recorded(batch, gradients))
+        except BaseException:
+            for parameter in self._trained:
+                parameter.grad = None
+            raise
+        finally:
+            self._writing = False
+            batch.passes, batch.recorder = [], None
+        for parameter, before in zip(self._trained, earlier, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+            if before is not None and parameter.grad is not None:
+                parameter.grad.add_(before)
+        self.unused_gradients += 1
+
+    def _recorded(self, batch: _Batch, gradients: Sequence[tuple[Tensor, Tensor]]) -> Iterator[RecordTape]:
+        """Run the backward pass of a batch and yield the tape; once for each part if it runs in parts."""
+        if batch.recorder is not None:
+            pairs = [
+                (one.attached[n], gradient)
+                for handed, gradient in gradients
+                for one in batch.passes
+                for n, output in one.handed.items()
+                if output is handed
+            ]
+            _backward(pairs)
+            self._tape.end(batch.recorder)
+            yield self._tape
+            return
+        if not batch.records:
+            self._tape.end(self._tape.begin(0))
+            yield self._tape
+            return
+        for number, part in enumerate(self._parts_of(batch.records)):
+            recorder = self._tape.begin(part.stop - part.start)
+            _backward(self._run_again(batch, recorder, gradients, number, part))
+            self._tape.end(recorder)
+            yield self._tape
+
+    def _run_again(
+        self,
+        batch: _Batch,
+        recorder: Recorder,
+        gradients: Sequence[tuple[Tensor, Tensor]],
+        number: int,
+        part: slice,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Run the forward passes of a part again, with the same random numbers; return outputs and their gradients."""
+        pairs = []
+        for one in batch.passes:
+            wanted = {n: g for out, g in gradients for n, handed in one.handed.items() if handed is out}
+            if not wanted:
+                continue
+            args, kwargs = (_cut(values, batch.records, part) for values in (one.args, one.kwargs))
+            with preserved_generators(self._trained[0].device), torch.enable_grad():
+                _set_generator_states(one.states[number])
+                with recorder:
+                    leaves = tree_leaves(self.module._call_impl(*args, **kwargs))
+            pairs += [(leaves[n], g[part]) for n, g in wanted.items() if leaves[n].requires_grad]
+        return pairs
+
+    def _require_constant(self, factor: float) -> None:
+        self.factor = factor if self.factor is None else self.factor
+        if factor != self.factor or not 0 < abs(factor) < float("inf"):
+            raise RuntimeError(
+                f"backward: the loss was multiplied by {factor:g}, and by {self.factor:g} before; multiply it by the "
+                "same constant in every step, since a factor that depends on records would not be private"
+            )
+
+    def _refuse_gradient(self, parameter: Tensor) -> None:
+        """Refuse a gradient that autograd brings to a parameter."""
+        if self._writing:
+            return  # the tape refuses it, and says why
+        parameter.grad = None
+        raise RuntimeError(
+            f"backward: a gradient that is not private reached a parameter, because {self._plain}; train on batches of "
+            "the private loader, with the criterion that make_private returned"
+        )
+
+
+class _Caught:
+    """Stands where a compiled module has its compiled call; copies and pickles of the module are plain."""
+
+    def __init__(self, owner: PrivateModule) -> None:
+        self._owner = owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._owner.call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self | None:
+        return None
+
+
+class _PrivateLoss(torch.autograd.Function):
+    """A number whose backward pass writes private gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, write: Callable[[float], None]) -> Tensor:
+        ctx.write = write
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> Any:
+        ctx.write(float(factor))
+        return None, None, None
+
+
+def feedback_of(module: nn.Module) -> list[FeedbackAlignment]:
+    """Return the feedback points in a module or on it."""
+    found: dict[int, FeedbackAlignment] = {}
+    for inner in module.modules():
+        owners = [getattr(hook, "__self__", None) for hook in inner._forward_pre_hooks.values()]
+        found |= {id(owner): owner for owner in (inner, *owners) if isinstance(owner, FeedbackAlignment)}
+    return list(found.values())
+
+
+def _empty(output: Any) -> Any:
+    """Return outputs for no record: those of the probe without their rows."""
+    return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf, output)
+
+
+def _cut(values: Any, records: int, part: slice) -> Any:
+    """Return the rows of some records of all tensors that have a row for each record."""
+    return tree_map(
+        lambda leaf: leaf[part] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == records else leaf,
+        values,
+    )
+
+
+def _backward(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _generator_states() -> tuple[Tensor, list[Tensor]]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def _set_generator_states(states: tuple[Tensor, list[Tensor]]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1]:
+        torch.cuda.set_rng_state_all(states[1])
+
+
+def _refuse_output(output: Tensor) -> None:
+    output.grad = None
+    raise RuntimeError(
+        "backward: an output of the private module learns through the criterion of make_private only, which takes it "
+        "exactly as it was returned; call that criterion, and move everything else into it"
+    )

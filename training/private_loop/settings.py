@@ -1,0 +1,208 @@
+"""What a private loop was asked for, in numbers: its mechanism, its budget and the constants of its batches.
+
+With b the batch size of the user's loader and n the number of records, a step on a secret Poisson(q) batch releases
+
+    [sum over the batch of min(1, C / ||g_i||) g_i + N(0, (z C)^2)] / b,        q = b / n,
+
+so b is the expected batch size, and the divisor is that constant whatever batch was drawn. Under the relation
+add_or_remove_one the number n is private: q is then a constant of the user's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from accounting.calibration import calibrate_noise
+from accounting.composition import Budget
+from accounting.guarantee import Adjacency
+from accounting.ledger.ledger import LEDGER_FILE, Mode
+from accounting.records.mechanisms import RecordCentral
+from opusim import checks
+from opusim.randomness import MAX_SEED
+from opusim.randomness.streams import MODES, SystemUniforms
+from training.errors import RunFolderError
+from training.runs.storage import read_json, record_from_json, record_json, write_json
+
+SETTINGS_FILE = "private.json"
+CHECKPOINT_FILE = "private.pt"
+_VERSION = 1
+_HIDDEN_NUMBER = (
+    "relation = 'add_or_remove_one' needs sample_rate, a constant of your choice, since the number of records is "
+    "private; give it, or take relation = 'zero_out', under which that number is public"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacySettings:
+    """The constants of a private loop, as its folder keeps them.
+
+    Attributes:
+        mode: "experiment", whose noise and batches come from `seed`, or "release", where they come from the operating
+            system.
+        seed: In [0, 2^64) in experiment mode, None in release mode.
+        relation: Which data sets are neighbours: zero_out or add_or_remove_one.
+        sample_rate: q, the probability with which a record enters a batch, in (0, 1].
+        batch_size: b, the constant that divides the noisy sum.
+        max_grad_norm: C, above 0.
+        noise_multiplier: z, above 0.
+        target_delta: Of every statement, in [0, 1).
+        target_epsilon: The budget, or None without one.
+        epochs: Planned length, or None.
+    """
+
+    mode: Mode
+    seed: int | None
+    relation: Adjacency
+    sample_rate: float
+    batch_size: int
+    max_grad_norm: float
+    noise_multiplier: float
+    target_delta: float
+    target_epsilon: float | None
+    epochs: int | None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which each record is used once on average: the nearest whole number to 1 / q."""
+        return max(1, round(1 / self.sample_rate))
+
+    @property
+    def total_steps(self) -> int | None:
+        """Planned number of steps, or None."""
+        return None if self.epochs is None else self.epochs * self.steps_per_epoch
+
+    @property
+    def mechanism(self) -> RecordCentral:
+        """What one step releases."""
+        return RecordCentral(
+            noise_multiplier=self.noise_multiplier,
+            sampling_probability=self.sample_rate,
+            clip_norm=self.max_grad_norm,
+            divisor=float(self.batch_size),
+            relation=self.relation,
+        )
+
+    @property
+    def budget(self) -> Budget | None:
+        """What may be spent, or None without `target_epsilon`."""
+        if self.target_epsilon is None:
+            return None
+        return Budget(epsilon=self.target_epsilon, delta=self.target_delta)
+
+    @classmethod
+    def resolve(cls, *, records: int, noise_multiplier: float | None, **given: Any) -> Self:
+        """Check the arguments of `make_private`, and find what they leave open.
+
+        Args:
+            records: n.
+            noise_multiplier: z, or None for the least that keeps `epochs` within `target_epsilon`.
+            **given: The other fields; `sample_rate` and, in experiment mode, `seed` may be None.
+
+        Raises:
+            ValueError: A value is out of range, or one is missing; the message names it.
+            NoGuarantee: No noise reaches `target_epsilon`.
+        """
+        given["seed"] = _seed(given["mode"], given["seed"])
+        given["relation"] = Adjacency(_relation(given["relation"]))
+        given["sample_rate"] = _sample_rate(records, given)
+        checks.positive(max_grad_norm=given["max_grad_norm"])
+        checks.in_unit_interval(closed="left", target_delta=given["target_delta"])
+        given["max_grad_norm"] = float(given["max_grad_norm"])
+        given["target_delta"] = float(given["target_delta"])
+        if given["target_epsilon"] is not None:
+            checks.positive(target_epsilon=given["target_epsilon"])
+            given["target_epsilon"] = float(given["target_epsilon"])
+        if given["epochs"] is not None:
+            checks.integer(minimum=1, epochs=given["epochs"])
+            given["epochs"] = int(given["epochs"])
+        if noise_multiplier is not None:
+            checks.positive(noise_multiplier=noise_multiplier)
+            return cls(noise_multiplier=float(noise_multiplier), **given)
+        if given["target_epsilon"] is None or given["epochs"] is None:
+            raise ValueError(
+                "noise_multiplier is missing; give it, or target_epsilon and epochs, for which the least noise is found"
+            )
+        guess = cls(noise_multiplier=1.0, **given)
+        found, _ = calibrate_noise(
+            guess.mechanism.repeated(guess.total_steps or 1),
+            target_epsilon=given["target_epsilon"],
+            delta=given["target_delta"],
+        )
+        return cls(noise_multiplier=found.noise_multiplier, **given)
+
+    def begin(self, folder: Path) -> None:
+        """Write the settings of a new private loop into its folder.
+
+        Raises:
+            RunFolderError: The folder holds a private loop, or other work.
+        """
+        if (folder / SETTINGS_FILE).exists():
+            raise RunFolderError(
+                f"folder {folder} holds a private loop already; give resume=True to resume it from its last save, or "
+                "another folder for a new one"
+            )
+        if (folder / LEDGER_FILE).exists():
+            raise RunFolderError(f"folder {folder} holds the ledger of other work; choose an empty folder")
+        write_json(folder / SETTINGS_FILE, record_json(self, _VERSION))
+
+    def require_same(self, folder: Path, *, found: Collection[str]) -> Self:
+        """Return the settings that a folder holds, which resume with these arguments.
+
+        Args:
+            folder: The folder.
+            found: Names of the fields that were not given, which take the folder's values.
+
+        Raises:
+            RunFolderError: The folder holds none, or other ones.
+        """
+        file = folder / SETTINGS_FILE
+        if not file.exists():
+            raise RunFolderError(
+                f"folder {folder} holds no private loop to resume; leave resume out to start one"
+            )
+        stored = record_from_json(type(self), read_json(file), _VERSION)
+        ours, theirs = record_json(self, _VERSION), record_json(stored, _VERSION)
+        changed = [name for name in ours if ours[name] != theirs[name] and name not in found]
+        if changed:
+            name = changed[0]
+            raise RunFolderError(
+                f"{name} = {ours[name]!r}: the private loop in {folder} was started with {theirs[name]!r}; resume it "
+                "with the same arguments, or start a new folder"
+            )
+        return stored
+
+
+def _seed(mode: str, seed: int | None) -> int | None:
+    checks.choice(MODES, mode=mode)
+    if mode == "release":
+        if seed is not None:
+            raise ValueError(
+                f"seed = {seed}: noise and batches of mode = 'release' come from the operating system; leave it out"
+            )
+        return None
+    if seed is None:
+        return int(SystemUniforms().random(1)[0] * 2**53)
+    checks.integer(minimum=0, maximum=MAX_SEED, seed=seed)
+    return int(seed)
+
+
+def _relation(relation: str) -> str:
+    checks.choice((str(Adjacency.ZERO_OUT), str(Adjacency.ADD_OR_REMOVE_ONE)), relation=str(relation))
+    return str(relation)
+
+
+def _sample_rate(records: int, given: dict[str, Any]) -> float:
+    rate, batch_size = given["sample_rate"], given["batch_size"]
+    if rate is not None:
+        checks.in_unit_interval(closed="right", sample_rate=rate)
+        return float(rate)
+    if given["relation"] is Adjacency.ADD_OR_REMOVE_ONE:
+        raise ValueError(_HIDDEN_NUMBER)
+    if batch_size > records:
+        raise ValueError(
+            f"data_loader.batch_size = {batch_size}: exceeds the {records} records; take at most as many"
+        )
+    return float(batch_size / records)

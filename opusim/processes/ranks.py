@@ -11,12 +11,11 @@ or hangs, the others raise `ProcessLost`: at once, or after the time-out.
 from __future__ import annotations
 
 import math
-import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from opusim import checks
 from opusim.errors import ProcessLost
+from opusim.processes import launched_processes
 
 Result = TypeVar("Result")
 TIMEOUT_S = 1800.0
@@ -52,6 +52,13 @@ class Ranks:
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
+    @classmethod
+    def one(cls) -> Self:
+        """Return a process that shares nothing, also within a process group."""
+        found = cls()
+        found.rank, found.world = 0, 1
+        return found
+
     @property
     def is_first(self) -> bool:
         """Whether this is the process of rank 0."""
@@ -71,9 +78,11 @@ class Ranks:
         """Return this process's part of a batch: neighbours, so that all parts in the order of ranks are the batch.
 
         Args:
-            count: Records in the batch, at least 0; parts differ by at most one record and may be empty.
+            count: Records in the batch, at least 0; parts differ by at most one record and may be empty, the first
+                process's only if the batch is.
         """
-        return slice(count * self.rank // self.world, count * (self.rank + 1) // self.world)
+        first, end = (-(-count * rank // self.world) for rank in (self.rank, self.rank + 1))
+        return slice(first, end)
 
     # Meeting
 
@@ -154,6 +163,10 @@ class Ranks:
         self.meet()
         return self._all(numbers)
 
+    def total(self, number: int) -> int:
+        """Return the sum of a whole number over all processes."""
+        return sum(found for (found,) in self.rows([number]))
+
     def totals(self, values: Sequence[float]) -> list[float]:
         """Return sums over all processes, the same to the bit on each."""
         if self.world == 1:
@@ -211,6 +224,15 @@ class Ranks:
         wanted = list(tensors)
         self.sum_on_first(wanted)
         self.broadcast_tensors(wanted)
+
+    def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return the gradients of parameters that have one in any process; a process without one gets zeros."""
+        wanted = list(parameters)
+        flags = self.rows([parameter.grad is not None for parameter in wanted])
+        for parameter, found in zip(wanted, map(any, zip(*flags, strict=True)), strict=True):
+            if found and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in wanted if parameter.grad is not None]
 
     def gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return on the first process the rows of all, in the order of ranks, and on the others their own.
@@ -282,11 +304,6 @@ class Ranks:
             made = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout)
             _groups[self._timeout_s] = made
         return made[1]
-
-
-def launched_processes() -> int:
-    """Return how many processes torchrun started, or 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def init_process_group() -> None:

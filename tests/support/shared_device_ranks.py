@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opusim import FeedbackAlignment, NoisyDevice, open_device, open_shared_device
+from opusim.description.loading import load_description
 from opusim.devices.registry import open_described
 from opusim.devices.shared import SharedDevice
-from opusim.description.loading import load_description
 from opusim.errors import DeviceFault
 from opusim.processes.ranks import Ranks
 from tests.support.ranks import run_ranks

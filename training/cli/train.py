@@ -82,7 +82,9 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
 
 def _train(config: RunConfig, out: Path | None, quiet: bool) -> None:
     """Train under a configuration; a device's driver must be there before anything else begins."""
-    if config.uses_device:
+    from training.engine.leading import follows
+
+    if config.uses_device and not follows(config):
         from opusim.description.loading import load_description
         from opusim.devices.access import require_present
 
@@ -107,6 +109,7 @@ def resume(
     """Resume a run that was stopped or killed, from its newest checkpoint."""
     from opusim.description.loading import parse_description
     from opusim.devices.access import require_present
+    from training.engine.leading import follows
     from training.engine.session import train
     from training.networks.user_code import require_trusted
     from training.runs.folder import RunFolder
@@ -118,7 +121,7 @@ def resume(
     require_trusted(facts, trust_code=trust_code)
     say_trusted(facts)
     config = folder.read_config()
-    if device is not None:
+    if device is not None and not follows(config):
         require_present(parse_description(str(folder.config_file), device))
 
     def work(watcher: Watcher | None) -> Run:
@@ -165,10 +168,14 @@ def caution(config: RunConfig) -> str | None:
 def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run]) -> None:
     """Train with a progress bar, then print the table and write the report.
 
-    The cost of a kill is printed when training begins, quiet or not.
+    The cost of a kill is printed when training begins, quiet or not. A process that follows another one prints nothing.
     """
+    from training.engine.leading import follows
     from training.reports.run_report import write_report
 
+    if follows(config):
+        work(None)
+        return
     warning = caution(config)
 
     def warned(watcher: Watcher | None) -> Watcher | None:

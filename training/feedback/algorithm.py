@@ -15,6 +15,7 @@ from accounting.pdfa.mechanisms import PdfaWithoutFormula, PublishedLayer, Publi
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise, NoiseModel
+from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import noise_stream
 from training.config.run import RunConfig
 from training.data import Dataset
@@ -62,6 +63,7 @@ class FeedbackAlgorithm(
 
     targets = ("class", "tokens", "real", "labels")
     applies = frozenset({"gradients", "soft labels"})
+    processes = "steps"
 
     @classmethod
     def build_network(
@@ -124,14 +126,21 @@ class FeedbackAlgorithm(
         optimizer = make_optimizer(network.parameters, config.optimizer)
         if isinstance(network, AnyModule):
             require_applicable(config, self.protection.needs)
+            ranks = Ranks()
+            feedback = feedback_points(network, options, device, draw_seed=config.seed_for("codes"))
+            if ranks.world > 1:
+                _require_same_buffers(network)
+                if feedback is not None:  # a process without records in the first batch needs the sizes too
+                    feedback.shape(network.shaped(self._two_records))
             return ModuleTrainer(
                 network,
                 optimizer,
                 Objective.named(config.loss, self.plan.dataset.target),
                 kind=options.kind,
-                feedback=feedback_points(network, options, device, draw_seed=config.seed_for("codes")),
+                feedback=feedback,
                 seed=config.seed_for("module"),
                 labels=labels,
+                ranks=ranks,
             )
         noise = None
         if options.digital_sigma:
@@ -145,6 +154,7 @@ class FeedbackAlgorithm(
             noise=noise,
             protection=self.gradients(device),
             labels=labels,
+            ranks=Ranks(),
         )
 
     @property
@@ -223,6 +233,21 @@ def require_applicable(config: RunConfig, needs: Collection[Applied]) -> None:
         "fully connected networks only; take model.name = 'mlp', or 'label-readout' or 'label-randomized-response', "
         "which replace the labels before training"
     )
+
+
+def _require_same_buffers(network: AnyModule) -> None:
+    """Refuse statistics of batches, of which each process sees only a part.
+
+    Raises:
+        ConfigError: The module has a batch norm.
+    """
+    for name, module in network.model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            reason = (
+                f"{type(network.model).__name__} has a batch norm, {name!r}, whose statistics would be those of one "
+                "process's part of the batch; take nn.GroupNorm, or start it without torchrun"
+            )
+            raise ConfigError("configuration", "model.name", reason)
 
 
 def feedback_points(

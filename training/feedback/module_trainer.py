@@ -1,7 +1,8 @@
 """Train any torch module by backpropagation, or by feedback alignment at its feedback points.
 
 One step: a forward pass in training mode, the mean of the records' losses, `loss.backward()` through the points of
-`training.feedback.points.FeedbackAlignment`, and the optimizer's update.
+`training.feedback.points.FeedbackAlignment`, and the optimizer's update. If several processes share the batch, the
+gradients of all are added before the update.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim.devices.usage import Usage
+from opusim.processes.ranks import Ranks
 from opusim.randomness import derive_seed
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
@@ -37,6 +39,7 @@ class ModuleTrainer(Trainer):
         feedback: The feedback points; None backpropagates.
         seed: Of what the module draws, such as dropout; None takes a seed of the operating system in each step.
         labels: What training knows of the labels in their place; None if it sees the labels themselves.
+        ranks: The processes that share each batch; None for one.
     """
 
     def __init__(
@@ -49,12 +52,14 @@ class ModuleTrainer(Trainer):
         feedback: FeedbackAlignment | None = None,
         seed: int | None = None,
         labels: SoftLabels | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.kind = kind
         self.model = network.model
         self.optimizer = optimizer
         self._network, self._objective, self._feedback = network, objective, feedback
         self._seed, self._labels = seed, labels
+        self._ranks = ranks or Ranks.one()
         device = None if feedback is None else feedback.device
         self._column_sum = (
             None if device is None else torch.zeros(device.n_outputs)
@@ -67,9 +72,12 @@ class ModuleTrainer(Trainer):
 
         A batch without records has no gradient and no reading; momentum still moves the parameters.
         """
-        if not len(x):
+        batch_size = self._ranks.total(len(x))
+        if not batch_size:
             return self._empty_step(y)
         self._recall_column_sum()
+        if not len(x):
+            return self._step_without_records(y, step)
         buffers = {name: buffer.clone() for name, buffer in self._network.buffers.items()}
         losses = partial(self._losses, x, y, step=step, records=records)
         self.model.train()
@@ -78,14 +86,14 @@ class ModuleTrainer(Trainer):
                 diagnostics = self._diagnosed(lambda: losses()[1].mean(), step) if observe else {}
                 output, per_record = losses()
                 loss_sum = per_record.detach().sum(dtype=torch.float64)
-                self._backward(per_record, step)
+                self._backward(per_record.mean() * (len(x) / batch_size), step)
         except Exception:  # the device failed: the parameters are those before, and so must the buffers be
             for name, buffer in self._network.buffers.items():
                 buffer.copy_(buffers[name])
             raise
         finally:
             self.model.eval()
-        self.optimizer.step()
+        self._update()
         correct, judged = self._objective.correct(output.detach(), y)
         return StepRecord(
             loss_sum=loss_sum, n_correct=correct, n_records=len(x), n_judged=judged, diagnostics=diagnostics
@@ -134,21 +142,37 @@ class ModuleTrainer(Trainer):
             y = self._labels.targets(output.detach(), records, step)
         return output, self._objective.per_record(output, y)
 
-    def _backward(self, per_record: Tensor, step: int) -> None:
-        """Write the gradients of the mean loss.
+    def _backward(self, loss: Tensor, step: int) -> None:
+        """Write the gradients of this process's share of the mean loss.
 
         Raises:
             TrainingDiverged: The loss or a gradient is not finite.
         """
-        _require_finite(per_record.detach().sum(), step)
+        _require_finite(loss.detach(), step)
         self.optimizer.zero_grad(set_to_none=True)
         if self._feedback is not None:
             self._feedback.seek(step)
-        per_record.mean().backward()
+        loss.backward()
         gradients = [parameter.grad for parameter in self._network.parameters]
         sums = [gradient.sum(dtype=torch.float64) for gradient in gradients if gradient is not None]
         if sums:
             _require_finite(torch.stack(sums).sum(), step)
+
+    def _update(self) -> None:
+        """Add the gradients of all processes and move the parameters; buffers become those of the first process."""
+        if self._ranks.world > 1:
+            self._ranks.sum(self._ranks.gradients(self._network.parameters))
+            self._ranks.broadcast_tensors(self._network.buffers.values())
+        self.optimizer.step()
+
+    def _step_without_records(self, y: Tensor, step: int) -> StepRecord:
+        """Take part in a step of which other processes have all records."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._feedback is not None:
+            self._feedback.seek(step)
+            self._feedback.read_nothing()
+        self._update()
+        return _nothing(y)
 
     def _recall_column_sum(self) -> None:
         """Give the feedback what a checkpoint holds."""
@@ -166,8 +190,7 @@ class ModuleTrainer(Trainer):
         for parameter in self._network.parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
-        zero = torch.zeros((), dtype=torch.float64, device=y.device)
-        return StepRecord(loss_sum=zero, n_correct=zero.long(), n_records=0, n_judged=0)
+        return _nothing(y)
 
     def _diagnosed(self, loss: Callable[[], Tensor], step: int) -> dict[str, list[float]]:
         """Return the alignment at each point; it takes another forward and backward pass through the points."""
@@ -185,7 +208,8 @@ class ModuleTrainer(Trainer):
         return {name: [0.0 if math.isnan(v) else v for v in values] for name, values in figures.items()}
 
     def _seed_of(self, step: int) -> int | None:
-        return None if self._seed is None else derive_seed(self._seed, f"step {step}")
+        process = f", process {self._ranks.rank}" if self._ranks.rank else ""
+        return None if self._seed is None else derive_seed(self._seed, f"step {step}{process}")
 
 
 def feedback_start(network: AnyModule) -> nn.Linear:
@@ -202,6 +226,12 @@ def feedback_start(network: AnyModule) -> nn.Linear:
             "use 'random', or give it an attribute feedback_start with the name of its last linear layer"
         )
     return layer
+
+
+def _nothing(y: Tensor) -> StepRecord:
+    """Return what a step without records measured."""
+    zero = torch.zeros((), dtype=torch.float64, device=y.device)
+    return StepRecord(loss_sum=zero, n_correct=zero.long(), n_records=0, n_judged=0)
 
 
 def _require_finite(value: Tensor, step: int) -> None:

@@ -52,7 +52,8 @@ class Encoded:
         """
         total = readings
         if self.weights is not None:
-            total = (self.weights @ readings.view(len(self.weights), -1)).view(self.frames.shape[1], -1)
+            rows, n_outputs = self.frames.shape[1], readings.shape[1]  # there may be no rows
+            total = (self.weights @ readings.view(len(self.weights), rows * n_outputs)).view(rows, n_outputs)
         if self.scale is not None:
             total = total.mul_(self.scale)
         return total if self.offset is None or ones is None else total.addcmul_(self.offset, ones)

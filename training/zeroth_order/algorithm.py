@@ -14,7 +14,7 @@ from accounting.guarantee import Adjacency
 from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
-from opusim.processes.ranks import Ranks, init_process_group
+from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import NoiseStream, derive_seed, noise_stream
 from training.config.run import RunConfig
 from training.data import Dataset
@@ -52,6 +52,7 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
 
     applies = frozenset({"own noise"})
     uses_public_randomness = True
+    processes = "replicas"
 
     @classmethod
     def default_inputs(cls, config: RunConfig) -> tuple[RunConfig, Arrays | None, nn.Module | None]:
@@ -100,7 +101,6 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
 
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> ZoTrainer:
         """See Algorithm.trainer; processes that torchrun launched together share the batches."""
-        init_process_group()
         config, ranks = self.plan.config, Ranks()
         root = derive_seed(config.seed, "directions")
         if config.mode == "release":  # public, but chosen by no one

@@ -5,11 +5,25 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from importlib import import_module
 
 import torch
 
 from opusim.processes.ranks import init_process_group
 from tests.support.killing import start_child
+
+PRELOADED = (
+    *("torch._dynamo", "opusim.devices.simulated", "training.feedback.algorithm"),
+    *("training.ulr.algorithm", "training.convex.algorithm", "training.protections.budgeted_labels"),
+)
+"""What forked processes would each import again."""
+
+
+def preload() -> None:
+    """Import libraries before processes are forked."""
+    torch.set_num_threads(1)
+    for name in PRELOADED:
+        import_module(name)
 
 
 def start_ranks(work: Callable[[int], object], processes: int) -> list[int]:

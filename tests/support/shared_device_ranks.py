@@ -23,7 +23,7 @@ from opusim.devices.registry import open_described
 from opusim.devices.shared import SharedDevice
 from opusim.errors import DeviceFault
 from opusim.processes.ranks import Ranks
-from tests.support.ranks import run_ranks
+from tests.support.ranks import preload, run_ranks
 
 WINDOW: dict[str, Any] = {"n_inputs": 3, "n_outputs": 6, "seed": 4, "noise": {"sigma": 0.5}}
 ENCODINGS = ("ternary", "stochastic")
@@ -152,6 +152,53 @@ def errors_shared(rank: int) -> dict[str, Any]:
     return found | {"shape": tuple(fine.shape)}
 
 
+def rank_tensors(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        torch.randn(5, 7, generator=generator).t(),
+        torch.randn(3, generator=generator, dtype=torch.float64),
+        torch.tensor(rank + 1),
+        torch.randn(4, generator=generator).bfloat16(),
+    ]
+
+
+def exchange(rank: int) -> dict[str, Any]:
+    """Sums, gradients that one process lacks, and errors in a session of three processes."""
+    ranks, found = Ranks(timeout_s=20), {}
+    ranks.sum(tensors := rank_tensors(rank))
+    found["sums"] = tensors
+    parameters = [torch.zeros(2, requires_grad=True) for _ in range(3)]
+    parameters[rank % 2].grad = torch.full((2,), float(rank))
+    gradients = ranks.gradients(parameters)
+    ranks.sum(gradients)
+    found["gradients"] = gradients
+    found["part"] = [ranks.part(count) for count in range(8)]
+
+    def first_computes() -> None:
+        with ranks.session():
+            ranks.on_first(lambda: 1 / 0)
+
+    def last_fails_early() -> None:
+        with ranks.session():
+            if rank == 2:
+                raise KeyError("a file of process 2")
+            ranks.totals([1.0])
+            ranks.totals([2.0])
+
+    def last_leaves_early() -> None:
+        with ranks.session():
+            for _ in range(1 if rank == 2 else 2):
+                ranks.totals([1.0])
+
+    def all_end() -> None:
+        with ranks.session():
+            found["total"] = ranks.totals([0.1])
+
+    for act in (first_computes, last_fails_early, last_leaves_early, all_end):
+        found[act.__name__] = error_of(act)
+    return found
+
+
 def timed(act: Callable[[], object]) -> dict[str, Any]:
     start = time.monotonic()
     return {"error": error_of(act), "seconds": time.monotonic() - start}
@@ -180,6 +227,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "train": train_shared,
     "read": read_shared,
     "errors": errors_shared,
+    "exchange": exchange,
     "hang": hang_shared,
     "first dies": lambda rank: die_shared(rank, 0),
     "second dies": lambda rank: die_shared(rank, 1),
@@ -188,7 +236,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 def main(arguments: Sequence[str]) -> None:
     folder = Path(arguments[0])
-    torch.set_num_threads(1)
+    preload()
     torch.save(train_single(), folder / "train.single.pt")  # compiles for the forked processes too
     torch.save(read_single(), folder / "read.single.pt")
     for name, scenario in SCENARIOS.items():
@@ -198,8 +246,9 @@ def main(arguments: Sequence[str]) -> None:
             if "dies" not in name and name != "hang":
                 dist.destroy_process_group()
 
-        codes = run_ranks(work, PROCESSES)
-        expected = {"first dies": [-9, 0], "second dies": [0, -9]}.get(name, [0, 0])
+        processes = 3 if name == "exchange" else PROCESSES
+        codes = run_ranks(work, processes)
+        expected = {"first dies": [-9, 0], "second dies": [0, -9]}.get(name, [0] * processes)
         if codes != expected:
             raise RuntimeError(f"{name}: the processes ended with {codes}")
 

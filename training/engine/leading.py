@@ -75,17 +75,21 @@ def require_same(plan: RunPlan, ranks: Ranks) -> None:
     """Refuse processes that were started with another configuration or other data than the first.
 
     Raises:
-        RunFolderError: They were.
+        RunFolderError: One of them was; on every process, before anything is written.
     """
     if ranks.world == 1:
         return
-    mine = {"configuration": plan.config.digest(), "training records": fingerprint(plan.dataset.train)}
+    mine = {"configuration": plan.config.digest(), "data set": fingerprint(plan.dataset.train)}
     first = ranks.on_first(lambda: mine)
-    for what, found in mine.items():
-        if found != first[what]:
-            raise RunFolderError(
-                f"process {ranks.rank} of {ranks.world} has another {what} than process 0; start all with the same"
-            )
+    wrong = " and ".join(what for what, found in mine.items() if found != first[what])
+    if not wrong:
+        ranks.meet()
+        return
+    error = RunFolderError(
+        f"process {ranks.rank} of {ranks.world} has another {wrong} than process 0; start all with the same"
+    )
+    ranks.meet(error)
+    raise error
 
 
 def share_state(trainer: Trainer, ranks: Ranks) -> None:

@@ -92,6 +92,8 @@ class FeedbackAlgorithm(
         require_keys(config, self.options, closed_form=isinstance(network, FullyConnected))
         if isinstance(network, AnyModule):
             require_applicable(config, self.protection.needs)
+            if Ranks().world > 1:
+                _require_same_buffers(network)
             if config.model.initial_output == "feedback":
                 feedback_start(network)
             _ = self.device_shape
@@ -128,10 +130,10 @@ class FeedbackAlgorithm(
             require_applicable(config, self.protection.needs)
             ranks = Ranks()
             feedback = feedback_points(network, options, device, draw_seed=config.seed_for("codes"))
-            if ranks.world > 1:
-                _require_same_buffers(network)
-                if feedback is not None:  # a process without records in the first batch needs the sizes too
-                    feedback.shape(network.shaped(self._two_records))
+            if (
+                ranks.world > 1 and feedback is not None
+            ):  # without records in the first batch it needs the sizes too
+                feedback.shape(network.shaped(self._two_records))
             return ModuleTrainer(
                 network,
                 optimizer,

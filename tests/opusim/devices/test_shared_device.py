@@ -15,7 +15,7 @@ from opusim import NoisyDevice, open_shared_device
 from opusim.errors import NoiseUnknown
 from opusim.noise import GaussianNoise
 from opusim.testing.contract import N_INPUTS, N_OUTPUTS, DeviceContract
-from tests.support.shared_device_ranks import ENCODINGS, PARTS, SHARES
+from tests.support.shared_device_ranks import ENCODINGS, PARTS, SHARES, rank_tensors
 
 ROOT = Path(__file__).parents[3]
 TRAINED = [f"{encoding} {parts}" for encoding in ENCODINGS for parts in PARTS]
@@ -100,6 +100,31 @@ def test_a_process_that_hangs_or_dies_ends_the_call_of_the_others(folder: Path) 
         end = found(folder, name)
         assert end["error"][0] == "ProcessLost"
         assert end["seconds"] < limit
+
+
+def test_sums_are_those_in_the_order_of_ranks_to_the_bit(folder: Path) -> None:
+    every = [found(folder, f"exchange.{rank}") for rank in range(3)]
+    first, second, third = (rank_tensors(rank) for rank in range(3))
+    for number, (a, b, c) in enumerate(zip(first, second, third, strict=True)):
+        for one in every:
+            assert torch.equal(one["sums"][number], a + b + c)
+    for one in every:
+        assert [gradient.tolist() for gradient in one["gradients"]] == [[2.0, 2.0], [1.0, 1.0]]
+        assert one["total"] == [pytest.approx(0.3)]
+    for count in range(8):
+        parts = [one["part"][count] for one in every]
+        assert [n for part in parts for n in range(count)[part]] == list(range(count))
+        assert count == 0 or len(range(count)[parts[0]]) > 0
+
+
+def test_a_session_ends_in_all_processes_with_the_same_error(folder: Path) -> None:
+    every = [found(folder, f"exchange.{rank}") for rank in range(3)]
+    for one in every:
+        assert one["first_computes"] == ("ZeroDivisionError", "division by zero")
+        assert one["last_fails_early"] == ("KeyError", "'a file of process 2'")
+        assert one["all_end"] == ("none", "")
+    assert "one of them has ended its work" in every[0]["last_leaves_early"][1]
+    assert {one["last_leaves_early"][0] for one in every} == {"ProcessLost"}
 
 
 def test_it_states_the_law_of_the_held_device_or_that_it_is_unknown() -> None:

@@ -10,7 +10,9 @@ or hangs, the others raise `ProcessLost`: at once, or after the time-out.
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +28,8 @@ from opusim.errors import ProcessLost
 from opusim.processes import launched_processes
 
 Result = TypeVar("Result")
-TIMEOUT_S = 1800.0
+TIMEOUT_VARIABLE = "OPUSIM_PROCESS_TIMEOUT_S"
+_TIMEOUT_S = 1800.0
 _PRESENT, _FAILED, _LEAVING, _FAILED_AND_LEAVING = range(4)
 _groups: dict[float, tuple[Any, Any]] = {}
 """Time-out to (the default process group, the gloo group made next to it)."""
@@ -42,12 +45,14 @@ class Ranks:
         world: Number of processes.
 
     Args:
-        timeout_s: Seconds that a process waits for another one at each exchange, above 0.
+        timeout_s: Seconds that a process waits for another one at each exchange, above 0; None takes those of the
+            environment variable OPUSIM_PROCESS_TIMEOUT_S, or half an hour.
     """
 
-    def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
-        checks.positive(timeout_s=timeout_s)
-        self._timeout_s = float(timeout_s)
+    def __init__(self, *, timeout_s: float | None = None) -> None:
+        wanted = _default_timeout_s() if timeout_s is None else timeout_s
+        checks.positive(timeout_s=wanted)
+        self._timeout_s = float(wanted)
         self.rank, self.world = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -310,7 +315,29 @@ def init_process_group() -> None:
     """Join the processes that torchrun started, unless this was done already or there is only one."""
     if launched_processes() < 2 or not dist.is_available() or dist.is_initialized():
         return
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_default_timeout_s()))  # as all exchanges here
+    atexit.register(_leave_process_group)  # its threads would abort a process that ends with them
+
+
+def _leave_process_group() -> None:
+    _groups.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _default_timeout_s() -> float:
+    """Return the seconds that the environment asks for.
+
+    Raises:
+        ValueError: It names no number.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    try:
+        return float(text or _TIMEOUT_S)
+    except ValueError:
+        raise ValueError(
+            f"{TIMEOUT_VARIABLE} = {text!r}: must be a number of seconds above 0; correct or unset it"
+        ) from None
 
 
 def _portable(error: BaseException | None, rank: int) -> BaseException:

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import training
+from opusim.processes.ranks import TIMEOUT_VARIABLE
 from tests.support.killing import skip_syncs
 from tests.support.ranks import preload, start_ranks
 from tests.support.shared_runs import config_of, data, log_steps
 
-LIMIT_S = 60.0
-"""How long the other process may take to end."""
+TIMEOUT_S = 20.0
+"""For how long a process waits for another one that has not joined it or does not answer."""
+LIMIT_S = 3 * TIMEOUT_S
+"""How long the other process may take to end: it may wait to join, and once for an exchange."""
 STEPS = 4000
 CONFIG = config_of(
     {"kind": "bp"},
@@ -74,10 +77,12 @@ def kill_once(folder: Path, attempt: int, chance: random.Random) -> dict[str, An
     if status[0] == 0:
         os.kill(other, signal.SIGKILL)
         os.waitpid(other, 0)
-    return {"hit": hit, "after": after, "ended": status[0] != 0, "status": status[1]}
+    seconds = time.monotonic() - killed
+    return {"hit": hit, "after": after, "ended": status[0] != 0, "status": status[1], "seconds": seconds}
 
 
 def main(folder: Path, seed: int, kills: int) -> None:
+    os.environ[TIMEOUT_VARIABLE] = str(TIMEOUT_S)
     preload()
     skip_syncs()
     chance = random.Random(seed)

@@ -23,7 +23,10 @@ from opusim.devices.registry import open_described
 from opusim.devices.shared import SharedDevice
 from opusim.errors import DeviceFault
 from opusim.processes.ranks import Ranks
+from opusim.randomness.streams import SeededStream
 from tests.support.ranks import preload, run_ranks
+from training.networks.record_gradients.tape import RecordTape
+from training.protections.record import RecordGradients
 
 WINDOW: dict[str, Any] = {"n_inputs": 3, "n_outputs": 6, "seed": 4, "noise": {"sigma": 0.5}}
 ENCODINGS = ("ternary", "stochastic")
@@ -199,6 +202,38 @@ def exchange(rank: int) -> dict[str, Any]:
     return found
 
 
+def tape_gradients(ranks: Ranks, records: slice) -> list[Tensor]:
+    """Return private gradients of part of a batch, written from a tape with the noise of its third step."""
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 3))
+    writer = RecordGradients(
+        clip_norm=0.5,
+        noise_multiplier=0.7,
+        divisor=12.0,
+        noise=SeededStream(9, "test"),
+        ranks=ranks,
+    )
+    tape, (x, y) = RecordTape(net, torch.randn(2, 8)), batch(0)
+    with tape.recording(len(x[records])):
+        if len(x[records]):
+            nn.functional.cross_entropy(net(x[records]), y[records], reduction="sum").backward()
+    writer.seek(2)
+    writer.set_recorded_gradients(tape)
+    return [p.grad for p in net.parameters()]
+
+
+def write_private(rank: int) -> dict[str, Any]:
+    parts = PARTS | {"no records": (slice(0, 12), slice(12, 12)), "nothing": (slice(0, 0), slice(0, 0))}
+    return {name: tape_gradients(Ranks(timeout_s=20), records[rank]) for name, records in parts.items()}
+
+
+def write_single() -> dict[str, Any]:
+    return {
+        "all": tape_gradients(Ranks.one(), slice(0, 12)),
+        "nothing": tape_gradients(Ranks.one(), slice(0, 0)),
+    }
+
+
 def timed(act: Callable[[], object]) -> dict[str, Any]:
     start = time.monotonic()
     return {"error": error_of(act), "seconds": time.monotonic() - start}
@@ -228,6 +263,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "read": read_shared,
     "errors": errors_shared,
     "exchange": exchange,
+    "private": write_private,
     "hang": hang_shared,
     "first dies": lambda rank: die_shared(rank, 0),
     "second dies": lambda rank: die_shared(rank, 1),
@@ -238,6 +274,7 @@ def main(arguments: Sequence[str]) -> None:
     folder = Path(arguments[0])
     preload()
     torch.save(train_single(), folder / "train.single.pt")  # compiles for the forked processes too
+    torch.save(write_single(), folder / "private.single.pt")
     torch.save(read_single(), folder / "read.single.pt")
     for name, scenario in SCENARIOS.items():
 

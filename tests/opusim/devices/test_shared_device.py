@@ -102,6 +102,16 @@ def test_a_process_that_hangs_or_dies_ends_the_call_of_the_others(folder: Path) 
         assert end["seconds"] < limit
 
 
+@pytest.mark.parametrize("case", [*PARTS, "no records", "nothing"])
+def test_private_gradients_from_a_tape_are_those_of_one_process(folder: Path, case: str) -> None:
+    """Each process clips its records; the first adds the noise to the sum of all, with records or without."""
+    single = found(folder, "private.single")["nothing" if case == "nothing" else "all"]
+    both = [found(folder, f"private.{rank}")[case] for rank in (0, 1)]
+    assert distance(both[0], both[1]) == 0
+    assert distance(both[0], single) < 1e-6
+    assert max(float(gradient.abs().max()) for gradient in single) > 0.01
+
+
 def test_sums_are_those_in_the_order_of_ranks_to_the_bit(folder: Path) -> None:
     every = [found(folder, f"exchange.{rank}") for rank in range(3)]
     first, second, third = (rank_tensors(rank) for rank in range(3))

@@ -285,6 +285,28 @@ def test_twenty_killed_processes(tmp_path: Path) -> None:
     kill(tmp_path, seed=6, kills=20)
 
 
+@pytest.mark.slow
+def test_torchrun_starts_the_commands_of_the_documentation(tmp_path: Path) -> None:
+    """Also that the processes end without an abort, which gloo's threads would cause now and then."""
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node=2"]
+    opusim = [sys.executable, "-c", "from training.cli import main; main()"]
+    shared = ["train", "pdfa", "--data", "digits", "--set", "epochs=1", "--quiet"]
+    private = ["--protect", "record", "--epsilon", "3", "--release"]
+    for number, arguments in enumerate([shared, shared, shared, [*shared, *private]]):
+        done = subprocess.run(
+            [*call, *opusim, *arguments, "--out", str(tmp_path / f"{number}")],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=settings,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.split() == [str(tmp_path / f"{number}")]  # the first process's only
+        assert (tmp_path / f"{number}" / "report.html").exists()
+
+
 def test_one_process_shares_nothing() -> None:
     ranks = Ranks()
     tensor = torch.ones(3)

@@ -182,8 +182,10 @@ def _follow(
             if not resume:
                 plan.algorithm.initialise(trainer)
             share_state(trainer, ranks)
+            folder = RunFolder(ranks.on_first(Path))
+            plan.algorithm.prepare(trainer, folder)
             follow(trainer, to_device(plan.dataset, plan.config.torch_device).train, ranks)
-    return load_run(ranks.on_first(lambda: Path()), model=model, trust_code=True)  # it was executed here
+    return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
 def _folder_of(config: RunConfig, folder: str | Path | None) -> RunFolder | None:
@@ -216,12 +218,12 @@ def _train_in(
                 algorithm.initialise(trainer)
                 _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
             share_state(trainer, ranks)
+            ranks.on_first(folder.path.resolve)
             with deferred_interrupt() as interrupted, _ledger(plan.config, folder, resumed_from) as ledger:
                 protection.pay_upfront(ledger, device, folder)
                 algorithm.prepare(trainer, folder)
                 engine.run(ledger, plan.mechanisms, interrupted)
     end(ranks)
-    ranks.on_first(lambda: folder.path.resolve())
 
 
 def _begin(

@@ -289,7 +289,14 @@ def test_twenty_killed_processes(tmp_path: Path) -> None:
 def test_torchrun_starts_the_commands_of_the_documentation(tmp_path: Path) -> None:
     """Also that the processes end without an abort, which gloo's threads would cause now and then."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node=2"]
+    call = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--no-python",
+        "--nproc-per-node=2",
+    ]
     opusim = [sys.executable, "-c", "from training.cli import main; main()"]
     shared = ["train", "pdfa", "--data", "digits", "--set", "epochs=1", "--quiet"]
     private = ["--protect", "record", "--epsilon", "3", "--release"]

@@ -61,6 +61,7 @@ CLIPPED_RECORDS = Theorem(
     trusted=(
         "batches stay secret: realised sizes, frames, joules, step times and the sampler's state are not released",
         "a record's reading depends on that record only: no automatic exposure, batch scaling or persistence",
+        "a record's update does not depend on other records: no layer, hook or loss mixes the records of a batch",
         NOISE_IS_SECRET,
     ),
 )

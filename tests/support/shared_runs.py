@@ -177,6 +177,8 @@ RUNS: Mapping[str, Run] = {
     ),
     "bp record": Run(config_of({"kind": "bp"}, **RECORD)),
     "pdfa record": Run(config_of({"kind": "pdfa"}, **DEVICE, **RECORD)),
+    "bp module record": Run(config_of({"kind": "bp"}, **RECORD, own=True), module),
+    "pdfa module record": Run(config_of({"kind": "pdfa", **POINTS}, **DEVICE, **RECORD, own=True), module),
     "noise": Run(config_of({"kind": "bp"}, **NOISY)),
     "noise in release": Run(config_of({"kind": "bp"}, mode="release", **NOISY)),
     "noise of both": Run(config_of({"kind": "bp"}, **NOISY), prepare=both_draw),

@@ -39,7 +39,6 @@ from training.engine.loop import torch_threads
 from training.engine.plan import RunPlan
 from training.errors import RunFolderError
 from training.feedback.config import FeedbackConfig, PdfaConfig
-from training.networks.any_module import AnyModule
 from training.networks.clipping import ActivationClipping
 from training.networks.network import LayerShape
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
@@ -92,7 +91,7 @@ def parameter_groups(names: Sequence[str], plan: RunPlan) -> list[list[str]]:
     if not isinstance(options, FeedbackConfig | UlrConfig):
         return [list(names)]
     layers = dict.fromkeys(name.partition(".")[0] for name in names)
-    groups = [[name for name in names if name.startswith(f"{layer}.")] for layer in layers]
+    groups = [[name for name in names if name.partition(".")[0] == layer] for layer in layers]
     published = isinstance(options, FeedbackConfig) and plan.config.protection.protects == "nothing"
     return groups[-1:] if published else groups
 
@@ -256,12 +255,6 @@ def read_run(folder: RunFolder, data: Arrays | Dataset | None, model: nn.Module 
     if not checkpoints:
         raise RunFolderError(f"run folder {folder.path} has no checkpoint left; train it anew")
     plan = RunPlan.stored(folder, data, model)
-    if isinstance(plan.network, AnyModule):
-        raise ValueError(
-            f"run {folder.path} trained {type(plan.network.model).__name__}; the controls of an audit clip the "
-            "gradient of each record, which is bounded for fully connected networks only: audit a run with "
-            "model.name = 'mlp'"
-        )
     checkpoint = read_checkpoint(checkpoints[-1])
     return AuditedRun(
         plan=plan,

@@ -144,6 +144,12 @@ MechanismSettings = Annotated[
         "--set", metavar="KEY=VALUE", help="With --mechanism: a key of the configuration; repeatable."
     ),
 ]
+AuditedModel = Annotated[
+    str | None,
+    typer.Option(
+        help="With --mechanism: mlp (default), or for pdfa, dfa, tdfa and bp convolution or attention."
+    ),
+]
 Level = Annotated[
     float | None,
     typer.Option(help="With --mechanism: probability of any false alarm, 1e-4 by default."),
@@ -155,6 +161,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def audit(
     run: RunArgument = None,
     mechanism: KindOption = None,
+    model: AuditedModel = None,
     trials: Trials = None,
     seed: AuditSeed = None,
     delta: AuditDelta = None,
@@ -168,7 +175,7 @@ def audit(
 ) -> None:
     """Attack a run: can an attacker who sees its updates tell which records were used? Or test a mechanism."""
     of_runs = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
-    of_mechanisms = {"--mode": mode, "--steps": steps, "--set": settings, "--level": level}
+    of_mechanisms = {"--model": model, "--mode": mode, "--steps": steps, "--set": settings, "--level": level}
     if mechanism is None:
         _require_absent(of_mechanisms, "goes with --mechanism KIND only")
         if run is None:
@@ -180,6 +187,7 @@ def audit(
     _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
     _audit_mechanism(
         mechanism,
+        model=model or "mlp",
         mode=mode or "experiment",
         steps=60 if steps is None else steps,
         settings=settings or (),
@@ -250,6 +258,7 @@ def _print_audit(found: RunAudit) -> None:
 def _audit_mechanism(
     kind: str,
     *,
+    model: str,
     mode: str,
     steps: int,
     settings: Sequence[str],
@@ -274,6 +283,7 @@ def _audit_mechanism(
     with Progress(f"self-test of {kind}", "steps") as progress:
         found = audit_mechanism(
             kind,
+            model=model,
             mode=mode,
             steps=steps,
             settings=settings,

@@ -397,6 +397,7 @@ class _EpochSums:
                 for values in zip(*(seen[name] for seen in self._observed), strict=True)
             ]
             for name in self._observed[0]
+            if all(name in seen for seen in self._observed)
         }
 
     def dump(self) -> dict[str, Any]:

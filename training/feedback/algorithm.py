@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,16 +22,22 @@ from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
 from training.feedback.config import DfaConfig, FeedbackConfig, PdfaConfig, PointsConfig, TdfaConfig
-from training.feedback.module_trainer import ModuleTrainer, feedback_start
+from training.feedback.module_trainer import ModuleTrainer, PrivateRecords, feedback_start
 from training.feedback.points import FeedbackAlignment
 from training.feedback.trainer import FeedbackTrainer
 from training.networks.any_module import AnyModule, build_any_module
 from training.networks.functions import ACTIVATIONS, LOSSES
+from training.networks.models import MODELS
 from training.networks.network import FullyConnected, build_network
 from training.networks.objectives import Objective
 from training.networks.optimizers import make_optimizer
-from training.protections.base import Applied, SoftLabels
+from training.networks.record_gradients.separation import invented_records, require_separate_steps
+from training.networks.record_gradients.tape import RecordTape
+from training.networks.record_independence import batch_statistics
+from training.protections.base import SoftLabels
 from training.protections.planning import Updates
+from training.protections.record import RecordGradients, RecordProtection
+from training.runs.folder import RunFolder
 
 _OF_CLOSED_FORM = {
     **dict.fromkeys(
@@ -91,13 +98,15 @@ class FeedbackAlgorithm(
         network, config = self.network, self.plan.config
         require_keys(config, self.options, closed_form=isinstance(network, FullyConnected))
         if isinstance(network, AnyModule):
-            require_applicable(config, self.protection.needs)
+            self._require_bounded(network)
             if Ranks().world > 1:
                 _require_same_buffers(network)
             if config.model.initial_output == "feedback":
                 feedback_start(network)
             _ = self.device_shape
         super().require_covered()
+        if isinstance(network, AnyModule) and self._clips_records:
+            self._require_separate(network)
 
     @property
     def device_shape(self) -> DeviceShape:
@@ -117,8 +126,70 @@ class FeedbackAlgorithm(
 
     @property
     def _two_records(self) -> Tensor:
+        """Two invented records if records are protected, else the first one twice; only shapes are read."""
         place = self.network.parameters[0].device
+        if self._clips_records:
+            return invented_records(self.plan.dataset, place)[0][:2]
         return self.plan.dataset.train.x[:1].to(place).expand(2, -1)
+
+    @property
+    def _clips_records(self) -> bool:
+        return isinstance(self.protection, RecordProtection)
+
+    def _require_bounded(self, network: AnyModule) -> None:
+        """Refuse a protection that writes gradients and is not about a module's records.
+
+        Raises:
+            NoGuarantee: It is one of labels, whose noise has the geometry of a layer's inputs.
+        """
+        kind, needs = self.plan.config.protection.kind, self.protection.needs
+        if not needs or "soft labels" in needs or self._clips_records:
+            return
+        raise NoGuarantee(
+            f"protection.kind = {kind!r} noises the signal of each layer in the geometry of its public inputs, and its "
+            f"theorem is about a fully connected network, not {type(network.model).__name__}; take 'record', "
+            "'label-readout' or 'label-randomized-response', or model.name = 'mlp'"
+        )
+
+    def _require_separate(self, network: AnyModule) -> None:
+        """Refuse a module or a loss in which one record would change what others add; see `require_separate_steps`."""
+        config, dataset = self.plan.config, self.plan.dataset
+        if config.model.name in MODELS and (found := batch_statistics(network.model)):
+            reason = (
+                f"'batch' is {found}, which mixes the records of a batch, and protection.kind = 'record' bounds what "
+                "each one adds; take 'group'"
+            )
+            raise ConfigError("configuration", "model.options.norm", reason)
+        x, y = invented_records(dataset, network.parameters[0].device)
+        real = (
+            {"encoding": "real"} if isinstance(self.options, PdfaConfig) else {}
+        )  # no draw by the order of rows
+        feedback = feedback_points(network, self.options.model_copy(update=real), draw_seed=0)
+        loss = Objective.named(config.loss, dataset.target).per_record
+        try:
+            require_separate_steps(
+                network.model,
+                loss,
+                network.shaped(x),
+                y,
+                seek=(lambda: None) if feedback is None else partial(feedback.seek, 0),
+            )
+        finally:
+            if feedback is not None:
+                feedback.remove()
+
+    def _private_records(self, network: AnyModule, device: NoisyDevice | None) -> PrivateRecords | None:
+        """Return what clips and noises a module's records, or None if nothing does; its points are in place."""
+        self._require_bounded(network)
+        writer = self.gradients(device)
+        if not isinstance(writer, RecordGradients):
+            return None
+        x, _ = invented_records(self.plan.dataset, network.parameters[0].device)
+        network.model.train()
+        try:
+            return PrivateRecords(tape=RecordTape(network.model, network.shaped(x)), writer=writer)
+        finally:
+            network.model.eval()
 
     def trainer(
         self, device: NoisyDevice | None, labels: SoftLabels | None = None
@@ -127,21 +198,26 @@ class FeedbackAlgorithm(
         config, options, network = self.plan.config, self.options, self.network
         optimizer = make_optimizer(network.parameters, config.optimizer)
         if isinstance(network, AnyModule):
-            require_applicable(config, self.protection.needs)
             ranks = Ranks()
+            objective = Objective.named(config.loss, self.plan.dataset.target)
             feedback = feedback_points(network, options, device, draw_seed=config.seed_for("codes"))
-            if (
-                ranks.world > 1 and feedback is not None
-            ):  # without records in the first batch it needs the sizes too
-                feedback.shape(network.shaped(self._two_records))
+            try:
+                private = self._private_records(network, device)
+                if ranks.world > 1 and feedback is not None:  # a process without records needs the sizes too
+                    feedback.shape(network.shaped(self._two_records))
+            except Exception:
+                if feedback is not None:
+                    feedback.remove()
+                raise
             return ModuleTrainer(
                 network,
                 optimizer,
-                Objective.named(config.loss, self.plan.dataset.target),
+                objective,
                 kind=options.kind,
                 feedback=feedback,
                 seed=config.seed_for("module"),
                 labels=labels,
+                private=private,
                 ranks=ranks,
             )
         noise = None
@@ -176,6 +252,11 @@ class FeedbackAlgorithm(
             trainer.start_from_feedback(self._two_records)
         else:
             trainer.start_from_feedback()
+
+    def prepare(self, trainer: FeedbackTrainer | ModuleTrainer, folder: RunFolder) -> None:
+        """See Algorithm.prepare; a protected module's feedback is calibrated before the first record is seen."""
+        if isinstance(trainer, ModuleTrainer) and self._clips_records:
+            trainer.measure_feedback(self._two_records)
 
     def released(self, noise: NoiseModel | None) -> tuple[Mechanism, ...]:
         """See Algorithm.released; a photonic run without protection states the paper's formula."""
@@ -216,25 +297,6 @@ def require_keys(config: RunConfig, options: FeedbackConfig, *, closed_form: boo
         raise ConfigError(
             "configuration", f"trainer.{name}", f"{value!r} does nothing for this model: {reason}"
         )
-
-
-def require_applicable(config: RunConfig, needs: Collection[Applied]) -> None:
-    """Refuse a protection that writes gradients for a module whose records' gradients are not bounded.
-
-    Args:
-        config: The run.
-        needs: What its protection needs of a trainer.
-
-    Raises:
-        NoGuarantee: It does.
-    """
-    if not needs or "soft labels" in needs:
-        return
-    raise NoGuarantee(
-        f"protection.kind = {config.protection.kind!r} clips the gradient of each record, which is bounded here for "
-        "fully connected networks only; take model.name = 'mlp', or 'label-readout' or 'label-randomized-response', "
-        "which replace the labels before training"
-    )
 
 
 def _require_same_buffers(network: AnyModule) -> None:

@@ -1,14 +1,16 @@
 """Train any torch module by backpropagation, or by feedback alignment at its feedback points.
 
 One step: a forward pass in training mode, the mean of the records' losses, `loss.backward()` through the points of
-`training.feedback.points.FeedbackAlignment`, and the optimizer's update. If several processes share the batch, the
-gradients of all are added before the update.
+`training.feedback.points.FeedbackAlignment`, and the optimizer's update. Under a protection of records a tape watches
+the passes of the losses' sum, and the clipped and noised gradients take the place of autograd's. If several processes
+share the batch, the gradients of all are added before the update.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,7 +25,23 @@ from training.feedback.points import FeedbackAlignment
 from training.networks.any_module import AnyModule
 from training.networks.base import seeded_torch
 from training.networks.objectives import Objective
+from training.networks.record_gradients.separation import restore_buffers
+from training.networks.record_gradients.tape import RecordTape
 from training.protections.base import SoftLabels
+from training.protections.record import RecordGradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateRecords:
+    """What clips and noises the gradients of a module's records.
+
+    Attributes:
+        tape: Records the passes of the module.
+        writer: Writes the private gradients.
+    """
+
+    tape: RecordTape
+    writer: RecordGradients
 
 
 class ModuleTrainer(Trainer):
@@ -39,6 +57,7 @@ class ModuleTrainer(Trainer):
         feedback: The feedback points; None backpropagates.
         seed: Of what the module draws, such as dropout; None takes a seed of the operating system in each step.
         labels: What training knows of the labels in their place; None if it sees the labels themselves.
+        private: Clips and noises the records' gradients; None takes their mean.
         ranks: The processes that share each batch; None for one.
     """
 
@@ -52,13 +71,14 @@ class ModuleTrainer(Trainer):
         feedback: FeedbackAlignment | None = None,
         seed: int | None = None,
         labels: SoftLabels | None = None,
+        private: PrivateRecords | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.kind = kind
         self.model = network.model
         self.optimizer = optimizer
         self._network, self._objective, self._feedback = network, objective, feedback
-        self._seed, self._labels = seed, labels
+        self._seed, self._labels, self._private = seed, labels, private
         self._ranks = ranks or Ranks.one()
         device = None if feedback is None else feedback.device
         self._column_sum = (
@@ -70,31 +90,35 @@ class ModuleTrainer(Trainer):
     ) -> StepRecord:
         """See Trainer.step; the diagnostics are those of `opusim.FeedbackAlignment.diagnose`, a value per point.
 
-        A batch without records has no gradient and no reading; momentum still moves the parameters.
+        A batch without records has no gradient and no reading; momentum still moves the parameters. Under protection
+        it takes its noise, no value of a record raises an error, and buffers stay as they are.
         """
+        if self._private is not None:
+            self._private.writer.seek(step)
+            if self._feedback is not None and self._feedback.device is not None:
+                self._feedback.device.seek(step)  # its noise may be drawn without a reading
         batch_size = self._ranks.total(len(x))
         if not batch_size:
             return self._empty_step(y)
         self._recall_column_sum()
         if not len(x):
             return self._step_without_records(y, step)
-        buffers = {name: buffer.clone() for name, buffer in self._network.buffers.items()}
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         losses = partial(self._losses, x, y, step=step, records=records)
         self.model.train()
         try:
             with seeded_torch(self._seed_of(step), x.device):
                 diagnostics = self._diagnosed(lambda: losses()[1].mean(), step) if observe else {}
-                output, per_record = losses()
-                loss_sum = per_record.detach().sum(dtype=torch.float64)
-                self._backward(per_record.mean() * (len(x) / batch_size), step)
+                output, loss_sum = self._learn(losses, len(x), step, share=len(x) / batch_size)
         except Exception:  # the device failed: the parameters are those before, and so must the buffers be
-            for name, buffer in self._network.buffers.items():
-                buffer.copy_(buffers[name])
+            restore_buffers(self.model, buffers)
             raise
         finally:
             self.model.eval()
+        if self._private is not None:
+            restore_buffers(self.model, buffers)
         self._update()
-        correct, judged = self._objective.correct(output.detach(), y)
+        correct, judged = self._objective.correct(output, y)
         return StepRecord(
             loss_sum=loss_sum, n_correct=correct, n_records=len(x), n_judged=judged, diagnostics=diagnostics
         )
@@ -128,6 +152,16 @@ class ModuleTrainer(Trainer):
             self._feedback.shape(self._network.shaped(records))
             self._feedback.start_from_feedback(feedback_start(self._network))
 
+    def measure_feedback(self, records: Tensor) -> None:
+        """Measure now what the feedback's encoding needs of the device, so that no record says when.
+
+        Args:
+            records: Two records, shape (2, n_inputs), from which the points' sizes are read.
+        """
+        self._recall_column_sum()
+        if self._feedback is not None:
+            self._feedback.measure(self._network.shaped(records))
+
     def close(self) -> None:
         """See Trainer.close."""
         if self._feedback is not None:
@@ -142,6 +176,32 @@ class ModuleTrainer(Trainer):
             y = self._labels.targets(output.detach(), records, step)
         return output, self._objective.per_record(output, y)
 
+    def _learn(
+        self, losses: Callable[[], tuple[Tensor, Tensor]], n_records: int, step: int, *, share: float
+    ) -> tuple[Tensor, Tensor]:
+        """Write the gradients of a batch; return its outputs, and the sum of its losses.
+
+        Args:
+            losses: Returns the outputs and the loss of each record.
+            n_records: Records of this process.
+            step: The step's number.
+            share: Share of the batch that this process has.
+
+        Raises:
+            TrainingDiverged: Without protection, the loss or a gradient is not finite.
+        """
+        if self._feedback is not None:
+            self._feedback.seek(step)
+        if self._private is None:
+            output, per_record = losses()
+            self._backward(per_record.mean() * share, step)
+        else:
+            with self._private.tape.recording(n_records):
+                output, per_record = losses()
+                per_record.sum().backward()
+            self._private.writer.set_recorded_gradients(self._private.tape)
+        return output.detach(), per_record.detach().sum(dtype=torch.float64)
+
     def _backward(self, loss: Tensor, step: int) -> None:
         """Write the gradients of this process's share of the mean loss.
 
@@ -150,8 +210,6 @@ class ModuleTrainer(Trainer):
         """
         _require_finite(loss.detach(), step)
         self.optimizer.zero_grad(set_to_none=True)
-        if self._feedback is not None:
-            self._feedback.seek(step)
         loss.backward()
         gradients = [parameter.grad for parameter in self._network.parameters]
         sums = [gradient.sum(dtype=torch.float64) for gradient in gradients if gradient is not None]
@@ -160,7 +218,7 @@ class ModuleTrainer(Trainer):
 
     def _update(self) -> None:
         """Add the gradients of all processes and move the parameters; buffers become those of the first process."""
-        if self._ranks.world > 1:
+        if self._ranks.world > 1 and self._private is None:  # its writer has added them
             self._ranks.sum(self._ranks.gradients(self._network.parameters))
             self._ranks.broadcast_tensors(self._network.buffers.values())
         self.optimizer.step()
@@ -171,6 +229,8 @@ class ModuleTrainer(Trainer):
         if self._feedback is not None:
             self._feedback.seek(step)
             self._feedback.read_nothing()
+        if self._private is not None:
+            self._write_noise(self._private)
         self._update()
         return _nothing(y)
 
@@ -187,10 +247,19 @@ class ModuleTrainer(Trainer):
             self._column_sum.copy_(measured)
 
     def _empty_step(self, y: Tensor) -> StepRecord:
-        for parameter in self._network.parameters:
-            parameter.grad = torch.zeros_like(parameter)
+        if self._private is None:
+            for parameter in self._network.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        else:
+            self._write_noise(self._private)
         self.optimizer.step()
         return _nothing(y)
+
+    def _write_noise(self, private: PrivateRecords) -> None:
+        """Write the private gradients of no records."""
+        with private.tape.recording(0):
+            pass
+        private.writer.set_recorded_gradients(private.tape)
 
     def _diagnosed(self, loss: Callable[[], Tensor], step: int) -> dict[str, list[float]]:
         """Return the alignment at each point; it takes another forward and backward pass through the points."""

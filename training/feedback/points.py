@@ -273,6 +273,16 @@ class FeedbackAlignment(nn.Module):
     def _shape(self) -> FeedbackShape:
         return FeedbackShape(self._n_inputs, max((part.end for part in self._slices), default=0))
 
+    def measure(self, *args: Any, **kwargs: Any) -> None:
+        """Measure what the encoding needs of the device now, instead of in the first backward pass.
+
+        Args:
+            *args: Arguments of the model, such as two records.
+            **kwargs: Keyword arguments of the model.
+        """
+        self.shape(*args, **kwargs)
+        self._projector(self._place)
+
     def start_from_feedback(self, linear: nn.Linear) -> None:
         """Set a linear layer's weights to the feedback of the last point, W = gain / sqrt(C) B^T, and its bias to 0.
 

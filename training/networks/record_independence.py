@@ -182,6 +182,23 @@ def _state(model: nn.Module, *, everything: bool, setting: int) -> dict[str, Ten
     return state
 
 
+@contextmanager
+def perturbed(model: nn.Module) -> Iterator[None]:
+    """Perturb the parameters within the block, so that branches with zero weights show their gradients."""
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    state = _state(model, everything=True, setting=1)
+    named = dict(model.named_parameters())
+    try:
+        with torch.no_grad():
+            for name, value in state.items():
+                named[name].copy_(value)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in before.items():
+                named[name].copy_(value)
+
+
 def _constant(value: Tensor) -> bool:
     return bool(value.min() == value.max())
 

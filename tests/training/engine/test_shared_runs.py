@@ -23,9 +23,17 @@ from training.runs.checkpoints import list_checkpoints, read_checkpoint
 ROOT = Path(__file__).parents[3]
 SURE = 5.0  # standard errors
 
-SAME = ["pdfa=2", "pdfa module=2", "pdfa module small batches=2", "pdfa record=2", "pdfa record=2+1"]
+SAME = [
+    "pdfa=2",
+    "pdfa module=2",
+    "pdfa module small batches=2",
+    "pdfa record=2",
+    "pdfa record=2+1",
+    "pdfa module record=2",
+]
 MORE = [
     *("bp=2", "dfa=2", "pdfa published=2", "bp noisy=2", "bp module=2", "bp module=3", "tdfa module=2"),
+    *("bp module record=2", "bp module record=3+2", "pdfa module record=3", "pdfa module record=2+1"),
     *("pdfa module=3", "bp record=2", "pdfa record=3", "pdfa record=1+2", "pdfa module=2+3", "bp record=3+2"),
 ]
 NOISES = ["noise", "noise in release", "noise of both", "noise averaged", "noise over own divisor"]

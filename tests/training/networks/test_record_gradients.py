@@ -18,9 +18,11 @@ from tests.support.extreme_records import KINDS, SIZES, extreme
 from tests.support.record_models import CASES, Custom, features, make, residual_network
 from training.feedback.points import FeedbackAlignment
 from training.feedback.projection import Projection
+from training.networks.image_models import ResNet, VisionTransformer
 from training.networks.record_gradients import tape as tape_module
 from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_gradients.uses import LinearUse
+from training.networks.sequence_models import encoder_block
 
 RECORDS = 6
 ROUNDING = 1e-5
@@ -127,10 +129,21 @@ OPACUS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
         lambda: nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 11)),
         CASES["tied decoder"][1],
     ),
+    "resnet-small": (lambda: ResNet((1, 8, 8), 3, widths=(4, 8), norm="group"), features(1, 8, 8)),
+    "vit-small": (lambda: VisionTransformer((1, 8, 8), 3, width=16, depth=2, heads=2), features(1, 8, 8)),
+    "decoder": (
+        lambda: nn.Sequential(
+            nn.Embedding(11, 8),
+            encoder_block(8, 2, 2, norm="pre", causal=True),
+            encoder_block(8, 2, 2, norm="post", causal=True),
+            nn.Linear(8, 11),
+        ),
+        CASES["tied decoder"][1],
+    ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:There is a performance drop")
 @pytest.mark.parametrize("name", list(OPACUS))
 def test_records_have_the_gradients_of_opacus(name: str) -> None:
     opacus = pytest.importorskip("opacus")
@@ -149,6 +162,30 @@ def test_records_have_the_gradients_of_opacus(name: str) -> None:
         )
     norms = torch.stack([rows.double().flatten(1).norm(dim=1) for rows in samples.values()]).norm(dim=0)
     torch.testing.assert_close(tape.squared_norms().sum(dim=0).sqrt(), norms, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_records_of_a_gru_have_the_gradients_of_opacus() -> None:
+    layers = pytest.importorskip("opacus.layers")
+    opacus = pytest.importorskip("opacus")
+    x = features(6, 4)(RECORDS)
+
+    def classifier(cell: nn.Module) -> Custom:
+        return Custom(lambda m, x: m.head(m.cell(x)[0][:, -1]), cell=cell, head=nn.Linear(3, 2))
+
+    model = classifier(nn.GRU(4, 3, num_layers=2, batch_first=True))
+    cell = layers.DPGRU(4, 3, num_layers=2, batch_first=True)
+    cell.load_state_dict(model.cell.state_dict())
+    copied = classifier(cell)
+    copied.head.load_state_dict(model.head.state_dict())
+    reference = opacus.GradSampleModule(copied, loss_reduction="sum")
+    loss(reference(x.clone().requires_grad_())).backward()
+    found = record(RecordTape(model, x[:3]), model, x).record_gradients()
+    for key, parameter in reference.named_parameters():
+        rows = parameter.grad_sample
+        torch.testing.assert_close(
+            found[key.removeprefix("_module.")], rows, rtol=1e-5, atol=1e-5 * float(rows.abs().max())
+        )
 
 
 # Clips hold

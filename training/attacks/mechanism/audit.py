@@ -21,7 +21,7 @@ from opusim.randomness.streams import MODES, derive_seed
 from training.attacks.mechanism.checks import Released, checked, response_checks
 from training.attacks.mechanism.readings import noisy_readings, released_steps, responses
 from training.attacks.mechanism.report import Check, MechanismAudit
-from training.attacks.mechanism.subjects import SUBJECTS, Subject
+from training.attacks.mechanism.subjects import MODULES, SUBJECTS, Subject
 from training.config.kinds import PROTECTIONS
 from training.config.reading import flat, load_config, merged, parse_setting
 from training.config.run import RunConfig
@@ -52,6 +52,7 @@ _OWN = (
 def audit_mechanism(
     kind: str = "pdfa",
     *,
+    model: str = "mlp",
     mode: str = "experiment",
     steps: int = 60,
     settings: Sequence[str] = (),
@@ -69,6 +70,8 @@ def audit_mechanism(
 
     Args:
         kind: pdfa, dfa, tdfa, bp, ulr, zo or convex.
+        model: What is trained: "mlp" (of ulr, zo and convex a small model of their own), or for pdfa, dfa, tdfa and bp
+            under protection.kind = 'record' also "convolution" (with a group norm) or "attention" (with an embedding).
         mode: "experiment" (seeded noise) or "release" (noise from the operating system's entropy).
         steps: Steps of each run, at least 40.
         settings: Lines "key=value" over the configuration, such as "protection.kind=label-budget" (record by default),
@@ -89,6 +92,7 @@ def audit_mechanism(
         (True, 15)
     """
     checks.choice(tuple(SUBJECTS), kind=kind)
+    checks.choice(("mlp", *MODULES) if SUBJECTS[kind] is SUBJECTS["pdfa"] else ("mlp",), model=model)
     checks.choice(MODES, mode=mode)
     checks.integer(steps=steps, minimum=MIN_STEPS)
     checks.in_range(0, 1, level=level)
@@ -101,7 +105,7 @@ def audit_mechanism(
         seed = secrets.randbits(63) if seed is None else seed
         checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
     started = time.process_time()
-    subject, config = _configured(kind, mode, steps, settings)
+    subject, config = _configured(kind, model, mode, steps, settings)
     dataset = _dataset(subject, config)
     on_start(RUNS * _total_steps(config))
     with tempfile.TemporaryDirectory(prefix="opusim-mechanism-") as scratch:
@@ -112,6 +116,7 @@ def audit_mechanism(
         found, shape, accounted = _compared(folders, subject, dataset, level)
     return MechanismAudit(
         kind=kind,
+        model=model,
         protection=config.protection.kind,
         mode=mode,
         accounted=accounted,
@@ -169,9 +174,15 @@ def _released(folder: RunFolder, subject: Subject, dataset: Dataset) -> Released
     return released_steps(folder, config, subject, dataset)
 
 
-def _configured(kind: str, mode: str, steps: int, settings: Sequence[str]) -> tuple[Subject, RunConfig]:
-    """Return the subject and the configuration of its runs."""
-    subject = SUBJECTS[kind]
+def _configured(
+    kind: str, model: str, mode: str, steps: int, settings: Sequence[str]
+) -> tuple[Subject, RunConfig]:
+    """Return the subject and the configuration of its runs.
+
+    Raises:
+        ConfigError: A setting is wrong, or the protection is not for modules.
+    """
+    subject = MODULES.get(model, SUBJECTS[kind])
     asked: dict[str, Any] = {}
     for setting in settings:
         asked = merged(asked, parse_setting(setting))
@@ -179,6 +190,11 @@ def _configured(kind: str, mode: str, steps: int, settings: Sequence[str]) -> tu
     options = merged({"protection": {"kind": "record"}}, asked)
     protection = _protection(options["protection"]["kind"])
     _require_steps(kind, protection)
+    if model != "mlp" and protection.protects != "records":
+        reason = (
+            f"{options['protection']['kind']!r} is tested on model = 'mlp' only; take 'record' with {model!r}"
+        )
+        raise ConfigError("--set", "protection.kind", reason)
     defaults = _defaults(subject, protection, options["protection"])
     if "device" not in asked and kind == "pdfa":
         defaults = merged(defaults, {"device": {"noise": {"sigma": _QUIET_SIGMA}}})
@@ -213,6 +229,12 @@ def _common(kind: str, mode: str, protection: type[ProtectionSection], subject: 
         "sampler": {"batch_size": protection.tested_records if once else _BATCH},
         "trainer": {"kind": kind},
     }
+    if subject.vocabulary is not None:
+        values["data"] |= {"inputs": "tokens", "vocabulary": subject.vocabulary}
+    if subject.points and kind != "bp":
+        values["trainer"] |= {"points": list(subject.points)}
+    if subject.points and kind == "pdfa":
+        values["trainer"] |= {"encoding": "ternary"}
     if protection.poisson:
         values["sampler"]["scheme"] = "poisson"
     return values | ({"model": {"hidden": [8]}} if once else {})
@@ -252,7 +274,7 @@ def _descent(config: RunConfig, subject: Subject, steps: int) -> dict[str, Any]:
     epochs = -(-steps // per_epoch)
     return {
         "epochs": epochs,
-        "optimizer": {"lr": subject.rate / _clip(config, subject), "momentum": 0.0},
+        "optimizer": {"name": "sgd", "lr": subject.rate / _clip(config, subject), "momentum": 0.0},
         "checkpoint": {"every_steps": 1, "keep": epochs * per_epoch + 1},
     }
 

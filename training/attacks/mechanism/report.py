@@ -64,6 +64,7 @@ class MechanismAudit:
         checks: All checks.
         one_look: Whether the labels are read or randomized once, so that there are no steps.
         quiet_device: Whether records were protected and the noise of the device's readings was kept small.
+        model: What was trained, as `audit_mechanism` names it.
     """
 
     kind: str
@@ -80,6 +81,7 @@ class MechanismAudit:
     checks: tuple[Check, ...]
     one_look: bool = False
     quiet_device: bool = False
+    model: str = "mlp"
 
     @property
     def alarms(self) -> tuple[Check, ...]:
@@ -131,11 +133,13 @@ def _row(check: Check) -> str:
 
 def _settings(found: MechanismAudit) -> str:
     seeds = "nothing seeded" if found.seed is None else f"seed {found.seed}"
+    trained = "" if found.model == "mlp" else f" on model = {found.model!r}"
     length = "labels read once" if found.one_look else f"{found.steps} steps"
     return (
-        f"Self-test of {found.kind} with protection.kind = {found.protection} in {found.mode} mode: {found.runs} runs, "
-        f"{length}, {found.records:,} identical records, {seeds}, {found.cpu_s:.1f} CPU s. Accounted per step: "
-        f"{found.accounted}. Noise is in units of its accounted standard deviation, contributions in units of the clip."
+        f"Self-test of {found.kind}{trained} with protection.kind = {found.protection} in {found.mode} mode: "
+        f"{found.runs} runs, {length}, {found.records:,} identical records, {seeds}, {found.cpu_s:.1f} CPU s. "
+        f"Accounted per step: {found.accounted}. Noise is in units of its accounted standard deviation, contributions "
+        "in units of the clip."
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from training.convex.gated import GatedRelu
 from training.data import Dataset, Split
 from training.data.dataset import Standardisation
+from training.networks.sequence_models import encoder_block
 
 _TOUCHED = 8
 _UNIT = 2.0**-12
@@ -36,6 +37,8 @@ class Subject:
         record: Returns the features of every record, shape (d,), for a clip and a perturbation.
         label: Class number of every record.
         model: Returns a new model for a clip.
+        vocabulary: Number of token values if records hold tokens, else None.
+        points: Feedback points; empty for a fully connected network.
     """
 
     defaults: Mapping[str, Any]
@@ -44,6 +47,8 @@ class Subject:
     record: Callable[[float, float], Tensor]
     label: int
     model: Callable[[float], nn.Module]
+    vocabulary: int | None = None
+    points: tuple[str, ...] = ()
 
     def dataset(self, n_records: int, *, clip: float, perturbation: float) -> Dataset:
         """Return a data set of identical records."""
@@ -57,6 +62,7 @@ class Subject:
             validation=empty,
             test=None,
             standardisation=Standardisation.identity(),
+            vocabulary=self.vocabulary,
         )
 
 
@@ -165,6 +171,48 @@ def _convex_model(clip: float) -> nn.Module:
     return GatedRelu(_TOUCHED + 16, 3, torch.ones(4, _TOUCHED + 16), centre=False)
 
 
+class MeanOverPositions(nn.Module):
+    """Return the mean over positions, (batch, T, n) to (batch, n)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, n)."""
+        return x.mean(dim=1)
+
+
+def _image_record(clip: float, perturbation: float) -> Tensor:
+    """Return an image of 8 channels of 3x3, of which two are not 0."""
+    return _padded(torch.linspace(-1.0, 1.0, 18).sin(), 54)
+
+
+def _convolution_model(clip: float) -> nn.Module:
+    """Return a convolution with a group norm, whose largest score is not the label's."""
+    layers = (nn.Unflatten(1, (8, 3, 3)), nn.Conv2d(8, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.Tanh())
+    return _initialised(nn.Linear(54, 4), _image_record(clip, 0.0), *layers, nn.Flatten())
+
+
+def _token_record(clip: float, perturbation: float) -> Tensor:
+    """Return six tokens of the first four of the vocabulary."""
+    return torch.tensor([0, 1, 2, 3, 1, 0])
+
+
+def _attention_model(clip: float) -> nn.Module:
+    """Return an embedding, a block of attention and a linear layer, whose largest score is not the label's."""
+    layers = (nn.Embedding(24, 8), encoder_block(8, 2, 2, norm="post"), MeanOverPositions())
+    return _initialised(nn.Linear(8, 4), _token_record(clip, 0.0), *layers)
+
+
+def _initialised(last: nn.Linear, record: Tensor, *before: nn.Module) -> nn.Module:
+    """Draw the parameters of a model from a fixed generator; the bias of its last layer rejects label 0."""
+    model = nn.Sequential(*before, last)
+    generator = np.random.default_rng(20260102)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.from_numpy(generator.uniform(-0.5, 0.5, size=tuple(parameter.shape))))
+        last.bias.zero_()
+        last.bias.copy_(torch.tensor([-2.0, 0.0, 0.0, 0.0]) - model(record[None])[0])
+    return model
+
+
 _FEEDBACK = Subject(
     defaults={"protection": {"clip_norm": 0.05}},
     rate=1e-4,
@@ -174,6 +222,28 @@ _FEEDBACK = Subject(
     model=_feedback_model,
 )
 
+MODULES: dict[str, Subject] = {
+    "convolution": Subject(
+        defaults={"protection": {"clip_norm": 0.01}},
+        rate=1e-4,
+        n_classes=4,
+        record=_image_record,
+        label=0,
+        model=_convolution_model,
+        points=("3",),
+    ),
+    "attention": Subject(
+        defaults={"protection": {"clip_norm": 0.01}},
+        rate=1e-4,
+        n_classes=4,
+        record=_token_record,
+        label=0,
+        model=_attention_model,
+        vocabulary=24,
+        points=("1",),
+    ),
+}
+"""Modules for the trainers that take any, by name."""
 SUBJECTS: dict[str, Subject] = {
     **dict.fromkeys(("pdfa", "dfa", "tdfa", "bp"), _FEEDBACK),
     "ulr": Subject(

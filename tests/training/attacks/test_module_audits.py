@@ -1,0 +1,198 @@
+"""Audits of modules whose records are protected: quiet on the product as it is, and loud on planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import training
+from opusim.randomness.streams import NoiseStream
+from tests.support.faults.base import replaced
+from tests.support.faults.streams import Wrapped, credited_noise
+from tests.support.record_models import Custom
+from training.attacks.findings import Role
+from training.attacks.mechanism.report import MechanismAudit, report_text
+from training.attacks.run_audit import audit_run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def self_test(
+    kind: str, model: str, *, steps: int = 40, level: float = 1e-6, seed: int = 1
+) -> MechanismAudit:
+    return training.audit_mechanism(kind, model=model, steps=steps, seed=seed, level=level)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        ("bp", "convolution"),
+        ("pdfa", "attention"),
+        *(
+            pytest.param(kind, model, marks=pytest.mark.slow)
+            for kind, model in (
+                ("pdfa", "convolution"),
+                ("dfa", "convolution"),
+                ("tdfa", "convolution"),
+                ("bp", "attention"),
+                ("dfa", "attention"),
+                ("tdfa", "attention"),
+            )
+        ),
+    ],
+)
+def test_modules_release_what_is_accounted(kind: str, model: str, seed: int) -> None:
+    found = self_test(kind, model, seed=seed)
+    assert found.holds, report_text(found)
+    assert found.coordinates >= 40
+
+
+class _NoNoiseAt(Wrapped):
+    """No noise in one draw of a step."""
+
+    def __init__(self, stream: NoiseStream, place: int) -> None:
+        super().__init__(stream)
+        self.draws, self.place = 0, place
+
+    def seek(self, step: int) -> None:
+        super().seek(step)
+        self.draws = 0
+
+    def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> Tensor:
+        self.draws += 1
+        drawn = super().normal(shape, device=device)
+        return drawn.zero_() if self.draws == self.place else drawn
+
+
+class _Smaller(Wrapped):
+    """Noise of 0.9 of its standard deviation."""
+
+    def normal(self, shape: Sequence[int], *, device: torch.device | str = "cpu") -> Tensor:
+        return super().normal(shape, device=device).mul_(0.9)
+
+
+def _first_layer_unclipped(factors: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def unclipped(self: Any, norms: Tensor) -> Tensor:
+        found = factors(self, norms).clone()
+        found[0] = 1.0
+        return found
+
+    return unclipped
+
+
+def _by_realised_batch(write: Callable[..., None]) -> Callable[..., None]:
+    def divided(self: Any, tape: Any) -> None:
+        stated, self._divisor = self._divisor, float(max(tape._records, 1))
+        try:
+            write(self, tape)
+        finally:
+            self._divisor = stated
+
+    return divided
+
+
+FACTORS = "training.protections.record:RecordGradients._factors"
+WRITER = "training.protections.record:RecordGradients.set_recorded_gradients"
+FAULTS: dict[str, tuple[str, str, Callable[[], AbstractContextManager[None]]]] = {
+    "a layer that is not clipped": ("bp", "convolution", lambda: replaced(FACTORS, _first_layer_unclipped)),
+    "an embedding that is not clipped": (
+        "pdfa",
+        "attention",
+        lambda: replaced(FACTORS, _first_layer_unclipped),
+    ),
+    "a group norm's bias without noise": (
+        "pdfa",
+        "convolution",
+        lambda: credited_noise(lambda mode, stream: _NoNoiseAt(stream, 4)),
+    ),
+    "division by the realised batch": ("bp", "attention", lambda: replaced(WRITER, _by_realised_batch)),
+    "noise too small by a tenth": (
+        "dfa",
+        "convolution",
+        lambda: credited_noise(lambda mode, stream: _Smaller(stream)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_planted_fault_is_found(name: str, seed: int) -> None:
+    kind, model, plant = FAULTS[name]
+    with plant():
+        found = self_test(kind, model, level=1e-4, seed=seed, steps=60)
+    assert not found.holds, report_text(found)
+
+
+# Membership in a run
+
+
+class Parity(nn.Module):
+    """Turns the sign of every record if their number is odd."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -x if len(x) % 2 else x
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(6)
+    mixing = [Parity()] if name == "a layer that mixes records" else []
+    if name == "embedding":
+        positions = nn.Parameter(torch.randn(4, 6))  # a parameter without a module of its own
+        return Custom(
+            lambda m, x: m.head((m.tokens(x) + m.positions).flatten(1)),
+            tokens=nn.Embedding(9, 6),
+            positions=positions,
+            head=nn.Linear(24, 3),
+        )
+    return nn.Sequential(
+        *mixing, nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)
+    )
+
+
+def trained(folder: Path, name: str) -> tuple[Any, nn.Module]:
+    generator, y = np.random.default_rng(1), np.arange(200) % 3
+    tokens = name == "embedding"
+    x = generator.integers(0, 9, size=(200, 4)) if tokens else generator.normal(size=(200, 1, 6, 6))
+    if name == "a layer that mixes records":
+        x, y = x + 1.0, 0 * y  # all contributions point the same way, and turn together
+    config = {
+        "epochs": 1,
+        "threads": 1,
+        "trainer": {"kind": "bp"},
+        "data": {"n_classes": 3, **({"inputs": "tokens", "vocabulary": 9} if tokens else {})},
+        "sampler": {"batch_size": 40 if name == "a layer that mixes records" else 12},
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.0},
+        "protection": {"kind": "record", "noise_multiplier": 4.0, "clip_norm": 0.3},
+    }
+    model = model_of(name)
+    training.train(config, data=(x, y), model=model, folder=folder)
+    return (x, y), model
+
+
+@pytest.mark.parametrize("name", [pytest.param("convolution", marks=pytest.mark.slow), "embedding"])
+def test_an_attack_on_a_protected_module_stays_below_its_theorem(tmp_path: Path, name: str) -> None:
+    data, model = trained(tmp_path, name)
+    found = audit_run(tmp_path, data=data, model=model, trials=100, seed=7)
+    assert found.controls_hold
+    assert not any(finding.refutes for finding in found.findings if finding.role is not Role.BROKEN)
+
+
+@pytest.mark.slow
+def test_an_attack_finds_a_layer_that_mixes_records(tmp_path: Path) -> None:
+    """The probes refuse such a layer; without them the audit refutes the statement."""
+    name = "a layer that mixes records"
+    with pytest.raises(ValueError, match="mixes the records"):
+        trained(tmp_path / "refused", name)
+    with ExitStack() as stack:
+        stack.enter_context(
+            replaced("training.feedback.algorithm:require_separate_steps", lambda probe: lambda *a, **k: None)
+        )
+        data, model = trained(tmp_path / "run", name)
+        found = audit_run(tmp_path / "run", data=data, model=model, trials=100, seed=7)
+    assert any(finding.refutes for finding in found.findings if finding.role is Role.RUN)

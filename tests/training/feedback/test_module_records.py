@@ -1,0 +1,428 @@
+"""Records of any module under protection: the private step, what a release run keeps, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import training
+from opusim import open_device
+from opusim.errors import ConfigError
+from opusim.randomness.streams import SeededStream
+from tests.support.record_models import Custom
+from training.config.sections import OptimizerConfig
+from training.data.samplers import PoissonSampler
+from training.engine.trainer import Trainer
+from training.feedback.module_trainer import ModuleTrainer, PrivateRecords
+from training.feedback.points import FeedbackAlignment
+from training.networks.any_module import AnyModule
+from training.networks.objectives import Objective
+from training.networks.optimizers import make_optimizer
+from training.networks.record_gradients.separation import require_separate_steps
+from training.networks.record_gradients.tape import RecordTape
+from training.protections.record import RecordGradients
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONFIG: dict[str, Any] = {
+    "threads": 1,
+    "epochs": 2,
+    "sampler": {"batch_size": 12},
+    "data": {"n_classes": 3},
+    "protection": {"kind": "record", "epsilon": 3.0},
+}
+
+
+def images(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    generator, y = np.random.default_rng(3), np.arange(n) % 3
+    x = generator.normal(size=(n, 1, 8, 8))
+    x[np.arange(n), 0, y, y] += 3.0
+    return x, y
+
+
+def sequences(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(4).integers(0, 5, size=(n, 6)), np.arange(n) % 3
+
+
+def module(*, dropout: float = 0.2) -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1),
+        nn.GroupNorm(2, 6),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(384, 16),
+        nn.SiLU(),
+        nn.Dropout(dropout),
+        nn.Linear(16, 3),
+    )
+
+
+TOKENS = {"vocabulary": 5, "inputs": "tokens"}
+BUILT_IN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "resnet-small": ("dfa", {"widths": [4, 8], "norm": "group"}, {}),
+    "conv-small": ("bp", {"width": 4, "norm": "group"}, {}),
+    "vit-small": ("pdfa", {"width": 16, "depth": 2, "heads": 2, "dropout": 0.1}, {}),
+    "mixer-small": ("tdfa", {"width": 16, "depth": 2}, {}),
+    "transformer-encoder": ("pdfa", {"width": 16, "depth": 2, "heads": 2}, TOKENS),
+    "gru": ("bp", {"width": 8}, TOKENS),
+    "transformer-lm": ("pdfa", {"width": 16, "depth": 2, "heads": 2}, {**TOKENS, "n_classes": 5}),
+}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_model_trains_with_a_proven_statement(tmp_path: Path, name: str) -> None:
+    kind, options, data = BUILT_IN[name]
+    config = {**CONFIG, "trainer": {"kind": kind}, "model": {"name": name, "options": options}, "epochs": 1}
+    config["data"] = {**CONFIG["data"], **data}
+    x, y = sequences() if data else images()
+    if name == "transformer-lm":
+        y = (x + 1) % 5
+    run = training.train(config, data=(x, y), folder=tmp_path / "run")
+    assert run.guarantees[0].status == "proven"
+    assert run.guarantees[0].epsilon == pytest.approx(3.0, rel=1e-3)
+    assert any("no layer, hook or loss mixes" in line.text for line in run.guarantees[0].assumptions)
+
+
+def private_trainer(
+    model: nn.Module, x: Tensor, *, kind: str = "bp", clip: float = 0.5, noise: float = 0.0, lr: float = 1.0
+) -> tuple[ModuleTrainer, RecordGradients]:
+    """A trainer whose private step divides by 8."""
+    view = AnyModule(model, n_inputs=x[0].numel(), record_shape=x.shape[1:], recipe={})
+    feedback = None
+    if kind == "pdfa":
+        device = open_device("gaussian", n_inputs=3, n_outputs=400, seed=3, noise={"sigma": 0.3})
+        feedback = FeedbackAlignment(model, ["2", "5"], device=device, encoding="ternary")
+    writer = RecordGradients(
+        clip_norm=clip, noise_multiplier=noise, divisor=8.0, noise=SeededStream(1, "test")
+    )
+    tape = RecordTape(model.train(), x[:3])
+    trainer = ModuleTrainer(
+        view,
+        make_optimizer(view.parameters, OptimizerConfig(lr=lr, momentum=0.0)),
+        Objective.named("cross-entropy", "class"),
+        kind=kind,
+        feedback=feedback,
+        seed=3,
+        private=PrivateRecords(tape=tape, writer=writer),
+    )
+    return trainer, writer
+
+
+def gradients(trainer: Trainer) -> list[Tensor]:
+    return [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
+
+
+def test_a_private_photonic_step_is_that_of_each_record_with_the_same_device_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, y = (torch.as_tensor(part[:9]) for part in images())
+    flat, model = x.float().flatten(1), module(dropout=0.0)
+    trainer, _ = private_trainer(model, x.float(), kind="pdfa")
+    kept: list[Tensor] = []
+    read = FeedbackAlignment._read
+    monkeypatch.setattr(FeedbackAlignment, "_read", lambda *args: kept.append(read(*args)) or kept[-1])
+    before = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
+    trainer.step(flat, y, step=0, observe=False)
+    found = gradients(trainer)
+    trainer.model.load_state_dict(before)
+    monkeypatch.setattr(FeedbackAlignment, "_read", lambda *args: kept[0][number : number + 1])
+    totals, clipped = [torch.zeros_like(g) for g in found], 0
+    for number in range(len(x)):
+        trainer.model.zero_grad()
+        nn.functional.cross_entropy(trainer.model(x[number : number + 1].float()), y[number, None]).backward()
+        own = gradients(trainer)
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in own))
+        clipped += norm > 0.5
+        for total, gradient in zip(totals, own, strict=True):
+            total += gradient * min(1.0, 0.5 / norm) / 8.0
+    assert clipped > 0
+    for gradient, total in zip(found, totals, strict=True):
+        torch.testing.assert_close(gradient, total, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["bp", "pdfa"])
+def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, stop_at: Any, kind: str) -> None:
+    config = {
+        **CONFIG,
+        "trainer": {"kind": kind},
+        "checkpoint": {"every_steps": 2},
+        "optimizer": {"name": "adam", "lr": 0.01, "averaged_tail": 0.5},
+    }
+    if kind == "pdfa":
+        config["protection"] = {**CONFIG["protection"], "noise": "device"}
+    whole = training.train(config, data=images(), model=module(), folder=tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        training.train(config, data=images(), model=module(), folder=tmp_path / "cut", watcher=stop_at(7))
+    cut = training.train(data=images(), model=module(), folder=tmp_path / "cut", resume=True)
+    assert cut.folder.metrics_file.read_bytes() == whole.folder.metrics_file.read_bytes()
+    expected, found = whole.model.state_dict(), cut.model.state_dict()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert cut.guarantees[0].epsilon == whole.guarantees[0].epsilon
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """What a release run keeps, but for what its noise and its clock decide."""
+    kept: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.name == "metrics.jsonl":
+            kept[name] = path.read_text()
+        elif path.name == "summary.json":
+            kept[name] = json.loads(path.read_text())
+        elif path.name == "config.json":
+            facts = json.loads(path.read_text())
+            kept[name] = {key: facts[key] for key in ("config", "network", "data")}
+        elif path.is_file():
+            kept[name] = None
+    for path in list_checkpoints(folder / "checkpoints"):
+        found = read_checkpoint(path)
+        kept[f"{path.name} tensors"] = sorted((n, tuple(t.shape)) for n, t in found.tensors.items())
+        kept[f"{path.name} progress"] = {k: v for k, v in found.progress.items() if k != "identity"}
+    return kept
+
+
+def test_a_release_run_keeps_nothing_that_depends_on_its_records(tmp_path: Path) -> None:
+    """Records of zeros, and records whose losses and gradients are not finite: the same files, the same figures."""
+    (x, y), found = images(), []
+    extreme = np.full_like(x, 3e38)
+    for number, values in enumerate((np.zeros_like(x), extreme)):
+        config = {
+            **CONFIG,
+            "mode": "release",
+            "trainer": {"kind": "pdfa"},
+            "checkpoint": {"every_steps": 1, "keep": 20},
+        }
+        folder = tmp_path / str(number)
+        run = training.train(config, data=(values, y), model=module(), folder=folder)
+        assert run.guarantees[0].status == "proven"
+        found.append(content(folder))
+    assert found[0] == found[1]
+    assert found[0]["summary.json"].keys() == {"schema_version", "seal", "steps"}
+
+
+def test_the_feedback_is_calibrated_before_the_first_record_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint after empty batches would otherwise tell that they were empty."""
+    monkeypatch.setattr(PoissonSampler, "indices", lambda self, step: torch.zeros(0, dtype=torch.int64))
+    config = {
+        **CONFIG,
+        "trainer": {"kind": "pdfa", "encoding": "ternary"},
+        "checkpoint": {"every_steps": 1, "keep": 3},
+    }
+    run = training.train(config, data=images(), model=module(), folder=tmp_path / "run")
+    last = read_checkpoint(list_checkpoints(run.folder.checkpoints)[-1])
+    (column_sum,) = (tensor for name, tensor in last.tensors.items() if name.endswith("column_sum"))
+    assert bool(column_sum.any())
+
+
+def test_no_value_of_a_record_stops_a_private_step_or_reaches_the_parameters() -> None:
+    x, y = (torch.as_tensor(part[:6]) for part in images())
+    flat, moved = x.float().flatten(1), []
+    for value in (0.0, math.nan, math.inf, 3e38):
+        trainer, writer = private_trainer(module(dropout=0.0), x.float())
+        rows, labels = (
+            (flat, y) if value == 0.0 else (torch.cat([flat, flat[:1] * 0 + value]), y[[*range(6), 0]])
+        )
+        trainer.step(rows, labels, step=0, observe=False)
+        assert writer.left_out == (value != 0.0)
+        moved.append(torch.cat([g.flatten() for g in gradients(trainer)]))
+    for other in moved[1:]:
+        torch.testing.assert_close(other, moved[0], rtol=1e-5, atol=1e-7)
+
+
+def test_an_empty_batch_takes_its_noise() -> None:
+    x = torch.as_tensor(images()[0][:3]).float()
+    trainer, _ = private_trainer(module(), x, noise=2.0)
+    trainer.step(x.flatten(1)[:0], torch.zeros(0, dtype=torch.int64), step=0, observe=False)
+    noise = torch.cat([g.flatten() for g in gradients(trainer)]).double()
+    wanted = (2.0 * 0.5 / 8.0) ** 2
+    standard_error = wanted * math.sqrt(2 / len(noise))
+    assert abs(float(noise.square().mean()) - wanted) < 5 * standard_error
+    assert abs(float((1.1 * noise).square().mean()) - wanted) > 5 * standard_error
+
+
+# What is refused
+
+
+class Remembers(nn.Module):
+    """Adds the mean of the last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: float | Tensor = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = x + self.last
+        self.last = x.detach().mean()
+        return shifted
+
+
+class Counts(nn.Module):
+    """Keeps a running mean in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(dim=0), 0.1)
+        return x
+
+
+class MeanGradient(torch.autograd.Function):
+    """Subtracts the batch's mean gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(dim=0)
+
+
+class Zeroed(nn.Module):
+    """Mixes records by a branch whose weight starts at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * x.mean(dim=0)
+
+
+def net(part: nn.Module | None = None) -> nn.Module:
+    torch.manual_seed(2)
+    parts = [part] if part is not None else []
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), *parts, nn.Linear(4, 3))
+
+
+def function(of: Callable[[Tensor], Tensor]) -> nn.Module:
+    return Custom(lambda model, x: of(x))
+
+
+def hooked(kind: str) -> nn.Module:
+    model = net()
+    if kind == "parameter":
+        model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    elif kind == "accumulated":
+        model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    else:
+        model[2].register_full_backward_hook(lambda m, into, out: (into[0] / into[0].norm(),))
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "batch statistics": (lambda: net(nn.BatchNorm1d(4)), "BatchNorm1d '2' mixes the records"),
+    "batch statistics without buffers": (
+        lambda: net(nn.BatchNorm1d(4, track_running_stats=False)),
+        "BatchNorm1d '2' mixes the records",
+    ),
+    "a mean over records": (lambda: net(function(lambda x: x - x.mean(dim=0))), "mixes the records"),
+    "a branch of weight 0": (lambda: net(Zeroed()), "mixes the records"),
+    "a buffer": (lambda: net(Counts()), "changes the buffer '2.mean', which a checkpoint would hold"),
+    "memory": (lambda: net(Remembers()), "depends on earlier batches"),
+    "a squeezed batch": (lambda: net(function(lambda x: x.squeeze())), "model: "),
+    "a backward function": (lambda: net(function(MeanGradient.apply)), "in the backward pass one record"),
+    "a backward hook": (lambda: hooked("module"), "in the backward pass one record"),
+    "a hook on a parameter": (lambda: hooked("parameter"), "parameter '0.weight' has a gradient hook"),
+    "a later hook on a parameter": (lambda: hooked("accumulated"), "'0.weight' has a gradient hook"),
+    "trimmed padding": (
+        lambda: Custom(
+            lambda m, x: m.head(x[:, : int((x != 0).sum(dim=1).max())].mean(dim=1, keepdim=True)),
+            head=nn.Linear(1, 3),
+        ),
+        "model: ",
+    ),
+    "a value that raises": (
+        lambda: net(function(lambda x: x.log1p() if bool((x > -9).all()) else 1 / 0)),
+        "must not stop because of what its records hold",
+    ),
+    "half precision": (lambda: net().bfloat16(), "has dtype torch.bfloat16|ends in RuntimeError"),
+}
+
+
+def invented() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(9, 4, generator=generator)
+    x[1::3, 2:] = 0
+    return x, torch.arange(9) % 3
+
+
+def loss(output: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, y, reduction="none")
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_module_in_which_records_meet_is_refused(case: str) -> None:
+    build, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as raised:
+        require_separate_steps(build(), loss, *invented())
+    assert "\n" not in str(raised.value)
+
+
+def test_modules_that_keep_records_apart_are_accepted_and_left_as_they_were() -> None:
+    model, state = net(nn.Sequential(nn.LayerNorm(4), nn.Dropout(0.5))), torch.get_rng_state()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.eval()
+    require_separate_steps(model, loss, *invented())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(part.training for part in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        lambda output, y: loss(output, y) / len(y),
+        lambda output, y: loss(output - output.mean(dim=0), y),
+        lambda output, y: loss(output, y) * (1 + (y == y[0]).float().mean()),
+        lambda output, y: loss(output, y) + 1e-3 * output.std(),
+        lambda output, y: loss(output, y).mean().expand(len(y)),
+    ],
+)
+def test_a_loss_in_which_records_meet_is_refused(mixing: Callable[[Tensor, Tensor], Tensor]) -> None:
+    with pytest.raises(ValueError, match="loss: the loss of one record depends on other records"):
+        require_separate_steps(net(), mixing, *invented())
+
+
+def test_points_whose_positions_are_records_are_refused() -> None:
+    """Time comes first at the points, so that a sum over positions is one over records."""
+    torch.manual_seed(3)
+    body = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    model = Custom(lambda m, x: m.body(x.view(len(x), 2, 2).transpose(0, 1)).sum(dim=0), body=body)
+    x, y = invented()
+    feedback = FeedbackAlignment(model, ["body.1"], error_at="body.4", rows="sum")
+    with pytest.raises(ValueError, match="in the backward pass one record"):
+        require_separate_steps(model, loss, x, y, seek=lambda: feedback.seek(0))
+    feedback.remove()
+    each = FeedbackAlignment(model, ["body.1"], error_at="body.4", rows="each")
+    require_separate_steps(model, loss, x, y, seek=lambda: each.seek(0))
+
+
+def test_a_run_refuses_before_it_writes_anything(tmp_path: Path) -> None:
+    mixing = nn.Sequential(nn.Flatten(), function(lambda x: x - x.mean(dim=0)), nn.Linear(64, 3))
+    with pytest.raises(ValueError, match="mixes the records"):
+        training.train(
+            CONFIG | {"trainer": {"kind": "bp"}}, data=images(), model=mixing, folder=tmp_path / "a"
+        )
+    with pytest.raises(ConfigError, match="model.options.norm: 'batch' is BatchNorm2d .* take 'group'"):
+        training.train(
+            CONFIG | {"model": {"name": "resnet-small"}, "trainer": {"kind": "bp"}},
+            data=images(),
+            folder=tmp_path / "a",
+        )
+    assert not (tmp_path / "a" / "config.json").exists()

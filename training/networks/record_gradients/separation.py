@@ -1,0 +1,284 @@
+"""Probe whether a training step keeps the records of a batch apart: forward pass, loss, backward pass and what stays.
+
+`RecordTape` bounds what a record adds to a sum if no other record changes it. The probe runs on invented records, so
+that nothing it does or refuses depends on private ones. It refuses
+
+- batch statistics, and buffers that a forward pass changes: a checkpoint would hold them without noise;
+- a module that remembers earlier batches, or draws random numbers of its own;
+- a forward pass in which one record changes another's output (`training.networks.record_independence`);
+- a loss of one record that depends on another, or on the number of records;
+- a backward pass in which one record changes another's gradient: hooks and custom autograd functions see whole batches;
+- hooks on parameters, which would not run.
+
+No finite probe proves that a module keeps all records apart, so the guarantee lists this as an assumption.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from opusim.errors import DeviceError
+from training.data import Dataset
+from training.data.dataset import PADDING
+from training.networks.record_gradients.tape import RecordTape
+from training.networks.record_independence import (
+    MIXES_REMEDY,
+    batch_statistics,
+    perturbed,
+    preserved_generators,
+    require_independent_records,
+)
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Losses of the records, shape (batch,), from outputs and targets."""
+_RECORDS = 9
+_BATCH = 5
+"""Records of a backward pass; a prime."""
+_WITNESS = 1
+"""The record whose loss and gradient must not move. It ends in zeros: with it as the only one, a batch is shorter for a
+model that cuts padding off."""
+_TOLERANCE = 1e-4
+"""Largest relative difference that counts as rounding."""
+
+
+def invented_records(dataset: Dataset, place: torch.device) -> tuple[Tensor, Tensor]:
+    """Return records and targets of the shapes and ranges of a data set, drawn without a look at its records.
+
+    Features are N(0, 1). Some records end in zeros, as padded sequences do.
+
+    Args:
+        dataset: Its record shape, vocabulary and kind of target are read.
+        place: Torch device of the result.
+
+    Returns:
+        Inputs, shape (9, n_features), and targets.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape, outputs = (_RECORDS, dataset.n_features), dataset.n_classes
+    if dataset.vocabulary is None:
+        x = torch.randn(shape, generator=generator)
+    else:
+        x = torch.randint(0, dataset.vocabulary, shape, generator=generator)
+    half = dataset.n_features - dataset.n_features // 2
+    x[1::3, half:] = 0
+    if dataset.target in ("class", "tokens"):
+        y = torch.randint(
+            0, outputs, shape if dataset.target == "tokens" else (_RECORDS,), generator=generator
+        )
+        if dataset.target == "tokens":
+            y[1::3, half:] = PADDING
+    else:
+        y = torch.randn((_RECORDS, outputs), generator=generator)
+        y = (y > 0).float() if dataset.target == "labels" else y
+    return x.to(place), y.to(place)
+
+
+def require_separate_steps(
+    model: nn.Module, loss: Loss, x: Tensor, y: Tensor, *, seek: Callable[[], None] = lambda: None
+) -> None:
+    """Refuse a module or a loss with which one record would change what others add; see the top of this file.
+
+    Parameters, buffers, modes and torch's generators are as before afterwards.
+
+    Args:
+        model: Maps records to outputs, with its feedback points if it has any.
+        loss: The losses of the records.
+        x: Invented records as the model takes them, shape (n, ...), n at least 5.
+        y: Their targets.
+        seek: Called before each pass; makes feedback repeat what it draws.
+
+    Raises:
+        ValueError: There is such a module or loss, or the model cannot take the records.
+    """
+    if found := batch_statistics(model):
+        raise ValueError(f"model: {found} mixes the records of a batch: {MIXES_REMEDY}")
+    _require_no_hooks(model)
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with preserved_generators(x.device), _preserved_buffers(model):
+            _require_nothing_kept(model.train(), x)
+            require_independent_records(model.eval(), x)
+            with torch.no_grad():
+                outputs = model(x)
+            _require_separate_losses(loss, outputs, y)
+            with perturbed(model):
+                _Steps(model.train(), loss, seek, x).require_separate(_changed(x[:_BATCH], y[:_BATCH]))
+                _Steps(model.eval(), loss, seek, x).require_separate(_resized(x[:_BATCH], y[:_BATCH]))
+    except DeviceError:
+        raise
+    except (RuntimeError, TypeError, IndexError, ArithmeticError, AssertionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        if reason.startswith("model: "):
+            raise ValueError(reason) from error
+        raise ValueError(
+            f"model: a probe with invented records of shape {tuple(x.shape[1:])} ends in {type(error).__name__}: "
+            f"{reason}; a protected run must not stop because of what its records hold: take any numbers of this shape "
+            "(tokens: data.inputs = 'tokens')"
+        ) from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _require_no_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        later = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if parameter._backward_hooks or later:
+            raise ValueError(
+                f"model: parameter {name!r} has a gradient hook, which does not run where the gradients of single "
+                "records are clipped; remove the hook"
+            )
+
+
+def _require_nothing_kept(model: nn.Module, x: Tensor) -> None:
+    """Refuse buffers that a training pass changes, and outputs that depend on earlier batches."""
+    _seeded(model, x)  # some modules fill caches in their first pass
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    first = _seeded(model, x)
+    for name, buffer in model.named_buffers():
+        if name not in before or not _same(before[name], buffer):
+            raise ValueError(
+                f"model: a forward pass changes the buffer {name!r}, which a checkpoint would hold without noise; use "
+                "modules that keep no statistics, such as nn.GroupNorm or nn.LayerNorm"
+            )
+    _seeded(model, x.flip(0)[:_BATCH])
+    if not _same(first, _seeded(model, x)):
+        raise ValueError(
+            "model: its output depends on earlier batches, or on random numbers that torch's generator does not draw; "
+            "use a module that keeps no state between batches"
+        )
+
+
+def _seeded(model: nn.Module, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    random.seed(0)
+    with torch.no_grad():
+        output: Tensor = model(x.clone())
+    return output
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
+
+
+def _require_separate_losses(loss: Loss, outputs: Tensor, y: Tensor) -> None:
+    """Refuse a loss in which a record's value or gradient depends on others, or that changes from call to call."""
+    z = (outputs + torch.randn_like(outputs)).requires_grad_()
+    losses = loss(z, y)
+    size = losses.detach().abs().max()
+    wanted = losses[_WITNESS].detach()
+    separate = True
+    for number in (0, _WITNESS, len(z) - 1):
+        (gradient,) = torch.autograd.grad(losses[number], z, retain_graph=True)
+        only, others = loss(z[number : number + 1], y[number : number + 1])[0], gradient.clone()
+        others[number] = 0
+        separate &= not bool(others.count_nonzero()) and _near(losses[number], only, size)
+    for other in (0, len(z) - 1):
+        for value in (1.0 - 3.0 * z[other].detach(), torch.full_like(z[other], torch.nan)):
+            changed, targets = z.detach().clone(), y.clone()
+            changed[other], targets[other] = value, y[(other + 1) % len(y)]
+            separate &= _near(wanted, loss(changed, targets)[_WITNESS], size)
+    if not separate or not torch.equal(losses.detach(), loss(z, y).detach()):
+        raise ValueError(
+            "loss: the loss of one record depends on other records or on earlier batches, so that no clip bounds what "
+            "a record changes; compute each record's loss from its own output and target"
+        )
+
+
+_Batch = tuple[Tensor, Tensor, int]
+"""Records, targets, and the place of the record whose gradient must not move."""
+
+
+class _Steps:
+    """Forward and backward passes whose single gradients are looked at.
+
+    Args:
+        model: In training mode; or in evaluation mode, in which nothing is drawn.
+        loss: The losses of the records.
+        seek: Called before each pass.
+        x: Records for the tape.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, seek: Callable[[], None], x: Tensor) -> None:
+        self._tape, self._loss, self._seek = RecordTape(model, x), loss, seek
+
+    def require_separate(self, batches: Iterator[_Batch]) -> None:
+        """Refuse a backward pass in which other records, or their number, change a record's gradient.
+
+        Args:
+            batches: The first one is compared with all others.
+        """
+        wanted = self._gradient(*next(batches))
+        for batch in batches:
+            if not _near(wanted, self._gradient(*batch), wanted.norm()):
+                raise ValueError(
+                    "model: in the backward pass one record changes the gradient of another, as a hook or a custom "
+                    f"autograd function may: {MIXES_REMEDY}"
+                )
+
+    def _gradient(self, x: Tensor, y: Tensor, place: int) -> Tensor:
+        """Return the gradient of one record as a step computes it, float64."""
+        torch.manual_seed(0)
+        self._seek()
+        with self._tape.recording(len(x)):
+            self._loss(self._tape.model(x), y).sum().backward()
+        squares = self._tape.squared_norms()
+        factors = torch.zeros_like(squares)
+        factors[:, place] = 1.0
+        self._tape.set_gradients(factors, squares)
+        parameters = [parameter for layer in self._tape.layers for parameter in layer]
+        found = torch.cat([p.grad.flatten().double() for p in parameters if p.grad is not None])
+        for parameter in parameters:
+            parameter.grad = None
+        return found
+
+
+def _changed(x: Tensor, y: Tensor) -> Iterator[_Batch]:
+    """Yield a batch, then batches whose first or last record is another one, a large one, or NaN."""
+    yield x, y, _WITNESS
+    for place in (0, len(x) - 1):
+        values = [x[(place + 1) % len(x)]]
+        if x.is_floating_point():
+            values += [1e3 * x[place], torch.full_like(x[place], torch.nan)]
+        for value in values:
+            records, targets = x.clone(), y.clone()
+            records[place], targets[place] = value, y[(place + 1) % len(y)]
+            yield records, targets, _WITNESS
+
+
+def _resized(x: Tensor, y: Tensor) -> Iterator[_Batch]:
+    """Yield a batch, then its record without the others, and with more of them."""
+    yield x, y, _WITNESS
+    yield x[_WITNESS : _WITNESS + 1], y[_WITNESS : _WITNESS + 1], 0
+    yield torch.cat([x] * 3)[1:], torch.cat([y] * 3)[1:], _WITNESS + _BATCH - 1
+
+
+def _near(first: Tensor, second: Tensor, size: Tensor) -> bool:
+    """Whether two tensors differ by no more than rounding, in units of a size; NaN differs from everything."""
+    gap = (first.detach().double() - second.detach().double()).norm()
+    return bool(gap <= _TOLERANCE * size.detach().double())
+
+
+@contextmanager
+def _preserved_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore all buffers on exit."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        yield
+    finally:
+        restore_buffers(model, before)
+
+
+def restore_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
+    """Copy values back into buffers; caches that a pass has created since then stay."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in before and before[name].shape == buffer.shape:
+                buffer.copy_(before[name])

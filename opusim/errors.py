@@ -59,5 +59,9 @@ class NoiseBelowCertificate(DeviceError):
     """The measured noise is weaker than the certificate that a privacy statement rests on."""
 
 
+class ProcessLost(OpusimError, RuntimeError):
+    """Another process of the run ended, or did not answer in time."""
+
+
 class NoiseUnknown(OpusimError, ValueError):
     """A device states no law for its noise: it was not measured, and its description assumes none."""

@@ -1,9 +1,9 @@
-"""Train a network on digits in two processes with DistributedDataParallel, each with a noisy device.
+"""Train a network on digits in two processes with DistributedDataParallel, which share a noisy device.
 
 python examples/any_module/data_parallel.py
 
-Lines marked `# opusim` differ from training by backpropagation. Both devices have the same medium, the description's,
-and noise of their own. The processes average gradients, so their parameters stay the same, bit for bit.
+Lines marked `# opusim` differ from training by backpropagation. The first process holds the device and
+reads for both. The processes average gradients, so their parameters stay the same, bit for bit.
 """
 
 import os
@@ -27,7 +27,7 @@ def accuracy(rank: int, epochs: int) -> float:
         *(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
     )
     model = opusim.FeedbackAlignment(model)  # opusim
-    model.device = opusim.open_device("gaussian", **model.shape(x[:2])._asdict(), seed=rank)  # opusim
+    model.device = opusim.open_shared_device("gaussian", **model.shape(x[:2])._asdict())  # opusim
     model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     for _ in range(epochs):

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Self, overload
+from typing import Any, ClassVar, Literal, NamedTuple, Self, overload
 
 import numpy as np
 import torch
@@ -45,6 +45,18 @@ from opusim.randomness.streams import MODES
 
 _INTENSITIES_AT_ONCE = 2**23
 """Intensities that are computed at once: 32 MiB, and some times as much for fields and noise."""
+
+
+class Turn(NamedTuple):
+    """A process's rows among those of all processes that share a device.
+
+    Attributes:
+        before: Rows of the processes of lower rank.
+        most: The largest number of rows of any process.
+    """
+
+    before: int
+    most: int
 
 
 class NoisyDevice(ABC):
@@ -350,6 +362,18 @@ class NoisyDevice(ABC):
         uniform = isinstance(law, GaussianNoise) and law.is_uniform
         lengths = drawn_shape(shape, self._n_outputs, uniform=uniform)
         return self._read(lambda: self._draw(lengths), lengths)
+
+    def project_for_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `project` of x, the same reading on all processes that share the device (`SharedDevice`)."""
+        return self.project(x)
+
+    def agree(self, rows: int) -> Turn:
+        """Return the place of this process's rows among those that all processes are about to project.
+
+        Args:
+            rows: Number of this process's rows.
+        """
+        return Turn(before=0, most=rows)
 
     def seek(self, step: int) -> None:
         """Tell the device that a training step begins.

@@ -5,8 +5,6 @@ Two forked processes write their gradients of the first step and their parameter
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opusim import FeedbackAlignment, open_device
-from tests.support.killing import start_child
+from tests.support.ranks import run_ranks
 
 PROCESSES = 2
 
@@ -42,8 +40,6 @@ def gradients(model: nn.Module, rank: int) -> list[Tensor]:
 
 
 def work(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=PROCESSES)
     model = nn.parallel.DistributedDataParallel(new_model(rank))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first = gradients(model, rank)
@@ -56,11 +52,7 @@ def work(rank: int, folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    children = [start_child(lambda rank=rank: work(rank, folder)) for rank in range(PROCESSES)]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    codes = run_ranks(lambda rank: work(rank, folder), PROCESSES)
     sys.exit(max(map(abs, codes)))
 
 

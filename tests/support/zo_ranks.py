@@ -6,8 +6,6 @@ does runs of N processes each, forked from this one with the variables that torc
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 
 import numpy as np
@@ -16,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import training
-from tests.support.killing import start_child
+from tests.support.ranks import run_ranks
 
 
 def train(folder: str, mode: str) -> None:
@@ -46,20 +44,7 @@ def train(folder: str, mode: str) -> None:
 
 def train_in_ranks(folder: str, mode: str, processes: int) -> None:
     """Train in forked processes that find each other like those of torchrun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    children = []
-    for rank in range(processes):
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), **address}
-
-        def work(place: dict[str, str] = place) -> None:
-            os.environ.update(place)
-            train(folder, mode)
-
-        children.append(start_child(work))
-    statuses = [os.waitpid(child, 0)[1] for child in children]
+    statuses = run_ranks(lambda rank: train(folder, mode), processes)
     if any(statuses):
         raise RuntimeError(f"{folder}: the processes ended with {statuses}")
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from opusim.errors import DeviceError, OpusimError
+from opusim.errors import ConfigError, DeviceError, OpusimError
+from opusim.processes import launched_processes
 from training.cli.groups import LazyGroup, built
 
 _TRAIN = "Train"
@@ -137,6 +138,7 @@ def main() -> None:
     if debug:
         sys.argv.remove("--debug")
     try:
+        _require_one_process()
         app()
     except (OpusimError, ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         if debug:
@@ -144,6 +146,18 @@ def main() -> None:
         message = " ".join(str(error).split())
         typer.echo(f"opusim: {message}", err=True)
         raise SystemExit(_exit_code(error)) from error
+
+
+def _require_one_process() -> None:
+    """Refuse every command but those that several processes can share, before it writes anything.
+
+    Raises:
+        ConfigError: torchrun started several.
+    """
+    found, command = launched_processes(), sys.argv[1:2]
+    if found > 1 and command != ["train"]:
+        reason = f"{found} processes share `opusim train` only; start `opusim {' '.join(command)}` without torchrun"
+        raise ConfigError("command line", "torchrun", reason)
 
 
 def _exit_code(error: BaseException) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO
 
 import typer
 
+from opusim.processes import launched_rank
 from opusim.progress import Progress
 from training.cli.groups import LazyGroup, built
 from training.cli.options import (
@@ -82,7 +83,7 @@ def _command(kind: str, section: type[TrainerSection]) -> Any:
 
 def _train(config: RunConfig, out: Path | None, quiet: bool) -> None:
     """Train under a configuration; a device's driver must be there before anything else begins."""
-    if config.uses_device:
+    if config.uses_device and not _follows(config):
         from opusim.description.loading import load_description
         from opusim.devices.access import require_present
 
@@ -90,6 +91,15 @@ def _train(config: RunConfig, out: Path | None, quiet: bool) -> None:
     from training.engine.session import train
 
     watched(config, quiet, lambda watcher: train(config, folder=out, watcher=watcher))
+
+
+def _follows(config: RunConfig) -> bool:
+    """Whether this process follows another one in such a run; torch is not loaded without torchrun."""
+    if launched_rank() == 0:
+        return False
+    from training.engine.leading import follows
+
+    return follows(config)
 
 
 def resume(
@@ -118,7 +128,7 @@ def resume(
     require_trusted(facts, trust_code=trust_code)
     say_trusted(facts)
     config = folder.read_config()
-    if device is not None:
+    if device is not None and not _follows(config):
         require_present(parse_description(str(folder.config_file), device))
 
     def work(watcher: Watcher | None) -> Run:
@@ -165,10 +175,13 @@ def caution(config: RunConfig) -> str | None:
 def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run]) -> None:
     """Train with a progress bar, then print the table and write the report.
 
-    The cost of a kill is printed when training begins, quiet or not.
+    The cost of a kill is printed when training begins, quiet or not. A process that follows another one prints nothing.
     """
     from training.reports.run_report import write_report
 
+    if _follows(config):
+        work(None)
+        return
     warning = caution(config)
 
     def warned(watcher: Watcher | None) -> Watcher | None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from torch import nn
 
@@ -80,6 +80,9 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
     applies: ClassVar[frozenset[Applied]] = frozenset()
     """How the trainer carries out a protection; nothing by default."""
     uses_public_randomness: ClassVar[bool] = False
+    processes: ClassVar[Literal["none", "steps", "replicas"]] = "none"
+    """What several processes share: nothing (they are refused), the steps that the first one leads
+    (`training.engine.leading`), or batches of runs that each process keeps itself."""
     record_options: ClassVar[Mapping[str, Any]] = {}
     """Keys of the section `trainer` that a run under protection.kind = 'record' must have, with their values."""
 

@@ -20,7 +20,9 @@ from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.usage import Usage
 from opusim.errors import DeviceError
+from opusim.processes.ranks import Ranks
 from training.data import Split
+from training.engine.leading import lead
 from training.engine.plan import RunPlan, to_device
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import RunFolderError, RunInterrupted, TrainingDiverged
@@ -64,10 +66,17 @@ class Engine:
         trainer: What is trained.
         folder: Where the run is written; the caller holds its lock.
         watcher: Receives the progress.
+        ranks: The processes, of which this one leads; None for one.
     """
 
     def __init__(
-        self, plan: RunPlan, trainer: Trainer, folder: RunFolder, watcher: Watcher | None = None
+        self,
+        plan: RunPlan,
+        trainer: Trainer,
+        folder: RunFolder,
+        watcher: Watcher | None = None,
+        *,
+        ranks: Ranks | None = None,
     ) -> None:
         config = plan.config
         self._identity = config.digest()
@@ -86,6 +95,7 @@ class Engine:
         self._checkpoint_every = config.checkpoint.every_steps or self._sampler.steps_per_epoch
         self._keep = config.checkpoint.keep
         self._watcher = watcher
+        self._ranks = ranks or Ranks.one()
         self._step = 0
         self._sums = _EpochSums(self._dataset.train.x.device)
         self._earlier_usage = Usage()
@@ -244,11 +254,12 @@ class Engine:
         index = self._sampler.indices(self._step).to(self._dataset.train.x.device)
         left_in_epoch = -(self._step + 1) % self._sampler.steps_per_epoch
         ends_epoch = left_in_epoch == 0
-        x, y = self._dataset.train.x[index], self._dataset.train.y[index]
         set_learning_rate(self._trainer.optimizer, self._optimizer, self._step / self.total_steps)
         observe = not self._private and left_in_epoch < _OBSERVED_STEPS
         written = None if self._writer is None else self._writer.batches_written
-        record = self._trainer.step(x, y, step=self._step, observe=observe, records=index)
+        record = lead(
+            self._trainer, self._dataset.train, index, step=self._step, observe=observe, ranks=self._ranks
+        )
         if self._writer is not None and self._writer.batches_written == written:
             raise NoGuarantee(
                 f"step {self._step}: trainer.kind = {self._kind!r} moved its parameters without the writer of private "

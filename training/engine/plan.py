@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -18,8 +18,10 @@ from opusim.description.loading import load_description, parse_description
 from opusim.description.schema import DeviceDescription, NoiseSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described
+from opusim.devices.shared import SharedDevice
 from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
+from opusim.processes.ranks import Ranks
 from training.config.data import OWN_ARRAYS
 from training.config.run import RunConfig
 from training.data import Dataset, Split
@@ -205,8 +207,11 @@ class RunPlan:
         return replace(self, description=silent)
 
     @contextmanager
-    def opened_device(self) -> Iterator[NoisyDevice | None]:
+    def opened_device(self, ranks: Ranks | None = None) -> Iterator[NoisyDevice | None]:
         """Open the device of the run; yields None if it has none.
+
+        Args:
+            ranks: The processes that use the device as one; None for one.
 
         Raises:
             DeviceError: The device cannot be opened.
@@ -215,14 +220,16 @@ class RunPlan:
             yield None
             return
         shape = self.algorithm.device_shape
-        with open_described(
+        opener = partial(
+            open_described,
             self.description,
             mode=self.config.mode,
             seed=self.config.seed_for("device") or 0,
             torch_device=self.config.torch_device,
             n_inputs=shape.n_inputs,
             n_outputs=shape.n_outputs,
-        ) as device:
+        )
+        with opener() if ranks is None or ranks.world == 1 else SharedDevice(opener, ranks) as device:
             yield device
 
 

@@ -18,12 +18,21 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.kinds import ENTRY_POINT_GROUP as DEVICE_KINDS
 from opusim.noise import ENTRY_POINT_GROUP as NOISE_LAWS
+from opusim.processes.ranks import Ranks, init_process_group
 from training.config.kinds import KINDS
 from training.config.reading import flat, load_config
 from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.tables import OwnData, OwnTest
 from training.engine.callbacks import Callback, Watchers
+from training.engine.leading import (
+    end,
+    follow,
+    leads_steps,
+    require_same,
+    require_shareable,
+    share_state,
+)
 from training.engine.loop import Engine, Watcher, deferred_interrupt, torch_threads
 from training.engine.plan import (
     RunPlan,
@@ -31,6 +40,7 @@ from training.engine.plan import (
     fingerprint,
     for_this_machine,
     load_data,
+    to_device,
     with_own_data,
 )
 from training.errors import RunFolderError
@@ -91,21 +101,27 @@ def train(
         DeviceError: The device cannot be opened or fails.
         TrainingDiverged: A batch's error is not finite.
     """
-    stated = _stored(config, settings, folder) if resume else load_config(config, settings)
-    resolved = for_this_machine(with_own_module(stated, model))
-    resolved, data, model = default_inputs(resolved, data, model)
-    resolved = with_own_data(resolved, data, label)
-    run_folder = None if folder is None else RunFolder(own_folder(Path(folder)))
-    if resume and run_folder is not None:
-        require_trusted(facts := run_folder.read_facts(), trust_code=trust_code)
-        require_importable(facts)
-    records = load_data(resolved, data, test)
-    with Watchers([*([watcher] if watcher else []), *callbacks]) as watchers:
-        run = train_on(
-            resolved, records, run_folder, model=model, resume=resume, moved=moved, watcher=watchers
-        )
-        watchers.summary = run.summary
-    return run
+    init_process_group()
+    ranks = Ranks()
+    with ranks.session():
+        stated = _stored(config, settings, folder) if resume else load_config(config, settings)
+        resolved = for_this_machine(with_own_module(stated, model))
+        require_shareable(resolved, ranks)
+        resolved, data, model = default_inputs(resolved, data, model)
+        resolved = with_own_data(resolved, data, label)
+        run_folder = _folder_of(resolved, folder)
+        if resume and run_folder is not None:
+            require_trusted(facts := run_folder.read_facts(), trust_code=trust_code)
+            require_importable(facts)
+        records = load_data(resolved, data, test)
+        if leads_steps(resolved) and not ranks.is_first:
+            return _follow(resolved, records, run_folder, model=model, resume=resume, ranks=ranks)
+        with Watchers([*([watcher] if watcher else []), *callbacks]) as watchers:
+            run = train_on(
+                resolved, records, run_folder, model=model, resume=resume, moved=moved, watcher=watchers
+            )
+            watchers.summary = run.summary
+        return run
 
 
 def train_on(
@@ -146,18 +162,53 @@ def train_on(
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
+def _follow(
+    config: RunConfig,
+    records: Dataset,
+    folder: RunFolder | None,
+    *,
+    model: nn.Module | None,
+    resume: bool,
+    ranks: Ranks,
+) -> Run:
+    """Do this process's part of a run that the first process leads, and return the run from its folder."""
+    plan = RunPlan.resolve(config, records, model=model, folder=folder if resume else None)
+    require_same(plan, ranks)
+    with torch_threads(plan.config.threads) as threads, plan.opened_device(ranks) as device:
+        plan = plan.started(threads=threads, device=device)
+        plan.network.model.to(plan.config.torch_device)
+        trainer = plan.algorithm.trainer(device)
+        with closing(trainer), deferred_interrupt():  # the first process decides when Ctrl-C ends the run
+            if not resume:
+                plan.algorithm.initialise(trainer)
+            share_state(trainer, ranks)
+            folder = RunFolder(ranks.on_first(Path))
+            plan.algorithm.prepare(trainer, folder)
+            follow(trainer, to_device(plan.dataset, plan.config.torch_device).train, ranks)
+    return load_run(folder.path, model=model, trust_code=True)  # it was executed here
+
+
+def _folder_of(config: RunConfig, folder: str | Path | None) -> RunFolder | None:
+    """Return the folder of a run, of which each process has its own if it keeps the run itself."""
+    if folder is None:
+        return None
+    return RunFolder(Path(folder) if leads_steps(config) else own_folder(Path(folder)))
+
+
 def _train_in(
     folder: RunFolder, plan: RunPlan, watcher: Watcher | None, *, resume: bool, moved: bool
 ) -> None:
     """Train in a folder whose lock is held."""
-    with torch_threads(plan.config.threads) as threads, plan.opened_device() as device:
+    ranks = Ranks() if leads_steps(plan.config) else Ranks.one()
+    require_same(plan, ranks)
+    with torch_threads(plan.config.threads) as threads, plan.opened_device(ranks) as device:
         plan = plan.started(threads=threads, device=device)
         plan.network.model.to(plan.config.torch_device)
         algorithm, protection = plan.algorithm, plan.protection
         trainer = algorithm.protected_trainer(device, folder)
         with closing(trainer):  # from here on, so that hooks come off a user-supplied module whatever fails
             facts, resumed_from = _facts(plan), None
-            engine = Engine(plan, trainer, folder, watcher)
+            engine = Engine(plan, trainer, folder, watcher, ranks=ranks)
             if resume:
                 _check_same(folder, facts)
                 resumed_from = engine.resume(moved=moved)
@@ -166,10 +217,13 @@ def _train_in(
             else:
                 algorithm.initialise(trainer)
                 _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
+            share_state(trainer, ranks)
+            ranks.on_first(folder.path.resolve)
             with deferred_interrupt() as interrupted, _ledger(plan.config, folder, resumed_from) as ledger:
                 protection.pay_upfront(ledger, device, folder)
                 algorithm.prepare(trainer, folder)
                 engine.run(ledger, plan.mechanisms, interrupted)
+    end(ranks)
 
 
 def _begin(
@@ -193,7 +247,8 @@ def _stored(config: object, settings: Sequence[str], folder: str | Path | None) 
         )
     if folder is None:
         raise RunFolderError(_NO_FOLDER)
-    run_folder = RunFolder(own_folder(Path(folder)))
+    own = own_folder(Path(folder))  # of a run that each process keeps itself
+    run_folder = RunFolder(own if own.exists() else Path(folder))
     run_folder.read_facts()
     run_folder.require_sealed()
     return run_folder.read_config()

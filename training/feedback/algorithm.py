@@ -16,6 +16,7 @@ from accounting.pdfa.mechanisms import PdfaWithoutFormula, PublishedLayer, Publi
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise, NoiseModel
+from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import noise_stream
 from training.config.run import RunConfig
 from training.data import Dataset
@@ -76,6 +77,7 @@ class FeedbackAlgorithm(
 
     targets = ("class", "tokens", "real", "labels")
     applies = frozenset({"gradients", "soft labels"})
+    processes = "steps"
 
     @classmethod
     def build_network(
@@ -104,6 +106,8 @@ class FeedbackAlgorithm(
         require_keys(config, self.options, closed_form=isinstance(network, FullyConnected))
         if isinstance(network, AnyModule):
             self._require_bounded(network)
+            if Ranks().world > 1:
+                _require_same_buffers(network)
             if config.model.initial_output == "feedback":
                 feedback_start(network)
             _ = self.device_shape
@@ -201,10 +205,13 @@ class FeedbackAlgorithm(
         config, options, network = self.plan.config, self.options, self.network
         optimizer = make_optimizer(network.parameters, config.optimizer)
         if isinstance(network, AnyModule):
+            ranks = Ranks()
             objective = Objective.named(config.loss, self.plan.dataset.target)
             feedback = feedback_points(network, options, device, draw_seed=config.seed_for("codes"))
             try:
                 private = self._private_records(network, device)
+                if ranks.world > 1 and feedback is not None:  # a process without records needs the sizes too
+                    feedback.shape(network.shaped(self._two_records))
             except Exception:
                 if feedback is not None:
                     feedback.remove()
@@ -218,6 +225,7 @@ class FeedbackAlgorithm(
                 seed=config.seed_for("module"),
                 labels=labels,
                 private=private,
+                ranks=ranks,
             )
         noise = None
         if options.digital_sigma:
@@ -231,6 +239,7 @@ class FeedbackAlgorithm(
             noise=noise,
             protection=self.gradients(device),
             labels=labels,
+            ranks=Ranks(),
         )
 
     @property
@@ -295,6 +304,21 @@ def require_keys(config: RunConfig, options: FeedbackConfig, *, closed_form: boo
         raise ConfigError(
             "configuration", f"trainer.{name}", f"{value!r} does nothing for this model: {reason}"
         )
+
+
+def _require_same_buffers(network: AnyModule) -> None:
+    """Refuse statistics of batches, of which each process sees only a part.
+
+    Raises:
+        ConfigError: The module has a batch norm.
+    """
+    for name, module in network.model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            reason = (
+                f"{type(network.model).__name__} has a batch norm, {name!r}, whose statistics would be those of one "
+                "process's part of the batch; take nn.GroupNorm, or start it without torchrun"
+            )
+            raise ConfigError("configuration", "model.name", reason)
 
 
 def feedback_points(

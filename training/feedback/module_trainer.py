@@ -2,7 +2,8 @@
 
 One step: a forward pass in training mode, the mean of the records' losses, `loss.backward()` through the points of
 `training.feedback.points.FeedbackAlignment`, and the optimizer's update. Under a protection of records a tape watches
-the passes of the losses' sum, and the clipped and noised gradients take the place of autograd's.
+the passes of the losses' sum, and the clipped and noised gradients take the place of autograd's. If several processes
+share the batch, the gradients of all are added before the update.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim.devices.usage import Usage
+from opusim.processes.ranks import Ranks
 from opusim.randomness import derive_seed
 from training.engine.trainer import StepRecord, Trainer
 from training.errors import TrainingDiverged
@@ -56,6 +58,7 @@ class ModuleTrainer(Trainer):
         seed: Of what the module draws, such as dropout; None takes a seed of the operating system in each step.
         labels: What training knows of the labels in their place; None if it sees the labels themselves.
         private: Clips and noises the records' gradients; None takes their mean.
+        ranks: The processes that share each batch; None for one.
     """
 
     def __init__(
@@ -69,12 +72,14 @@ class ModuleTrainer(Trainer):
         seed: int | None = None,
         labels: SoftLabels | None = None,
         private: PrivateRecords | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.kind = kind
         self.model = network.model
         self.optimizer = optimizer
         self._network, self._objective, self._feedback = network, objective, feedback
         self._seed, self._labels, self._private = seed, labels, private
+        self._ranks = ranks or Ranks.one()
         device = None if feedback is None else feedback.device
         self._column_sum = (
             None if device is None else torch.zeros(device.n_outputs)
@@ -92,16 +97,19 @@ class ModuleTrainer(Trainer):
             self._private.writer.seek(step)
             if self._feedback is not None and self._feedback.device is not None:
                 self._feedback.device.seek(step)  # its noise may be drawn without a reading
-        if not len(x):
+        batch_size = self._ranks.total(len(x))
+        if not batch_size:
             return self._empty_step(y)
         self._recall_column_sum()
+        if not len(x):
+            return self._step_without_records(y, step)
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         losses = partial(self._losses, x, y, step=step, records=records)
         self.model.train()
         try:
             with seeded_torch(self._seed_of(step), x.device):
                 diagnostics = self._diagnosed(lambda: losses()[1].mean(), step) if observe else {}
-                output, loss_sum = self._learn(losses, len(x), step)
+                output, loss_sum = self._learn(losses, len(x), step, share=len(x) / batch_size)
         except Exception:  # the device failed: the parameters are those before, and so must the buffers be
             restore_buffers(self.model, buffers)
             raise
@@ -109,7 +117,7 @@ class ModuleTrainer(Trainer):
             self.model.eval()
         if self._private is not None:
             restore_buffers(self.model, buffers)
-        self.optimizer.step()
+        self._update()
         correct, judged = self._objective.correct(output, y)
         return StepRecord(
             loss_sum=loss_sum, n_correct=correct, n_records=len(x), n_judged=judged, diagnostics=diagnostics
@@ -169,38 +177,62 @@ class ModuleTrainer(Trainer):
         return output, self._objective.per_record(output, y)
 
     def _learn(
-        self, losses: Callable[[], tuple[Tensor, Tensor]], n_records: int, step: int
+        self, losses: Callable[[], tuple[Tensor, Tensor]], n_records: int, step: int, *, share: float
     ) -> tuple[Tensor, Tensor]:
         """Write the gradients of a batch; return its outputs, and the sum of its losses.
+
+        Args:
+            losses: Returns the outputs and the loss of each record.
+            n_records: Records of this process.
+            step: The step's number.
+            share: Share of the batch that this process has.
 
         Raises:
             TrainingDiverged: Without protection, the loss or a gradient is not finite.
         """
         if self._feedback is not None:
             self._feedback.seek(step)
-        if self._private is not None:
+        if self._private is None:
+            output, per_record = losses()
+            self._backward(per_record.mean() * share, step)
+        else:
             with self._private.tape.recording(n_records):
                 output, per_record = losses()
                 per_record.sum().backward()
             self._private.writer.set_recorded_gradients(self._private.tape)
-        else:
-            output, per_record = losses()
-            self._backward(per_record, step)
         return output.detach(), per_record.detach().sum(dtype=torch.float64)
 
-    def _backward(self, per_record: Tensor, step: int) -> None:
-        """Write the gradients of the mean loss.
+    def _backward(self, loss: Tensor, step: int) -> None:
+        """Write the gradients of this process's share of the mean loss.
 
         Raises:
             TrainingDiverged: The loss or a gradient is not finite.
         """
-        _require_finite(per_record.detach().sum(), step)
+        _require_finite(loss.detach(), step)
         self.optimizer.zero_grad(set_to_none=True)
-        per_record.mean().backward()
+        loss.backward()
         gradients = [parameter.grad for parameter in self._network.parameters]
         sums = [gradient.sum(dtype=torch.float64) for gradient in gradients if gradient is not None]
         if sums:
             _require_finite(torch.stack(sums).sum(), step)
+
+    def _update(self) -> None:
+        """Add the gradients of all processes and move the parameters; buffers become those of the first process."""
+        if self._ranks.world > 1 and self._private is None:  # its writer has added them
+            self._ranks.sum(self._ranks.gradients(self._network.parameters))
+            self._ranks.broadcast_tensors(self._network.buffers.values())
+        self.optimizer.step()
+
+    def _step_without_records(self, y: Tensor, step: int) -> StepRecord:
+        """Take part in a step of which other processes have all records."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._feedback is not None:
+            self._feedback.seek(step)
+            self._feedback.read_nothing()
+        if self._private is not None:
+            self._write_noise(self._private)
+        self._update()
+        return _nothing(y)
 
     def _recall_column_sum(self) -> None:
         """Give the feedback what a checkpoint holds."""
@@ -219,12 +251,15 @@ class ModuleTrainer(Trainer):
             for parameter in self._network.parameters:
                 parameter.grad = torch.zeros_like(parameter)
         else:
-            with self._private.tape.recording(0):
-                pass
-            self._private.writer.set_recorded_gradients(self._private.tape)
+            self._write_noise(self._private)
         self.optimizer.step()
-        zero = torch.zeros((), dtype=torch.float64, device=y.device)
-        return StepRecord(loss_sum=zero, n_correct=zero.long(), n_records=0, n_judged=0)
+        return _nothing(y)
+
+    def _write_noise(self, private: PrivateRecords) -> None:
+        """Write the private gradients of no records."""
+        with private.tape.recording(0):
+            pass
+        private.writer.set_recorded_gradients(private.tape)
 
     def _diagnosed(self, loss: Callable[[], Tensor], step: int) -> dict[str, list[float]]:
         """Return the alignment at each point; it takes another forward and backward pass through the points."""
@@ -242,7 +277,8 @@ class ModuleTrainer(Trainer):
         return {name: [0.0 if math.isnan(v) else v for v in values] for name, values in figures.items()}
 
     def _seed_of(self, step: int) -> int | None:
-        return None if self._seed is None else derive_seed(self._seed, f"step {step}")
+        process = f", process {self._ranks.rank}" if self._ranks.rank else ""
+        return None if self._seed is None else derive_seed(self._seed, f"step {step}{process}")
 
 
 def feedback_start(network: AnyModule) -> nn.Linear:
@@ -259,6 +295,12 @@ def feedback_start(network: AnyModule) -> nn.Linear:
             "use 'random', or give it an attribute feedback_start with the name of its last linear layer"
         )
     return layer
+
+
+def _nothing(y: Tensor) -> StepRecord:
+    """Return what a step without records measured."""
+    zero = torch.zeros((), dtype=torch.float64, device=y.device)
+    return StepRecord(loss_sum=zero, n_correct=zero.long(), n_records=0, n_judged=0)
 
 
 def _require_finite(value: Tensor, step: int) -> None:

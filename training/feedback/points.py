@@ -526,8 +526,7 @@ class FeedbackAlignment(nn.Module):
             error, self._rows, seed=derive_seed(self._draw_seed, f"positions of step {step}")
         )
         rows = chosen.flatten(0, 1)
-        projection.seek(step)
-        reading = self._read(rows, projection).view(*chosen.shape[:2], -1)
+        reading = self._read(rows, projection, step).view(*chosen.shape[:2], -1)
         extent = Extent(*error.shape)
         found: list[Tensor] = []
         signals: dict[Any, Tensor] = {}  # points that share outputs and sizes share a signal
@@ -549,14 +548,29 @@ class FeedbackAlignment(nn.Module):
             )
         return [signal if h.requires_grad else None for signal, h in zip(found, points, strict=True)]
 
-    def _read(self, rows: Tensor, projection: Projection) -> Tensor:
-        """Return B e for rows (n, n_inputs); a row of zeros is not shown, a row that is not finite reads NaN."""
+    def read_nothing(self) -> None:
+        """Take part in the readings of a step in which this process has no records; only for a shared device."""
+        step, self._step = self._step, self._step + 1
+        if self._device is not None and self.gain:
+            projection = self._projector(torch.device("cpu"))
+            self._device.seek(step)
+            self._read(torch.zeros(0, self._n_inputs), projection, step)
+
+    def _read(self, rows: Tensor, projection: Projection, step: int) -> Tensor:
+        """Return B e for rows (n, n_inputs); a row of zeros is not shown, a row that is not finite reads NaN.
+
+        Processes that share the device make equally many calls of it.
+        """
         largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1)
         finite = torch.isfinite(largest)
         shown = torch.nonzero(finite & (largest > 0)).squeeze(1)
         n_outputs = self._shape.n_outputs if self._device is None else self._device.n_outputs
         reading = rows.new_zeros(len(rows), n_outputs)
-        for part in shown.split(max(1, _NUMBERS_AT_ONCE // max(rows.shape[1], n_outputs))):
+        before, most = (0, len(shown)) if self._device is None else self._device.agree(len(shown))
+        projection.seek(step, before=before)
+        at_once = max(1, _NUMBERS_AT_ONCE // max(rows.shape[1], n_outputs))
+        for start in range(0, max(most, 1), at_once):
+            part = shown[start : start + at_once]
             reading[part] = projection.read(rows[part])
         reading[~finite] = torch.nan
         return reading

@@ -52,7 +52,8 @@ class Encoded:
         """
         total = readings
         if self.weights is not None:
-            total = (self.weights @ readings.view(len(self.weights), -1)).view(self.frames.shape[1], -1)
+            rows, n_outputs = self.frames.shape[1], readings.shape[1]  # there may be no rows
+            total = (self.weights @ readings.view(len(self.weights), rows * n_outputs)).view(rows, n_outputs)
         if self.scale is not None:
             total = total.mul_(self.scale)
         return total if self.offset is None or ones is None else total.addcmul_(self.offset, ones)
@@ -77,8 +78,13 @@ class Encoding(ABC):
     has_offset: bool = False
     """Whether the encoding has a constant c."""
 
-    def seek(self, step: int) -> None:  # noqa: B027  # optional hook
-        """Say which step the next batches belong to; an encoding that draws numbers keys them by it."""
+    def seek(self, step: int, *, before: int = 0) -> None:  # noqa: B027  # optional hook
+        """Say which step the next batches belong to; an encoding that draws numbers keys them by it.
+
+        Args:
+            step: The step's number.
+            before: Rows of the step that other processes encode before the next ones.
+        """
 
     @abstractmethod
     def __call__(self, error: Tensor) -> Encoded:
@@ -159,17 +165,18 @@ class StochasticTernary(Encoding):
     has_offset = True
 
     def __init__(self, seed: int) -> None:
-        self._seed, self._step, self._batches = seed, 0, 0
+        self._seed, self._step, self._batches, self._before = seed, 0, 0, 0
 
-    def seek(self, step: int) -> None:
-        """See Encoding.seek."""
-        self._step, self._batches = step, 0
+    def seek(self, step: int, *, before: int = 0) -> None:
+        """See Encoding.seek; the draws of a row are the same whichever process encodes it."""
+        self._step, self._batches, self._before = step, 0, before
 
     def __call__(self, error: Tensor) -> Encoded:
         """See Encoding."""
         seed = derive_seed(self._seed, f"ternary codes of step {self._step}, batch {self._batches}")
         self._batches += 1
         generator = torch.Generator().manual_seed(seed % 2**63)
+        torch.rand(self._before, error.shape[1], generator=generator)  # those of other processes' rows
         drawn = torch.rand(error.shape, generator=generator).to(error.device)
         median = error.median(dim=1, keepdim=True).values
         offset = (
@@ -226,7 +233,7 @@ def make_encoding(name: EncodingName, *, threshold: float, planes: int, seed: in
 class Projection(ABC):
     """Reads B e for all points of feedback at once; points use slices of one reading."""
 
-    def seek(self, step: int) -> None:  # noqa: B027  # optional hook
+    def seek(self, step: int, *, before: int = 0) -> None:  # noqa: B027  # optional hook
         """Say which step the next readings belong to; see `Encoding.seek`."""
 
     def noise_std(self, error: Tensor) -> Tensor:
@@ -277,10 +284,10 @@ class DigitalProjection(Projection):
         self._matrix = matrix
         self._encoding = encoding
 
-    def seek(self, step: int) -> None:
+    def seek(self, step: int, *, before: int = 0) -> None:
         """See Projection.seek."""
         if self._encoding is not None:
-            self._encoding.seek(step)
+            self._encoding.seek(step, before=before)
 
     def shown(self, error: Tensor) -> float:
         """See Projection.shown."""
@@ -331,9 +338,9 @@ class DeviceProjection(Projection):
         """Return this very projection: a copied model reads the same device."""
         return self
 
-    def seek(self, step: int) -> None:
+    def seek(self, step: int, *, before: int = 0) -> None:
         """See Projection.seek; the device has its own steps."""
-        self._encoding.seek(step)
+        self._encoding.seek(step, before=before)
 
     def noise_std(self, error: Tensor) -> Tensor:
         """See Projection.noise_std."""
@@ -360,7 +367,7 @@ class DeviceProjection(Projection):
     def _measured(self, vectors: Tensor) -> Tensor:
         """Return B v for vectors (rows, n_inputs), the mean of several readings."""
         self._device.seek(_CALIBRATION_STEP)
-        readings = self._device.project(self._padded(vectors.repeat(_CALIBRATION_READINGS, 1)))
+        readings = self._device.project_for_all(self._padded(vectors.repeat(_CALIBRATION_READINGS, 1)))
         return readings.view(_CALIBRATION_READINGS, len(vectors), -1).mean(dim=0)
 
     def _padded(self, vectors: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
 from opusim.medium.transmission import Medium
+from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import NoiseStream
 from training.config.run import LossName
 from training.engine.trainer import StepRecord, Trainer
@@ -54,6 +55,7 @@ class FeedbackTrainer(Trainer):
         noise: Digital noise; required where config.sigma > 0.
         protection: Clips and noises the records' contributions; None averages over the batch.
         labels: What training knows of the labels in their place; None if it sees the labels themselves.
+        ranks: The processes that share each batch; None for one.
 
     Raises:
         ValueError: pdfa without a device, a device of other widths, or sigma without a noise stream.
@@ -70,6 +72,7 @@ class FeedbackTrainer(Trainer):
         noise: NoiseStream | None = None,
         protection: PrivateGradients | None = None,
         labels: SoftLabels | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.kind = config.kind
         self.model = network.model
@@ -80,6 +83,8 @@ class FeedbackTrainer(Trainer):
         self._noise = noise
         self._protection = protection
         self._labels = labels
+        self._ranks = ranks or Ranks.one()
+        self._before = 0  # records of the batch that processes of lower rank have
         self._clipping = ActivationClipping(
             tau_h_max=config.tau_h_max,
             tau_h_min=config.tau_h_min,
@@ -95,6 +100,8 @@ class FeedbackTrainer(Trainer):
         for source in (self._device, self._noise, self._protection):
             if source is not None:
                 source.seek(step)
+        counts = [found for (found,) in self._ranks.rows([len(x)])]
+        self._before = sum(counts[: self._ranks.rank])
         forward = self._network.forward(x)
         value = self._loss(forward.output, self._targets(forward.output, y, records, step))
         derivative = self._network.derivative(forward, self._network.depth - 1, through_clip=True)
@@ -106,10 +113,10 @@ class FeedbackTrainer(Trainer):
             error = _finite_rows(error)  # stopping at a record's NaN would reveal that record
         deltas = (
             self._feedback.deltas(self._network, forward, error, observe=observe)
-            if len(x)
+            if sum(counts)  # with a shared device, a process without records takes part in the reading
             else _no_deltas(forward)
         )
-        self._set_gradients(forward, deltas, records)
+        self._set_gradients(forward, deltas, records, batch_size=sum(counts))
         diagnostics = self._diagnostics(forward, error, deltas) if observe and len(x) else {}
         self.optimizer.step()
         return StepRecord(
@@ -159,7 +166,9 @@ class FeedbackTrainer(Trainer):
             raise ValueError("records is missing; noisy labels are looked up by the records' numbers")
         return self._labels.targets(output, records, step)
 
-    def _set_gradients(self, forward: ForwardPass, deltas: Deltas, records: Tensor | None) -> None:
+    def _set_gradients(
+        self, forward: ForwardPass, deltas: Deltas, records: Tensor | None, *, batch_size: int
+    ) -> None:
         network, protection = self._network, self._protection
         inputs = self._update_inputs(forward)
         if protection is not None:
@@ -169,9 +178,10 @@ class FeedbackTrainer(Trainer):
                 network, deltas.with_gains(), inputs, records=records, public_inputs=public
             )
             return
-        batch_size = max(len(forward.output), 1)
         for layer, (delta, gain, h) in enumerate(zip(deltas.layers, deltas.gains, inputs, strict=True)):
-            network.set_gradient(layer, delta, h, batch_size / gain)
+            network.set_gradient(layer, delta, h, max(batch_size, 1) / gain)
+        if self._ranks.world > 1:
+            self._ranks.sum(self._ranks.gradients(network.model.parameters()))
 
     def _update_inputs(self, forward: ForwardPass) -> list[Tensor]:
         """Return h_(l-1) for each layer's update, clipped as configured."""
@@ -235,7 +245,12 @@ class FeedbackTrainer(Trainer):
         if stream is None:
             raise ValueError(f"noise is missing; trainer.sigma = {sigma} draws from a NoiseStream")
         place = self._network.linears[0].weight.device
-        return lambda shape: stream.normal(shape, device=place).mul_(sigma)
+
+        def draw(shape: tuple[int, int]) -> Tensor:
+            rows, width = shape  # a record's noise is the same whichever process has it
+            return stream.normal((self._before + rows, width), device=place)[self._before :].mul_(sigma)
+
+        return draw
 
 
 def _closed_form_encoding(config: EncodedConfig) -> Encoding:

@@ -66,6 +66,8 @@ class Protection:
     """
 
     needs: ClassVar[frozenset[Applied]] = frozenset({"gradients"})
+    shared: ClassVar[bool] = False
+    """Whether it holds if several processes share the steps of a run."""
 
     def __init__(self, plan: Plan, algorithm: ProtectedAlgorithm) -> None:
         self._plan, self._algorithm = plan, algorithm
@@ -151,6 +153,7 @@ class NoProtection(Protection):
     """No protection: the trainer may add noise, and no guarantee is stated."""
 
     needs = frozenset()
+    shared = True
 
     def require_covered(self) -> None:
         """Accept every run."""

@@ -21,6 +21,7 @@ from accounting.calibration import calibrate_noise
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
+from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import Clip, bounded_factors, finite_rows, full_precision
 from training.networks.layers import LayeredNetwork
@@ -45,6 +46,7 @@ class RecordProtection(PoissonProtection):
     """
 
     needs = frozenset({"gradients", "own noise"})
+    shared = True
 
     def mechanism(self, noise_multiplier: float) -> Mechanism:
         """See PoissonProtection.mechanism."""
@@ -58,6 +60,7 @@ class RecordProtection(PoissonProtection):
             divisor=self._plan.config.divisor,
             noise=central_noise(self._plan, device),
             by_layer=self._algorithm.updates.by_layer,
+            ranks=Ranks(),
         )
 
 
@@ -106,6 +109,10 @@ class RecordGradients(PrivateGradients):
         - a record whose contribution is not finite counts as zero, and nothing about it is reported;
         - an empty batch takes the same noisy step.
 
+    With several processes the contributions of all are added on the first one, which draws the noise and sends
+    the noisy sum to the others. The noise is then one draw of N(0, (z C)^2), as accounted, whatever their number, and
+    no other process holds a sum without it.
+
     Attributes:
         left_out: Number of contributions so far that were not finite. It depends on private records, so no file of a
             run holds it.
@@ -117,6 +124,7 @@ class RecordGradients(PrivateGradients):
         noise: Source of independent N(0, 1), apart from every other stream of the run.
         by_layer: Clip each layer's contribution to C / sqrt(layers), so that all together stay within C, instead of
             the whole contribution to C.
+        ranks: The processes that share each batch; None for one.
 
     Raises:
         ValueError: float32 cannot hold such a clip or such noise; see training.protections.base.noise_std.
@@ -130,8 +138,10 @@ class RecordGradients(PrivateGradients):
         divisor: float,
         noise: NoiseStream,
         by_layer: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(noise)
+        self._ranks = ranks or Ranks.one()
         self._by_layer = by_layer
         self._clip_norm = clip_norm
         self._noise_std = noise_std(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
@@ -160,9 +170,7 @@ class RecordGradients(PrivateGradients):
             with full_precision():
                 clip = Clip(factors=factors[layer], norms=norms[layer])
                 network.set_gradient(layer, delta, h, self._divisor, clip)
-            for parameter in network.layer_parameters(layer):
-                if self._noise_std and parameter.grad is not None:
-                    self._noise.add_to(parameter.grad, self._noise_std / self._divisor)
+        self._finish([p for layer in range(len(deltas)) for p in network.layer_parameters(layer)])
 
     def set_recorded_gradients(self, tape: RecordTape) -> None:
         """Write the private gradient of every parameter of a module, from the batch that a tape has recorded.
@@ -202,9 +210,18 @@ class RecordGradients(PrivateGradients):
             raise ValueError("parts: is empty; an empty batch is one part, recorded by tape.recording(0)")
         for parameter in parameters:
             parameter.grad = totals[id(parameter)]
-            if self._noise_std:
-                self._noise.add_to(parameter.grad, self._noise_std / self._divisor)
+        self._finish(parameters)
         self.batches_written += 1
+
+    def _finish(self, parameters: Sequence[Tensor]) -> None:
+        """Add the sums of all processes, and noise to every entry; each process then has the same gradients."""
+        ranks = self._ranks
+        gradients = ranks.gradients(parameters)
+        ranks.sum_on_first(gradients)
+        if self._noise_std and ranks.is_first:
+            for gradient in gradients:
+                self._noise.add_to(gradient, self._noise_std / self._divisor)
+        ranks.broadcast_tensors(gradients)
 
     def _factors(self, norms: Tensor) -> Tensor:
         """Return the factor of each layer of each record, float64, shape (layers, batch)."""

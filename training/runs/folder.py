@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from accounting.ledger.ledger import LEDGER_FILE, LedgerContent, read_ledger
 from opusim import plugins
 from opusim.errors import ConfigError
 from opusim.files import make_folder, read_bytes, write_file
+from opusim.processes import launched_rank
 from training.config.reading import stored_config
 from training.config.run import RunConfig
 from training.errors import RunFolderError
@@ -438,8 +438,8 @@ def _state(found: str | None, sealed: str | None, checkpoint: str) -> str:
 
 
 def own_folder(path: Path) -> Path:
-    """Return the run folder of this process: `path` itself for rank 0, `path.rankN` for the others."""
-    rank = int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0
+    """Return the folder of a process that keeps the run itself: `path` for rank 0, `path.rankN` for the others."""
+    rank = launched_rank()
     return path if rank == 0 else path.with_name(f"{path.name}.rank{rank}")
 
 

@@ -14,6 +14,7 @@ from accounting.guarantee import Adjacency
 from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
+from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import NoiseStream, derive_seed, noise_stream
 from training.config.run import RunConfig
 from training.data import Dataset
@@ -32,7 +33,6 @@ from training.protections.base import DeviceNormals, SoftLabels
 from training.runs.checkpoints import write_tensors
 from training.runs.folder import RunFolder
 from training.zeroth_order.config import ZoConfig
-from training.zeroth_order.distributed import Ranks, init_process_group
 from training.zeroth_order.language import build_language, described_classifier
 from training.zeroth_order.step_log import (
     BASE_FILE,
@@ -52,6 +52,7 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
 
     applies = frozenset({"own noise"})
     uses_public_randomness = True
+    processes = "replicas"
 
     @classmethod
     def default_inputs(cls, config: RunConfig) -> tuple[RunConfig, Arrays | None, nn.Module | None]:
@@ -100,7 +101,6 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
 
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> ZoTrainer:
         """See Algorithm.trainer; processes that torchrun launched together share the batches."""
-        init_process_group()
         config, ranks = self.plan.config, Ranks()
         root = derive_seed(config.seed, "directions")
         if config.mode == "release":  # public, but chosen by no one
@@ -128,7 +128,7 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
         Raises:
             StepLogCorrupt: The log is not that of the steps done.
         """
-        trainer.ranks.require_equal(trainer.steps, "steps done")
+        _require_same_steps(trainer)
         path, options, tensors = folder.path / LOG_FILE, self.options, trainer.tensors
         header = LogHeader(
             root=trainer.root,
@@ -225,6 +225,20 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
             divisor=config.divisor,
             scale=self.protection.noise_multiplier * clip,
             noise=law(stream),
+        )
+
+
+def _require_same_steps(trainer: ZoTrainer) -> None:
+    """Refuse processes that resume from different steps.
+
+    Raises:
+        RunFolderError: They do.
+    """
+    ranks = trainer.ranks
+    if len({found for (found,) in ranks.rows([trainer.steps])}) > 1:
+        raise RunFolderError(
+            f"steps done = {trainer.steps} here, but another of the {ranks.world} processes has a different number; "
+            "resume from folders of one run, and delete newer checkpoints that not all of them have"
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
+from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import NoiseStream, derive_seed
 from training.config.run import LossName
 from training.config.sections import OptimizerConfig
@@ -24,7 +25,6 @@ from training.engine.trainer import StepRecord, Trainer
 from training.networks.base import Network
 from training.networks.functions import LOSS_VALUES
 from training.zeroth_order.config import ZoConfig
-from training.zeroth_order.distributed import Ranks
 from training.zeroth_order.perturbation import InPlacePerturbation, StepEntry
 from training.zeroth_order.step_log import StepLog
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from opusim.processes.ranks import Ranks
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
-from training.zeroth_order.distributed import Ranks
 from training.zeroth_order.step_log import LOG_FILE, LogContent, replay
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,358 @@
+"""Let the processes of a run exchange numbers, tensors, results and errors.
+
+Partial sums are added in the order of ranks on the first process, which sends the sum to all. Every process therefore
+holds the same bits, whatever the backend. Exchanges use a gloo group of their own, so that they cannot be mixed up with
+what DistributedDataParallel exchanges in the meantime.
+
+Every exchange begins with `Ranks.meet`, at which a process that failed hands its error to the others. If a process dies
+or hangs, the others raise `ProcessLost`: at once, or after the time-out.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opusim import checks
+from opusim.errors import ProcessLost
+from opusim.processes import launched_processes
+
+Result = TypeVar("Result")
+TIMEOUT_VARIABLE = "OPUSIM_PROCESS_TIMEOUT_S"
+_TIMEOUT_S = 1800.0
+_PRESENT, _FAILED, _LEAVING, _FAILED_AND_LEAVING = range(4)
+_groups: dict[float, tuple[Any, Any]] = {}
+"""Time-out to (the default process group, the gloo group made next to it)."""
+
+
+class Ranks:
+    """The processes of a run; one by default.
+
+    Every method that exchanges something must be called by all processes in the same order.
+
+    Attributes:
+        rank: Number of this process, from 0.
+        world: Number of processes.
+
+    Args:
+        timeout_s: Seconds that a process waits for another one at each exchange, above 0; None takes those of the
+            environment variable OPUSIM_PROCESS_TIMEOUT_S, or half an hour.
+    """
+
+    def __init__(self, *, timeout_s: float | None = None) -> None:
+        wanted = _default_timeout_s() if timeout_s is None else timeout_s
+        checks.positive(timeout_s=wanted)
+        self._timeout_s = float(wanted)
+        self.rank, self.world = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    @classmethod
+    def one(cls) -> Self:
+        """Return a process that shares nothing, also within a process group."""
+        found = cls()
+        found.rank, found.world = 0, 1
+        return found
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process of rank 0."""
+        return self.rank == 0
+
+    # Who takes which records
+
+    def share(self, records: Tensor) -> Tensor:
+        """Return the positions in a batch of the records whose number is congruent to this rank, shape (share,).
+
+        Args:
+            records: Numbers of the batch's records in the training set, shape (batch,).
+        """
+        return torch.nonzero(records % self.world == self.rank).reshape(-1)
+
+    def part(self, count: int) -> slice:
+        """Return this process's part of a batch: neighbours, so that all parts in the order of ranks are the batch.
+
+        Args:
+            count: Records in the batch, at least 0; parts differ by at most one record and may be empty, the first
+                process's only if the batch is.
+        """
+        first, end = (-(-count * rank // self.world) for rank in (self.rank, self.rank + 1))
+        return slice(first, end)
+
+    # Meeting
+
+    def meet(self, error: BaseException | None = None) -> None:
+        """Wait for all processes at the same point, and raise on each the error of the first that brings one.
+
+        Args:
+            error: Why this process cannot continue. It is handed to the others and not raised here.
+
+        Raises:
+            BaseException: Another process's error.
+            ProcessLost: Another process left, died or did not come in time.
+        """
+        if self.world > 1:
+            self._meet(_PRESENT if error is None else _FAILED, error)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """End the work within the block on all processes together: an error in one of them reaches each of them."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(ProcessLost):  # the error that ended the work is the one to report
+                self._leave(error)
+            raise
+        self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Meet until all processes leave; those that are in the middle of their work learn of the error."""
+        code = _LEAVING if error is None else _FAILED_AND_LEAVING
+        while self.world > 1 and min(self._meet(code, error)) < _LEAVING:
+            pass
+
+    def _meet(self, code: int, error: BaseException | None) -> list[int]:
+        """Return the codes of all processes; raises an error of another one unless this one has its own or leaves."""
+        codes = [int(row[0]) for row in self._all([code])]
+        failed = [rank for rank, found in enumerate(codes) if found in (_FAILED, _FAILED_AND_LEAVING)]
+        if failed:
+            with self._exchanging() as group:
+                sent: list[Any] = [_portable(error, self.rank) if self.rank == failed[0] else None]
+                dist.broadcast_object_list(sent, src=failed[0], group=group)
+            if error is None:
+                raise sent[0]
+        if code == _PRESENT and max(codes) >= _LEAVING:
+            raise ProcessLost(
+                f"process {self.rank} of {self.world} waits for others, and one of them has ended its work; call the "
+                "same functions in the same order on every process"
+            )
+        return codes
+
+    def on_first(self, act: Callable[[], Result]) -> Result:
+        """Return on every process what the first one computes, or raise its error on every process.
+
+        Args:
+            act: Called on the first process only; its result must be picklable.
+        """
+        if self.world == 1:
+            return act()
+        found: list[Any] = [None]
+        if self.is_first:
+            try:
+                found[0] = act()
+            except Exception as error:
+                self.meet(error)
+                raise
+        self.meet()
+        with self._exchanging() as group:
+            dist.broadcast_object_list(found, src=0, group=group)
+        result: Result = found[0]
+        return result
+
+    # Numbers
+
+    def rows(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the whole numbers of every process, in the order of ranks; each below 2^63 in size."""
+        if self.world == 1:
+            return [list(numbers)]
+        self.meet()
+        return self._all(numbers)
+
+    def total(self, number: int) -> int:
+        """Return the sum of a whole number over all processes."""
+        return sum(found for (found,) in self.rows([number]))
+
+    def totals(self, values: Sequence[float]) -> list[float]:
+        """Return sums over all processes, the same to the bit on each."""
+        if self.world == 1:
+            return list(values)
+        self.meet()
+        mine = torch.tensor(values, dtype=torch.float64)
+        parts = [torch.empty_like(mine) for _ in range(self.world)]
+        with self._exchanging() as group:
+            dist.all_gather(parts, mine, group=group)
+        return [math.fsum(column) for column in zip(*(part.tolist() for part in parts), strict=True)]
+
+    def broadcast(self, values: Sequence[float]) -> list[float]:
+        """Return the first process's values on all processes."""
+        received = torch.tensor(values, dtype=torch.float64)
+        self.broadcast_tensors([received])
+        return [float(value) for value in received.tolist()]
+
+    # Tensors
+
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the first process's tensors to all processes, bit by bit."""
+        wanted = list(tensors)
+        if self.world == 1 or not wanted:
+            return
+        self.meet()
+        flat = torch.cat([_bytes_of(tensor) for tensor in wanted])
+        with self._exchanging() as group:
+            dist.broadcast(flat, src=0, group=group)
+        if not self.is_first:
+            parts = flat.split([tensor.numel() * tensor.element_size() for tensor in wanted])
+            _copy(wanted, [part.clone().view(t.dtype) for t, part in zip(wanted, parts, strict=True)])
+
+    def sum_on_first(self, tensors: Iterable[Tensor]) -> None:
+        """Add the tensors of all processes, in the order of ranks, in those of the first; the others' stay."""
+        wanted = [tensor.detach() for tensor in tensors]
+        if self.world == 1 or not wanted:
+            return
+        self.meet()
+        for dtype in dict.fromkeys(tensor.dtype for tensor in wanted):
+            alike = [tensor for tensor in wanted if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1).cpu() for tensor in alike])
+            with self._exchanging() as group:
+                if self.is_first:
+                    received = torch.empty_like(flat)
+                    for rank in range(1, self.world):
+                        dist.recv(received, src=rank, group=group)
+                        flat += received
+                else:
+                    dist.send(flat, dst=0, group=group)
+            if self.is_first:
+                _copy(alike, flat.split([tensor.numel() for tensor in alike]))
+
+    def sum(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by their sums over all processes, the same to the bit on each."""
+        wanted = list(tensors)
+        self.sum_on_first(wanted)
+        self.broadcast_tensors(wanted)
+
+    def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return the gradients of parameters that have one in any process; a process without one gets zeros."""
+        wanted = list(parameters)
+        flags = self.rows([parameter.grad is not None for parameter in wanted])
+        for parameter, found in zip(wanted, map(any, zip(*flags, strict=True)), strict=True):
+            if found and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in wanted if parameter.grad is not None]
+
+    def gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return on the first process the rows of all, in the order of ranks, and on the others their own.
+
+        Args:
+            rows: Rows of this process, on the CPU; processes differ only in their number.
+            counts: Number of rows of each process.
+        """
+        if self.world == 1:
+            return rows
+        self.meet()
+        parts = [rows]
+        with self._exchanging() as group:
+            if not self.is_first and len(rows):
+                dist.send(rows.contiguous(), dst=0, group=group)
+            for rank in range(1, self.world if self.is_first else 0):
+                parts.append(rows.new_empty(counts[rank], *rows.shape[1:]))
+                if counts[rank]:
+                    dist.recv(parts[-1], src=rank, group=group)
+        return torch.cat(parts) if self.is_first else rows
+
+    def scatter(self, rows: Tensor | None, mine: Tensor, counts: Sequence[int]) -> Tensor:
+        """Undo `gather`: return this process's rows of those that the first one has.
+
+        Args:
+            rows: All rows in the order of ranks; None on the other processes.
+            mine: Receives the rows of this process, on the CPU.
+            counts: Number of rows of each process.
+        """
+        if self.world == 1 and rows is not None:
+            return rows
+        self.meet()
+        with self._exchanging() as group:
+            if rows is None:
+                if len(mine):
+                    dist.recv(mine, src=0, group=group)
+                return mine
+            parts = rows.split(list(counts))
+            for rank in range(1, self.world):
+                if counts[rank]:
+                    dist.send(parts[rank].contiguous(), dst=rank, group=group)
+        return parts[0]
+
+    # For the methods above
+
+    def _all(self, numbers: Sequence[int]) -> list[list[int]]:
+        mine = torch.tensor(list(numbers), dtype=torch.int64)
+        parts = [torch.empty_like(mine) for _ in range(self.world)]
+        with self._exchanging() as group:
+            dist.all_gather(parts, mine, group=group)
+        return [[int(number) for number in part] for part in parts]
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[Any]:
+        """Give the group of the exchange, and say in one line which processes failed it."""
+        try:
+            yield self._group()
+        except RuntimeError as error:  # torch has no narrower class for a lost connection or a time-out
+            raise ProcessLost(
+                f"process {self.rank} of {self.world}: another process ended, or did not answer within "
+                f"{self._timeout_s:g} s; see its own error, and resume the run"
+            ) from error
+
+    def _group(self) -> Any:
+        """Return the gloo group of these processes; made at the first exchange, which all of them take part in."""
+        made = _groups.get(self._timeout_s)
+        if made is None or made[0] is not dist.group.WORLD:
+            timeout = timedelta(seconds=self._timeout_s)
+            made = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout)
+            _groups[self._timeout_s] = made
+        return made[1]
+
+
+def init_process_group() -> None:
+    """Join the processes that torchrun started, unless this was done already or there is only one."""
+    if launched_processes() < 2 or not dist.is_available() or dist.is_initialized():
+        return
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_default_timeout_s()))  # as all exchanges here
+    atexit.register(_leave_process_group)  # its threads would abort a process that ends with them
+
+
+def _leave_process_group() -> None:
+    _groups.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _default_timeout_s() -> float:
+    """Return the seconds that the environment asks for.
+
+    Raises:
+        ValueError: It names no number.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    try:
+        return float(text or _TIMEOUT_S)
+    except ValueError:
+        raise ValueError(
+            f"{TIMEOUT_VARIABLE} = {text!r}: must be a number of seconds above 0; correct or unset it"
+        ) from None
+
+
+def _portable(error: BaseException | None, rank: int) -> BaseException:
+    """Return an error that another process can be sent."""
+    try:
+        found: BaseException = pickle.loads(pickle.dumps(error))
+    except Exception:
+        return ProcessLost(f"process {rank} failed: {type(error).__name__}: {error}")
+    return found
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.detach().copy_(value.view(tensor.shape))

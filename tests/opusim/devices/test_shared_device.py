@@ -1,0 +1,146 @@
+"""One device for several processes: real gloo processes against one process that has the whole batch and the device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opusim import NoisyDevice, open_shared_device
+from opusim.errors import NoiseUnknown
+from opusim.noise import GaussianNoise
+from opusim.testing.contract import N_INPUTS, N_OUTPUTS, DeviceContract
+from tests.support.shared_device_ranks import ENCODINGS, PARTS, SHARES, rank_tensors
+
+ROOT = Path(__file__).parents[3]
+TRAINED = [f"{encoding} {parts}" for encoding in ENCODINGS for parts in PARTS]
+
+
+class TestOneProcess(DeviceContract):
+    def open_window(self, **options: Any) -> NoisyDevice:
+        return open_shared_device("gaussian", n_inputs=N_INPUTS, n_outputs=N_OUTPUTS, **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes and one found; see tests.support.shared_device_ranks."""
+    path = tmp_path_factory.mktemp("shared")
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, "-m", "tests.support.shared_device_ranks", str(path)]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env=settings, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return path
+
+
+def found(folder: Path, name: str) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(folder / f"{name}.pt", weights_only=False)
+    return content
+
+
+def distance(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_data_parallel_training_is_that_of_one_process(folder: Path, case: str) -> None:
+    """The same noise and the same drawn codes reach each record, so that the parameters differ by rounding only."""
+    parameters, usage = found(folder, "train.single")[case.split()[0]]
+    both = [found(folder, f"train.{rank}")[case] for rank in (0, 1)]
+    assert distance(both[0][0], both[1][0]) == 0
+    assert distance(both[0][0], parameters) < 1e-6
+    assert both[0][1] == both[1][1] == usage
+
+
+def test_other_noise_would_be_seen(folder: Path) -> None:
+    """The planted fault: codes or noise of other rows move the parameters by far more than rounding."""
+    single = found(folder, "train.single")
+    assert distance(single["ternary"][0], single["stochastic"][0]) > 1e-3
+
+
+def test_readings_are_those_of_one_process_in_the_order_of_ranks(folder: Path) -> None:
+    one, (first, second) = (
+        found(folder, "read.single"),
+        (found(folder, f"read.{rank}") for rank in (0, 1)),
+    )
+    for kind in ("readings", "drawn"):
+        for step in range(len(SHARES)):
+            assert torch.equal(torch.cat([first[kind][step], second[kind][step]]), one[kind][step])
+    assert torch.equal(first["for all"], one["for all"])
+    assert torch.equal(second["for all"], one["for all"])
+    assert {key: first[key] for key in ("law", "frames")} == {key: one[key] for key in ("law", "frames")}
+    assert (first["law"], first["frames"]) == (second["law"], second["frames"])
+    assert (first["holds"], second["holds"]) == (True, False)
+
+
+def test_an_error_of_one_process_is_raised_in_both(folder: Path) -> None:
+    both = [found(folder, f"errors.{rank}") for rank in (0, 1)]
+    assert both[0] == both[1]
+    kinds = {name: error[0] for name, error in both[0].items() if name != "shape"}
+    assert kinds == {
+        "opening": "ConfigError",
+        "fault": "DeviceFault",
+        "after the fault": "none",
+        "rows of rank 1": "ValueError",
+        "shape of rank 1": "DeviceError",
+        "steps": "DeviceError",
+        "after all": "none",
+        "in a backward pass": "DeviceError",
+    }
+    assert "made different calls; seek the same step" in both[0]["steps"][1]
+    assert "x holds 2" in both[0]["rows of rank 1"][1]
+
+
+def test_a_process_that_hangs_or_dies_ends_the_call_of_the_others(folder: Path) -> None:
+    for name, limit in (("hang.0", 6.0), ("first dies.1", 30.0), ("second dies.0", 30.0)):
+        end = found(folder, name)
+        assert end["error"][0] == "ProcessLost"
+        assert end["seconds"] < limit
+
+
+@pytest.mark.parametrize("case", [*PARTS, "no records", "nothing"])
+def test_private_gradients_from_a_tape_are_those_of_one_process(folder: Path, case: str) -> None:
+    """Each process clips its records; the first adds the noise to the sum of all, with records or without."""
+    single = found(folder, "private.single")["nothing" if case == "nothing" else "all"]
+    both = [found(folder, f"private.{rank}")[case] for rank in (0, 1)]
+    assert distance(both[0], both[1]) == 0
+    assert distance(both[0], single) < 1e-6
+    assert max(float(gradient.abs().max()) for gradient in single) > 0.01
+
+
+def test_sums_are_those_in_the_order_of_ranks_to_the_bit(folder: Path) -> None:
+    every = [found(folder, f"exchange.{rank}") for rank in range(3)]
+    first, second, third = (rank_tensors(rank) for rank in range(3))
+    for number, (a, b, c) in enumerate(zip(first, second, third, strict=True)):
+        for one in every:
+            assert torch.equal(one["sums"][number], a + b + c)
+    for one in every:
+        assert [gradient.tolist() for gradient in one["gradients"]] == [[2.0, 2.0], [1.0, 1.0]]
+        assert one["total"] == [pytest.approx(0.3)]
+    for count in range(8):
+        parts = [one["part"][count] for one in every]
+        assert [n for part in parts for n in range(count)[part]] == list(range(count))
+        assert count == 0 or len(range(count)[parts[0]]) > 0
+
+
+def test_a_session_ends_in_all_processes_with_the_same_error(folder: Path) -> None:
+    every = [found(folder, f"exchange.{rank}") for rank in range(3)]
+    for one in every:
+        assert one["first_computes"] == ("ZeroDivisionError", "division by zero")
+        assert one["last_fails_early"] == ("KeyError", "'a file of process 2'")
+        assert one["all_end"] == ("none", "")
+    assert "one of them has ended its work" in every[0]["last_leaves_early"][1]
+    assert {one["last_leaves_early"][0] for one in every} == {"ProcessLost"}
+
+
+def test_it_states_the_law_of_the_held_device_or_that_it_is_unknown() -> None:
+    with open_shared_device("gaussian", n_inputs=2, n_outputs=3, noise={"sigma": 0.5}) as device:
+        assert isinstance(device.noise, GaussianNoise)
+        device._law = None
+        assert device.stated_noise is None
+        with pytest.raises(NoiseUnknown, match="states no law"):
+            _ = device.noise

@@ -1,0 +1,51 @@
+"""Fork processes that find each other like those that torchrun starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from importlib import import_module
+
+import torch
+
+from opusim.processes.ranks import init_process_group
+from tests.support.killing import start_child
+
+PRELOADED = (
+    *("torch._dynamo", "opusim.devices.simulated", "training.feedback.algorithm"),
+    *("training.ulr.algorithm", "training.convex.algorithm", "training.protections.budgeted_labels"),
+)
+"""What forked processes would each import again."""
+
+
+def preload() -> None:
+    """Import libraries before processes are forked."""
+    torch.set_num_threads(1)
+    for name in PRELOADED:
+        import_module(name)
+
+
+def start_ranks(work: Callable[[int], object], processes: int) -> list[int]:
+    """Fork processes that do `work(rank)` in a group of their own; return their process numbers in order of ranks.
+
+    A child exits with 0, or with 1 after an exception, which it prints.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [start_child(lambda rank=rank: _join(work, rank, processes, port)) for rank in range(processes)]
+
+
+def run_ranks(work: Callable[[int], object], processes: int = 2) -> list[int]:
+    """Do work in forked processes; return their exit codes, or the negative number of a signal, in order of ranks."""
+    children = start_ranks(work, processes)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def _join(work: Callable[[int], object], rank: int, processes: int, port: str) -> None:
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+    os.environ.update(place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+    torch.set_num_threads(1)
+    init_process_group()
+    work(rank)

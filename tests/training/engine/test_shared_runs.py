@@ -1,0 +1,334 @@
+"""Runs that several processes share, with real gloo processes: figures, noise, batches, ledger, refusals, kills."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from accounting.ledger.ledger import LedgerContent, read_ledger
+from opusim.processes.ranks import Ranks
+from tests.support.kill_ranks import computed
+from tests.support.shared_runs import N_RECORDS, NOISE, RUNS
+from training.runs.checkpoints import list_checkpoints, read_checkpoint
+
+ROOT = Path(__file__).parents[3]
+SURE = 5.0  # standard errors
+
+SAME = [
+    "pdfa=2",
+    "pdfa module=2",
+    "pdfa module small batches=2",
+    "pdfa record=2",
+    "pdfa record=2+1",
+    "pdfa module record=2",
+]
+MORE = [
+    *("bp=2", "dfa=2", "pdfa published=2", "bp noisy=2", "bp module=2", "bp module=3", "tdfa module=2"),
+    *("bp module record=2", "bp module record=3+2", "pdfa module record=3", "pdfa module record=2+1"),
+    *("pdfa module=3", "bp record=2", "pdfa record=3", "pdfa record=1+2", "pdfa module=2+3", "bp record=3+2"),
+]
+NOISES = ["noise", "noise in release", "noise of both", "noise averaged", "noise over own divisor"]
+REFUSED = {
+    "ulr": "trainer.kind: 'ulr' trains in one process; take 'bp', 'dfa'",
+    "convex": "trainer.kind: 'convex' trains in one process; take 'bp', 'dfa'",
+    "label budget": "protection.kind: 'label-budget' holds in one process; take 'none' or 'record'",
+    "device noise": "protection.noise: 'device' is read by one process; take 'digital'",
+    "batch norm": "model.name: Sequential has a batch norm, '1', whose statistics",
+    "other data": "process 1 of 2 has another data set than process 0",
+}
+FAILED = {
+    "budget": "BudgetExceeded: budget: the next step would cost more",
+    "device fault": "DeviceFault: device 'gaussian': the laser is off",
+    "diverged": "TrainingDiverged: step ",
+}
+
+
+def do(program: str, *arguments: str) -> None:
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, "-m", f"tests.support.{program}", *arguments]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env=settings, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def ones(runs: list[str]) -> list[str]:
+    return sorted({f"{run.partition('=')[0]}=1" for run in runs})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    do("shared_runs", str(path), *ones(SAME), *SAME, *NOISES, "batches", *REFUSED, *FAILED)
+    return path
+
+
+def parameters(run: Path, checkpoint: int = -1) -> torch.Tensor:
+    tensors = read_checkpoint(list_checkpoints(run / "checkpoints")[checkpoint]).tensors
+    return torch.cat([t.flatten().double() for n, t in sorted(tensors.items()) if n.startswith("model.")])
+
+
+def last_metrics(run: Path) -> dict[str, float]:
+    content: dict[str, float] = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    return content
+
+
+def steps_of(file: Path) -> list[tuple[int, list[int]]]:
+    return [tuple(json.loads(line)) for line in file.read_text().splitlines()]
+
+
+def require_same(folder: Path, name: str) -> None:
+    """The parameters, metrics and ledger of one process, up to rounding.
+
+    One process reads the device a few times more for a module, to diagnose its feedback.
+    """
+    one, many = folder / f"{name.partition('=')[0]}=1", folder / name
+    assert torch.allclose(parameters(one), parameters(many), rtol=0, atol=2e-6)
+    assert read_ledger(one).mechanisms == read_ledger(many).mechanisms
+    wanted, found = last_metrics(one), last_metrics(many)
+    for key in ("train_loss", "train_accuracy", *(() if "module" in name else ("frames", "seconds"))):
+        assert found[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_several_processes_train_as_one(folder: Path, name: str) -> None:
+    require_same(folder, name)
+
+
+def test_another_seed_of_the_noise_would_be_seen(folder: Path) -> None:
+    """The planted fault of the comparison: other noise moves the parameters by far more than rounding."""
+    assert float((parameters(folder / "noise") - parameters(folder / "noise averaged")).abs().max()) > 0.1
+
+
+def test_small_batches_leave_a_process_without_records(folder: Path) -> None:
+    """The runs above take empty batches, and batches of one record."""
+    parts = [
+        [len(records) for _, records in steps_of(folder / f"pdfa record=2.{rank}.steps")] for rank in (0, 1)
+    ]
+    assert {(0, 0), (1, 0), (1, 1)} <= set(zip(*parts, strict=True))
+
+
+def test_only_the_first_process_writes(folder: Path) -> None:
+    assert (folder / "pdfa=2" / "summary.json").exists()
+    assert not list(folder.glob("*.rank1"))
+
+
+@pytest.mark.slow
+def test_more_runs_of_several_processes_train_as_one(tmp_path: Path) -> None:
+    do("shared_runs", str(tmp_path), *ones(MORE), *MORE)
+    for name in MORE:
+        require_same(tmp_path, name)
+
+
+# The noise of a release
+
+
+def noise_deviation(run: Path) -> float:
+    """Return how many standard errors the update's variance is from (z C / B)^2; one step of rate 1."""
+    update = parameters(run) - parameters(run, 0)
+    expected = (NOISE / N_RECORDS) ** 2
+    return (float(update.square().mean()) / expected - 1) / math.sqrt(2 / update.numel())
+
+
+@pytest.mark.parametrize("name", NOISES[:2])
+def test_the_released_sum_has_the_accounted_noise(folder: Path, name: str) -> None:
+    assert abs(noise_deviation(folder / name)) < SURE
+
+
+@pytest.mark.parametrize("name", NOISES[2:])
+def test_other_noise_is_found(folder: Path, name: str) -> None:
+    assert abs(noise_deviation(folder / name)) > 2 * SURE
+
+
+def test_the_signal_is_small_in_the_noise(folder: Path) -> None:
+    """At most N records of norm C contribute, which is below a tenth of a standard error of the variance above."""
+    entries = parameters(folder / "noise").numel()
+    assert (N_RECORDS / NOISE) ** 2 / entries < 0.1 * math.sqrt(2 / entries)
+
+
+# The batches
+
+
+def deviations(taken: np.ndarray, q: float) -> dict[str, float]:
+    """Return how many standard errors a sample of Poisson batches is from its law.
+
+    Args:
+        taken: Whether each record is in each batch, shape (steps, records).
+        q: The probability.
+    """
+    steps, n = taken.shape
+    variance = q * (1 - q)
+    excess = (1 - 6 * variance) / variance  # kurtosis of one indicator
+    centred = taken - q
+    by_record, by_step = centred.sum(0), centred.sum(1)
+    errors = {
+        "rate": math.sqrt(steps * n * variance),
+        "records": variance * math.sqrt(n * (2 + excess / steps)) * steps,
+        "pairs": variance * math.sqrt(steps * (2 + excess / n)) * n,
+        "steps": variance * math.sqrt((steps - 1) * n),
+    }
+    found = {
+        "rate": centred.sum(),
+        "records": (by_record**2).sum() - n * steps * variance,
+        "pairs": (by_step**2).sum() - n * steps * variance,
+        "steps": (centred[1:] * centred[:-1]).sum(),
+    }
+    return {name: float(found[name] / errors[name]) for name in errors}
+
+
+def test_batches_are_poisson_over_the_whole_data_set(folder: Path) -> None:
+    """In release mode; the processes' parts are disjoint, and together they are one secret Poisson batch."""
+    first, second = (steps_of(folder / f"batches.{rank}.steps") for rank in (0, 1))
+    assert [step for step, _ in first] == [step for step, _ in second] == list(range(400))
+    taken = np.zeros((400, N_RECORDS))
+    for (step, mine), (_, others) in zip(first, second, strict=True):
+        assert not set(mine) & set(others)
+        assert len(mine) - len(others) in (0, 1)
+        taken[step, mine + others] = 1
+    assert all(abs(found) < SURE for found in deviations(taken, 0.1).values())
+
+
+@pytest.mark.parametrize("fault", ["pairs", "steps", "records", "rate"])
+def test_batches_of_another_law_are_found(fault: str) -> None:
+    generator = np.random.default_rng(7)
+    taken = (generator.random((400, N_RECORDS)) < 0.1).astype(float)
+    assert all(abs(found) < SURE for found in deviations(taken, 0.1).values())
+    if fault == "pairs":  # each process takes a fixed number of its own half
+        taken = np.zeros_like(taken)
+        for step in range(400):
+            taken[step, generator.choice(30, 3, replace=False)] = 1
+            taken[step, 30 + generator.choice(30, 3, replace=False)] = 1
+    elif fault == "steps":  # processes that share a generator, but not its position
+        taken[1::2] = taken[::2]
+    elif fault == "records":  # the first process's records only
+        taken = (generator.random(taken.shape) < np.repeat([0.15, 0.05], 30)).astype(float)
+    else:  # both processes draw from all records
+        taken = np.maximum(taken, generator.random(taken.shape) < 0.1)
+    assert abs(deviations(taken, 0.1)[fault]) > 2 * SURE
+
+
+# What is refused, and what ends a run
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_runs_in_one_process_is_refused_before_anything_is_written(folder: Path, name: str) -> None:
+    for rank in (0, 1):
+        assert REFUSED[name] in (folder / f"{name}.{rank}.error").read_text()
+    assert not (folder / name).exists()
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_what_ends_the_first_process_ends_the_other_likewise(folder: Path, name: str) -> None:
+    for rank in (0, 1):
+        assert (folder / f"{name}.{rank}.error").read_text().startswith(FAILED[name])
+    assert list_checkpoints(folder / name / "checkpoints")
+
+
+def test_ctrl_c_ends_all_processes_with_a_checkpoint(folder: Path) -> None:
+    for rank in (0, 1):
+        assert (
+            "RunInterrupted: stopped after step 15 of 30"
+            in (folder / f"pdfa record=2+1.{rank}.error").read_text()
+        )
+
+
+@pytest.mark.parametrize("command", ["evaluate", "audit", "curve", "account"])
+def test_other_commands_are_refused_in_several_processes(command: str, tmp_path: Path) -> None:
+    settings = {**os.environ, "WORLD_SIZE": "2", "RANK": "1", "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, "-c", "from training.cli import main; main()", command, "run"]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, env=settings, timeout=100)
+    assert done.returncode == 2
+    assert "2 processes share `opusim train` only; start `opusim" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# Kills
+
+
+def unpaid(ledger: LedgerContent, attempts: list[dict[int, int]]) -> dict[int, int]:
+    """Return how often each step was computed and not paid for; a release run pays for every repetition."""
+    paid: Counter[int] = Counter()
+    for payment in ledger.payments:
+        first = payment.first_step or 0
+        paid.update(range(first, first + payment.steps))
+    done: Counter[int] = Counter()
+    for counts in attempts:
+        done.update(counts)
+    return dict(done - paid)
+
+
+def kill(tmp_path: Path, *, seed: int, kills: int) -> None:
+    do("kill_ranks", str(tmp_path), str(seed), str(kills))
+    ends = json.loads((tmp_path / "kills.json").read_text())
+    attempts = [computed(tmp_path, attempt) for attempt in range(kills)]
+    ledger = read_ledger(tmp_path / "run")
+    for end, counts in zip(ends, attempts, strict=True):
+        assert end["ended"], "the other process hung"
+        assert end["status"] != 0
+        assert len(counts) >= min(end["after"] // 2, 1)
+    assert not unpaid(ledger, attempts)
+    assert sum(map(len, attempts)) > kills
+    short = LedgerContent(
+        mode="release",
+        delta=ledger.delta,
+        enforced=True,
+        payments=ledger.payments[: len(ledger.payments) // 2],
+    )
+    assert unpaid(short, attempts)  # the planted fault: a payment is missing
+
+
+def test_a_killed_process_ends_the_other_and_every_step_is_paid_for(tmp_path: Path) -> None:
+    kill(tmp_path, seed=5, kills=3)
+
+
+@pytest.mark.slow
+def test_twenty_killed_processes(tmp_path: Path) -> None:
+    kill(tmp_path, seed=6, kills=20)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_commands_of_the_documentation(tmp_path: Path) -> None:
+    """Also that the processes end without an abort, which gloo's threads would cause now and then."""
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    call = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--no-python",
+        "--nproc-per-node=2",
+    ]
+    opusim = [sys.executable, "-c", "from training.cli import main; main()"]
+    shared = ["train", "pdfa", "--data", "digits", "--set", "epochs=1", "--quiet"]
+    private = ["--protect", "record", "--epsilon", "3", "--release"]
+    for number, arguments in enumerate([shared, shared, shared, [*shared, *private]]):
+        done = subprocess.run(
+            [*call, *opusim, *arguments, "--out", str(tmp_path / f"{number}")],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=settings,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.split() == [str(tmp_path / f"{number}")]  # the first process's only
+        assert (tmp_path / f"{number}" / "report.html").exists()
+
+
+def test_one_process_shares_nothing() -> None:
+    ranks = Ranks()
+    tensor = torch.ones(3)
+    ranks.sum([tensor])
+    with ranks.session():
+        assert ranks.on_first(lambda: 4) == 4
+    assert (ranks.world, ranks.totals([2.0]), ranks.part(7), tensor.sum()) == (1, [2.0], slice(0, 7), 3)
+    assert set(SAME + MORE) <= {
+        f"{name}={rest}" for name in RUNS for rest in ("2", "3", "2+1", "1+2", "2+3", "3+2")
+    }

@@ -1,0 +1,173 @@
+"""Share the steps of a run between processes: the first one leads, the others follow.
+
+The first process runs the engine: it draws the batches, pays in the ledger, and writes the run folder. It sends every
+batch to the others, which therefore compute nothing before its step is paid for, and which need no generator of
+batches. Each process takes its part of the batch; the trainer adds the gradients of all processes before its update, so
+that the parameters of all processes are the same, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opusim.errors import ConfigError
+from opusim.processes import launched_rank
+from opusim.processes.ranks import Ranks
+from training.config.run import RunConfig
+from training.data import Split
+from training.engine.plan import RunPlan, fingerprint
+from training.engine.trainer import StepRecord, Trainer
+from training.errors import RunFolderError
+from training.networks.optimizers import load_optimizer_tensors, optimizer_tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Order:
+    """A step that the first process has paid for.
+
+    Attributes:
+        step: Its number.
+        rates: Learning rate of each group of parameters.
+        records: Numbers of the batch's records in the training set, shape (batch,), on the CPU.
+    """
+
+    step: int
+    rates: tuple[float, ...]
+    records: Tensor
+
+
+def leads_steps(config: RunConfig) -> bool:
+    """Whether the first of several processes leads the steps of such a run; else each process runs the engine."""
+    return bool(config.trainer.implementation().processes == "steps")
+
+
+def follows(config: RunConfig) -> bool:
+    """Whether this process, as torchrun started it, follows another one in such a run and writes no folder."""
+    return launched_rank() > 0 and leads_steps(config)
+
+
+def require_shareable(config: RunConfig, ranks: Ranks) -> None:
+    """Refuse what runs in one process only, before anything is written.
+
+    Raises:
+        ConfigError: There are several processes, and the trainer or the protection does not share its work.
+    """
+    if ranks.world == 1:
+        return
+    kind, protection = config.trainer.kind, config.protection
+    remedy = f"start it without torchrun (there are {ranks.world} processes)"
+    if config.trainer.implementation().processes == "none":
+        reason = f"{kind!r} trains in one process; take 'bp', 'dfa', 'tdfa', 'pdfa' or 'zo', or {remedy}"
+        raise ConfigError("configuration", "trainer.kind", reason)
+    if not protection.implementation().shared:
+        reason = f"{protection.kind!r} holds in one process; take 'none' or 'record', or {remedy}"
+        raise ConfigError("configuration", "protection.kind", reason)
+    if leads_steps(config) and protection.protects == "records" and protection.noise == "device":
+        reason = f"'device' is read by one process; take 'digital', or {remedy}"
+        raise ConfigError("configuration", "protection.noise", reason)
+
+
+def require_same(plan: RunPlan, ranks: Ranks) -> None:
+    """Refuse processes that were started with another configuration or other data than the first.
+
+    Raises:
+        RunFolderError: One of them was; on every process, before anything is written.
+    """
+    if ranks.world == 1:
+        return
+    mine = {"configuration": plan.config.digest(), "data set": fingerprint(plan.dataset.train)}
+    first = ranks.on_first(lambda: mine)
+    wrong = " and ".join(what for what, found in mine.items() if found != first[what])
+    if not wrong:
+        ranks.meet()
+        return
+    error = RunFolderError(
+        f"process {ranks.rank} of {ranks.world} has another {wrong} than process 0; start all with the same"
+    )
+    ranks.meet(error)
+    raise error
+
+
+def share_state(trainer: Trainer, ranks: Ranks) -> None:
+    """Give every process the parameters, the optimizer's state and the trainer's state of the first."""
+    if ranks.world == 1:
+        return
+    sent = ranks.on_first(
+        lambda: (
+            _on_cpu(trainer.tensors),
+            _on_cpu(trainer.state),
+            _on_cpu(optimizer_tensors(trainer.optimizer)),
+        )
+    )
+    if ranks.is_first:
+        return
+    with torch.no_grad():
+        for own, values in ((trainer.tensors, sent[0]), (trainer.state, sent[1])):
+            for name, tensor in own.items():
+                tensor.copy_(values[name])
+    load_optimizer_tensors(trainer.optimizer, sent[2])
+
+
+def lead(
+    trainer: Trainer, split: Split, records: Tensor, *, step: int, observe: bool, ranks: Ranks
+) -> StepRecord:
+    """Do one step with all processes, which wait for it in `follow`.
+
+    Args:
+        trainer: Of the first process.
+        split: The training records.
+        records: Numbers of the batch's records, shape (batch,).
+        step: Number of the step; it is paid for.
+        observe: See Trainer.step; with several processes nothing is observed.
+        ranks: The processes.
+    """
+    if ranks.world == 1:
+        return trainer.step(split.x[records], split.y[records], step=step, observe=observe, records=records)
+    rates = tuple(float(group["lr"]) for group in trainer.optimizer.param_groups)
+    order = ranks.on_first(lambda: _Order(step=step, rates=rates, records=records.cpu()))
+    return _do(order, trainer, split, ranks)
+
+
+def end(ranks: Ranks) -> None:
+    """Tell the processes that follow that there is no further step."""
+    ranks.on_first(_no_order)
+
+
+def follow(trainer: Trainer, split: Split, ranks: Ranks) -> None:
+    """Do this process's part of every step that the first one leads, until that one ends the run.
+
+    Args:
+        trainer: Of this process, in the state of the first one's.
+        split: The training records.
+        ranks: The processes.
+    """
+    while (order := ranks.on_first(_no_order)) is not None:
+        for group, rate in zip(trainer.optimizer.param_groups, order.rates, strict=True):
+            group["lr"] = rate
+        _do(order, trainer, split, ranks)
+
+
+def _no_order() -> _Order | None:
+    return None
+
+
+def _do(order: _Order, trainer: Trainer, split: Split, ranks: Ranks) -> StepRecord:
+    """Do this process's part of a step; the sums in the record are those of all processes."""
+    records = order.records[ranks.part(len(order.records))].to(split.x.device)
+    own = trainer.step(split.x[records], split.y[records], step=order.step, observe=False, records=records)
+    judged = own.n_records if own.n_judged is None else own.n_judged
+    loss, correct, judged_by_all = ranks.totals([float(own.loss_sum), float(own.n_correct), float(judged)])
+    return StepRecord(
+        loss_sum=own.loss_sum.new_tensor(loss),
+        n_correct=own.n_correct.new_tensor(int(correct)),
+        n_records=len(order.records),
+        n_judged=int(judged_by_all),
+    )
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}

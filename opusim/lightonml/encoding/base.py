@@ -281,7 +281,7 @@ class ConcatenatedFloat32Encoder(Float32Encoder):
 class SequentialBaseTwoEncoder(_Encoder):
     """Binary digits in which the digit of weight 2^k stands 2^k times, shape (n, d (n_gray_levels - 1)).
 
-    lightonml wraps levels above 255 to 8 bits; here 2^16 are distinct.
+    lightonml fails above 256 levels; here 2^16 are distinct.
 
     Args:
         n_gray_levels: Values that the code tells apart, a power of 2 from 2 to 65536.

@@ -28,9 +28,7 @@ class Context:
         n_ones: Mirrors that were on in a vector's frame, on average.
         fmt_type: How features became mirrors.
         fmt_factor: Side of a macro-pixel, in mirrors.
-        input_roi: Offset and size of the region that shows features, in mirrors.
-        gain_dB: Gain of the camera as the appliance states it; None otherwise.
-        info: What the caller adds.
+        input_roi: Offset and size of the region that shows features, in mirrors; all others are off.
     """
 
     device: str
@@ -44,8 +42,6 @@ class Context:
     fmt_type: FeaturesFormat
     fmt_factor: int
     input_roi: Roi
-    gain_dB: float | None = None
-    info: Any = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return all that is known, under the names of the attributes; the format by its name."""

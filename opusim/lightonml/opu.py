@@ -64,7 +64,7 @@ class Fit:
         layout: Where they stand on the mirrors.
         online: Whether vectors come one by one.
         n_components: Outputs.
-        strategy: The layout's strategy.
+        strategy: The OPU's strategy then, which the fit may override.
         timing: Exposure and time of a frame, if the fit sets them, microseconds.
     """
 
@@ -330,7 +330,7 @@ class OPU:
             )
         layout = layout_of(found, self.device.mirror_shape, strategy)
         timing = tuple((name, float(value)) for name, value in override.items())
-        self.fitted = Fit(found, layout, bool(online), self.n_components, strategy, timing)
+        self._fit = Fit(found, layout, bool(online), self.n_components, self.input_roi_strategy, timing)
         _LOG.info("OPU: fit to features %s on %d mirrors", found.shape, layout.width)
         return self
 

@@ -12,7 +12,7 @@ from opusim.lightonml.inputs import as_array, like
 from opusim.lightonml.opu import OPU, Fit, set_verbose_level
 
 
-class Mapping:
+class OpuTransformer:
     """What both kinds of `OPUMap` share: an OPU, the fit that is theirs, and how vectors pass.
 
     Attributes:

@@ -8,10 +8,10 @@ import numpy as np
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 
 from opusim.lightonml.opu import OPU
-from opusim.lightonml.projections import Mapping, chosen_opu
+from opusim.lightonml.projections import OpuTransformer, chosen_opu
 
 
-class OPUMap(Mapping, ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+class OPUMap(OpuTransformer, ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """`OPU.transform`, or `OPU.linear_transform`, for Pipeline and GridSearchCV.
 
     Binary vectors or matrices of any batch shape are taken; an encoder stands before it in a pipeline. A clone shares

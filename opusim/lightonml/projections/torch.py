@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from opusim.lightonml.opu import OPU
-from opusim.lightonml.projections import Mapping, chosen_opu
+from opusim.lightonml.projections import OpuTransformer, chosen_opu
 
 
-class OPUMap(Mapping, nn.Module):
+class OPUMap(OpuTransformer, nn.Module):
     """`OPU.transform`, or `OPU.linear_transform`, as a module without parameters; its output carries no gradient.
 
     Args:

@@ -111,6 +111,7 @@ def test_matrices_are_macro_pixels_on_a_mirror_array() -> None:
     assert context.n_ones == frames.sum() / 3
     small = ours.fit_transform2d(x, input_roi_strategy=InputRoiStrategy.small).context
     assert (small.fmt_type, small.fmt_factor, small.n_ones) == (FeaturesFormat.lined, 1, x.sum() / 3)
+    assert ours.fit_transform2d(x).context.fmt_factor == 3
     assert OPU(K, device="camera").device.input_shape == (912, 1140)
     assert opu().device.input_shape == (1, 1_000_000)
 
@@ -265,6 +266,15 @@ def test_without_arguments_it_is_the_appliance() -> None:
     assert (
         OPU(open_at_init=False, config_file="opu.json").device.description.lighton.config_file == "opu.json"
     )
+
+
+def test_noise_is_replayed_in_experiments_only() -> None:
+    x = bits(4, N)
+    first, again, other = (opu(device="gaussian", seed=seed).fit_transform1d(x) for seed in (5, 5, 6))
+    np.testing.assert_array_equal(first, again)
+    assert np.all(first != other)
+    first, again = (opu(device="gaussian", mode="release").fit_transform1d(x) for _ in range(2))
+    assert np.all(first != again)
 
 
 def test_more_outputs_keep_the_first_ones() -> None:

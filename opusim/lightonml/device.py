@@ -221,3 +221,21 @@ class OpuDevice:
             f"device {self.name!r} is open already, and its times cannot be changed; open it with them, as "
             "open_device('camera', camera={'light': {'exposure_us': 200.0}}), or give its name"
         )
+
+
+def chosen_device(
+    device: str | Path | NoisyDevice | None, opu_device: str | Path | NoisyDevice | None, *, simulated: bool
+) -> str | Path | NoisyDevice:
+    """Return the device that the arguments name.
+
+    Raises:
+        TypeError, ValueError: They contradict each other, or are no device.
+    """
+    told = [each for each in (device, opu_device) if each is not None]
+    if len(told) + simulated > 1:
+        raise ValueError("device, opu_device and simulated=True each name a device; give one of them")
+    if not told:
+        return "ideal" if simulated else "lighton_appliance"
+    remedy = "give a name such as 'camera', or open_device(...)"
+    checks.instance((str, Path, NoisyDevice), device=told[0], remedy=remedy)
+    return told[0]

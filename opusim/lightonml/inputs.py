@@ -232,3 +232,24 @@ def layout_of(features: Features, mirror_shape: tuple[int, int] | None, strategy
             "them, or use fit1d on X.reshape(len(X), -1)"
         )
     return Layout(features, mirror_shape, factor)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a fit decides.
+
+    Attributes:
+        features: Number, or shape, of the features.
+        layout: Where they stand on the mirrors.
+        online: Whether vectors come one by one.
+        n_components: Outputs.
+        strategy: The OPU's strategy then, which the fit may override.
+        timing: Exposure and time of a frame, if the fit sets them, microseconds.
+    """
+
+    features: Features
+    layout: Layout
+    online: bool
+    n_components: int
+    strategy: InputRoiStrategy
+    timing: tuple[tuple[str, float], ...]

@@ -8,7 +8,7 @@ import inspect
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,9 +22,9 @@ from opusim.devices.base import NoisyDevice
 from opusim.errors import DeviceUnavailable
 from opusim.features.optical import widened
 from opusim.lightonml.context import Context, ContextArray
-from opusim.lightonml.device import OpuDevice
+from opusim.lightonml.device import OpuDevice, chosen_device
 from opusim.lightonml.encoding.base import NoDecoding, NoEncoding
-from opusim.lightonml.inputs import Features, Layout, as_array, features_of, layout_of, like, require_shown
+from opusim.lightonml.inputs import Fit, as_array, features_of, layout_of, like, require_shown
 from opusim.lightonml.types import InputRoiStrategy, OutputRescaling
 from opusim.progress import Progress
 
@@ -53,27 +53,6 @@ def set_verbose_level(verbose_level: int) -> None:
 def get_verbose_level() -> int:
     """Return the level that `set_verbose_level` set."""
     return _verbose_level
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What a fit decides.
-
-    Attributes:
-        features: Number, or shape, of the features.
-        layout: Where they stand on the mirrors.
-        online: Whether vectors come one by one.
-        n_components: Outputs.
-        strategy: The OPU's strategy then, which the fit may override.
-        timing: Exposure and time of a frame, if the fit sets them, microseconds.
-    """
-
-    features: Features
-    layout: Layout
-    online: bool
-    n_components: int
-    strategy: InputRoiStrategy
-    timing: tuple[tuple[str, float], ...]
 
 
 class OPU:
@@ -144,7 +123,7 @@ class OPU:
             raise ValueError(
                 "config_override is not passed on; lay sections over the device by options={...}"
             )
-        chosen = _chosen(device, opu_device, simulated=simulated)
+        chosen = chosen_device(device, opu_device, simulated=simulated)
         sections = dict(options or {}) | ({"lighton": {"config_file": config_file}} if config_file else {})
         self.device = OpuDevice(chosen, sections, mirror_shape=mirror_shape, seed=seed, mode=mode)
         self._is_default = device is None and opu_device is None and not simulated
@@ -448,29 +427,17 @@ class OPU:
         return math.sqrt(fit.features.size if self.rescale is OutputRescaling.variance else fit.n_components)
 
 
-def _chosen(
-    device: str | Path | NoisyDevice | None, opu_device: str | Path | NoisyDevice | None, *, simulated: bool
-) -> str | Path | NoisyDevice:
-    """Return the device that the arguments name.
-
-    Raises:
-        TypeError, ValueError: They contradict each other, or are no device.
-    """
-    told = [each for each in (device, opu_device) if each is not None]
-    if len(told) + simulated > 1:
-        raise ValueError("device, opu_device and simulated=True each name a device; give one of them")
-    if not told:
-        return "ideal" if simulated else "lighton_appliance"
-    remedy = "give a name such as 'camera', or open_device(...)"
-    checks.instance((str, Path, NoisyDevice), device=told[0], remedy=remedy)
-    return told[0]
-
-
 def _made(decoder_cls: Any, encoder: Any) -> Any:
     """Return a decoder with those of the encoder's parameters that its class takes."""
-    told = dict(encoder.get_params()) if hasattr(encoder, "get_params") else {}
-    wanted = [name for name in inspect.signature(decoder_cls).parameters if name not in told]
-    told |= {name: getattr(encoder, name) for name in wanted if hasattr(encoder, name)}
-    return decoder_cls(
-        **{name: told[name] for name in inspect.signature(decoder_cls).parameters if name in told}
-    )
+    wanted = _parameters(decoder_cls)
+    if not wanted:
+        return decoder_cls()
+    told = {name: getattr(encoder, name) for name in wanted if hasattr(encoder, name)}
+    told |= dict(encoder.get_params()) if hasattr(encoder, "get_params") else {}
+    return decoder_cls(**{name: told[name] for name in wanted if name in told})
+
+
+@cache
+def _parameters(decoder_cls: Any) -> tuple[str, ...]:
+    """Return the names of the parameters that a class is made with."""
+    return tuple(inspect.signature(decoder_cls).parameters)

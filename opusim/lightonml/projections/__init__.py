@@ -8,8 +8,8 @@ from typing import Any, Self
 import numpy as np
 
 from opusim import checks
-from opusim.lightonml.inputs import as_array, like
-from opusim.lightonml.opu import OPU, Fit, set_verbose_level
+from opusim.lightonml.inputs import Fit, as_array, like
+from opusim.lightonml.opu import OPU, set_verbose_level
 
 
 class OpuTransformer:

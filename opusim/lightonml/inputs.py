@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +109,7 @@ def features_of(X: np.ndarray | None, n_features: Any, *, packed: bool, axes: in
     """
     name = "n_features" if axes == 1 else "n_features (rows, columns)"
     if n_features is not None:
-        shape = (n_features,) if isinstance(n_features, int | np.integer) else tuple(n_features)
+        shape = tuple(n_features) if isinstance(n_features, Iterable) else (n_features,)
         if len(shape) != axes:
             raise ValueError(f"n_features = {n_features!r}: must be {axes} number(s) for fit{axes}d")
         for length in shape:

@@ -413,6 +413,7 @@ class OPU:
             for begin in range(0, len(rows), at_once):
                 part = fit.features.unpacked(rows[begin : begin + at_once])
                 require_shown(part, ternary=linear)
+                part = part.astype(np.int8 if linear else np.uint8, copy=False)
                 ones += int(np.count_nonzero(part))
                 frames = widened(fit.layout.frames(part), device.n_inputs, bias=0)
                 numbers = device.project(frames) if linear else device.intensities(frames)

@@ -79,6 +79,16 @@ def test_the_batch_keeps_its_shape(device: str) -> None:
     assert ours.fit_transform1d(bits(4, N).tolist()).shape == (4, K)
 
 
+@pytest.mark.parametrize(
+    "dtype", [bool, np.uint8, np.int8, np.uint16, np.int64, np.uint64, np.float16, np.float64]
+)
+def test_every_real_type_is_taken(dtype: type) -> None:
+    ours = opu().fit1d(n_features=N)
+    x = bits(4, N)
+    np.testing.assert_array_equal(ours.transform(x.astype(dtype)), ours.transform(x))
+    np.testing.assert_array_equal(ours.linear_transform(x.astype(dtype)), ours.linear_transform(x))
+
+
 def test_packed_bits_are_the_same_vectors() -> None:
     x = bits(5, 26)
     packed = np.packbits(x, axis=1)
@@ -294,6 +304,8 @@ FIT_REFUSALS: list[tuple[str, str, dict[str, Any], type[Exception], str]] = [
     ("vector as matrix", "fit2d", {"X": bits(N)}, ValueError, "fit2d needs at least 2 axes; use fit1d"),
     ("zero features", "fit1d", {"n_features": 0}, ValueError, "n_features = 0: must be at least 1"),
     ("float features", "fit2d", {"n_features": (2.5, 3)}, TypeError, "n_features = 2.5: must be an integer"),
+    ("part of a feature", "fit1d", {"n_features": 2.5}, TypeError, "n_features = 2.5: must be an integer"),
+    ("text features", "fit2d", {"n_features": "ab"}, TypeError, "n_features = a: must be an integer"),
     ("shape for 1d", "fit1d", {"n_features": (5, 6)}, ValueError, r"must be 1 number\(s\) for fit1d"),
     ("number for 2d", "fit2d", {"n_features": 30}, ValueError, r"must be 2 number\(s\) for fit2d"),
     (

@@ -196,7 +196,7 @@ class Layout:
         if self.array is None:
             return (0, 0), (1, self.features.size)
         size = [self.factor * length for length in self.features.shape]
-        offset = [(all_ - length) // 2 for all_, length in zip(self.array, size, strict=True)]
+        offset = [all_ // 2 - length // 2 for all_, length in zip(self.array, size, strict=True)]
         return (offset[0], offset[1]), (size[0], size[1])
 
     def frames(self, rows: np.ndarray) -> np.ndarray:

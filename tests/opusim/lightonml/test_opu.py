@@ -14,6 +14,7 @@ from opusim.devices.lighton import import_lightonml, quiet
 from opusim.errors import ConfigError, DeviceUnavailable
 from opusim.lightonml import OPU, get_verbose_level, set_verbose_level
 from opusim.lightonml.context import Context, ContextArray
+from opusim.lightonml.inputs import Features, layout_of
 from opusim.lightonml.types import FeaturesFormat, InputRoiStrategy, OutputRescaling
 
 N, K = 30, 24
@@ -124,6 +125,19 @@ def test_matrices_are_macro_pixels_on_a_mirror_array() -> None:
     assert ours.fit_transform2d(x).context.fmt_factor == 3
     assert OPU(K, device="camera").device.input_shape == (912, 1140)
     assert opu().device.input_shape == (1, 1_000_000)
+
+
+@pytest.mark.parametrize(
+    "shape", [(28, 28), (96, 96), (13, 10), (900, 900), (912, 1140), (101, 95), (300, 20)]
+)
+def test_an_image_stands_where_lightonml_puts_it(shape: tuple[int, int]) -> None:
+    import_lightonml()
+    from lightonml.internal.input_roi import InputRoi
+    from lightonml.internal.types import InputRoiStrategy as Theirs
+
+    wanted = InputRoi((912, 1140), [0, 912 * 1140]).compute_roi(Theirs.full, shape)
+    layout = layout_of(Features(shape), (912, 1140), InputRoiStrategy.full)
+    assert layout.roi == tuple(tuple(int(number) for number in part) for part in wanted)
 
 
 def test_the_context_tells_the_circumstances() -> None:

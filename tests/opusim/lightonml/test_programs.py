@@ -182,6 +182,7 @@ def test_mean_discrepancy_of_two_samples() -> None:
     assert np.linalg.norm(means[0] - means[2]) > 3 * np.linalg.norm(means[0] - means[1])
 
 
+@pytest.mark.compiled
 def test_random_projections_approximate_their_kernel() -> None:
     x = random_bits(12, 40).astype(np.uint8)
     opu = OPU(n_components=40_000, simulated=True)

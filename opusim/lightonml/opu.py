@@ -18,6 +18,7 @@ import sklearn.exceptions
 import torch
 
 from opusim import checks
+from opusim.description.section import merged
 from opusim.devices.base import NoisyDevice
 from opusim.errors import DeviceUnavailable
 from opusim.features.optical import widened
@@ -124,7 +125,7 @@ class OPU:
                 "config_override is not passed on; lay sections over the device by options={...}"
             )
         chosen = chosen_device(device, opu_device, simulated=simulated)
-        sections = dict(options or {}) | ({"lighton": {"config_file": config_file}} if config_file else {})
+        sections = merged(options or {}, {"lighton": {"config_file": config_file}} if config_file else {})
         self.device = OpuDevice(chosen, sections, mirror_shape=mirror_shape, seed=seed, mode=mode)
         self._is_default = device is None and opu_device is None and not simulated
         self._fit: Fit | None = None

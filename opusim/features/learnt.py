@@ -74,9 +74,18 @@ class AutoencoderEncoder(FrameEncoder):
         return ((X - self.mean_) / self.scale_).astype(np.float32)
 
 
-def _loss(weights: Tensor, x: Tensor) -> Tensor:
-    """Return the loss of a batch; the code passes no gradient."""
-    codes = (x @ weights.detach().T > 0).float()
-    error = (codes @ weights - x).square().mean()
+def binary_code(weights: Tensor, x: Tensor) -> Tensor:
+    """Return 1[W x > 0], bool, shape (n, n_bits), of rows x; the code passes no gradient."""
+    return x.detach() @ weights.detach().T > 0
+
+
+def orthogonality(weights: Tensor) -> Tensor:
+    """Return |W^T W - 1|^2 / 2, which keeps the columns of W apart."""
     gram = weights.T @ weights
-    return error + 0.5 * (gram - torch.eye(len(gram))).square().sum()
+    return 0.5 * (gram - torch.eye(len(gram), device=gram.device)).square().sum()
+
+
+def _loss(weights: Tensor, x: Tensor) -> Tensor:
+    """Return the loss of a batch."""
+    error = (binary_code(weights, x).float() @ weights - x).square().mean()
+    return error + orthogonality(weights)

@@ -259,14 +259,14 @@ def widened(frames: np.ndarray, n_inputs: int, *, bias: int) -> np.ndarray:
     """Return frames as wide as a device: the bias's mirrors are on, and the others off.
 
     Args:
-        frames: uint8, shape (n, width).
+        frames: Shape (n, width).
         n_inputs: Width of the device, at least width + bias.
         bias: Mirrors that are always on.
     """
     width = frames.shape[1]
     if width == n_inputs:
         return frames
-    wide = np.zeros((len(frames), n_inputs), dtype=np.uint8)
+    wide = np.zeros((len(frames), n_inputs), dtype=frames.dtype)
     wide[:, :width] = frames
     wide[:, width : width + bias] = 1
     return wide

@@ -1,0 +1,1 @@
+"""lightonml's encoders and decoders, over those of `opusim.features`."""

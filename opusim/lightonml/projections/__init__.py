@@ -1,0 +1,98 @@
+"""`OPUMap`: an OPU as a scikit-learn transformer and as a torch module."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from opusim import checks
+from opusim.lightonml.inputs import Fit, as_array, like
+from opusim.lightonml.opu import OPU, set_verbose_level
+
+
+class OpuTransformer:
+    """What both kinds of `OPUMap` share: an OPU, the fit that is theirs, and how vectors pass.
+
+    Attributes:
+        opu: The OPU; several maps may share one.
+        fitted: Whether the map was fitted.
+    """
+
+    opu: OPU
+    n_components: int
+    ndims: int
+    packed: bool
+    n_2d_features: Any
+    linear: bool
+    _fit: Fit | None = None
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the map was fitted."""
+        return self._fit is not None
+
+    def open(self) -> None:
+        """Open the OPU."""
+        self.opu.open()
+
+    def close(self) -> None:
+        """Close the OPU."""
+        self.opu.close()
+
+    def __enter__(self) -> Self:
+        """Open the OPU for a block."""
+        self.opu.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.opu.__exit__(kind, error, trace)
+
+    def _fit_opu(self, X: Any, n_features: Any, packed: bool, online: bool) -> None:
+        """Fit the OPU and keep the fit; n_features None takes n_2d_features for packed matrices."""
+        checks.choice((1, 2), ndims=self.ndims)
+        packed = packed or self.packed
+        self.opu.n_components = self.n_components
+        if n_features is None and packed and self.ndims == 2:
+            n_features = self.n_2d_features
+        fit = self.opu.fit1d if self.ndims == 1 else self.opu.fit2d
+        self._fit = fit(X, n_features, packed=packed, online=online).fitted
+
+    def _map(self, X: Any) -> Any:
+        """Return features of X; the first X fits, and an online map takes the vectors of a batch one by one."""
+        if self._fit is None:
+            self._fit_opu(X, None, False, False)
+        self.opu.fitted = self._fit
+        self.opu.n_components = self.n_components
+        transform = self.opu.linear_transform if self.linear else self.opu.transform
+        fit = self.opu.fitted
+        if fit is None or not fit.online:
+            return transform(X)
+        rows, batch = fit.features.rows(as_array(X))
+        found = [np.asarray(transform(row)) for row in rows.reshape(-1, *fit.features.axes)]
+        return like(np.stack(found).reshape(*batch, -1), X)
+
+
+def chosen_opu(
+    opu: OPU | None, n_components: int, max_n_features: int | None, *, simulated: bool, verbose_level: int
+) -> OPU:
+    """Return the OPU that the arguments of a map name, with that many components.
+
+    Raises:
+        ValueError: An OPU on hardware is given with simulated=True.
+        DeviceError: It cannot be had.
+    """
+    if verbose_level >= 0:
+        set_verbose_level(verbose_level)
+    if opu is None:
+        return OPU(n_components, max_n_features=max_n_features, simulated=simulated)
+    checks.instance(OPU, opu=opu)
+    if simulated and opu.device.is_hardware:
+        raise ValueError(
+            f"simulated=True, and the given OPU is hardware, {opu.device.name!r}; leave one of them out"
+        )
+    opu.n_components = n_components
+    return opu

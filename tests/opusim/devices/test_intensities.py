@@ -151,8 +151,6 @@ def test_a_device_without_a_complex_medium_says_so() -> None:
         description = device.description
     with (
         Bench(description, n_inputs=4, n_outputs=4) as bench,
-        pytest.raises(
-            CapabilityMissing, match="lacks the capability 'intensities'; camera, camera_fitted"
-        ),
+        pytest.raises(CapabilityMissing, match="lacks the capability 'intensities'; camera, camera_fitted"),
     ):
         bench.intensities(np.zeros((1, 4)))

@@ -50,8 +50,8 @@ IDEAL = {
 }
 """Of an ideal matrix with a bias of 4 in the same repository, alpha = 10,000 and 100."""
 MOST_DISTANCE, STANDARD_ERRORS = 0.5, 2.0
-GRID = [(background, signal) for background in (1.0, 2.0, 3.0) for signal in (150.0, 250.0, 400.0)]
-"""Background light over the mean light of a frame, and that mean in electrons."""
+GRID = [(background, signal, 1) for background in (1.0, 2.0, 3.0) for signal in (150.0, 250.0, 400.0)]
+"""Background light over the mean light of a frame, that mean in electrons, and the pixels that a grain spans."""
 
 
 class Moments(NamedTuple):
@@ -155,27 +155,33 @@ def measure(
     }
 
 
-def light(background: float, signal_e: float) -> dict[str, Any]:
-    """Return the sections of `camera_fitted` for a background light and a mean signal.
+def light(background: float, signal_e: float, grain_pixels: int) -> dict[str, Any]:
+    """Return the sections of `camera_fitted` for a background light, a mean signal and a size of grains.
+
+    The gain is such that the brightest pixel that is used fills the converter when all mirrors are on.
 
     Args:
         background: Background light over the mean light of a frame.
         signal_e: Mean light of a frame, electrons.
+        grain_pixels: Pixels that a speckle grain spans.
     """
     with open_device("camera_fitted", n_inputs=frames()[0].shape[1], n_outputs=1) as device:
         settings = device.description.camera
-        if settings is None:
-            raise TypeError("camera_fitted has no camera")
+        if settings is None or settings.anchor.highest is None or settings.sensor.adc_bits is None:
+            raise TypeError("camera_fitted has no camera with a map of pixels and a converter")
         mirrors = device.n_inputs / (1 - settings.anchor.reference_share)
-        share = float(frames()[2].mean() + ALWAYS_ON) / mirrors
+        anchor_e = signal_e * mirrors / float(frames()[2].mean() + ALWAYS_ON)
         per_flux = settings.light.quantum_efficiency * settings.light.exposure_us * 1e-6
-    flux = signal_e / share / per_flux
+        brightest_e = settings.anchor.highest * anchor_e + background * signal_e
+        room = 2**settings.sensor.adc_bits - 1 - settings.sensor.black_level_dn
     return {
         "camera": {
             "light": {
-                "anchor_flux_per_s": flux,
+                "anchor_flux_per_s": anchor_e / per_flux,
                 "bias_flux_per_s": background * signal_e / per_flux,
-            }
+            },
+            "sensor": {"gain_dn_per_e": room / (1.05 * brightest_e)},
+            "grain_pixels": grain_pixels,
         }
     }
 

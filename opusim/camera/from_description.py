@@ -33,6 +33,7 @@ def speckle_law_of(description: DeviceDescription, n_inputs: int) -> SpeckleLaw:
         lowest=camera.anchor.lowest,
         highest=math.inf if camera.anchor.highest is None else camera.anchor.highest,
         grain_correlation=camera.grain_correlation,
+        grain_pixels=camera.grain_pixels or 1,
         dense_limit_mib=medium.dense_limit_mib,
     )
     if law.mirrors < 2:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, reduce
 
 import numpy as np
 import torch
@@ -99,7 +99,8 @@ class SpeckleLaw:
         seed: of the medium.
         lowest: least anchor intensity of a pixel that is used, as a multiple of the mean.
         highest: largest one; infinite is off.
-        grain_correlation: correlation of neighbouring pixels' fields, in [0, 0.5].
+        grain_correlation: correlation of neighbouring pixels' fields, in [0, 0.5], if a grain spans one pixel.
+        grain_pixels: pixels that a grain spans.
         dense_limit_mib: largest matrix (of P and Q together) kept in memory.
     """
 
@@ -109,6 +110,7 @@ class SpeckleLaw:
     lowest: float
     highest: float
     grain_correlation: float
+    grain_pixels: int
     dense_limit_mib: float
 
     @property
@@ -116,8 +118,12 @@ class SpeckleLaw:
         """Mirrors of the anchor."""
         return self.n_inputs + self.reference
 
-    def weights(self) -> tuple[float, float]:
-        """(a, b) with a^2 + b^2 = 1 and a b the correlation of a u_j + b u_(j+1) with its neighbour."""
+    def weights(self) -> tuple[float, ...]:
+        """Return a_0, a_1, ..., with squares that sum to 1: the field of pixel j is sum_k a_k u_(j+k)."""
+        if self.grain_pixels > 1:
+            return (self.grain_pixels**-0.5,) * self.grain_pixels
+        if self.grain_correlation == 0:
+            return (1.0,)
         angle = 0.5 * math.asin(2.0 * self.grain_correlation)
         return math.cos(angle), math.sin(angle)
 
@@ -262,18 +268,18 @@ class Speckle:
 
     def _pixel_tile(self, plane: int, pixels: range, inputs: range, point: int) -> torch.Tensor:
         """Return transposed entries at contiguous pixels, at a point of time, with grain, on the grid of 2^-12."""
-        grain = self.law.grain_correlation > 0
-        wide = range(pixels.start, pixels.stop + 1) if grain else pixels
+        shares = self.law.weights()
+        wide = range(pixels.start, pixels.stop + len(shares) - 1)
         (first, weight), *others = medium_weights(point)
         tile = self._medium(plane, first, wide.stop).tile(wide, inputs)
         if others:
             tile.mul_(weight)
         for epoch, weight in others:
             tile.add_(self._medium(plane, epoch, wide.stop).tile(wide, inputs), alpha=weight)
-        if grain:
-            own, next_one = self.law.weights()
-            tile = own * tile[:, :-1] + next_one * tile[:, 1:]
-        return tile.div_(TABLE_STEP).round_().mul_(TABLE_STEP) if others or grain else tile
+        if len(shares) > 1:
+            parts = (tile[:, k : k + len(pixels)] * share for k, share in enumerate(shares))
+            tile = reduce(torch.add, parts)
+        return tile.div_(TABLE_STEP).round_().mul_(TABLE_STEP) if others or len(shares) > 1 else tile
 
     def _medium(self, plane: int, epoch: int, pixels: int) -> Medium:
         return Medium(self.law.mirrors, pixels, self.law.seed, plane=plane, epoch=epoch)

@@ -130,6 +130,9 @@ class CameraSettings(StrictSection):
         anchor: how the linear projection is recovered.
         dark: dark current, or None if it is off.
         drift: drift of the medium, or None if there is none.
+        grain_pixels: pixels that a speckle grain spans, at least 1: the field of a pixel is the sum of so many
+            independent ones over the root of their number, so that fields k pixels apart correlate by
+            1 - k / grain_pixels.
         grain_correlation: correlation of the fields of neighbouring pixels, in [0, 0.5]; above 0 if speckle grains are
             larger than a pixel.
     """
@@ -140,6 +143,7 @@ class CameraSettings(StrictSection):
     dark: DarkSettings | None = None
     drift: DriftSettings | None = None
     grain_correlation: float = Field(default=0.0, ge=0, le=0.5)
+    grain_pixels: int | None = Field(default=None, ge=1, le=64)
 
     def dark_law(self) -> DarkCurrent | None:
         """Return the law of the dark current, or None if it is off.
@@ -153,6 +157,14 @@ class CameraSettings(StrictSection):
             return self.dark.doubling.dark_current()
         points = self.dark.table.model_dump() if self.dark.table is not None else {}
         return TableDarkCurrent(**{key: tuple(value) for key, value in points.items()})
+
+    @model_validator(mode="after")
+    def _one_grain(self) -> Self:
+        if self.grain_pixels is not None and self.grain_correlation:
+            raise ValueError(
+                "grain_pixels and grain_correlation both say how large grains are; give one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _dark_law_holds(self) -> Self:

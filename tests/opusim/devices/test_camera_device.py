@@ -24,7 +24,8 @@ def ternary(rows: int, width: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "extra", [{}, {"grain_correlation": 0.3}, {"anchor": {"frames": 0, "reference_share": 0.0}}]
+    "extra",
+    [{}, {"grain_correlation": 0.3}, {"grain_pixels": 3}, {"anchor": {"frames": 0, "reference_share": 0.0}}],
 )
 def test_the_noiseless_twin_is_the_ideal_device_on_its_own_matrix(
     extra: dict[str, object], seed: int
@@ -147,6 +148,23 @@ def test_grain_correlates_neighbours_by_the_configured_number() -> None:
     with silent() as device:
         value, tolerance = neighbour_correlation(device)
         assert abs(value) < tolerance
+
+
+@pytest.mark.parametrize("span", [2, 3, 5])
+def test_pixels_of_one_grain_have_correlated_fields(span: int) -> None:
+    with silent(grain_pixels=span) as device:
+        fields = device.speckle.fields(torch.eye(60)).double()
+        pixels = torch.from_numpy(device.speckle.pixels)
+        for lag in range(1, span + 2):
+            first = torch.nonzero(torch.isin(pixels + lag, pixels)).squeeze(1)
+            second = torch.searchsorted(pixels, pixels[first] + lag)
+            products = (fields[:, :, first] * fields[:, :, second]).numpy()
+            tolerance = 5 * products.std() * span / products.size**0.5
+            assert abs(products.mean() - max(0.0, 1 - lag / span)) < tolerance
+        power = fields.square().mean()
+        assert abs(float(power) - 1) < 5 * (2 * span / fields.numel()) ** 0.5
+    with pytest.raises(ConfigError, match="grain_pixels and grain_correlation both say how large grains are"):
+        silent(grain_pixels=2, grain_correlation=0.1)
 
 
 def test_the_medium_drifts_by_the_law_and_comes_back(seed: int) -> None:

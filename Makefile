@@ -18,6 +18,7 @@ test: $(DEV)  ## The tests of CI; tests that take minutes are left to `make nigh
 
 examples: $(DEV)  ## One script for each framework, also private ones; some seconds each.
 	set -e; for script in examples/any_module/*.py examples/private/*.py; do echo $$script; OMP_NUM_THREADS=1 $(BIN)/python $$script; done
+	set -e; mkdir -p build/gallery; for script in examples/optical/*.py; do echo $$script; OMP_NUM_THREADS=1 $(BIN)/python $$script build/gallery/$$(basename $$script .py).png; done
 
 docs: $(DOCS)  ## The documentation, into docs/_build; a warning is an error.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build

@@ -1,6 +1,4 @@
-"""Find changes in a stream of vectors from two moving averages of optical features (NEWMA).
-
-Keriven, Garreau and Poli, "NEWMA: a new method for scalable model-free online change-point detection", 2020.
+"""Find changes in a stream of vectors by two moving averages of optical features: NEWMA (Keriven et al. 2020).
 
 python examples/optical/change_points.py [FIGURE]
 """

@@ -1,6 +1,6 @@
 """Train a private classifier on optical features: the map is public, DP-SGD behind it is proven.
 
-python examples/optical/private_classifier.py [DATA] [FIGURE]
+python examples/optical/private_classifier.py [FIGURE] [DATA]
 """
 
 import sys
@@ -13,7 +13,7 @@ import opusim
 EPSILONS = (1.0, 3.0, 8.0)
 
 
-def main(data: str = "digits", figure: str = "private_classifier.png") -> dict[str, list[float]]:
+def main(figure: str = "private_classifier.png", data: str = "digits") -> dict[str, list[float]]:
     """Draw accuracy against epsilon; return it for pixels and for features."""
     found: dict[str, list[float]] = {}
     for name, features in (

@@ -1,6 +1,6 @@
 """Classify handwritten digits by ridge regression on optical features, and draw accuracy against their number.
 
-python examples/optical/ridge.py [DATA] [FIGURE]
+python examples/optical/ridge.py [FIGURE] [DATA]
 """
 
 import sys
@@ -17,7 +17,7 @@ SIZES = (100, 300, 1000, 3000)
 DEVICES = ("ideal", "camera_fitted")
 
 
-def main(data: str = "digits", figure: str = "ridge.png") -> dict[str, list[float]]:
+def main(figure: str = "ridge.png", data: str = "digits") -> dict[str, list[float]]:
     """Draw the figure, and return the accuracies of pixels and of each device."""
     loaded = load_dataset(data, validation_fraction=0.0, split_seed=0)
     train, test = loaded.train, loaded.test

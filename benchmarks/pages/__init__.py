@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.any_module import images, language_model
 from benchmarks.attacks import self_test
 from benchmarks.convex import accuracy, curves, device, noise, opacus_baseline, step, tuned
-from benchmarks.devices import faults, learning, monitor
+from benchmarks.devices import faults, learning, monitor, real_opu
 from benchmarks.markdown import Row, markdown, section
 from benchmarks.pages.headlines import headline_rows, protection_rows
 from benchmarks.pages.sweeps import SWEEPS, sweep_section
@@ -104,7 +104,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             for part in (sigma_tables, memory, drift, sst2_head, sst2_lora, membership, mnist)
         ),
     ),
-    "devices": ("Devices", (learning.page_section,)),
+    "devices": ("Devices", (learning.page_section, real_opu.page_section)),
     "attacks": ("Audits", (self_test.page_section,)),
     "curves": ("Sweeps", tuple(partial(sweep_section, name) for name in SWEEPS)),
     "speed": ("Speed", (speed_section,)),

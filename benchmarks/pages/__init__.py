@@ -175,7 +175,7 @@ def commits_section() -> str:
 def overview_table() -> str:
     """Return the table of all results, one line each: claim, figure, command."""
     rows = [
-        *(row for part in (demo, pdfa_table1, learning, private) for row in part.headline_rows()),
+        *(row for part in (demo, pdfa_table1, learning, private, real_opu) for row in part.headline_rows()),
         *language_model.headline_rows(),
         *images.headline_rows(),
         *(row for row in speed_rows() if _is_headline(row)),

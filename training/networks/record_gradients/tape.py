@@ -187,7 +187,8 @@ class RecordTape:
         found = {}
         with self._arithmetic():
             for number, (names, parameters) in enumerate(zip(self.names, self.layers, strict=True)):
-                parts = list(self._rows(number)) if self._uses[number] and self._recorded() else []
+                recorded = self._recorded() and (self._uses[number] or number in self._cache)
+                parts = list(self._rows(number)) if recorded else []
                 empty = [parameter.new_zeros(self._recorded(), parameter.numel()) for parameter in parameters]
                 joined = [torch.cat(rows) for rows in zip(*parts, strict=True)] if parts else empty
                 for name, parameter, rows in zip(names, parameters, joined, strict=True):
@@ -199,10 +200,10 @@ class RecordTape:
     def _layer_norms(self, number: int) -> Tensor:
         """Return the norm of each record's gradient of one layer, float64, shape (records,)."""
         records, uses = self._recorded(), self._uses[number]
-        if not uses or not records:
+        if not (uses or number in self._cache) or not records:
             return torch.zeros(records, dtype=torch.float64, device=self.layers[number][0].device)
         outer = _outer_uses(uses)
-        if outer is None or _is_smaller(outer):
+        if number in self._cache or outer is None or _is_smaller(outer):
             return torch.cat([_joint_norms(rows) for rows in self._rows(number)])
         if len(outer) > 1:
             parts = _parts(records, 4 * sum(use.numbers for use in outer))
@@ -212,6 +213,8 @@ class RecordTape:
     def _total(self, number: int, clip: Clip, finite: Tensor) -> list[Tensor]:
         """Return sum_i f_i g_i of one layer, a tensor for each parameter."""
         uses, parameters = self._uses[number], self.layers[number]
+        if number in self._cache:
+            return self._formed_total(number, clip)
         if not uses or not self._recorded():
             return [torch.zeros_like(parameter) for parameter in parameters]
         outer = _outer_uses(uses)
@@ -254,7 +257,7 @@ class RecordTape:
     def _rows(self, number: int) -> Iterator[list[Tensor]]:
         """Yield the gradients of some records as rows, one tensor (some, numbers) for each parameter of a layer.
 
-        They are kept for the next call if those of the whole batch fit into `_CACHE_LIMIT`.
+        If those of the whole batch fit into `_CACHE_LIMIT`, they are kept in place of the signals and the inputs.
         """
         if number in self._cache:
             yield from self._cache[number]
@@ -272,7 +275,7 @@ class RecordTape:
                 kept.append(rows)
             yield rows
         if kept:
-            self._cache[number] = kept
+            self._cache[number], self._uses[number] = kept, []
 
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
+from benchmarks.timing import interleaved_turns
 from opusim.randomness.streams import noise_stream
 from training.networks.image_models import ResNet
 from training.networks.record_gradients.tape import RecordTape
@@ -35,7 +36,7 @@ from training.protections.record import RecordGradients
 MODULE, NAME = "benchmarks.speed.module_record_step", "module_record_step"
 MODELS = ("transformer-lm", "resnet-small")
 METHODS = ("bp", "opusim", "opacus, hooks", "opacus, ew", "opacus, ghost")
-REPEATS = 15
+REPEATS = 9
 
 
 def work_of(name: str, records: int | None = None) -> tuple[nn.Module, Tensor, Tensor]:
@@ -178,7 +179,7 @@ def main() -> None:
                 work[method] = step_of(name, method)
                 work[method]()
             except Exception as error:  # a form of Opacus that does not take the model
-                del work[method]
+                work.pop(method, None)
                 print(f"{name:15s} {method:15s} does not run ({type(error).__name__}: {str(error)[:80]})")
         turns = interleaved_turns(work, repeats=REPEATS, clock=time.process_time, warm_up=1)
         memory = {method: memory_of(name, method) for method in work}

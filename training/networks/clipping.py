@@ -16,7 +16,7 @@ Operators of the PDFA paper (section 3.1, eqs. 8 and 9): `clip_entries`, `offset
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -153,24 +153,29 @@ def scaled_rows(rows: Tensor, factors: Tensor) -> ScaledRows:
     return ScaledRows(rows=finite_rows(scaled, normal) if len(apart) else scaled, apart=apart, exact=exact)
 
 
-def weighted_sum(rows: Tensor, factors: Tensor, norms: Tensor) -> Tensor:
-    """Return sum_i f_i rows_i, shape (n,), each term with an error of at most 2^-22 of its norm.
+def weighted_sums(parts: Sequence[Tensor], factors: Tensor, norms: Tensor) -> list[Tensor]:
+    """Return sum_i f_i rows_i of each part, shape (n,), each term with an error of at most 2^-22 of its norm.
 
     Terms that float32 cannot hold are added in float64, one by one, as in `scaled_rows`.
 
     Args:
-        rows: float32 or float64, shape (batch, n).
+        parts: What each record's row consists of, float32 or float64, shapes (batch, n).
         factors: In [0, 1], float64, shape (batch,); 0 removes a row, whatever it holds.
-        norms: Norms of the rows, float64, shape (batch,).
+        norms: Norms of the whole rows, over all parts, float64, shape (batch,).
     """
     used = factors > 0
-    kept = rows if bool(used.all()) else finite_rows(rows, used)
-    if rows.dtype == torch.float64:
-        return factors @ kept
+    kept = parts if bool(used.all()) else [finite_rows(rows, used) for rows in parts]
     normal = (factors == 1) | ((factors > _SUBNORMAL_GUARD) & (factors * norms > _SUBNORMAL_GUARD))
-    total = torch.where(normal, factors, 0.0).float() @ kept
+    rounded = torch.where(normal, factors, 0.0).float()
     apart = torch.nonzero(used & ~normal).flatten()
-    return total.double() + factors[apart] @ kept[apart].double() if len(apart) else total
+    sums = []
+    for rows in kept:
+        if rows.dtype == torch.float64:
+            sums.append(factors @ rows)
+            continue
+        total = rounded @ rows
+        sums.append(total.double() + factors[apart] @ rows[apart].double() if len(apart) else total)
+    return sums
 
 
 def multipliers(factors: Tensor) -> Tensor:

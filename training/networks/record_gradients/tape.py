@@ -32,7 +32,7 @@ from training.networks.clipping import (
     product_slack,
     row_norms,
     scaled_rows,
-    weighted_sum,
+    weighted_sums,
 )
 from training.networks.record_gradients.probe import probe
 from training.networks.record_gradients.recorder import Recorder
@@ -248,7 +248,7 @@ class RecordTape:
                 factors = torch.where(realised > norms, norms / realised, 1.0) * factors
                 norms = realised
             factors = torch.where(torch.isfinite(norms), factors, 0.0)
-            added = [weighted_sum(own, factors, norms) for own in rows]
+            added = weighted_sums(rows, factors, norms)
             both = zip(totals, added, strict=True) if totals else ()
             totals = [total.double() + more for total, more in both] or added
             start = part.stop

@@ -17,7 +17,20 @@ def interleaved(
     warm_up: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Return the median seconds of each piece of work; each has its turn in every repeat, so drifts cancel.
+    """Return the median seconds of each piece of work; see `interleaved_turns`."""
+    seconds = interleaved_turns(work, repeats=repeats, inner=inner, warm_up=warm_up, clock=clock)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def interleaved_turns(
+    work: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int,
+    inner: int = 1,
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Return the seconds of each piece of work, turn by turn; each has its turn in every repeat, so drifts cancel.
 
     A pause before each turn lets the thread pools of the turn before (torch's, numpy's) stop spinning.
 
@@ -37,4 +50,4 @@ def interleaved(
                 function()
             if repeat >= 0:
                 seconds[name].append((clock() - started) / inner)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from training.networks.record_gradients.layout import Layout
 from training.networks.record_gradients.recurrent import RECURRENT, require_no_packing, unrolled
 from training.networks.record_gradients.uses import Call, closed_form, copies, require_separate_records
 
+_PLAIN = (int, float, complex, str, slice, torch.dtype, torch.device)
 _RAGGED = {"__getitem__", "masked_select", "nonzero", "argwhere"}
 
 
@@ -135,12 +136,13 @@ class Recorder(TorchFunctionMode):
             require_no_packing(args)
             with self:
                 return unrolled(func, *args, **options)
+        name = getattr(func, "__name__", str(func))
+        if not torch.is_grad_enabled() or not self._takes_known((args, options)):
+            if self._probing and name in _RAGGED:
+                self.ragged |= _by_mask(name, tree_leaves((args, options)))
+            return func(*args, **options)
         leaves, spec = tree_flatten((args, options))
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf in self._known]
-        name = getattr(func, "__name__", str(func))
-        if not places or not torch.is_grad_enabled():
-            self.ragged |= self._probing and name in _RAGGED and _by_mask(name, leaves)
-            return func(*args, **options)
         facts = [self._known[leaves[n]] for n in places]
         others = [leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and n not in places]
         key = Key(name, tuple(fact.name for fact in facts), tuple(leaf.ndim for leaf in others))
@@ -155,6 +157,21 @@ class Recorder(TorchFunctionMode):
             return self._constants(key, roots, func(*args, **options))
         call = Call(func, leaves, spec, places, str(key), in_place=in_place)
         return self._recorded(call, key, roots, _run(call, leaves))
+
+    def _takes_known(self, arguments: Any) -> bool:
+        """Whether a parameter, or a tensor computed from parameters only, is among arguments at any depth.
+
+        Most calls take none; this look costs a fraction of `tree_flatten`.
+        """
+        if isinstance(arguments, Tensor):
+            return arguments in self._known
+        if isinstance(arguments, (tuple, list)):
+            return any(self._takes_known(each) for each in arguments)
+        if isinstance(arguments, dict):
+            return any(self._takes_known(each) for each in arguments.values())
+        if arguments is None or isinstance(arguments, _PLAIN):
+            return False
+        return any(isinstance(leaf, Tensor) and leaf in self._known for leaf in tree_leaves(arguments))
 
     def _constants(self, key: Key, roots: frozenset[int], result: Any) -> Any:
         """Follow tensors that are computed from parameters only."""

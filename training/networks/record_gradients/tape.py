@@ -28,10 +28,11 @@ from training.networks.clipping import (
     bounded_factors,
     finite_rows,
     full_precision,
+    norm_bounds,
     product_slack,
     row_norms,
     scaled_rows,
-    weighted_sum,
+    weighted_sums,
 )
 from training.networks.record_gradients.probe import probe
 from training.networks.record_gradients.recorder import Recorder
@@ -94,7 +95,7 @@ class RecordTape:
         self._records: int | None = None
         self._begun = 0
         self._uses: list[list[Use]] = []
-        self._cache: dict[int, Tensor] = {}
+        self._cache: dict[int, list[list[Tensor]]] = {}
         self._kinds, members = probe(model, named, args, kwargs)
         self.layers: list[list[nn.Parameter]] = [[named[n][1] for n in group] for group in members]
         self.names: list[list[str]] = [[named[n][0] for n in group] for group in members]
@@ -210,11 +211,12 @@ class RecordTape:
         found = {}
         with self._arithmetic():
             for number, (names, parameters) in enumerate(zip(self.names, self.layers, strict=True)):
-                sizes = [parameter.numel() for parameter in parameters]
-                parts = list(self._rows(number)) if self._uses[number] and self._recorded() else []
-                rows = torch.cat(parts) if parts else parameters[0].new_zeros(self._recorded(), sum(sizes))
-                for name, parameter, own in zip(names, parameters, rows.split(sizes, dim=1), strict=True):
-                    found[name] = own.unflatten(1, parameter.shape)
+                recorded = self._recorded() and (self._uses[number] or number in self._cache)
+                parts = list(self._rows(number)) if recorded else []
+                empty = [parameter.new_zeros(self._recorded(), parameter.numel()) for parameter in parameters]
+                joined = [torch.cat(rows) for rows in zip(*parts, strict=True)] if parts else empty
+                for name, parameter, rows in zip(names, parameters, joined, strict=True):
+                    found[name] = rows.unflatten(1, parameter.shape)
         return found
 
     # Layers
@@ -222,11 +224,11 @@ class RecordTape:
     def _layer_norms(self, number: int) -> Tensor:
         """Return the norm of each record's gradient of one layer, float64, shape (records,)."""
         records, uses = self._recorded(), self._uses[number]
-        if not uses or not records:
+        if not (uses or number in self._cache) or not records:
             return torch.zeros(records, dtype=torch.float64, device=self.layers[number][0].device)
         outer = _outer_uses(uses)
-        if outer is None or _is_smaller(outer):
-            return torch.cat([row_norms(rows) for rows in self._rows(number)])
+        if number in self._cache or outer is None or _is_smaller(outer):
+            return torch.cat([_joint_norms(rows) for rows in self._rows(number)])
         if len(outer) > 1:
             parts = _parts(records, 4 * sum(use.numbers for use in outer))
             return torch.cat([_norms_of_sum(outer, part) for part in parts])
@@ -235,6 +237,8 @@ class RecordTape:
     def _total(self, number: int, clip: Clip, finite: Tensor) -> list[Tensor]:
         """Return sum_i f_i g_i of one layer, a tensor for each parameter."""
         uses, parameters = self._uses[number], self.layers[number]
+        if number in self._cache:
+            return self._formed_total(number, clip)
         if not uses or not self._recorded():
             return [torch.zeros_like(parameter) for parameter in parameters]
         outer = _outer_uses(uses)
@@ -258,35 +262,44 @@ class RecordTape:
 
         Gradients that were not kept are measured again, so that another rounding cannot exceed their norms.
         """
-        parameters, start, kept = self.layers[number], 0, number in self._cache
-        sizes = [parameter.numel() for parameter in parameters]
-        total = torch.zeros(sum(sizes), dtype=torch.float64, device=parameters[0].device)
+        start, kept = 0, number in self._cache
+        totals: list[Tensor] = []
         for rows in self._rows(number):
-            part = slice(start, start + len(rows))
+            part = slice(start, start + len(rows[0]))
             norms, factors = clip.norms[part], clip.factors[part]
             if not kept:
-                realised = row_norms(rows)
+                realised = _joint_norms(rows)
                 factors = torch.where(realised > norms, norms / realised, 1.0) * factors
                 norms = realised
-            total += weighted_sum(rows, torch.where(torch.isfinite(norms), factors, 0.0), norms)
+            factors = torch.where(torch.isfinite(norms), factors, 0.0)
+            added = weighted_sums(rows, factors, norms)
+            both = zip(totals, added, strict=True) if totals else ()
+            totals = [total.double() + more for total, more in both] or added
             start = part.stop
-        pieces = total.split(sizes)
-        return [piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
+        return [total.view_as(p) for total, p in zip(totals, self.layers[number], strict=True)]
 
-    def _rows(self, number: int) -> Iterator[Tensor]:
-        """Yield the gradients of some records as rows over all parameters of a layer."""
+    def _rows(self, number: int) -> Iterator[list[Tensor]]:
+        """Yield the gradients of some records as rows, one tensor (some, numbers) for each parameter of a layer.
+
+        If those of the whole batch fit into `_CACHE_LIMIT`, they are kept in place of the signals and the inputs.
+        """
         if number in self._cache:
-            yield self._cache[number]
+            yield from self._cache[number]
             return
-        uses, parameters = self._uses[number], self.layers[number]
+        uses, parameters, records = self._uses[number], self.layers[number], self._recorded()
         outer, size = _outer_uses(uses), sum(parameter.numel() for parameter in parameters)
         needed = sum(use.numbers for use in uses) if outer else max(use.numbers for use in uses)
-        parts = _parts(self._recorded(), 4 * size + needed)
-        for part in parts:
-            rows = _outer_rows(outer, parameters, part) if outer else _summed_rows(uses, parameters, part)
-            if len(parts) == 1 and rows.numel() <= _CACHE_LIMIT:
-                self._cache[number] = rows
+        kept = []
+        for part in _parts(records, 4 * size + needed):
+            if outer and len(outer) > 1:
+                rows = _outer_rows(outer, parameters, part)
+            else:
+                rows = _summed_rows(uses, parameters, part)
+            if records * size <= _CACHE_LIMIT:
+                kept.append(rows)
             yield rows
+        if kept:
+            self._cache[number], self._uses[number] = kept, []
 
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:
@@ -331,25 +344,32 @@ def _joined_pairs(uses: Sequence[OuterUse], part: slice) -> tuple[Tensor, Tensor
     return torch.cat([s for s, _ in pairs], dim=-1), torch.cat(inputs, dim=-1)
 
 
-def _outer_rows(uses: Sequence[OuterUse], parameters: Sequence[nn.Parameter], part: slice) -> Tensor:
-    """Return the gradients of some records as rows over a weight and its bias, float32."""
+def _joint_norms(rows: Sequence[Tensor]) -> Tensor:
+    """Return bounds on the norms of each record's gradient over several parameters, float64, shape (some,)."""
+    norms = [row_norms(own) if own.dtype == torch.float64 else norm_bounds(own) for own in rows]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
+
+
+def _outer_rows(uses: Sequence[OuterUse], parameters: Sequence[nn.Parameter], part: slice) -> list[Tensor]:
+    """Return the gradients of some records as rows for a weight and its bias, float32, by one product for all uses."""
     s, u = _joined_pairs(uses, part)
     whole = s @ u.mT  # (some, groups, a, b)
-    if len(parameters) == 1 and not any(use.bias is not None for use in uses):
-        return whole.flatten(1)
+    if not any(use.bias is not None for use in uses):
+        return [whole.flatten(1)]
     by_parameter = {id(uses[0].weight): whole[..., :-1].flatten(1)}
-    return torch.cat([by_parameter.get(id(p), whole[..., -1].flatten(1)) for p in parameters], dim=1)
+    return [by_parameter.get(id(p), whole[..., -1].flatten(1)) for p in parameters]
 
 
-def _summed_rows(uses: Sequence[Use], parameters: Sequence[nn.Parameter], part: slice) -> Tensor:
-    """Return the gradients of some records as rows over parameters, float64, summed over all uses."""
-    count = part.stop - part.start
-    sums = {id(p): p.new_zeros(1, dtype=torch.float64) for p in parameters}
+def _summed_rows(uses: Sequence[Use], parameters: Sequence[nn.Parameter], part: slice) -> list[Tensor]:
+    """Return the gradients of some records as rows for each parameter: float32 of one use, else sums in float64."""
+    sums: dict[int, Tensor] = {}
     for use in uses:
         for tensor, rows in zip(use.wrt, use.rows(part), strict=True):
             for parameter, own in _pulled(tensor, rows, parameters):
-                sums[id(parameter)] = sums[id(parameter)] + own.flatten(1).double()
-    return torch.cat([sums[id(p)].expand(count, p.numel()) for p in parameters], dim=1)
+                before, flat = sums.get(id(parameter)), own.flatten(1)
+                sums[id(parameter)] = flat if before is None else before.double() + flat
+    count = part.stop - part.start
+    return [sums[id(p)] if id(p) in sums else p.new_zeros(count, p.numel()) for p in parameters]
 
 
 def _norms_of_sum(uses: Sequence[OuterUse], part: slice) -> Tensor:

@@ -215,6 +215,11 @@ class LinearUse(OuterUse):
             h = torch.cat([h, h.new_ones(*h.shape[:-1], 1)], dim=-1)
         return self._delta[part].mT[:, None], h.mT[:, None]
 
+    def rows(self, part: slice) -> list[Tensor]:
+        """See Use: a matrix product for each record, and a sum for its bias."""
+        delta = self._delta[part]
+        return self._ordered(delta.mT @ self._h[part], delta.sum(dim=1))
+
     def norms(self, part: slice) -> Tensor:
         """See OuterUse; one position per record is a single product."""
         if self.positions > 1:
@@ -252,6 +257,14 @@ class EmbeddingUse(OuterUse):
         """See OuterUse; s is 1 at the id."""
         once = functional.one_hot(self._ids[part], len(self.weight)).mT
         return once[:, None].float(), self._delta[part].mT[:, None]
+
+    def rows(self, part: slice) -> list[Tensor]:
+        """See Use: signals are added to the rows of their ids."""
+        ids, delta = self._ids[part], self._delta[part]
+        found = delta.new_zeros(len(ids), *self.weight.shape)
+        first = torch.arange(len(ids), device=ids.device)[:, None] * len(self.weight)
+        found.flatten(0, 1).index_add_(0, (first + ids).flatten(), delta.flatten(0, 1))
+        return [found]
 
     def norms(self, part: slice) -> Tensor:
         """See OuterUse; the signals of each id are added in float64."""
@@ -334,6 +347,21 @@ class ConvolutionUse(OuterUse):
             return self._ordered(weight, signals.transpose(0, 1).flatten(1).sum(dim=1))
 
         return keep(finite(self._delta)).totals(finite(self._h), products)
+
+    def rows(self, part: slice) -> list[Tensor]:
+        """See Use: one convolution's weight gradient, where the channels of each record are groups of their own.
+
+        Outside the processor, where torch takes the groups one by one, patches are multiplied instead.
+        """
+        if self._delta.device.type != "cpu":
+            return super().rows(part)
+        delta, h = (values[part].transpose(0, 1) for values in (self._delta, self._h))
+        records = delta.shape[1]
+        size = [records * len(self.weight), *self.weight.shape[1:]]
+        options = {**self._options, "groups": records * self._options["groups"]}
+        weight = _WEIGHT_GRADIENTS[self._dims](h.flatten(1, 2), size, delta.flatten(1, 2), **options)
+        bias = delta.sum(dim=(0, *range(3, delta.ndim)))
+        return self._ordered(weight.unflatten(0, (records, -1)), bias)
 
     def _patches(self, h: Tensor) -> Tensor:
         """Shape (rows, channels x kernel, positions)."""

@@ -106,15 +106,18 @@ def train(
     with ranks.session():
         stated = _stored(config, settings, folder) if resume else load_config(config, settings)
         resolved = for_this_machine(with_own_module(stated, model))
-        require_shareable(resolved, ranks)
+        follows = not ranks.is_first and leads_steps(resolved)
+        if ranks.world > 1:
+            require_shareable(resolved, ranks)
         resolved, data, model = default_inputs(resolved, data, model)
         resolved = with_own_data(resolved, data, label)
-        run_folder = _folder_of(resolved, folder)
+        named = None if folder is None else Path(folder)
+        run_folder = None if named is None else RunFolder(named if follows else own_folder(named))
         if resume and run_folder is not None:
             require_trusted(facts := run_folder.read_facts(), trust_code=trust_code)
             require_importable(facts)
         records = load_data(resolved, data, test)
-        if leads_steps(resolved) and not ranks.is_first:
+        if follows:
             return _follow(resolved, records, run_folder, model=model, resume=resume, ranks=ranks)
         with Watchers([*([watcher] if watcher else []), *callbacks]) as watchers:
             run = train_on(
@@ -188,19 +191,14 @@ def _follow(
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
 
 
-def _folder_of(config: RunConfig, folder: str | Path | None) -> RunFolder | None:
-    """Return the folder of a run, of which each process has its own if it keeps the run itself."""
-    if folder is None:
-        return None
-    return RunFolder(Path(folder) if leads_steps(config) else own_folder(Path(folder)))
-
-
 def _train_in(
     folder: RunFolder, plan: RunPlan, watcher: Watcher | None, *, resume: bool, moved: bool
 ) -> None:
     """Train in a folder whose lock is held."""
-    ranks = Ranks() if leads_steps(plan.config) else Ranks.one()
-    require_same(plan, ranks)
+    ranks = Ranks()
+    if ranks.world > 1:
+        ranks = ranks if leads_steps(plan.config) else Ranks.one()
+        require_same(plan, ranks)
     with torch_threads(plan.config.threads) as threads, plan.opened_device(ranks) as device:
         plan = plan.started(threads=threads, device=device)
         plan.network.model.to(plan.config.torch_device)

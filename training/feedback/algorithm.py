@@ -169,7 +169,7 @@ class FeedbackAlgorithm(
             raise ConfigError("configuration", "model.options.norm", reason)
         x, y = invented_records(dataset, network.parameters[0].device)
         real = (
-            {"encoding": "real"} if isinstance(self.options, PdfaConfig) else {}
+            {"encoding": "real"} if isinstance(self.options, EncodedConfig) else {}
         )  # no draw by the order of rows
         feedback = feedback_points(network, self.options.model_copy(update=real), draw_seed=0)
         loss = Objective.named(config.loss, dataset.target).per_record

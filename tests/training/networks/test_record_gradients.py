@@ -363,8 +363,8 @@ def test_clipped_feedback_of_a_noisy_device_is_a_loop_with_the_same_readings(
     model = FeedbackAlignment(inner, ["1", "3"], device=device)
     tape, read, readings = RecordTape(model, x[:3]), model._read, list[Tensor]()
 
-    def kept(rows: Tensor, projection: Projection) -> Tensor:
-        readings.append(read(rows, projection))
+    def kept(rows: Tensor, projection: Projection, step: int) -> Tensor:
+        readings.append(read(rows, projection, step))
         return readings[-1]
 
     monkeypatch.setattr(model, "_read", kept)
@@ -375,7 +375,7 @@ def test_clipped_feedback_of_a_noisy_device_is_a_loop_with_the_same_readings(
     found = gradients(model)
     each = []
     for i in range(RECORDS):
-        monkeypatch.setattr(model, "_read", lambda rows, projection, i=i: readings[0][i : i + 1])
+        monkeypatch.setattr(model, "_read", lambda rows, projection, step, i=i: readings[0][i : i + 1])
         model.zero_grad()
         loss(model(x[i : i + 1])).backward()
         each.append(gradients(model))

@@ -26,7 +26,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -232,14 +232,15 @@ def outcomes(results: dict[str, Any], tool: str, name: str, epsilon: float) -> d
     return {seed: results["runs"][f"{head} {seed}"] for seed in SEEDS if f"{head} {seed}" in results["runs"]}
 
 
-def differences(results: dict[str, Any]) -> list[float]:
-    """Return bp minus Opacus in points, for every model, epsilon and seed that both have finished."""
+def differences(
+    results: dict[str, Any], first: str, second: str, *, names: Collection[str] = tuple(MODELS)
+) -> list[float]:
+    """Return one tool minus another in points, for every model, epsilon and seed that both have finished."""
     found = []
-    for cell in cells():
-        ours, theirs = (outcomes(results, tool, *cell) for tool in ("bp", "opacus"))
-        found += [
-            ours[seed]["test"] - theirs[seed]["test"] for seed in SEEDS if seed in ours and seed in theirs
-        ]
+    for name, epsilon in cells():
+        ours, theirs = (outcomes(results, tool, name, epsilon) for tool in (first, second))
+        if name in names:
+            found += [ours[seed]["test"] - theirs[seed]["test"] for seed in ours.keys() & theirs.keys()]
     return found
 
 
@@ -266,15 +267,38 @@ def table(results: dict[str, Any]) -> str:
 
 
 def judgement(results: dict[str, Any]) -> str:
-    """Return how the requirement is met, by all pairs that are finished."""
-    found = differences(results)
+    """Return how the requirement is met by all finished pairs, and what else a user sees."""
+    found = differences(results, "bp", "opacus")
     if len(found) < 2:
         return ""
-    mean, error = statistics.mean(found), statistics.stdev(found) / len(found) ** 0.5
-    return (
+    mean = statistics.mean(found)
+    error = statistics.stdev(found) / len(found) ** 0.5
+    parts = [
         f"opusim's bp minus Opacus, {len(found)} pairs of the same model, epsilon and seed: {mean:+.2f} ± {error:.2f} "
         f"points. At most one standard error below: {verdict(mean >= -error)}."
-    )
+    ]
+    ratios = seconds_ratios(results)
+    if ratios:
+        parts.append(
+            f"A run by opusim takes {min(ratios):.2f} to {max(ratios):.2f} of Opacus's processor time."
+        )
+    for name in MODELS:
+        lost = differences(results, "bp", "pdfa", names=(name,))
+        if lost:
+            parts.append(f"Through the device {name} loses {shown(lost, 2)} points to bp.")
+    return " ".join(parts)
+
+
+def seconds_ratios(results: dict[str, Any]) -> list[float]:
+    """Return the median seconds of bp over Opacus's, for every model and epsilon that both have runs of."""
+    found = []
+    for cell in cells():
+        times = [
+            [each["seconds"] for each in outcomes(results, tool, *cell).values()] for tool in ("bp", "opacus")
+        ]
+        if all(times):
+            found.append(statistics.median(times[0]) / statistics.median(times[1]))
+    return found
 
 
 def page_section() -> str:

@@ -80,7 +80,7 @@ def broken_links(page: Path, text: str) -> list[str]:
 def missing_files(text: str) -> list[str]:
     """Files and folders of this repository that a page names and that do not exist."""
     folders = "opusim|accounting|training|tests|benchmarks|examples|docs"
-    named = re.findall(rf"(?<![\w./-])((?:{folders})/(?!_build)[\w/-]+(?:\.(?:py|md|toml|png))?)", text)
+    named = re.findall(rf"(?<![\w./-])((?:{folders})/(?!_build)[\w/-]+(?:\.(?:py|md|toml|png|diff))?)", text)
     return [name for name in named if not (ROOT / name).exists()]
 
 

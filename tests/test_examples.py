@@ -1,5 +1,6 @@
 """The examples of the pages any-module.md and coming-from-opacus.md run, learn, and differ in few lines."""
 
+import inspect
 import os
 import re
 import runpy
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import opusim
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = (ROOT / "examples" / "any_module", ROOT / "examples" / "private")
 MARK = "# opusim"
@@ -16,6 +19,8 @@ LEAST = 0.5
 """Accuracy on ten classes that even the slowest learner reaches at its quick size."""
 QUICK = {"any_module/mixed_precision", "any_module/checkpointing", "private/plain_loop"}
 NEEDS = {"lightning_trainer": "lightning", "hugging_face_trainer": "transformers"}
+PATCHES = sorted((ROOT / "examples" / "private").glob("*.diff"))
+MOST_CHANGED = 10
 SCRIPTS = [script for folder in FOLDERS for script in sorted(folder.glob("*.py"))]
 
 
@@ -66,3 +71,34 @@ def test_examples_learn(script: Path) -> None:
     done = subprocess.run(call, env=settings, capture_output=True, text=True, check=True, timeout=600)
     (accuracy,) = re.findall(r"test accuracy ([\d.]+) %", done.stdout)
     assert float(accuracy) > 100 * LEAST
+
+
+def changed(patch: str) -> tuple[list[str], list[str]]:
+    """Return the lines that a patch without context takes away and those that it brings."""
+    lines = patch.split("\n+++ ", 1)[1].splitlines()[1:]
+    return [line[1:] for line in lines if line[:1] == "-"], [line[1:] for line in lines if line[:1] == "+"]
+
+
+def misfits(patch: str) -> list[str]:
+    """Arguments of make_private in a patch that it does not take, and those that it needs and does not get."""
+    parameters = inspect.signature(opusim.make_private).parameters
+    (call,) = re.findall(r"make_private\((.*?)\)\n", "\n".join(changed(patch)[1]), re.DOTALL)
+    given = set(re.findall(r"(\w+)=", call))
+    needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+    return sorted((given - set(parameters)) | (needed - given))
+
+
+@pytest.mark.parametrize("file", PATCHES, ids=lambda file: file.stem)
+def test_public_scripts_change_in_few_lines(file: Path) -> None:
+    page, patch = (ROOT / "docs" / "coming-from-opacus.md").read_text(), file.read_text()
+    gone, come = changed(patch)
+    (commit,) = re.findall(r"\b[0-9a-f]{40}\b", patch)
+    assert max(len(gone), len(come)) <= MOST_CHANGED
+    assert misfits(patch) == []
+    assert commit in page
+    assert file.name in page
+
+
+def test_a_wrong_argument_in_a_patch_is_caught() -> None:
+    patch = PATCHES[0].read_text().replace("max_grad_norm=", "clip=")
+    assert misfits(patch) == ["clip", "max_grad_norm"]

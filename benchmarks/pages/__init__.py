@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.any_module import images, language_model
+from benchmarks.any_module import private as protected_modules
 from benchmarks.attacks import self_test
 from benchmarks.convex import accuracy, curves, device, noise, opacus_baseline, step, tuned
 from benchmarks.devices import faults, learning, monitor, real_opu
@@ -89,7 +90,10 @@ def speed_section() -> str:
 
 
 SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
-    "any_module": ("Any module", (language_model.page_section, images.page_section)),
+    "any_module": (
+        "Any module",
+        (language_model.page_section, images.page_section, protected_modules.page_section),
+    ),
     "pdfa": (
         "Photonic direct feedback alignment",
         (demo.page_section, pdfa_table1.page_section, readings.page_section, private.page_section),
@@ -180,6 +184,7 @@ def overview_table() -> str:
         *(row for part in (demo, pdfa_table1, learning, private, real_opu) for row in part.headline_rows()),
         *language_model.headline_rows(),
         *images.headline_rows(),
+        *protected_modules.headline_rows(),
         *(row for row in speed_rows() if _is_headline(row)),
         *ulr_table1.headline_rows(),
         *(row for row in epoch.speed_rows() if row[0].endswith("ulr, K = 1, 1 thread(s)")),
@@ -214,11 +219,13 @@ def pages() -> dict[Path, str]:
     protections = markdown(
         ("protection and trainer", "accuracy at epsilon 3 [%]", "at epsilon 1"), protection_rows()
     )
+    opacus = ROOT / "docs" / "coming-from-opacus.md"
     with_faults = with_block(devices.read_text(), "faults", faults.docs_table())
     return {
         readme: with_block(readme.read_text(), "measured", measured),
         choosing: with_block(choosing.read_text(), "protections", protections),
         devices: with_block(with_faults, "monitor", monitor.docs_table()),
+        opacus: with_block(opacus.read_text(), "opacus", protected_modules.docs_table()),
         BENCHMARKS / "README.md": index_page(),
         **{BENCHMARKS / folder / "README.md": folder_page(folder) for folder in SECTIONS},
     }

@@ -37,7 +37,7 @@ perturbs only constant tensors (fresh scales, zeroed branches, LoRA's second fac
 _SETTINGS = 3
 MIXES_REMEDY = (
     "no guarantee for records covers it; use modules that process records independently, such as nn.GroupNorm or "
-    "nn.LayerNorm instead of batch statistics, or protection.kind = 'none'"
+    "nn.LayerNorm instead of batch statistics, or train without protection"
 )
 
 

@@ -20,6 +20,8 @@ from training.data.samplers import PoissonSampler
 
 _EXAMPLES = 7
 """Records that are read once to probe the module and to build an empty batch."""
+_SEEDED = "accelerate.data_loader.SeedableRandomSampler"
+"""The permutation of a loader that Accelerate or the Hugging Face Trainer has prepared."""
 
 
 class Steps(Protocol):
@@ -160,8 +162,12 @@ def batch_size_of(loader: DataLoader[Any]) -> int:
             "shuffle=True instead of a batch_sampler"
         )
     sampler, count = batches.sampler, len(loader.dataset)  # type: ignore[arg-type]
+    kind = f"{type(sampler).__module__}.{type(sampler).__name__}"
     plain = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count
+        isinstance(sampler, RandomSampler)
+        and (type(sampler) is RandomSampler or kind == _SEEDED)
+        and not sampler.replacement
+        and sampler.num_samples == count
     )
     if not plain:
         raise ValueError(

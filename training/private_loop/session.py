@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from accounting.errors import BudgetExceeded
+from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Assumption, Guarantee
 from accounting.ledger.journal import Position, Witness
 from accounting.ledger.ledger import LEDGER_FILE, Ledger, LedgerContent
@@ -170,6 +170,10 @@ class PrivateTraining:
             NoGuarantee: Nothing was paid for yet.
         """
         content = self._content
+        if not content.payments:
+            raise NoGuarantee(
+                "statement: no step was paid for yet; train on a batch of the private loader first"
+            )
         return Statement(
             mode=content.mode,
             guarantees=tuple(_with_what_was_checked(guarantee) for guarantee in content.guarantees()),

@@ -94,8 +94,10 @@ def only_writer(folder: Path, what: str, *, private: bool = False) -> Iterator[N
         make_private_folder(folder) if private else make_folder(folder)
         lock.__enter__()
     except LockHeld as error:
+        ours = error.holder.startswith(f"process {os.getpid()} ")
+        remedy = "close what holds it in this process" if ours else "wait for it"
         raise FolderBusy(
-            f"{what} {folder} is being written by {error.holder}; wait for it or choose another folder"
+            f"{what} {folder} is being written by {error.holder}; {remedy} or choose another folder"
         ) from error
     except OSError as error:
         raise RunFolderError(

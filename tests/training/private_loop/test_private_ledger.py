@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import opusim
+from accounting.errors import NoGuarantee
 from tests.support.killing import skip_syncs, start_child
 from tests.support.private_loops import Parts, parts, private_loop, run_epoch
+from training.errors import FolderBusy
 from training.private_loop.session import PrivateTraining
 
 
@@ -251,3 +253,13 @@ def test_a_loop_that_pays_late_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("training.private_loop.session._STEPS_PAID_AT_ONCE", {"experiment": 1, "release": 1})
     with pytest.raises(AssertionError, match=r"assert False"):
         require_covered(tmp_path, "release", 1)
+
+
+def test_a_folder_in_use_by_this_process_says_so(tmp_path: Path) -> None:
+    with private_loop(tmp_path), pytest.raises(FolderBusy, match="close what holds it in this process"):
+        private_loop(tmp_path)
+
+
+def test_no_statement_before_the_first_step(tmp_path: Path) -> None:
+    with private_loop(tmp_path) as private, pytest.raises(NoGuarantee, match="no step was paid for yet"):
+        private.statement()

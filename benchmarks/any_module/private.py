@@ -1,0 +1,351 @@
+"""Does a record-protected module learn as well here as by DP-SGD of Opacus, and what does a photonic device cost?
+
+FashionMNIST: 50,000 private records, 10,000 held out for validation. A convolutional network (`conv-small` with 8
+channels and group norm) and a vision transformer (`vit-small` of two blocks of width 32 on patches of 7 x 7, positions
+fixed, because Opacus has no rule for them). Poisson batches of 500 expected records, two epochs, Adam, epsilon 3 and 8
+at delta 1e-5, three seeds of parameters, batches and noise.
+
+- bp: backpropagation under `protection.kind = "record"`, that is DP-SGD.
+- pdfa: feedback in four bit planes through the `gaussian` device (sigma 0.1) under the same protection.
+- opacus: DP-SGD by Opacus (extra `baselines`), `make_private_with_epsilon` with its default accountant and gradients of
+  single records by hooks. Same initial parameters, clip, batch size, steps and optimizer.
+
+Each tool takes the noise that its own accountant asks for. Learning rate and clip: the best on validation records, by
+bp with seed 0 at epsilon 3; first the rate at clip 1, then the clip. All rows take them, and no guarantee covers this
+choice. Seconds are processor time of one thread, from the search for the noise to the last accuracy. Accuracies on
+training and validation records are measured after every epoch.
+
+Required: bp of opusim at most one standard error of the paired differences below Opacus. A second call resumes: the
+results keep every finished run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import opusim
+from benchmarks.any_module.language_model import shown
+from benchmarks.markdown import Row, command, markdown, section, verdict
+from benchmarks.results_file import load_results, save_results
+from training.data import Dataset, load_dataset
+from training.networks.image_models import ConvolutionalNetwork, VisionTransformer
+from training.runs.run import evaluate_split
+
+MODULE, NAME = "benchmarks.any_module.private", "any_module_private"
+SHAPE, CLASSES, SEEDS = (1, 28, 28), 10, range(3)
+EPSILONS, DELTA = (3.0, 8.0), 1e-5
+BATCH, EPOCHS = 500, 2
+RATES, CLIPS = (3e-3, 1e-2, 3e-2), (0.3, 1.0)
+SEARCH_EPSILON, SEARCH_CLIP = 3.0, 1.0
+TOOLS = ("bp", "opacus", "pdfa")
+TITLES = {
+    "bp": "opusim, bp",
+    "opacus": "Opacus, DP-SGD",
+    "pdfa": "opusim, pdfa through the `gaussian` device",
+}
+
+
+def convolutional() -> nn.Module:
+    return ConvolutionalNetwork(SHAPE, CLASSES, width=8, norm="group")
+
+
+def transformer() -> nn.Module:
+    model = VisionTransformer(SHAPE, CLASSES, width=32, depth=2, patch=7)
+    model.positions.requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"conv-small": convolutional, "vit-small": transformer}
+ALIGNED = ("vit-small",)
+"""Models whose head can start as the feedback matrix; that of conv-small sees more than the channels of a point."""
+Outcome = dict[str, Any]
+"""Of one run: accuracies on validation and test records, epsilon and noise as its tool states them, and so on."""
+
+
+@cache
+def images() -> Dataset:
+    found = load_dataset("fashion-mnist", validation_fraction=1 / 6, split_seed=0)
+    return replace(found, record_shape=SHAPE)
+
+
+def new_model(name: str, seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return MODELS[name]()
+
+
+def configuration(
+    tool: str, name: str, epsilon: float, rate: float, clip: float, seed: int
+) -> dict[str, Any]:
+    """Return the configuration of a run by opusim."""
+    config: dict[str, Any] = {
+        "seed": seed,
+        "epochs": EPOCHS,
+        "threads": 1,
+        "data": {"n_classes": CLASSES},
+        "trainer": {"kind": tool},
+        "optimizer": {"name": "adam", "lr": rate},
+        "sampler": {"batch_size": BATCH, "scheme": "poisson"},
+        "protection": {"kind": "record", "epsilon": epsilon, "delta": DELTA, "clip_norm": clip},
+    }
+    if tool == "pdfa":
+        config["trainer"]["encoding"] = "planes"
+        config["device"] = {"name": "gaussian", "noise": {"sigma": 0.1}}
+        if name in ALIGNED:
+            config["model"] = {"initial_output": "feedback"}
+    return config
+
+
+def by_opusim(tool: str, name: str, epsilon: float, rate: float, clip: float, seed: int) -> Outcome:
+    """Train by opusim, in a run folder that is not kept."""
+    config = configuration(tool, name, epsilon, rate, clip, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        run = opusim.train(config, data=images(), model=new_model(name, seed), folder=f"{folder}/run")
+        (guarantee,) = run.guarantees
+        summary = run.summary or {}
+        return {
+            "validation": 100 * summary["validation_accuracy"],
+            "test": 100 * summary["test_accuracy"],
+            "epsilon": guarantee.epsilon,
+            "status": guarantee.status.value,
+            "relation": str(guarantee.adjacency),
+            "noise_multiplier": run.config.protection.noise_multiplier,
+            "steps": summary["steps"],
+            "frames": summary["frames"],
+        }
+
+
+def by_opacus(name: str, epsilon: float, rate: float, clip: float, seed: int) -> Outcome:
+    """Train by Opacus as its documentation shows."""
+    from opacus import PrivacyEngine
+
+    model = new_model(name, seed)
+    torch.manual_seed(seed)  # of Opacus's batches and noise
+    records = TensorDataset(images().train.x.view(-1, *SHAPE), images().train.y)
+    engine = PrivacyEngine()
+    private, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=rate),
+        data_loader=DataLoader(records, batch_size=BATCH),
+        target_epsilon=epsilon,
+        target_delta=DELTA,
+        epochs=EPOCHS,
+        max_grad_norm=clip,
+    )
+    steps, validation = 0, 0.0
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(private(x), y).backward()
+            optimizer.step()
+            steps += 1
+        for part in ("train", "validation"):  # as a run of opusim does after every epoch
+            validation = accuracy(model, part)
+    return {
+        "validation": validation,
+        "test": accuracy(model, "test"),
+        "epsilon": float(engine.get_epsilon(DELTA)),
+        "noise_multiplier": optimizer.noise_multiplier,
+        "steps": steps,
+    }
+
+
+def accuracy(model: nn.Module, part: str) -> float:
+    """Return a model's accuracy on a part of the data set, per cent."""
+    flat = nn.Sequential(nn.Unflatten(1, SHAPE), model)
+    return 100 * evaluate_split(flat, getattr(images(), part), "cross-entropy")["accuracy"]
+
+
+def run(results: dict[str, Any], tool: str, name: str, epsilon: float, seed: int, **point: float) -> Outcome:
+    """Return a run, trained unless the results have it."""
+    key = f"{tool}, {name}, epsilon {epsilon:g}, rate {point['rate']:g}, clip {point['clip']:g}, seed {seed}"
+    if key not in results["runs"]:
+        images()
+        started = time.process_time()
+        if tool == "opacus":
+            found = by_opacus(name, epsilon, seed=seed, **point)
+        else:
+            found = by_opusim(tool, name, epsilon, seed=seed, **point)
+        results["runs"][key] = found | {"seconds": round(time.process_time() - started, 1)}
+        save_results(NAME, results)
+        print(f"{key}: {results['runs'][key]}", flush=True)
+    outcome: Outcome = results["runs"][key]
+    return outcome
+
+
+def find_point(results: dict[str, Any], name: str) -> dict[str, float]:
+    """Return the learning rate and the clip of a model: the best on validation records, by bp with seed 0."""
+    if name not in results["points"]:
+
+        def reached(point: dict[str, float]) -> float:
+            return float(run(results, "bp", name, SEARCH_EPSILON, SEEDS[0], **point)["validation"])
+
+        best = max(({"rate": rate, "clip": SEARCH_CLIP} for rate in RATES), key=reached)
+        results["points"][name] = max(({"rate": best["rate"], "clip": clip} for clip in CLIPS), key=reached)
+        save_results(NAME, results)
+    found: dict[str, float] = results["points"][name]
+    return found
+
+
+def cells() -> Iterator[tuple[str, float]]:
+    """Yield model and epsilon of each column of the table."""
+    yield from itertools.product(MODELS, EPSILONS)
+
+
+def measure() -> None:
+    """Train every run that the results lack; the rows with a requirement first."""
+    warnings.filterwarnings("ignore", category=UserWarning)  # of Opacus, about its hooks
+    torch.set_num_threads(1)
+    results = load_results(NAME) or {"points": {}, "runs": {}}
+    results["settings"] = {
+        "records": len(images().train),
+        "batch": BATCH,
+        "epochs": EPOCHS,
+        "delta": DELTA,
+        "rates": list(RATES),
+        "clips": list(CLIPS),
+        "parameters": {name: sum(p.numel() for p in new_model(name, 0).parameters()) for name in MODELS},
+    }
+    for tools in (TOOLS[:2], TOOLS[2:]):
+        for seed, (name, epsilon), tool in itertools.product(SEEDS, cells(), tools):
+            run(results, tool, name, epsilon, seed, **find_point(results, name))
+
+
+def outcomes(results: dict[str, Any], tool: str, name: str, epsilon: float) -> dict[int, Outcome]:
+    """Return the runs of a cell by seed, as far as they are measured."""
+    point = results["points"].get(name)
+    if point is None:
+        return {}
+    head = f"{tool}, {name}, epsilon {epsilon:g}, rate {point['rate']:g}, clip {point['clip']:g}, seed"
+    return {seed: results["runs"][f"{head} {seed}"] for seed in SEEDS if f"{head} {seed}" in results["runs"]}
+
+
+def differences(
+    results: dict[str, Any], first: str, second: str, *, names: Collection[str] = tuple(MODELS)
+) -> list[float]:
+    """Return one tool minus another in points, for every model, epsilon and seed that both have finished."""
+    found = []
+    for name, epsilon in cells():
+        ours, theirs = (outcomes(results, tool, name, epsilon) for tool in (first, second))
+        if name in names:
+            found += [ours[seed]["test"] - theirs[seed]["test"] for seed in ours.keys() & theirs.keys()]
+    return found
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return a line for every model, epsilon and tool with a finished run."""
+    rows: list[tuple[str, ...]] = []
+    for (name, epsilon), tool in itertools.product(cells(), TOOLS):
+        found = list(outcomes(results, tool, name, epsilon).values())
+        if found:
+            rows.append(
+                (
+                    f"{name}, {epsilon:g}",
+                    TITLES[tool],
+                    shown([each["test"] for each in found], 2),
+                    str(len(found)),
+                    f"{found[0]['epsilon']:.4f}",
+                    found[0].get("status", "not stated"),
+                    f"{found[0]['noise_multiplier']:.4f}",
+                    f"{statistics.median(each['seconds'] for each in found):.0f}",
+                )
+            )
+    header = ("model, target epsilon", "trained by", "test [%]", "seeds", "epsilon, as stated", "status")
+    return markdown((*header, "noise multiplier", "seconds"), rows)
+
+
+def judgement(results: dict[str, Any]) -> str:
+    """Return how the requirement is met by all finished pairs, and what else a user sees."""
+    found = differences(results, "bp", "opacus")
+    if len(found) < 2:
+        return ""
+    mean = statistics.mean(found)
+    error = statistics.stdev(found) / len(found) ** 0.5
+    parts = [
+        f"opusim's bp minus Opacus, {len(found)} pairs of the same model, epsilon and seed: {mean:+.2f} ± {error:.2f} "
+        f"points. At most one standard error below: {verdict(mean >= -error)}."
+    ]
+    ratios = seconds_ratios(results)
+    if ratios:
+        parts.append(
+            f"A run by opusim takes {min(ratios):.2f} to {max(ratios):.2f} of Opacus's processor time."
+        )
+    for name in MODELS:
+        lost = differences(results, "bp", "pdfa", names=(name,))
+        if lost:
+            parts.append(f"Through the device {name} loses {shown(lost, 2)} points to bp.")
+    return " ".join(parts)
+
+
+def seconds_ratios(results: dict[str, Any]) -> list[float]:
+    """Return the median seconds of bp over Opacus's, for every model and epsilon that both have runs of."""
+    found = []
+    for cell in cells():
+        times = [
+            [each["seconds"] for each in outcomes(results, tool, *cell).values()] for tool in ("bp", "opacus")
+        ]
+        if all(times):
+            found.append(statistics.median(times[0]) / statistics.median(times[1]))
+    return found
+
+
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    results = load_results(NAME)
+    if not results:
+        return ""
+    used = results["settings"]
+    sizes = ", ".join(f"{name} {size:,}" for name, size in used["parameters"].items())
+    points = "; ".join(
+        f"{name}: rate {point['rate']:g}, clip {point['clip']:g}" for name, point in results["points"].items()
+    )
+    text = (
+        f"FashionMNIST, {used['records']:,} private records, delta {used['delta']:g}, {used['epochs']} epochs of "
+        f"Poisson batches of {used['batch']}, Adam; parameters: {sizes} ({results['date']}, {command(MODULE)}). Mean "
+        "test accuracy and its standard error; median processor time of a run. Epsilon, noise and status are what "
+        "each tool states: opusim an upper bound from privacy loss distributions, for a record against an empty "
+        "place; Opacus its estimate, for adding or removing a record. Learning rate (one of "
+        f"{', '.join(f'{rate:g}' for rate in used['rates'])}) and clip (one of "
+        f"{', '.join(f'{clip:g}' for clip in used['clips'])}) were chosen on validation records by bp with seed 0 at "
+        f"epsilon {SEARCH_EPSILON:g}, and all rows take them ({points}); no guarantee covers this choice. The noise "
+        "of pdfa's device (sigma 0.1) counts for nothing in epsilon."
+    )
+    return section("Protected records, compared with Opacus", text, table(results), judgement(results))
+
+
+def docs_table() -> str:
+    """Return the block of docs/coming-from-opacus.md; empty without results."""
+    results = load_results(NAME)
+    return "\n\n".join(part for part in (table(results), judgement(results)) if part) if results else ""
+
+
+def headline_rows() -> list[Row]:
+    """Return the line of the overview."""
+    results = load_results(NAME)
+    rows = []
+    for cell in cells() if results else ():
+        if any(outcomes(results, tool, *cell) for tool in TOOLS):
+            name, epsilon = cell
+            figures = ", ".join(
+                f"{tool} {shown([each['test'] for each in outcomes(results, tool, *cell).values()], 2)}"
+                for tool in TOOLS
+            )
+            what = f"fashion-mnist, {name}, records protected, epsilon {epsilon:g}, test accuracy [%]"
+            rows.append((what, figures, command(MODULE)))
+    return rows
+
+
+if __name__ == "__main__":
+    measure()

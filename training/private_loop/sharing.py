@@ -129,7 +129,7 @@ class SharedSteps:
                 wrong = (
                     f"{name} = {ours!r}: process {rank} of {world} was given this, and process 0 {theirs!r}"
                 )
-            raise ValueError(f"{wrong}; make the same call on every process")
+            raise ValueError(f"{wrong}; make the same call on every process, with the whole data set")
         self.ranks.meet()
 
     def share_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

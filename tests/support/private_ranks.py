@@ -26,7 +26,7 @@ from accounting.ledger.ledger import Ledger
 from tests.support.killing import skip_syncs
 from tests.support.private_loops import parts, private_loop, records
 from tests.support.ranks import preload, run_ranks
-from tests.support.shared_runs import both_draw, mean_of_ranks, own_divisor
+from tests.support.shared_runs import both_draw, own_divisor
 from training.private_loop.sharing import SharedSteps
 
 N_RECORDS, NOISE = 60, 50.0
@@ -54,6 +54,14 @@ def with_feedback() -> nn.Module:
     model = opusim.FeedbackAlignment(net, ["1", "3"])
     shape = model.shape(torch.zeros(2, 8))._asdict()
     model.device = opusim.open_shared_device("gaussian", **shape, seed=4, timeout_s=60)
+    return model
+
+
+def device_of_one() -> nn.Module:
+    """A network whose device was opened before the processes joined."""
+    group, dist.group.WORLD = dist.group.WORLD, None
+    model = with_feedback()
+    dist.group.WORLD = group
     return model
 
 
@@ -139,6 +147,16 @@ def backward_twice(private: opusim.PrivateTraining, until: int) -> None:
         private.optimizer.step()
 
 
+def wrapped(private: opusim.PrivateTraining, until: int) -> None:
+    """The loop wraps the private module; the wrapper sees no gradient that it could average."""
+    outer = nn.parallel.DistributedDataParallel(private.module)
+    while private.step < until:
+        for x, y in private.data_loader:
+            private.optimizer.zero_grad()
+            private.criterion(outer(x), y).backward()
+            private.optimizer.step()
+
+
 def another_rate(private: opusim.PrivateTraining, until: int) -> None:
     """The second process has a scheduler of its own."""
     private.optimizer.param_groups[0]["lr"] = 0.5 / (1 + private.data_loader._shared.ranks.rank)
@@ -183,7 +201,9 @@ LOOPS: Mapping[str, Loop] = {
     "noise in release": Loop(
         model=wide, count=N_RECORDS, batch_size=N_RECORDS, options=NOISY | RELEASE, epochs=1
     ),
-    "batches": Loop(count=N_RECORDS, batch_size=6, options=RELEASE, epochs=40),
+    "batches": Loop(count=N_RECORDS, batch_size=6, options=RELEASE, epochs=20),
+    "wrapped": Loop(train=wrapped),
+    "device of one": Loop(model=device_of_one),
     "seed": Loop(spoil=another_seed),
     "shards": Loop(spoil=own_shard),
     "data parallel": Loop(model=in_data_parallel),
@@ -196,7 +216,6 @@ LOOPS: Mapping[str, Loop] = {
 }
 FAULTS: Mapping[str, Loop] = {
     "noise of both": Loop(**vars(LOOPS["noise"]) | {"prepare": both_draw}),
-    "noise averaged": Loop(**vars(LOOPS["noise"]) | {"prepare": mean_of_ranks}),
     "noise over own divisor": Loop(**vars(LOOPS["noise"]) | {"prepare": own_divisor}),
     "own batches": Loop(**vars(LOOPS["batches"]) | {"prepare": own_batches}),
 }
@@ -294,11 +313,19 @@ def noted(folder: Path, name: str, rank: int, **options: Any) -> None:
         dist.destroy_process_group()
 
 
+def warm_up(folder: Path) -> None:
+    """Do once what each process would otherwise do a first time, such as to import what an epsilon needs."""
+    with opened(Loop(), folder, 0, resume=False) as private:
+        run_loop(private, 2)
+        private.statement()
+
+
 def main(arguments: list[str]) -> None:
     """Do the loops named."""
     preload()
     skip_syncs()
     folder = Path(arguments[0])
+    warm_up(folder / "warm-up")
     for name in arguments[1:]:
         first, _, then = (name.partition("=")[2] or "2").partition("+")
         attempts = [(int(first), {"half": bool(then)}), *([(int(then), {"resume": True})] if then else [])]

@@ -369,14 +369,19 @@ def make_private(
     The criterion is called on one record at a time, so that the loss of a record depends on no other, and receives the
     module's outputs exactly as they are. A batch may be empty; its backward pass and its step are taken like any other.
 
+    Under torchrun, or in an initialised process group, every process makes the same call and runs the same loop. The
+    first process pays, draws each batch over the whole data set and adds the noise once to the sum of all.
+
     Args:
-        module: In training mode, on its device, with parameters in float32. Every record is processed independently.
+        module: In training mode, on its device, not in a DistributedDataParallel, with parameters in float32. Every
+            record is processed independently.
         optimizer: Over parameters of the module.
         criterion: Maps outputs and targets to a loss, with any reduction.
-        data_loader: A loader with batch_size over a data set with a length; its order is replaced.
+        data_loader: A loader with batch_size over a data set with a length; its order is replaced. Several processes
+            share each batch, so that batch_size is that of all together.
         max_grad_norm: C, above 0.
         target_delta: Delta of every statement, in [0, 1); well below 1 / n.
-        folder: Where ledger and saves stand; new, or of this loop with `resume`.
+        folder: Where ledger and saves stand; new, or of this loop with `resume`. That of the first process counts.
         noise_multiplier: z, above 0; None for the least noise that keeps `epochs` within `target_epsilon`.
         target_epsilon: Budget; the step that would exceed it is not taken, and the iteration ends with a warning. None
             for no budget.

@@ -136,14 +136,21 @@ class SharedSteps:
         """Give every process the parameters, the buffers and the optimizer's state of the first.
 
         Raises:
-            ValueError: Several feedback points read shared devices, whose calls could not be kept in order.
+            ValueError: Feedback points read a shared device of other processes, or several, whose calls could not be
+                kept in order.
         """
         if not self.several:
             return
-        if sum(isinstance(points.device, SharedDevice) for points in feedback_of(module)) > 1:
+        devices = [points.device for points in feedback_of(module) if isinstance(points.device, SharedDevice)]
+        if len(devices) > 1:
             raise ValueError(
                 "module has several FeedbackAlignment with shared devices, whose readings several processes cannot "
                 "keep in order; take one FeedbackAlignment, or train in one process"
+            )
+        if devices and devices[0].world != self.ranks.world:
+            raise ValueError(
+                f"device {devices[0].name!r} is shared by {devices[0].world} processes, and {self.ranks.world} train "
+                "together; call init_process_group before open_shared_device"
             )
         self.ranks.broadcast_tensors([*module.parameters(), *module.buffers()])
         state = self.ranks.on_first(optimizer.state_dict)

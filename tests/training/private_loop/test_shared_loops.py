@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 
 import opusim
 from tests.support.private_ranks import N_RECORDS, NOISE
-from tests.support.shared_checks import SURE, deviations, do, require_kills_are_paid, steps_of
+from tests.support.shared_checks import ROOT, SURE, deviations, do, require_kills_are_paid, steps_of
 
 SAME = ["plain=2", "plain=2+1", "in parts=2", "feedback=2"]
 MORE = [
@@ -25,12 +28,14 @@ MORE = [
     "feedback=2+1",
     "in parts=2+1",
 ]
-ALIKE = ["budget", "other starts", "feedback in parts", "release=2+2"]
+ALIKE = ["budget", "wrapped", "other starts", "feedback in parts", "release=2+2"]
 NOISES = ["noise", "noise in release"]
-FAULTS = ["noise of both", "noise averaged", "noise over own divisor"]
+FAULTS = ["noise of both", "noise over own divisor"]
+STEPS = 200
 REFUSED = {
     "seed": "ValueError: seed = 1: process 1 of 2 was given this, and process 0 0; make the same call",
     "shards": "ValueError: data_loader: process 1 of 2 was given another one than process 0; make the same call",
+    "device of one": "ValueError: device 'gaussian' is shared by 1 processes, and 2 train together; call init_process",
     "data parallel": "ValueError: module 'DistributedDataParallel' is a DistributedDataParallel, which would average",
 }
 ENDED = {
@@ -53,8 +58,19 @@ def ones(names: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("loops")
-    do("private_ranks", str(path), *ones(SAME), *SAME, *ALIKE, *NOISES, *FAULTS, "batches", "own batches")
-    do("private_ranks", str(path), *REFUSED, *ENDED)
+    do(
+        "private_ranks",
+        str(path),
+        *ones(SAME),
+        *SAME,
+        *ALIKE,
+        *NOISES,
+        *FAULTS,
+        "batches",
+        "own batches",
+        *REFUSED,
+        *ENDED,
+    )
     return path
 
 
@@ -113,6 +129,11 @@ def test_small_batches_leave_a_process_without_records(folder: Path) -> None:
         assert {(0, 0), (1, 0), (1, 1)} <= set(zip(*parts, strict=True))
 
 
+def test_a_module_that_is_wrapped_afterwards_trains_as_a_plain_one(folder: Path) -> None:
+    """DistributedDataParallel then finds nothing to average."""
+    assert torch.equal(found(folder, "wrapped")["end"], found(folder, "plain=2")["end"])
+
+
 def test_a_spent_budget_ends_all_processes_at_the_same_step(folder: Path) -> None:
     first, second = found(folder, "budget"), found(folder, "budget", 1)
     assert 10 < first["step"] == second["step"] == steps_paid(folder / "budget")
@@ -151,10 +172,10 @@ def test_other_noise_is_found(folder: Path, name: str) -> None:
 
 
 def batches(folder: Path, name: str) -> np.ndarray:
-    """Return whether each record is in each batch of two processes, shape (steps, records)."""
+    """Return whether each record is in each batch of two processes, shape (STEPS, records)."""
     first, second = (steps_of(folder / f"{name}.{rank}.steps") for rank in (0, 1))
-    assert [step for step, _ in first] == [step for step, _ in second] == list(range(400))
-    taken = np.zeros((400, N_RECORDS))
+    assert [step for step, _ in first] == [step for step, _ in second] == list(range(STEPS))
+    taken = np.zeros((STEPS, N_RECORDS))
     for (step, mine), (_, others) in zip(first, second, strict=True):
         assert not set(mine) & set(others)
         taken[step, mine + others] = 1
@@ -199,6 +220,18 @@ def test_the_first_process_writes_the_only_folder(folder: Path) -> None:
 
 def test_a_killed_process_ends_the_other_and_every_step_is_paid_for(tmp_path: Path) -> None:
     require_kills_are_paid(tmp_path, "loop", seed=5, kills=3)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_command_of_the_documentation() -> None:
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    call = [*launcher, "examples/private/plain_loop.py"]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env=settings, timeout=300)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == second
+    assert first.endswith("epsilon 8.00")
 
 
 @pytest.mark.slow

@@ -431,6 +431,7 @@ def make_private(
                 "data_loader": loader_facts(data_loader),
             }
             shared.require_same_call({**given, **own, "data_loader.batch_size": batch_size, "resume": resume})
+        shared.require_devices_of_all(module)
         place = Path(folder)
         settings = shared.ranks.on_first(
             lambda: _settings(data_loader, place, stack, resume=resume, batch_size=batch_size, **given)

@@ -132,8 +132,8 @@ class SharedSteps:
             raise ValueError(f"{wrong}; make the same call on every process, with the whole data set")
         self.ranks.meet()
 
-    def share_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Give every process the parameters, the buffers and the optimizer's state of the first.
+    def require_devices_of_all(self, module: nn.Module) -> None:
+        """Refuse shared devices that these processes cannot read together.
 
         Raises:
             ValueError: Feedback points read a shared device of other processes, or several, whose calls could not be
@@ -152,6 +152,11 @@ class SharedSteps:
                 f"device {devices[0].name!r} is shared by {devices[0].world} processes, and {self.ranks.world} train "
                 "together; call init_process_group before open_shared_device"
             )
+
+    def share_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Give every process the parameters, the buffers and the optimizer's state of the first."""
+        if not self.several:
+            return
         self.ranks.broadcast_tensors([*module.parameters(), *module.buffers()])
         state = self.ranks.on_first(optimizer.state_dict)
         if not self.ranks.is_first:

@@ -102,6 +102,11 @@ class SharedDevice(NoisyDevice):
         self._certified = certificate.certified(self.described_noise)
 
     @property
+    def world(self) -> int:
+        """Number of processes that use it."""
+        return self._ranks.world
+
+    @property
     def usage(self) -> Usage:
         """See NoisyDevice.usage: what the device has done for all processes, up to this one's last call."""
         return self._usage if self.held is None else self.held.usage

@@ -14,7 +14,7 @@ import atexit
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Self, TypeVar
@@ -53,6 +53,8 @@ class Ranks:
         wanted = _default_timeout_s() if timeout_s is None else timeout_s
         checks.positive(timeout_s=wanted)
         self._timeout_s = float(wanted)
+        self._handed: BaseException | None = None
+        """The last error that the other processes have too, or cannot be told."""
         self.rank, self.world = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -102,7 +104,22 @@ class Ranks:
             ProcessLost: Another process left, died or did not come in time.
         """
         if self.world > 1:
+            self._handed = error
             self._meet(_PRESENT if error is None else _FAILED, error)
+
+    @contextmanager
+    def handing_errors(self) -> Iterator[None]:
+        """Hand an error that is raised within the block to the other processes, which raise it in their next exchange.
+
+        An error that an exchange raised within the block is not handed on: the other processes have it.
+        """
+        try:
+            yield
+        except Exception as error:
+            if error is not self._handed:
+                with suppress(ProcessLost):  # the error of the block is the one to report
+                    self.meet(error)
+            raise
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -130,13 +147,20 @@ class Ranks:
                 sent: list[Any] = [_portable(error, self.rank) if self.rank == failed[0] else None]
                 dist.broadcast_object_list(sent, src=failed[0], group=group)
             if error is None:
+                self._handed = sent[0]
                 raise sent[0]
         if code == _PRESENT and max(codes) >= _LEAVING:
-            raise ProcessLost(
+            self._handed = ProcessLost(
                 f"process {self.rank} of {self.world} waits for others, and one of them has ended its work; call the "
                 "same functions in the same order on every process"
             )
+            raise self._handed
         return codes
+
+    def differing(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of the first process's facts that differ on this one, by name; their values are picklable."""
+        first = self.on_first(lambda: dict(facts))
+        return {name: first.get(name) for name, value in facts.items() if value != first.get(name)}
 
     def on_first(self, act: Callable[[], Result]) -> Result:
         """Return on every process what the first one computes, or raise its error on every process.
@@ -296,10 +320,11 @@ class Ranks:
         try:
             yield self._group()
         except RuntimeError as error:  # torch has no narrower class for a lost connection or a time-out
-            raise ProcessLost(
+            self._handed = ProcessLost(
                 f"process {self.rank} of {self.world}: another process ended, or did not answer within "
                 f"{self._timeout_s:g} s; see its own error, and resume the run"
-            ) from error
+            )
+            raise self._handed from error
 
     def _group(self) -> Any:
         """Return the gloo group of these processes; made at the first exchange, which all of them take part in."""

@@ -1,5 +1,6 @@
-"""Kill one of two processes of a release run again and again: `python -m tests.support.kill_ranks FOLDER SEED KILLS`.
+"""Kill one of two processes again and again: `python -m tests.support.kill_ranks FOLDER SEED KILLS run`.
 
+It is a process of a release run, or with `loop` in place of `run` one of a private loop in release mode.
 FOLDER/kills.json says of each kill which process was hit and what became of the other one. What each process computed
 stands in FOLDER/ATTEMPT.RANK.steps, a line a step, written before the step is computed.
 """
@@ -18,6 +19,8 @@ from typing import Any
 import training
 from opusim.processes.ranks import TIMEOUT_VARIABLE
 from tests.support.killing import skip_syncs
+from tests.support.private_loops import private_loop
+from tests.support.private_ranks import log_steps as log_batches
 from tests.support.ranks import preload, start_ranks
 from tests.support.shared_runs import config_of, data, log_steps
 
@@ -55,13 +58,35 @@ def attempt_run(folder: Path, attempt: int, rank: int) -> None:
     training.train(None if started else CONFIG, data=data(), folder=folder / "run", resume=started)
 
 
+def attempt_loop(folder: Path, attempt: int, rank: int) -> None:
+    """Resume the private loop, and save now and then."""
+    private = private_loop(folder / "run", mode="release", seed=None, resume=True)
+    log_batches(private, folder / f"{attempt}.{rank}.steps")
+    while private.step < STEPS:
+        for x, y in private.data_loader:
+            private.optimizer.zero_grad()
+            private.criterion(private.module(x), y).backward()
+            private.optimizer.step()
+            if private.step % 7 == 0:
+                private.save()
+
+
+def begin_loop(folder: Path) -> None:
+    """Start the private loop in one process, for the others to resume."""
+    with private_loop(folder / "run", mode="release", seed=None) as private:
+        private.save()
+
+
+ATTEMPTS = {"run": attempt_run, "loop": attempt_loop}
+
+
 def lines(folder: Path, attempt: int) -> int:
     return sum(file.read_bytes().count(b"\n") for file in folder.glob(f"{attempt}.*.steps"))
 
 
-def kill_once(folder: Path, attempt: int, chance: random.Random) -> dict[str, Any]:
+def kill_once(folder: Path, what: str, attempt: int, chance: random.Random) -> dict[str, Any]:
     """Start two processes, kill one at a random moment, and wait for the other."""
-    children = start_ranks(lambda rank: attempt_run(folder, attempt, rank), 2)
+    children = start_ranks(lambda rank: ATTEMPTS[what](folder, attempt, rank), 2)
     after, delay, hit = chance.randrange(0, 60), chance.uniform(0.0, 0.01), chance.randrange(2)
     start = time.monotonic()
     while lines(folder, attempt) < after and time.monotonic() - start < LIMIT_S:
@@ -81,14 +106,16 @@ def kill_once(folder: Path, attempt: int, chance: random.Random) -> dict[str, An
     return {"hit": hit, "after": after, "ended": status[0] != 0, "status": status[1], "seconds": seconds}
 
 
-def main(folder: Path, seed: int, kills: int) -> None:
+def main(folder: Path, seed: int, kills: int, what: str) -> None:
     os.environ[TIMEOUT_VARIABLE] = str(TIMEOUT_S)
     preload()
     skip_syncs()
+    if what == "loop":
+        begin_loop(folder)
     chance = random.Random(seed)
-    found = [kill_once(folder, attempt, chance) for attempt in range(kills)]
+    found = [kill_once(folder, what, attempt, chance) for attempt in range(kills)]
     (folder / "kills.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

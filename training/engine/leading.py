@@ -80,8 +80,7 @@ def require_same(plan: RunPlan, ranks: Ranks) -> None:
     if ranks.world == 1:
         return
     mine = {"configuration": plan.config.digest(), "data set": fingerprint(plan.dataset.train)}
-    first = ranks.on_first(lambda: mine)
-    wrong = " and ".join(what for what, found in mine.items() if found != first[what])
+    wrong = " and ".join(ranks.differing(mine))
     if not wrong:
         ranks.meet()
         return

@@ -14,19 +14,8 @@ from torch.utils.data import DataLoader
 from training.networks.record_independence import preserved_generators
 from training.private_loop.loader import examples
 
-
-def require_one_process() -> None:
-    """Refuse several processes that train together.
-
-    Raises:
-        ValueError: There are several.
-    """
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ValueError(
-            f"{distributed.get_world_size()} processes train together, and each would pay and add noise of its own; "
-            "train in one process"
-        )
+_DISTRIBUTED = ("torch.nn.parallel.", "torch.distributed.")
+"""Where torch's classes are defined that share a module between processes, devices or threads."""
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
@@ -52,12 +41,13 @@ def require_recordable(module: nn.Module) -> None:
     """
     if not module.training:
         raise ValueError("module is in evaluation mode; call module.train() before make_private")
-    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            f"module is a {type(module).__name__}, whose replicas would each add noise; give the plain module and "
-            "train it in one process"
-        )
     for name, inner in module.named_modules():
+        if any(kind.__module__.startswith(_DISTRIBUTED) for kind in type(inner).__mro__):
+            raise ValueError(
+                f"module {name or type(inner).__name__!r} is a {type(inner).__name__}, which would average or shard "
+                "gradients before they are private; give the plain module, whose clipped gradients make_private adds "
+                "over all processes"
+            )
         if inner._compiled_call_impl is not None or isinstance(inner, torch._dynamo.OptimizedModule):
             raise ValueError(
                 f"module {name or type(inner).__name__!r} is compiled, or in a private loop already; give the plain "

@@ -3,7 +3,7 @@
 The user's loader says which records there are, how they are put together, how many are expected in a batch, and which
 workers read them. Its order is replaced: in each step, each record enters the batch with probability q, independently
 of all others (training.data.samplers.PoissonSampler). A batch without records has tensors without rows and is a step
-like any other.
+like any other. Of several processes, each hands out its part of the batch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from training.data.samplers import PoissonSampler
+from training.private_loop.sharing import SharedSteps
 
 _EXAMPLES = 7
 """Records that are read once to probe the module and to build an empty batch."""
@@ -56,14 +57,22 @@ class PrivateLoader:
         sampler: Draws the batches.
         steps: The private loop.
         seed: Of what the loader's workers draw, by epoch; None takes torch's own.
+        shared: The processes that share each batch.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], sampler: PoissonSampler, steps: Steps, *, seed: Callable[[int], int]
+        self,
+        loader: DataLoader[Any],
+        sampler: PoissonSampler,
+        steps: Steps,
+        *,
+        seed: Callable[[int], int],
+        shared: SharedSteps,
     ) -> None:
         self.dataset = loader.dataset
         self.batch_size = batch_size_of(loader)
         self._source, self._sampler, self._steps, self._seed = loader, sampler, steps, seed
+        self._shared = shared
         self._collate = _CollateCounted(loader.collate_fn, examples(loader, 1))
 
     def __len__(self) -> int:
@@ -79,18 +88,22 @@ class PrivateLoader:
         self._steps.open_epoch()
         first = self._steps.step
         last = (first // len(self) + 1) * len(self)
-        for records, batch in self._loader(first, last):
-            if not self._steps.hand_out(records):
-                return
+        batches = iter(self._loader(first, last))
+        for _ in range(first, last):
+            with self._shared.handing_errors():
+                records, batch = next(batches)
+                if not self._steps.hand_out(records):
+                    return
             yield batch
-            self._steps.require_trained()
+            with self._shared.handing_errors():
+                self._steps.require_trained()
 
     def _loader(self, first: int, last: int) -> DataLoader[Any]:
         source = self._source
         generator = torch.Generator().manual_seed(self._seed(first // len(self)))
         return DataLoader(
             _Indexed(source.dataset),
-            batch_sampler=_Drawn(self._sampler, first, last),
+            batch_sampler=_Drawn(self._sampler, first, last, self._shared),
             collate_fn=self._collate,
             generator=generator,
             num_workers=source.num_workers,
@@ -103,14 +116,14 @@ class PrivateLoader:
 
 
 class _Drawn(BatchSampler):
-    """The indices of some steps; a step is drawn once, when a worker may fetch it."""
+    """The indices of this process in some steps; a step is drawn once, when a worker may fetch it."""
 
-    def __init__(self, sampler: PoissonSampler, first: int, last: int) -> None:
-        self._poisson, self._first, self._last = sampler, first, last
+    def __init__(self, sampler: PoissonSampler, first: int, last: int, shared: SharedSteps) -> None:
+        self._poisson, self._first, self._last, self._shared = sampler, first, last, shared
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self._first, self._last):
-            yield self._poisson.indices(step).tolist()
+            yield self._shared.part(step, self._poisson.indices)
 
     def __len__(self) -> int:
         return self._last - self._first

@@ -32,11 +32,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from training.feedback.points import FeedbackAlignment
 from training.networks.record_gradients.recorder import Recorder
 from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import preserved_generators
 from training.private_loop.inputs import require_recordable, rows_of, template_of
+from training.private_loop.saves import generator_states, set_generator_states
+from training.private_loop.sharing import Act, SharedSteps, feedback_of
 from training.protections.record import RecordGradients
 
 _UNSEEN = "the module ran where its calls are not caught, such as compiled, or a part of it ran outside of it"
@@ -62,7 +63,7 @@ class _Pass:
     attached: dict[int, Tensor] = field(default_factory=dict)
     handed: dict[int, Tensor] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
-    states: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -86,6 +87,7 @@ class PrivateModule:
         gradients: Clips, sums and noises.
         max_physical_batch_size: Records in one forward and backward pass at most, or None for all. Larger batches run
             in parts, and forward passes twice.
+        shared: The processes that share each batch, as those of `gradients`; None for one.
 
     Raises:
         ValueError: The module mixes records, or cannot be recorded.
@@ -99,6 +101,7 @@ class PrivateModule:
         *,
         gradients: RecordGradients,
         max_physical_batch_size: int | None = None,
+        shared: SharedSteps | None = None,
     ) -> None:
         require_recordable(module)
         self.module = module
@@ -108,6 +111,7 @@ class PrivateModule:
         self.unused_gradients = 0
         """Batches whose gradients were written since the last step of the optimizer."""
         self._gradients, self._limit = gradients, max_physical_batch_size
+        self._shared = shared or SharedSteps()
         self._tape = RecordTape(module, *args, **kwargs)
         self._template = template_of(module, args, kwargs)
         self._trained = [p for layer in self._tape.layers for p in layer]
@@ -220,7 +224,7 @@ class PrivateModule:
         """Return the outputs of a batch that runs in parts, without a graph."""
         outputs = []
         for part in self._parts_of(records):
-            one.states.append(_generator_states())
+            one.states.append(generator_states())
             with torch.no_grad():
                 outputs.append(
                     self.module._call_impl(*_cut(one.args, records, part), **_cut(one.kwargs, records, part))
@@ -273,7 +277,8 @@ class PrivateModule:
             return value
 
         def write(factor: float) -> None:
-            self._write(batch, gradients, factor)
+            with self._shared.handing_errors():
+                self._write(batch, gradients, factor)
 
         loss: Tensor = _PrivateLoss.apply(self._anchor, value, write)
         return loss
@@ -294,12 +299,14 @@ class PrivateModule:
         earlier = [parameter.grad for parameter in self._trained]
         for parameter in self._trained:
             parameter.grad = None
+        readings = self._readings(batch, gradients)
+        most = max(self._shared.agree(Act.WRITE, batch.step, readings))
         self._writing, batch.written = True, True
         try:
             self._gradients.seek(batch.step)
             for feedback in feedback_of(self.module):
                 feedback.seek(batch.step * _PASSES_A_STEP)
-            self._gradients.set_gradients_of_parts(self._recorded(batch, gradients))
+            self._gradients.set_gradients_of_parts(self._recorded(batch, gradients, most - readings))
         except BaseException:
             for parameter in self._trained:
                 parameter.grad = None
@@ -314,7 +321,24 @@ class PrivateModule:
                 parameter.grad.add_(before)
         self.unused_gradients += 1
 
-    def _recorded(self, batch: _Batch, gradients: Sequence[tuple[Tensor, Tensor]]) -> Iterator[RecordTape]:
+    def _readings(self, batch: _Batch, gradients: Sequence[tuple[Tensor, Tensor]]) -> int:
+        """Return how often the backward passes of a batch read a feedback device, if there is one."""
+        if not batch.records:
+            return 0
+        outputs = {id(output) for output, _ in gradients}
+        passes = sum(any(id(handed) in outputs for handed in one.handed.values()) for one in batch.passes)
+        return passes * len(self._parts_of(batch.records))
+
+    def _recorded(
+        self, batch: _Batch, gradients: Sequence[tuple[Tensor, Tensor]], readings_of_others: int
+    ) -> Iterator[RecordTape]:
+        """Run the backward pass of a batch, and take part in what else other processes read."""
+        yield from self._recorded_parts(batch, gradients)
+        self._shared.read_nothing(self.module, readings_of_others)
+
+    def _recorded_parts(
+        self, batch: _Batch, gradients: Sequence[tuple[Tensor, Tensor]]
+    ) -> Iterator[RecordTape]:
         """Run the backward pass of a batch and yield the tape; once for each part if it runs in parts."""
         if batch.recorder is not None:
             pairs = [
@@ -354,7 +378,7 @@ class PrivateModule:
                 continue
             args, kwargs = (_cut(values, batch.records, part) for values in (one.args, one.kwargs))
             with preserved_generators(self._trained[0].device), torch.enable_grad():
-                _set_generator_states(one.states[number])
+                set_generator_states(one.states[number])
                 with recorder:
                     leaves = tree_leaves(self.module._call_impl(*args, **kwargs))
             pairs += [(leaves[n], g[part]) for n, g in wanted.items() if leaves[n].requires_grad]
@@ -406,15 +430,6 @@ class _PrivateLoss(torch.autograd.Function):
         return None, None, None
 
 
-def feedback_of(module: nn.Module) -> list[FeedbackAlignment]:
-    """Return the feedback points in a module or on it."""
-    found: dict[int, FeedbackAlignment] = {}
-    for inner in module.modules():
-        owners = [getattr(hook, "__self__", None) for hook in inner._forward_pre_hooks.values()]
-        found |= {id(owner): owner for owner in (inner, *owners) if isinstance(owner, FeedbackAlignment)}
-    return list(found.values())
-
-
 def _empty(output: Any) -> Any:
     """Return outputs for no record: those of the probe without their rows."""
     return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf, output)
@@ -431,16 +446,6 @@ def _cut(values: Any, records: int, part: slice) -> Any:
 def _backward(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     if pairs:
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-
-
-def _generator_states() -> tuple[Tensor, list[Tensor]]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-
-def _set_generator_states(states: tuple[Tensor, list[Tensor]]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1]:
-        torch.cuda.set_rng_state_all(states[1])
 
 
 def _refuse_output(output: Tensor) -> None:

@@ -16,43 +16,44 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accounting.errors import BudgetExceeded, NoGuarantee
-from accounting.guarantee import Assumption, Guarantee
 from accounting.ledger.journal import Position, Witness
 from accounting.ledger.ledger import LEDGER_FILE, Ledger, LedgerContent
 from accounting.ledger.statement import LedgerFacts, Statement
-from accounting.records.mechanisms import CLIPPED_RECORDS
 from opusim import checks
-from opusim.files import require_regular, write_file
+from opusim.files import write_file
+from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import derive_seed, noise_stream
 from training.data.samplers import PoissonSampler
-from training.errors import RunFolderError
 from training.private_loop.criterion import PrivateCriterion
 from training.private_loop.inputs import (
     example_of,
     require_arguments,
-    require_one_process,
     require_own_parameters,
 )
 from training.private_loop.loader import PrivateLoader, batch_size_of
-from training.private_loop.module import PrivateModule, feedback_of
-from training.private_loop.settings import CHECKPOINT_FILE, PrivacySettings
+from training.private_loop.module import PrivateModule
+from training.private_loop.saves import (
+    CHECKPOINT_FILE,
+    VERSION,
+    generator_states,
+    read_save,
+    set_generator_states,
+)
+from training.private_loop.settings import PrivacySettings, as_enforced
+from training.private_loop.sharing import (
+    Act,
+    SharedSteps,
+    feedback_of,
+    loader_facts,
+    module_facts,
+    optimizer_facts,
+)
 from training.protections.record import RecordGradients
-from training.runs.folder import own_folder, versions
+from training.runs.folder import versions
 from training.runs.storage import only_writer
 
 _STEPS_PAID_AT_ONCE = {"experiment": 64, "release": 16}
 """Steps that one synced line of the ledger reserves; a killed release run loses what is left of them."""
-_VERSION = 1
-_STANDARDISED = "the features were standardised with public constants, not with statistics of the data"
-_CHECKED = "each record's loss was computed from the outputs and the targets of that record only"
-_TRUSTED = (
-    "the data set, the collate function and what stands between loader and module treat each record separately, with "
-    "constants that do not come from the data",
-    "the criterion keeps no memory of other records, and the loss is multiplied by a constant only",
-    "only the gradients of the private loop move the parameters, and neither losses nor other figures of the records "
-    "are released",
-)
-"""What the loop of a user may break, and no code here can check."""
 
 
 class PrivateTraining:
@@ -79,6 +80,7 @@ class PrivateTraining:
         settings: PrivacySettings,
         folder: Path,
         stack: ExitStack,
+        shared: SharedSteps,
     ) -> None:
         """Put the pieces together; `make_private` describes them. The stack holds what `close` ends."""
         self.module, self.optimizer, self.settings, self.folder = private.module, optimizer, settings, folder
@@ -89,21 +91,38 @@ class PrivateTraining:
             settings.sample_rate,
             seed=None if seed is None else derive_seed(seed, "private-loop", "batches"),
         )
+        self._shared = shared
         self.data_loader = PrivateLoader(
-            data_loader, sampler, self, seed=lambda epoch: _loader_seed(seed, epoch)
+            data_loader,
+            sampler,
+            self,
+            seed=lambda epoch: _loader_seed(seed, epoch, shared.ranks.rank),
+            shared=shared,
         )
         self.step = 0
         self.stopped: str | None = None
         self.extra: Any = None
         self._private, self._stack, self._witnesses = private, stack, list[Witness]()
-        self._ledger: Ledger | None = None
-        self._paid: LedgerContent | None = None
+        self._ledger: Ledger | None = None  # of the first process, which pays
+        self._content: LedgerContent | None = None
+        self._closed = False
 
     def open(self, *, resume: bool) -> None:
         """Open the ledger, of a new private loop or of the one in the folder, and watch the optimizer."""
         if resume:
             self._restore()
-        else:
+        self._content = self._shared.on_first(Act.OPEN, self.step, lambda: self._opened(resume=resume))
+        self._shared.share_state(self.module, self.optimizer)
+        for handle in (
+            self.optimizer.register_step_pre_hook(self.before_step),
+            self.optimizer.register_step_post_hook(self.after_step),
+        ):
+            self._stack.callback(handle.remove)
+        self._stack = self._stack.pop_all()  # from here on `close` ends it, and no longer the caller
+
+    def _opened(self, *, resume: bool) -> LedgerContent:
+        """Open the ledger, and return what was paid for."""
+        if not resume:
             self.settings.begin(self.folder)
         settings, budget = self.settings, self.settings.budget
         if budget is not None and settings.total_steps is not None:
@@ -118,12 +137,7 @@ class PrivateTraining:
         )
         self._stack.callback(self._ledger.close)
         self._ledger.require_covers(self.step)
-        for handle in (
-            self.optimizer.register_step_pre_hook(self.before_step),
-            self.optimizer.register_step_post_hook(self.after_step),
-        ):
-            self._stack.callback(handle.remove)
-        self._stack = self._stack.pop_all()  # from here on `close` ends it, and no longer the caller
+        return self._ledger.content
 
     def __iter__(self) -> Iterator[Any]:
         """Yield model, optimizer, criterion and data loader."""
@@ -136,11 +150,15 @@ class PrivateTraining:
         self.close()
 
     def close(self) -> None:
-        """Give the plain module back, return steps that were reserved and not taken, and close the ledger."""
+        """Give the plain module back, return steps that were reserved and not taken, and close the ledger.
+
+        Of several processes the first returns steps; the others go on to count the steps that were reserved.
+        """
         if self._ledger is not None:
             with suppress(OSError):  # the steps then stay paid for
                 self._ledger.return_unused()
-            self._paid, self._ledger = self._ledger.content, None
+            self._content, self._ledger = self._ledger.content, None
+        self._closed = True
         self._stack.close()
 
     @property
@@ -158,7 +176,7 @@ class PrivateTraining:
 
     def get_epsilon(self, delta: float) -> float:
         """Return what has been paid for so far, at a delta in [0, 1)."""
-        content = self._content
+        content = self._paid
         if not content.payments:
             return 0.0
         return max(guarantee.epsilon for guarantee in content.guarantees(delta=delta))
@@ -169,14 +187,14 @@ class PrivateTraining:
         Raises:
             NoGuarantee: Nothing was paid for yet.
         """
-        content = self._content
+        content, several = self._paid, self._shared.several
         if not content.payments:
             raise NoGuarantee(
                 "statement: no step was paid for yet; train on a batch of the private loader first"
             )
         return Statement(
             mode=content.mode,
-            guarantees=tuple(_with_what_was_checked(guarantee) for guarantee in content.guarantees()),
+            guarantees=tuple(as_enforced(guarantee, several=several) for guarantee in content.guarantees()),
             mechanisms=tuple(content.mechanisms),
             ledger=LedgerFacts.of(content, [witness.name for witness in self._witnesses]),
             run=None,
@@ -187,7 +205,8 @@ class PrivateTraining:
         """Save module, optimizer and step, for `make_private(..., resume=True)`; replaces the last save.
 
         In experiment mode a resumed loop repeats an uninterrupted one bit for bit, if the data set does. In release
-        mode steps after the save are drawn and paid for again.
+        mode steps after the save are drawn and paid for again. Of several processes the first one writes the file; it
+        does not matter whether the others call this too.
 
         Args:
             extra: What else the loop needs, such as a scheduler's state dict: tensors, numbers, texts, lists and
@@ -204,57 +223,78 @@ class PrivateTraining:
             raise RuntimeError(
                 f"save: step {self.step - 1} is under way; save after optimizer.step() and before the next batch"
             )
+        self._require_open()
+        file = self.folder / CHECKPOINT_FILE
+        self._witnesses = [Witness(name=CHECKPOINT_FILE, position=self._paid.position)]
+        if not self._shared.ranks.is_first:
+            return file
         state = {
-            "version": _VERSION,
+            "version": VERSION,
             "step": self.step,
-            "ledger": self._open_ledger.position.to_json(),
+            "ledger": self._paid.position.to_json(),
             "inode": self.folder.stat().st_ino if self.settings.mode == "release" else None,
             "factor": self._private.factor,
             "module": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "columns": [feedback.column_sum for feedback in feedback_of(self.module)],
-            "generators": _generators() if self.settings.mode == "experiment" else None,
+            "generators": generator_states() if self.settings.mode == "experiment" else None,
             "extra": extra,
         }
         content = io.BytesIO()
         torch.save(state, content)
-        file = self.folder / CHECKPOINT_FILE
         write_file(file, content.getvalue())
-        self._witnesses = [_witness(state)]
         return file
 
     @property
-    def _content(self) -> LedgerContent:
-        return self._open_ledger.content if self._paid is None else self._paid
+    def _paid(self) -> LedgerContent:
+        if self._content is None:
+            self._require_open()
+            raise RuntimeError("the private loop is not open yet")
+        return self._content if self._ledger is None else self._ledger.content
 
-    @property
-    def _open_ledger(self) -> Ledger:
-        if self._ledger is None:
+    def _require_open(self) -> None:
+        if self._closed:
             raise RuntimeError("the private loop is closed; resume it by make_private(..., resume=True)")
-        return self._ledger
 
     # What the loader asks for
 
     def open_epoch(self) -> None:
         """See training.private_loop.loader.Steps."""
-        self._open_ledger  # noqa: B018  raises if there is none
-        require_one_process()
+        self._require_open()
         if self.stopped is not None:
             raise BudgetExceeded(self.stopped)
+        with self._shared.handing_errors():
+            self._shared.begin_epoch(self.step, self.module)
         self._private.drop()
 
     def hand_out(self, records: int) -> bool:
         """See training.private_loop.loader.Steps."""
-        end_of_epoch = (self.epoch + 1) * len(self.data_loader)
-        try:
-            self._open_ledger.pay(self.step, self.settings.mechanism, until=end_of_epoch)
-        except BudgetExceeded as error:
-            self.stopped = f"{error}; the loop ended after step {self.step}"
+        self.stopped, paid = self._shared.on_first(Act.PAY, self.step, self._pay)
+        if self._content is not None and paid is not None and self._ledger is None:
+            self._content = replace(
+                self._content, payments=self._content.payments + paid.payments, position=paid.position
+            )
+        if self.stopped is not None:
             warnings.warn(self.stopped, stacklevel=3)
             return False
         self._private.begin(self.step, records)
         self.step += 1
         return True
+
+    def _pay(self) -> tuple[str | None, LedgerContent | None]:
+        """Pay for the next step; return why the loop ends or None, and the ledger's new lines or None."""
+        self._require_open()
+        if self._ledger is None or self._content is None:
+            raise RuntimeError("the ledger is not open")
+        end_of_epoch = (self.epoch + 1) * len(self.data_loader)
+        try:
+            self._ledger.pay(self.step, self.settings.mechanism, until=end_of_epoch)
+        except BudgetExceeded as error:
+            return f"{error}; the loop ended after step {self.step}", None
+        if self._ledger.position == self._content.position:
+            return None, None
+        before, self._content = self._content, self._ledger.content
+        return None, replace(self._content, payments=self._content.payments[len(before.payments) :])
 
     def require_trained(self) -> None:
         """See training.private_loop.loader.Steps."""
@@ -285,34 +325,16 @@ class PrivateTraining:
     # The folder
 
     def _restore(self) -> None:
-        file = self.folder / CHECKPOINT_FILE
-        if not file.exists():
-            raise RunFolderError(f"folder {self.folder} has no save to resume from; start a new folder")
-        try:
-            require_regular(file)
-            state = torch.load(file, map_location="cpu", weights_only=True)
-            version = state["version"]
-        except Exception as error:  # torch.load has no error of its own
-            raise RunFolderError(
-                f"{file} is not a readable save ({error}); restore it from a copy"
-            ) from error
-        if version != _VERSION:
-            raise RunFolderError(f"{file} is of another version; resume it with the opusim that wrote it")
-        if state["inode"] not in (None, self.folder.stat().st_ino):
-            raise RunFolderError(
-                f"folder {self.folder} is a copy, and no ledger counts what two copies release; resume in the folder "
-                "where the loop was started, or start a new one"
-            )
+        """Take module, optimizer and step from the last save, which the first process reads."""
+        state = self._shared.on_first(Act.OPEN, 0, lambda: read_save(self.folder))
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
         for feedback, columns in zip(feedback_of(self.module), state["columns"], strict=True):
             feedback.column_sum = columns
         self.step, self.extra, self._private.factor = state["step"], state["extra"], state["factor"]
-        self._witnesses = [_witness(state)]
-        if state["generators"] is not None:
-            torch.set_rng_state(state["generators"][0])
-            if len(state["generators"]) > 1:
-                torch.cuda.set_rng_state_all(state["generators"][1:])
+        self._witnesses = [Witness(name=CHECKPOINT_FILE, position=Position.from_json(state["ledger"]))]
+        if state["generators"] is not None and self._shared.ranks.is_first:
+            set_generator_states(state["generators"])
 
 
 def make_private(
@@ -351,14 +373,19 @@ def make_private(
     The criterion is called on one record at a time, so that the loss of a record depends on no other, and receives the
     module's outputs exactly as they are. A batch may be empty; its backward pass and its step are taken like any other.
 
+    Under torchrun, or in an initialised process group, every process makes the same call and runs the same loop. The
+    first process pays, draws each batch over the whole data set and adds the noise once to the sum of all.
+
     Args:
-        module: In training mode, on its device, with parameters in float32. Every record is processed independently.
+        module: In training mode, on its device, not in a DistributedDataParallel, with parameters in float32. Every
+            record is processed independently.
         optimizer: Over parameters of the module.
         criterion: Maps outputs and targets to a loss, with any reduction.
-        data_loader: A loader with batch_size over a data set with a length; its order is replaced.
+        data_loader: A loader with batch_size over a data set with a length; its order is replaced. Several processes
+            share each batch, so that batch_size is that of all together.
         max_grad_norm: C, above 0.
         target_delta: Delta of every statement, in [0, 1); well below 1 / n.
-        folder: Where ledger and saves stand; new, or of this loop with `resume`.
+        folder: Where ledger and saves stand; new, or of this loop with `resume`. That of the first process counts.
         noise_multiplier: z, above 0; None for the least noise that keeps `epochs` within `target_epsilon`.
         target_epsilon: Budget; the step that would exceed it is not taken, and the iteration ends with a warning. None
             for no budget.
@@ -381,42 +408,47 @@ def make_private(
         NoGuarantee: No noise reaches `target_epsilon`.
         RunFolderError: The folder is in use, or holds other work.
     """
-    require_one_process()
-    checks.instance(nn.Module, module=module)
-    checks.instance(torch.optim.Optimizer, optimizer=optimizer)
-    if max_physical_batch_size is not None:
-        checks.integer(minimum=1, max_physical_batch_size=max_physical_batch_size)
-    batch_size = batch_size_of(data_loader)
-    require_own_parameters(optimizer, module)
-    settings = PrivacySettings.resolve(
-        records=len(data_loader.dataset),  # type: ignore[arg-type]
-        mode=mode,
-        seed=seed,
-        relation=relation,
-        sample_rate=sample_rate,
-        batch_size=batch_size,
-        max_grad_norm=max_grad_norm,
-        noise_multiplier=noise_multiplier,
-        target_delta=target_delta,
-        target_epsilon=target_epsilon,
-        epochs=epochs,
-    )
-    place = own_folder(Path(folder))
-    with ExitStack() as stack:
-        stack.enter_context(only_writer(place, "folder", private=mode == "release"))
-        if resume:
-            given = {"seed": seed, "noise_multiplier": noise_multiplier}
-            settings = settings.require_same(
-                place, found=[name for name, value in given.items() if value is None]
-            )
+    init_process_group()
+    shared = SharedSteps(Ranks())
+    given = {
+        "max_grad_norm": max_grad_norm,
+        "target_delta": target_delta,
+        "noise_multiplier": noise_multiplier,
+        "target_epsilon": target_epsilon,
+        "epochs": epochs,
+        "mode": mode,
+        "seed": seed,
+        "relation": str(relation),
+        "sample_rate": sample_rate,
+    }
+    with ExitStack() as stack, shared.handing_errors():
+        checks.instance(nn.Module, module=module)
+        checks.instance(torch.optim.Optimizer, optimizer=optimizer)
+        if max_physical_batch_size is not None:
+            checks.integer(minimum=1, max_physical_batch_size=max_physical_batch_size)
+        batch_size = batch_size_of(data_loader)
+        require_own_parameters(optimizer, module)
+        if shared.several:
+            own = {
+                "module": module_facts(module),
+                "optimizer": optimizer_facts(optimizer),
+                "data_loader": loader_facts(data_loader),
+            }
+            shared.require_same_call({**given, **own, "data_loader.batch_size": batch_size, "resume": resume})
+        shared.require_devices_of_all(module)
+        place = Path(folder)
+        settings = shared.ranks.on_first(
+            lambda: _settings(data_loader, place, stack, resume=resume, batch_size=batch_size, **given)
+        )
         args, kwargs = example_of(data_loader, example_inputs, next(module.parameters()).device)
         require_arguments(module, args, kwargs)
         private = PrivateModule(
             module,
             args,
             kwargs,
-            gradients=_gradients(settings),
+            gradients=_gradients(settings, shared.ranks),
             max_physical_batch_size=max_physical_batch_size,
+            shared=shared,
         )
         stack.callback(private.close)
         loop = PrivateTraining(
@@ -427,38 +459,44 @@ def make_private(
             settings=settings,
             folder=place,
             stack=stack,
+            shared=shared,
         )
         loop.open(resume=resume)
     return loop
 
 
-def _gradients(settings: PrivacySettings) -> RecordGradients:
+def _settings(
+    loader: DataLoader[Any], folder: Path, stack: ExitStack, *, resume: bool, **given: Any
+) -> PrivacySettings:
+    """Return the settings of a private loop, and hold its folder as its only writer.
+
+    Args:
+        loader: The user's.
+        folder: A new one, or with `resume` that of the loop.
+        stack: Receives what gives the folder back.
+        resume: Whether to take what was not given from the folder.
+        **given: See `PrivacySettings.resolve`.
+    """
+    settings = PrivacySettings.resolve(records=len(loader.dataset), **given)  # type: ignore[arg-type]
+    stack.enter_context(only_writer(folder, "folder", private=settings.mode == "release"))
+    if not resume:
+        return settings
+    found = [name for name in ("seed", "noise_multiplier") if given[name] is None]
+    return settings.require_same(folder, found=found)
+
+
+def _gradients(settings: PrivacySettings, ranks: Ranks) -> RecordGradients:
     return RecordGradients(
         clip_norm=settings.max_grad_norm,
         noise_multiplier=settings.noise_multiplier,
         divisor=float(settings.batch_size),
         noise=noise_stream(settings.mode, settings.seed, "private-loop"),
+        ranks=ranks,
     )
 
 
-def _with_what_was_checked(guarantee: Guarantee) -> Guarantee:
-    """Return a guarantee whose assumptions say what the loop enforced and what it takes on trust."""
-    enforced = {text for text in CLIPPED_RECORDS.checked_by_code if text != _STANDARDISED}
-    assumptions = [replace(one, holds=True) if one.text in enforced else one for one in guarantee.assumptions]
-    ours = (Assumption(text=_CHECKED, holds=True), *(Assumption(text=text) for text in _TRUSTED))
-    return replace(guarantee, assumptions=(*assumptions, *ours))
-
-
-def _loader_seed(seed: int | None, epoch: int) -> int:
+def _loader_seed(seed: int | None, epoch: int, rank: int) -> int:
+    """Return the seed of a process's workers, which draw other numbers than those of the first."""
     if seed is None:
         return int.from_bytes(os.urandom(7), "little")
-    return derive_seed(seed, "private-loop", "workers", epoch) >> 1
-
-
-def _generators() -> list[Tensor]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return [torch.get_rng_state(), *cuda]
-
-
-def _witness(state: Mapping[str, Any]) -> Witness:
-    return Witness(name=CHECKPOINT_FILE, position=Position.from_json(state["ledger"]))
+    return derive_seed(seed, "private-loop", "workers", epoch, *((rank,) if rank else ())) >> 1

@@ -11,15 +11,15 @@ add_or_remove_one the number n is private: q is then a constant of the user's ch
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from accounting.calibration import calibrate_noise
 from accounting.composition import Budget
-from accounting.guarantee import Adjacency
+from accounting.guarantee import Adjacency, Assumption, Guarantee
 from accounting.ledger.ledger import LEDGER_FILE, Mode
-from accounting.records.mechanisms import RecordCentral
+from accounting.records.mechanisms import CLIPPED_RECORDS, RecordCentral
 from opusim import checks
 from opusim.randomness import MAX_SEED
 from opusim.randomness.streams import MODES, SystemUniforms
@@ -27,11 +27,23 @@ from training.errors import RunFolderError
 from training.runs.storage import read_json, record_from_json, record_json, write_json
 
 SETTINGS_FILE = "private.json"
-CHECKPOINT_FILE = "private.pt"
 _VERSION = 1
 _HIDDEN_NUMBER = (
     "relation = 'add_or_remove_one' needs sample_rate, a constant of your choice, since the number of records is "
     "private; give it, or take relation = 'zero_out', under which that number is public"
+)
+_STANDARDISED = "the features were standardised with public constants, not with statistics of the data"
+_CHECKED = "each record's loss was computed from the outputs and the targets of that record only"
+_TRUSTED = (
+    "the data set, the collate function and what stands between loader and module treat each record separately, with "
+    "constants that do not come from the data",
+    "the criterion keeps no memory of other records, and the loss is multiplied by a constant only",
+    "only the gradients of the private loop move the parameters, and neither losses nor other figures of the records "
+    "are released",
+)
+"""What the loop of a user may break, and no code here can check."""
+_TRUSTED_IF_SHARED = (
+    "every process reads the same data set, and all of them and their network may see the records"
 )
 
 
@@ -173,6 +185,20 @@ class PrivacySettings:
                 "with the same arguments, or start a new folder"
             )
         return stored
+
+
+def as_enforced(guarantee: Guarantee, *, several: bool) -> Guarantee:
+    """Return a guarantee whose assumptions say what the loop enforced and what it takes on trust.
+
+    Args:
+        guarantee: Of the ledger.
+        several: Whether several processes shared the loop.
+    """
+    enforced = {text for text in CLIPPED_RECORDS.checked_by_code if text != _STANDARDISED}
+    assumptions = [replace(one, holds=True) if one.text in enforced else one for one in guarantee.assumptions]
+    trusted = (*_TRUSTED, *((_TRUSTED_IF_SHARED,) if several else ()))
+    ours = (Assumption(text=_CHECKED, holds=True), *(Assumption(text=text) for text in trusted))
+    return replace(guarantee, assumptions=(*assumptions, *ours))
 
 
 def _seed(mode: str, seed: int | None) -> int | None:

@@ -7,21 +7,17 @@ import math
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from accounting.ledger.ledger import LedgerContent, read_ledger
+from accounting.ledger.ledger import read_ledger
 from opusim.processes.ranks import Ranks
-from tests.support.kill_ranks import computed
+from tests.support.shared_checks import ROOT, SURE, deviations, do, require_kills_are_paid, steps_of
 from tests.support.shared_runs import N_RECORDS, NOISE, RUNS
 from training.runs.checkpoints import list_checkpoints, read_checkpoint
-
-ROOT = Path(__file__).parents[3]
-SURE = 5.0  # standard errors
 
 SAME = [
     "pdfa=2",
@@ -52,13 +48,6 @@ FAILED = {
 }
 
 
-def do(program: str, *arguments: str) -> None:
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "PYTHONPATH": str(ROOT)}
-    call = [sys.executable, "-m", f"tests.support.{program}", *arguments]
-    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env=settings, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def ones(runs: list[str]) -> list[str]:
     return sorted({f"{run.partition('=')[0]}=1" for run in runs})
 
@@ -78,10 +67,6 @@ def parameters(run: Path, checkpoint: int = -1) -> torch.Tensor:
 def last_metrics(run: Path) -> dict[str, float]:
     content: dict[str, float] = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     return content
-
-
-def steps_of(file: Path) -> list[tuple[int, list[int]]]:
-    return [tuple(json.loads(line)) for line in file.read_text().splitlines()]
 
 
 def require_same(folder: Path, name: str) -> None:
@@ -156,33 +141,6 @@ def test_the_signal_is_small_in_the_noise(folder: Path) -> None:
 # The batches
 
 
-def deviations(taken: np.ndarray, q: float) -> dict[str, float]:
-    """Return how many standard errors a sample of Poisson batches is from its law.
-
-    Args:
-        taken: Whether each record is in each batch, shape (steps, records).
-        q: The probability.
-    """
-    steps, n = taken.shape
-    variance = q * (1 - q)
-    excess = (1 - 6 * variance) / variance  # kurtosis of one indicator
-    centred = taken - q
-    by_record, by_step = centred.sum(0), centred.sum(1)
-    errors = {
-        "rate": math.sqrt(steps * n * variance),
-        "records": variance * math.sqrt(n * (2 + excess / steps)) * steps,
-        "pairs": variance * math.sqrt(steps * (2 + excess / n)) * n,
-        "steps": variance * math.sqrt((steps - 1) * n),
-    }
-    found = {
-        "rate": centred.sum(),
-        "records": (by_record**2).sum() - n * steps * variance,
-        "pairs": (by_step**2).sum() - n * steps * variance,
-        "steps": (centred[1:] * centred[:-1]).sum(),
-    }
-    return {name: float(found[name] / errors[name]) for name in errors}
-
-
 def test_batches_are_poisson_over_the_whole_data_set(folder: Path) -> None:
     """In release mode; the processes' parts are disjoint, and together they are one secret Poisson batch."""
     first, second = (steps_of(folder / f"batches.{rank}.steps") for rank in (0, 1))
@@ -252,45 +210,13 @@ def test_other_commands_are_refused_in_several_processes(command: str, tmp_path:
 # Kills
 
 
-def unpaid(ledger: LedgerContent, attempts: list[dict[int, int]]) -> dict[int, int]:
-    """Return how often each step was computed and not paid for; a release run pays for every repetition."""
-    paid: Counter[int] = Counter()
-    for payment in ledger.payments:
-        first = payment.first_step or 0
-        paid.update(range(first, first + payment.steps))
-    done: Counter[int] = Counter()
-    for counts in attempts:
-        done.update(counts)
-    return dict(done - paid)
-
-
-def kill(tmp_path: Path, *, seed: int, kills: int) -> None:
-    do("kill_ranks", str(tmp_path), str(seed), str(kills))
-    ends = json.loads((tmp_path / "kills.json").read_text())
-    attempts = [computed(tmp_path, attempt) for attempt in range(kills)]
-    ledger = read_ledger(tmp_path / "run")
-    for end, counts in zip(ends, attempts, strict=True):
-        assert end["ended"], "the other process hung"
-        assert end["status"] != 0
-        assert len(counts) >= min(end["after"] // 2, 1)
-    assert not unpaid(ledger, attempts)
-    assert sum(map(len, attempts)) > kills
-    short = LedgerContent(
-        mode="release",
-        delta=ledger.delta,
-        enforced=True,
-        payments=ledger.payments[: len(ledger.payments) // 2],
-    )
-    assert unpaid(short, attempts)  # the planted fault: a payment is missing
-
-
 def test_a_killed_process_ends_the_other_and_every_step_is_paid_for(tmp_path: Path) -> None:
-    kill(tmp_path, seed=5, kills=3)
+    require_kills_are_paid(tmp_path, "run", seed=5, kills=3)
 
 
 @pytest.mark.slow
 def test_twenty_killed_processes(tmp_path: Path) -> None:
-    kill(tmp_path, seed=6, kills=20)
+    require_kills_are_paid(tmp_path, "run", seed=6, kills=20)
 
 
 @pytest.mark.slow

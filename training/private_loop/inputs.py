@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from training.networks.record_gradients.separation import require_no_hooks
 from training.networks.record_independence import preserved_generators
 from training.private_loop.loader import examples
 
@@ -37,7 +39,8 @@ def require_recordable(module: nn.Module) -> None:
     """Refuse modules whose gradients of single records cannot be taken here.
 
     Raises:
-        ValueError: The module is in evaluation mode, compiled, distributed or sparse; the tape refuses others.
+        ValueError: The module is in evaluation mode, compiled, distributed or sparse, or a parameter has a hook; the
+            tape refuses others.
     """
     if not module.training:
         raise ValueError("module is in evaluation mode; call module.train() before make_private")
@@ -55,6 +58,7 @@ def require_recordable(module: nn.Module) -> None:
             )
         if getattr(inner, "sparse", False):
             raise ValueError(f"module {name!r} has sparse gradients; build it with sparse=False")
+    require_no_hooks(module)
 
 
 def require_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -94,41 +98,77 @@ def example_of(
 
 
 def template_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return the module's outputs for the probe, and refuse buffers that keep numbers of records.
+    """Return the module's outputs for the probe, and refuse buffers that a training pass changes.
 
     Raises:
-        ValueError: A training pass writes what depends on records into a buffer, or no output has a row per record.
+        ValueError: A training pass changes a buffer, no output has a row per record, or an output that grows with the
+            batch has its records in another dimension than the first.
     """
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    kept: list[dict[str, Tensor]] = []
+    rows = rows_of(args, kwargs) or 0
     with preserved_generators(next(module.parameters()).device), torch.no_grad():
-        for change in (lambda t: t, _other_records):
-            torch.manual_seed(0)
-            changed = tree_map(lambda t, c=change: c(t) if isinstance(t, Tensor) else t, (args, dict(kwargs)))
-            output = module._call_impl(*changed[0], **changed[1])
-            kept.append({name: buffer.clone() for name, buffer in module.named_buffers()})
+        start = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        output = _seeded(module, args, kwargs)  # some modules fill caches in their first pass
+        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        output = _seeded(module, args, kwargs)
+        for name, buffer in module.named_buffers():
+            changed = name not in before or not torch.equal(before[name], buffer)
+            if name in start:
+                buffer.copy_(start[name])
+            if changed:
+                raise ValueError(
+                    f"module: a training pass changes buffer {name!r}, which tells of the records or of their number "
+                    "and which no noise protects; switch that off, such as track_running_stats=False, or use modules "
+                    "that keep nothing"
+                )
+        fewer = None
+        if rows > 2:
+            cut = partial(cut_rows, records=rows, part=slice(0, rows - 2))
+            fewer = _seeded(module, cut(args), cut(dict(kwargs)))
             for name, buffer in module.named_buffers():
-                buffer.copy_(before[name])
-    for name in before:
-        if not torch.equal(kept[0][name], kept[1][name]):
-            raise ValueError(
-                f"module: a training pass writes numbers of the records into buffer {name!r}, which no noise protects; "
-                "switch that off, such as track_running_stats=False, or use modules without statistics"
-            )
-    rows = rows_of(args, kwargs)
-    if not any(isinstance(leaf, Tensor) and leaf.shape[:1] == (rows,) for leaf in tree_leaves(output)):
+                if name in start:
+                    buffer.copy_(start[name])
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    if not any(leaf.shape[:1] == (rows,) for leaf in leaves):
         raise ValueError("module returns no tensor with a row for each record; return outputs, not a loss")
+    if fewer is not None:
+        others = [leaf for leaf in tree_leaves(fewer) if isinstance(leaf, Tensor)]
+        for leaf, other in zip(leaves, others, strict=True):
+            if leaf.shape != other.shape and (leaf.shape[:1], other.shape[:1]) != ((rows,), (rows - 2,)):
+                raise ValueError(
+                    f"module returns a tensor of shape {tuple(leaf.shape)} for {rows} records and "
+                    f"{tuple(other.shape)} for {rows - 2}: records must come first; transpose it in the module"
+                )
     return output
+
+
+def cut_rows(values: Any, *, records: int, part: slice) -> Any:
+    """Return the rows of some records of all tensors that have a row for each record."""
+    return tree_map(
+        lambda leaf: leaf[part] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == records else leaf,
+        values,
+    )
+
+
+def require_rows(values: Any, records: int) -> None:
+    """Refuse a tensor without a row for each record among the arguments of a module that runs in parts.
+
+    Raises:
+        ValueError: There is one; if its length were that of a batch by chance, it would be cut like records.
+    """
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != records:
+            raise ValueError(
+                f"module: an argument of shape {tuple(leaf.shape)} has no row for each of the {records} records, so "
+                "that a batch cannot be cut; build constants into the module, or leave max_physical_batch_size out"
+            )
+
+
+def _seeded(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    return module._call_impl(*args, **kwargs)
 
 
 def rows_of(args: Any, kwargs: Any) -> int | None:
     """Return the first size of the first tensor among arguments, or None if there is none."""
     leaves = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.ndim]
     return len(leaves[0]) if leaves else None
-
-
-def _other_records(values: Tensor) -> Tensor:
-    """Return records with other numbers of the same kind."""
-    if values.is_floating_point():
-        return values * 0.5 + 0.25
-    return values.flip(0).flip(-1) if values.ndim else values

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -35,7 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from training.networks.record_gradients.recorder import Recorder
 from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import preserved_generators
-from training.private_loop.inputs import require_recordable, rows_of, template_of
+from training.private_loop.inputs import cut_rows, require_recordable, require_rows, rows_of, template_of
 from training.private_loop.saves import generator_states, set_generator_states
 from training.private_loop.sharing import Act, SharedSteps, feedback_of
 from training.protections.record import RecordGradients
@@ -113,6 +114,8 @@ class PrivateModule:
         self._gradients, self._limit = gradients, max_physical_batch_size
         self._shared = shared or SharedSteps()
         self._tape = RecordTape(module, *args, **kwargs)
+        if max_physical_batch_size is not None:
+            require_rows((args, kwargs), rows_of(args, kwargs) or 0)
         self._template = template_of(module, args, kwargs)
         self._trained = [p for layer in self._tape.layers for p in layer]
         self._known = {id(p) for p in self._trained}
@@ -223,11 +226,13 @@ class PrivateModule:
     def _in_parts(self, one: _Pass, records: int) -> Any:
         """Return the outputs of a batch that runs in parts, without a graph."""
         outputs = []
+        require_rows((one.args, one.kwargs), records)
+        cut = partial(cut_rows, records=records)
         for part in self._parts_of(records):
             one.states.append(generator_states())
             with torch.no_grad():
                 outputs.append(
-                    self.module._call_impl(*_cut(one.args, records, part), **_cut(one.kwargs, records, part))
+                    self.module._call_impl(*cut(one.args, part=part), **cut(one.kwargs, part=part))
                 )
         flat = [tree_flatten(output) for output in outputs]
         joined = []
@@ -376,7 +381,9 @@ class PrivateModule:
             wanted = {n: g for out, g in gradients for n, handed in one.handed.items() if handed is out}
             if not wanted:
                 continue
-            args, kwargs = (_cut(values, batch.records, part) for values in (one.args, one.kwargs))
+            args, kwargs = (
+                cut_rows(values, records=batch.records, part=part) for values in (one.args, one.kwargs)
+            )
             with preserved_generators(self._trained[0].device), torch.enable_grad():
                 set_generator_states(one.states[number])
                 with recorder:
@@ -433,14 +440,6 @@ class _PrivateLoss(torch.autograd.Function):
 def _empty(output: Any) -> Any:
     """Return outputs for no record: those of the probe without their rows."""
     return tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf, output)
-
-
-def _cut(values: Any, records: int, part: slice) -> Any:
-    """Return the rows of some records of all tensors that have a row for each record."""
-    return tree_map(
-        lambda leaf: leaf[part] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == records else leaf,
-        values,
-    )
 
 
 def _backward(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -395,7 +395,7 @@ class Unfit(nn.Module):
     [
         (lambda: Unfit("batch norm"), "mixes the records"),
         (lambda: Unfit("mixing"), "mixes the records"),
-        (lambda: Unfit("statistics"), "writes numbers of the records into buffer 'mean'"),
+        (lambda: Unfit("statistics"), "a training pass changes buffer 'mean'"),
         (lambda: Unfit("sparse"), "module 'embedding' has sparse gradients"),
         (lambda: Unfit("loss only"), "row for each record"),
         (lambda: network().double(), "train in torch.float32"),

@@ -138,7 +138,7 @@ class Statistics(nn.Module):
 @pytest.mark.parametrize("module", [Mixing, Statistics])
 def test_opacus_accepts_modules_that_mix_or_keep_records(tmp_path: Path, module: type[nn.Module]) -> None:
     opacus_loop(nn.Sequential(module(), network()))
-    with pytest.raises(ValueError, match="mixes the records|writes numbers of the records"):
+    with pytest.raises(ValueError, match="mixes the records|a training pass changes buffer"):
         private_loop(tmp_path, parts(nn.Sequential(module(), network())))
 
 

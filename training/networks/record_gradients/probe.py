@@ -116,10 +116,23 @@ def _changed(batch: tuple[Any, Any]) -> Iterator[tuple[int, tuple[Any, Any]]]:
                     continue
                 if value == "other":
                     other = leaf[_COUNTS[0] // 2]
-                    leaf[record] = other.flip(-1) if other.ndim else other
+                    other = other.flip(-1) if other.ndim else other
+                    leaf[record] = other * 0.5 + 0.25 if leaf.is_floating_point() else other
                 elif leaf.is_floating_point():
                     leaf[record] = torch.nan
+            if value == "other" and all(_same(leaf, record, _COUNTS[0]) for leaf in leaves):
+                raise ValueError(
+                    "model: the probe's records are equal, so that it cannot see whether the model mixes records; give "
+                    "records that differ"
+                )
             yield record, tree_unflatten(changed, spec)
+
+
+def _same(leaf: Any, record: int, records: int) -> bool:
+    """Whether the record that takes another's place holds the same whole numbers; others are changed anyway."""
+    if not _holds(leaf, records):
+        return True
+    return not leaf.is_floating_point() and torch.equal(leaf[record], leaf[records // 2])
 
 
 def _holds(leaf: Any, records: int) -> bool:

@@ -98,7 +98,7 @@ def require_separate_steps(
     """
     if found := batch_statistics(model):
         raise ValueError(f"model: {found} mixes the records of a batch: {MIXES_REMEDY}")
-    _require_no_hooks(model)
+    require_no_hooks(model)
     modes = {module: module.training for module in model.modules()}
     try:
         with preserved_generators(x.device), _preserved_buffers(model):
@@ -126,7 +126,12 @@ def require_separate_steps(
             module.training = mode
 
 
-def _require_no_hooks(model: nn.Module) -> None:
+def require_no_hooks(model: nn.Module) -> None:
+    """Refuse hooks on the gradients of parameters.
+
+    Raises:
+        ValueError: There is one; autograd computes no such gradient where those of single records are clipped.
+    """
     for name, parameter in model.named_parameters():
         later = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if parameter._backward_hooks or later:

@@ -1,0 +1,109 @@
+"""Modules and arguments with which one record could tell of others, refused before a step is paid for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import opusim
+
+
+class Kept(nn.Module):
+    """A linear layer with a buffer that each training pass changes, or another way to tell of records."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(4, 3)
+        self.embedding = nn.Embedding(9, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("histogram", torch.zeros(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, 4), or tokens of shape (batch, 4)."""
+        if self.way == "calls":
+            self.calls += 1.0
+        if x.dtype == torch.int64:
+            if self.way == "histogram":
+                self.histogram += torch.bincount(x.flatten(), minlength=9)
+            h = self.embedding(x).mean(dim=1)
+            x = h - h.mean(dim=0) if self.way == "mixes" else h
+        y = self.linear(x)
+        return y.T.contiguous() if self.way == "records last" else y
+
+
+def private(module: nn.Module, x: Tensor, folder: Path, **options: Any) -> Any:
+    data = TensorDataset(x, torch.zeros(len(x), dtype=torch.int64))
+    return opusim.make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(data, batch_size=10),
+        noise_multiplier=1.0,
+        target_delta=1e-5,
+        max_grad_norm=1.0,
+        folder=folder,
+        seed=1,
+        **options,
+    )
+
+
+NUMBERS, TOKENS = torch.randn(40, 4), torch.randint(9, (40, 4))
+
+
+@pytest.mark.parametrize(
+    ("way", "x", "message"),
+    [
+        ("calls", NUMBERS, "a training pass changes buffer 'calls'"),
+        ("histogram", TOKENS, "a training pass changes buffer 'histogram'"),
+        ("records last", NUMBERS, "records must come first; transpose it in the module|no tensor with a row"),
+        ("mixes", TOKENS[:1].expand(40, 4), "the probe's records are equal"),
+    ],
+)
+def test_unsound_modules_are_refused(way: str, x: Tensor, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        private(Kept(way), x, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_sound_modules_are_taken(tmp_path: Path) -> None:
+    for number, x in enumerate((NUMBERS, TOKENS)):
+        with private(Kept("nothing"), x, tmp_path / str(number)) as found:
+            model, optimizer, criterion, loader = found
+            for data, labels in loader:
+                optimizer.zero_grad()
+                criterion(model(data), labels).backward()
+                optimizer.step()
+            assert found.epsilon > 0
+
+
+def test_hooks_on_parameters_are_refused(tmp_path: Path) -> None:
+    module = nn.Linear(4, 3)
+    module.weight.register_hook(lambda gradient: 0 * gradient)
+    with pytest.raises(ValueError, match="parameter 'weight' has a gradient hook"):
+        private(module, NUMBERS, tmp_path)
+
+
+class Weighted(nn.Module):
+    """Takes a constant next to the records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Shapes (batch, 4) and (4,)."""
+        return self.linear(x * weights)
+
+
+def test_constants_are_not_cut_like_records(tmp_path: Path) -> None:
+    example = [NUMBERS[:6], torch.ones(4)]
+    with pytest.raises(
+        ValueError, match="has no row for each of the 6 records, so that a batch cannot be cut"
+    ):
+        private(Weighted(), NUMBERS, tmp_path / "parts", example_inputs=example, max_physical_batch_size=2)
+    private(Weighted(), NUMBERS, tmp_path / "whole", example_inputs=example).close()

@@ -51,7 +51,7 @@ class PrivateCriterion(nn.Module):
             )
         self.criterion = criterion
         self._private = module
-        self._vmap = True
+        self._vmap, self._checked = True, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the mean loss of the batch.
@@ -85,6 +85,7 @@ class PrivateCriterion(nn.Module):
             return self._private.loss(torch.zeros((), device=rows[0].device), [])
         with torch.enable_grad():
             losses = self._losses(one, rows)
+            self._refuse_parameters(losses)
             found = torch.autograd.grad(losses.sum(), list(free.values()), allow_unused=True)
         gradients = [
             (output, gradient)
@@ -102,6 +103,20 @@ class PrivateCriterion(nn.Module):
             except (RuntimeError, ValueError, TypeError, NotImplementedError, UserWarning):
                 self._vmap = False  # a loop reports what is wrong with the arguments, if anything is
         return torch.stack([one(*record) for record in zip(*rows, strict=True)])
+
+    def _refuse_parameters(self, losses: Tensor) -> None:
+        """Refuse a criterion, at its first batch, that uses the module's parameters: their gradient is left out."""
+        if self._checked:
+            return
+        self._checked = True
+        found = torch.autograd.grad(
+            losses.sum(), self._private.trained_parameters, retain_graph=True, allow_unused=True
+        )
+        if any(gradient is not None for gradient in found):
+            raise ValueError(
+                "criterion: uses parameters of the module, such as a penalty on them, and that gradient would be left "
+                "out; use the optimizer's weight_decay, or compute what it needs in the module"
+            )
 
     @staticmethod
     def _scalar(loss: Any) -> Tensor:

@@ -24,8 +24,12 @@ def require_own_parameters(optimizer: torch.optim.Optimizer, module: nn.Module) 
     """Refuse an optimizer that moves other parameters than the module's.
 
     Raises:
-        ValueError: It does.
+        ValueError: It does, or it runs the module by itself.
     """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer is LBFGS, which runs the module several times in a step; take another one, such as SGD or Adam"
+        )
     own = {id(parameter) for parameter in module.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         if any(id(parameter) not in own for parameter in group["params"]):

@@ -162,6 +162,11 @@ class PrivateModule:
         """Size of the batch at hand."""
         return 0 if self._batch is None else self._batch.records
 
+    @property
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """The parameters that are trained."""
+        return self._trained
+
     def is_output(self, value: Tensor) -> bool:
         """Whether a tensor is an output that the user received of the batch at hand, not changed in place."""
         passes = () if self._batch is None else self._batch.passes

@@ -107,3 +107,41 @@ def test_constants_are_not_cut_like_records(tmp_path: Path) -> None:
     ):
         private(Weighted(), NUMBERS, tmp_path / "parts", example_inputs=example, max_physical_batch_size=2)
     private(Weighted(), NUMBERS, tmp_path / "whole", example_inputs=example).close()
+
+
+def test_a_penalty_inside_the_criterion_is_refused(tmp_path: Path) -> None:
+    module = nn.Linear(4, 3)
+
+    def penalised(output: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, labels) + module.weight.square().sum()
+
+    options = {"noise_multiplier": 1.0, "target_delta": 1e-5, "max_grad_norm": 1.0, "seed": 1}
+    data = TensorDataset(NUMBERS, torch.zeros(40, dtype=torch.int64))
+    found = opusim.make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        criterion=penalised,
+        data_loader=DataLoader(data, batch_size=30),
+        folder=tmp_path,
+        **options,
+    )
+    model, _, criterion, loader = found
+    inputs, labels = next(iter(loader))
+    with pytest.raises(ValueError, match="criterion: uses parameters of the module, such as a penalty"):
+        criterion(model(inputs), labels)
+    found.close()
+
+
+def test_optimizers_that_run_the_module_are_refused(tmp_path: Path) -> None:
+    module = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match="optimizer is LBFGS, which runs the module several times in a step"):
+        opusim.make_private(
+            module=module,
+            optimizer=torch.optim.LBFGS(module.parameters()),
+            criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(TensorDataset(NUMBERS, torch.zeros(40, dtype=torch.int64)), batch_size=10),
+            noise_multiplier=1.0,
+            target_delta=1e-5,
+            max_grad_norm=1.0,
+            folder=tmp_path,
+        )

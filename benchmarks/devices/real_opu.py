@@ -9,8 +9,8 @@ of their number and, at degree 4, by 10^4; ridge on targets -1 and 1 without an 
 10,000 to test. n features are the first n columns of one map.
 
 Each device is read with several maps (seeds of the medium). `fit` tries the light, the background light and the size
-of grains on degree 2 at 500 to 5,000 features, from which the numbers of `camera_fitted` come; other sizes and degree 4
-are left to check it.
+of grains on degree 2 at 500 to 5,000 features, between which the numbers of `camera_fitted` were chosen; other sizes
+and degree 4 are left to check it.
 Required: within half a point of the middle between the two tunings at 1,000 and 10,000, and below the ideal device by
 two standard errors from 500 to 10,000 features (paired over maps). A second call resumes.
 """
@@ -287,8 +287,8 @@ def page_section() -> str:
         "Ridge regression on optical features of FashionMNIST, test accuracy in per cent against the number of "
         "features, beside the measurements of a real OPU by github.com/joneswack/opu-kernel-experiments "
         f"(csv/feature_evaluation; one map). Mean and standard error of {maps} maps ({results['date']}, "
-        f"{command(MODULE)}). Light, background and grains of `camera_fitted` were fitted to the degree-2 rows at 500 "
-        "to 5,000 features; the others check it."
+        f"{command(MODULE)}). Light, background and grains of `camera_fitted` were chosen in trials against the degree-2 "
+        "rows at 500 to 5,000 features; the others check it."
     )
     parts = [table(results, 2), judgement(results)]
     if figures(results, "camera_fitted", 4, 100.0, 1000):

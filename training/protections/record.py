@@ -111,7 +111,7 @@ class RecordGradients(PrivateGradients):
 
     With several processes the contributions of all are added on the first one, which draws the noise and sends
     the noisy sum to the others. The noise is then one draw of N(0, (z C)^2), as accounted, whatever their number, and
-    no other process holds a sum without it.
+    no other process holds the whole sum without it.
 
     Attributes:
         left_out: Number of contributions so far that were not finite. It depends on private records, so no file of a

@@ -287,8 +287,8 @@ def page_section() -> str:
         "Ridge regression on optical features of FashionMNIST, test accuracy in per cent against the number of "
         "features, beside the measurements of a real OPU by github.com/joneswack/opu-kernel-experiments "
         f"(csv/feature_evaluation; one map). Mean and standard error of {maps} maps ({results['date']}, "
-        f"{command(MODULE)}). Light, background and grains of `camera_fitted` were chosen in trials against the degree-2 "
-        "rows at 500 to 5,000 features; the others check it."
+        f"{command(MODULE)}). Light, background and grains of `camera_fitted` were chosen in trials against the "
+        "degree-2 rows at 500 to 5,000 features; the others check it."
     )
     parts = [table(results, 2), judgement(results)]
     if figures(results, "camera_fitted", 4, 100.0, 1000):

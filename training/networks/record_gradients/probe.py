@@ -109,30 +109,35 @@ def _changed(batch: tuple[Any, Any]) -> Iterator[tuple[int, tuple[Any, Any]]]:
     """Yield batches whose first or last record is another one, and of which it is NaN."""
     leaves, spec = tree_flatten(batch)
     for record in (0, _COUNTS[0] - 1):
-        for value in ("other", "nan"):
-            changed = [leaf.clone() if _holds(leaf, _COUNTS[0]) else leaf for leaf in leaves]
-            for leaf in changed:
-                if not _holds(leaf, _COUNTS[0]):
-                    continue
-                if value == "other":
-                    other = leaf[_COUNTS[0] // 2]
-                    other = other.flip(-1) if other.ndim else other
-                    leaf[record] = other * 0.5 + 0.25 if leaf.is_floating_point() else other
-                elif leaf.is_floating_point():
-                    leaf[record] = torch.nan
-            if value == "other" and all(_same(leaf, record, _COUNTS[0]) for leaf in leaves):
-                raise ValueError(
-                    "model: the probe's records are equal, so that it cannot see whether the model mixes records; give "
-                    "records that differ"
-                )
-            yield record, tree_unflatten(changed, spec)
+        yield record, tree_unflatten(_with_another(leaves, record), spec)
+        unknown = [leaf.clone() if _holds(leaf, _COUNTS[0]) else leaf for leaf in leaves]
+        for leaf in unknown:
+            if _holds(leaf, _COUNTS[0]) and leaf.is_floating_point():
+                leaf[record] = torch.nan
+        yield record, tree_unflatten(unknown, spec)
 
 
-def _same(leaf: Any, record: int, records: int) -> bool:
-    """Whether the record that takes another's place holds the same whole numbers; others are changed anyway."""
-    if not _holds(leaf, records):
-        return True
-    return not leaf.is_floating_point() and torch.equal(leaf[record], leaf[records // 2])
+def _with_another(leaves: list[Any], record: int) -> list[Any]:
+    """Return the leaves with another record in one's place: one of the batch that differs, or itself reversed."""
+    count = _COUNTS[0]
+    whole = [leaf for leaf in leaves if _holds(leaf, count) and not leaf.is_floating_point()]
+    donor = next(
+        (d for d in range(count) if any(not torch.equal(leaf[d], leaf[record]) for leaf in whole)), None
+    )
+    changed = [leaf.clone() if _holds(leaf, count) else leaf for leaf in leaves]
+    for leaf in changed:
+        if not _holds(leaf, count):
+            continue
+        other = leaf[record if donor is None else donor]
+        if donor is None and other.ndim:
+            other = other.flip(-1)
+        leaf[record] = other * 0.5 + 0.25 if leaf.is_floating_point() else other
+    if all(new is old or torch.equal(new, old) for new, old in zip(changed, leaves, strict=True)):
+        raise ValueError(
+            "model: the probe's records are equal, so that it cannot see whether the model mixes records; give "
+            "records that differ"
+        )
+    return changed
 
 
 def _holds(leaf: Any, records: int) -> bool:

@@ -118,20 +118,20 @@ def _changed(batch: tuple[Any, Any]) -> Iterator[tuple[int, tuple[Any, Any]]]:
 
 
 def _with_another(leaves: list[Any], record: int) -> list[Any]:
-    """Return the leaves with another record in one's place: one of the batch that differs, or itself reversed."""
+    """Return the leaves with another record in one's place: whole numbers of one that differs, other real numbers."""
     count = _COUNTS[0]
     whole = [leaf for leaf in leaves if _holds(leaf, count) and not leaf.is_floating_point()]
-    donor = next(
-        (d for d in range(count) if any(not torch.equal(leaf[d], leaf[record]) for leaf in whole)), None
-    )
+    donors = (d for d in range(count) if any(not torch.equal(leaf[d], leaf[record]) for leaf in whole))
+    donor = next(donors, record)
     changed = [leaf.clone() if _holds(leaf, count) else leaf for leaf in leaves]
     for leaf in changed:
         if not _holds(leaf, count):
             continue
-        other = leaf[record if donor is None else donor]
-        if donor is None and other.ndim:
-            other = other.flip(-1)
-        leaf[record] = other * 0.5 + 0.25 if leaf.is_floating_point() else other
+        other = leaf[donor]
+        if leaf.is_floating_point():
+            other = (other.flip(-1) if other.ndim else other) * 0.5 + 0.25
+            other = other.nan_to_num(0.25, 0.25, 0.25)
+        leaf[record] = other
     if all(new is old or torch.equal(new, old) for new, old in zip(changed, leaves, strict=True)):
         raise ValueError(
             "model: the probe's records are equal, so that it cannot see whether the model mixes records; give "

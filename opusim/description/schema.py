@@ -81,7 +81,7 @@ class MonitorSettings(StrictSection):
     saturated_outputs: float = Field(default=0.02, gt=0, lt=1)
 
 
-Status = Literal["measured", "datasheet", "assumed", "override"]
+Status = Literal["measured", "datasheet", "fitted", "assumed", "override"]
 Number = int | float | list[float]
 EXEMPT_FROM_PROVENANCE = ("schema", "medium", "access", "monitor")
 """Numbers that describe the file, the simulation or its use, not a physical device."""
@@ -205,7 +205,7 @@ class Provenance(StrictSection):
     """Where a number comes from.
 
     Attributes:
-        status: measured on this device, from a datasheet, assumed, or overridden by the caller.
+        status: measured on this device, from a datasheet, fitted to named data, assumed, or overridden by the caller.
         source: paper, page, date or person; not empty.
     """
 
@@ -259,7 +259,7 @@ class DeviceDescription(StrictSection):
         if missing:
             raise ValueError(
                 f"no provenance for {', '.join(missing)}; add to [provenance], for each, "
-                '"key" = {status = "measured" or "datasheet" or "assumed", source = "..."}'
+                '"key" = {status = "measured", "datasheet", "fitted" or "assumed", source = "..."}'
             )
         idle = sorted(set(self.provenance) - numbers)
         if idle:

@@ -54,6 +54,7 @@ MOST_DISTANCE, STANDARD_ERRORS = 0.5, 2.0
 GRID = [
     *((b, s, grain) for grain in (1, 4) for b in (0.0, 1.5, 3.0) for s in (200.0, 700.0)),
     *((1.5, s, 4) for s in (300.0, 400.0)),
+    *((b, s, 8) for b in (1.0, 1.5) for s in (300.0, 700.0)),
 ]
 """Background light over the mean light of a frame, that mean in electrons, and the pixels that a grain spans."""
 

@@ -218,6 +218,16 @@ class FeedbackAlignment(nn.Module):
             yield
 
     @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Project the error digitally, without code and noise, within the block: a probe repeats to the bit."""
+        kept = self._device, self._encoding, self._projection, self.column_sum, self._step, self._warned
+        self._device, self._encoding, self._projection = None, "real", None
+        try:
+            yield
+        finally:
+            self._device, self._encoding, self._projection, self.column_sum, self._step, self._warned = kept
+
+    @contextmanager
     def _in_state(self, state: Literal["measuring", "backpropagating"]) -> Iterator[None]:
         before, self._state = self._state, state
         try:

@@ -25,6 +25,7 @@ reach a parameter is refused:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from training.networks.record_gradients.recorder import Recorder
+from training.networks.record_gradients.separation import require_separate_gradients
 from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import preserved_generators
 from training.private_loop.inputs import cut_rows, require_recordable, require_rows, rows_of, template_of
@@ -117,8 +119,10 @@ class PrivateModule:
         if max_physical_batch_size is not None:
             require_rows((args, kwargs), rows_of(args, kwargs) or 0)
         self._template = template_of(module, args, kwargs)
+        _require_separate(self._tape, args, kwargs)
         self._trained = [p for layer in self._tape.layers for p in layer]
         self._known = {id(p) for p in self._trained}
+        self._hooks = _backward_hooks(module)
         for parameter in self._trained:
             parameter.grad = None  # of earlier training, which was not private
         self._batch: _Batch | None = None
@@ -177,7 +181,7 @@ class PrivateModule:
         )
 
     def require_same_parameters(self) -> None:
-        """Refuse a module whose parameters that learn are others than at the start.
+        """Refuse a module whose parameters that learn, or whose hooks on gradients, are others than at the start.
 
         Raises:
             RuntimeError: They are.
@@ -187,6 +191,11 @@ class PrivateModule:
             raise RuntimeError(
                 "module: its parameters that learn changed since make_private; freeze, unfreeze or add parameters "
                 "before it, or close the private loop and start another one"
+            )
+        if not _backward_hooks(self.module) <= self._hooks:
+            raise RuntimeError(
+                "module: a backward hook was added since make_private, which has not probed whether it mixes records; "
+                "register hooks before make_private"
             )
 
     # Forward
@@ -440,6 +449,30 @@ class _PrivateLoss(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> Any:
         ctx.write(float(factor))
         return None, None, None
+
+
+def _backward_hooks(module: nn.Module) -> set[int]:
+    """Return what identifies the hooks that see the gradients of a batch."""
+    return {
+        id(hook)
+        for inner in module.modules()
+        for hooks in (inner._backward_hooks, inner._backward_pre_hooks)
+        for hook in hooks.values()
+    }
+
+
+def _require_separate(tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a backward pass that mixes records; feedback points project exactly meanwhile."""
+    points = feedback_of(tape.model)
+
+    def seek() -> None:
+        for feedback in points:
+            feedback.seek(0)
+
+    with ExitStack() as stack:
+        for feedback in points:
+            stack.enter_context(feedback.exactly())
+        require_separate_gradients(tape, args, dict(kwargs), seek=seek)
 
 
 def _empty(output: Any) -> Any:

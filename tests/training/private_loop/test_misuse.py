@@ -166,6 +166,11 @@ def parameters_exchanged_later(loop: Loop) -> None:
     batch_of(loop)
 
 
+def a_backward_hook_added_later(loop: Loop) -> None:
+    loop.module[1].register_full_backward_hook(lambda m, into, out: (into[0] - into[0].mean(dim=0),))
+    batch_of(loop)
+
+
 def another_parameter_in_the_optimizer(loop: Loop) -> None:
     x, y = batch_of(loop)
     loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
@@ -206,6 +211,7 @@ REFUSED: list[tuple[Callable[[Loop], None], str]] = [
     (a_second_step, "without a new backward pass"),
     (a_parameter_frozen_later, "its parameters that learn changed"),
     (parameters_exchanged_later, "its parameters that learn changed"),
+    (a_backward_hook_added_later, "register hooks before make_private"),
     (another_parameter_in_the_optimizer, "parameters that are not the module's"),
     (saved_within_a_step, "is under way"),
     (used_after_close, "the private loop is closed"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,9 @@ def private(module: nn.Module, x: Tensor, folder: Path, **options: Any) -> Any:
     )
 
 
-NUMBERS, TOKENS = torch.randn(40, 4), torch.randint(9, (40, 4))
+GENERATOR = torch.Generator().manual_seed(5)
+NUMBERS = torch.randn(40, 4, generator=GENERATOR)
+TOKENS = torch.randint(9, (40, 4), generator=GENERATOR)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,9 @@ NUMBERS, TOKENS = torch.randn(40, 4), torch.randint(9, (40, 4))
         ("calls", NUMBERS, "a training pass changes buffer 'calls'"),
         ("histogram", TOKENS, "a training pass changes buffer 'histogram'"),
         ("records last", NUMBERS, "records must come first; transpose it in the module|no tensor with a row"),
-        ("mixes", TOKENS[:1].expand(40, 4), "the probe's records are equal"),
+        ("mixes", TOKENS, "mixes the records"),
+        ("mixes", TOKENS[:1].expand(40, 4), "mixes the records"),
+        ("mixes", TOKENS[:1, :1].expand(40, 4), "the probe's records are equal"),
     ],
 )
 def test_unsound_modules_are_refused(way: str, x: Tensor, message: str, tmp_path: Path) -> None:
@@ -86,6 +92,99 @@ def test_hooks_on_parameters_are_refused(tmp_path: Path) -> None:
     module.weight.register_hook(lambda gradient: 0 * gradient)
     with pytest.raises(ValueError, match="parameter 'weight' has a gradient hook"):
         private(module, NUMBERS, tmp_path)
+
+
+class MeanSubtracted(torch.autograd.Function):
+    """Subtracts the batch's mean gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(dim=0)
+
+
+class Numbered(torch.autograd.Function):
+    """Divides the gradient by the number of records."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / len(gradient)
+
+
+class Calls(nn.Module):
+    """Applies a function; it mixes records in evaluation mode only, or in both modes."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], *, scale: float = 1.0) -> None:
+        super().__init__()
+        self.function, self.scale = function, nn.Parameter(torch.tensor(scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, ...)."""
+        return x + self.scale * self.function(x)
+
+
+def between(part: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), part, nn.Linear(5, 3))
+
+
+def hooked(before: bool) -> nn.Sequential:
+    """A hook subtracts the mean of the batch from the gradients."""
+    module = between(nn.Identity())
+    if before:
+        module[3].register_full_backward_pre_hook(lambda m, out: (out[0] - out[0].mean(dim=0),))
+    else:
+        module[1].register_full_backward_hook(lambda m, into, out: (into[0] - into[0].mean(dim=0),))
+    return module
+
+
+def hooked_tensor(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient / gradient.norm())
+    return x
+
+
+MIXING_BACKWARD = {
+    "a function": lambda: between(Calls(MeanSubtracted.apply)),
+    "a function behind a weight of 0": lambda: between(Calls(MeanSubtracted.apply, scale=0.0)),
+    "a function of the number of records": lambda: between(Calls(Numbered.apply)),
+    "a backward hook": lambda: hooked(before=False),
+    "a hook before a module's backward pass": lambda: hooked(before=True),
+    "a hook on a tensor": lambda: between(Calls(hooked_tensor)),
+}
+
+
+@pytest.mark.parametrize("case", MIXING_BACKWARD)
+def test_backward_passes_that_mix_records_are_refused(case: str, tmp_path: Path) -> None:
+    module = MIXING_BACKWARD[case]()
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(
+        ValueError, match="in the backward pass one record changes the gradient of another"
+    ) as caught:
+        private(module, NUMBERS, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_what_reaches_a_feedback_point_is_probed_without_the_device(tmp_path: Path) -> None:
+    """Mixing in a point's block is found; the device is read in steps only."""
+    device = opusim.open_device("gaussian", n_inputs=3, n_outputs=5)
+    options = {"device": device, "encoding": "stochastic"}
+    sound = opusim.FeedbackAlignment(between(nn.Identity()), ["1"], **options)
+    private(sound, NUMBERS, tmp_path / "sound").close()
+    assert sound.device is device
+    assert device.usage.frames == 0
+    block = nn.Sequential(Calls(MeanSubtracted.apply), nn.Tanh())
+    mixing = opusim.FeedbackAlignment(between(block), ["2"], **options)
+    with pytest.raises(ValueError, match="in the backward pass one record"):
+        private(mixing, NUMBERS, tmp_path / "mixing")
 
 
 class Weighted(nn.Module):

@@ -24,6 +24,7 @@ reach a parameter is refused:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -44,6 +45,8 @@ from training.private_loop.sharing import Act, SharedSteps, feedback_of
 from training.protections.record import RecordGradients
 
 _UNSEEN = "the module ran where its calls are not caught, such as compiled, or a part of it ran outside of it"
+_LEAST_SCALE = 2.0**8
+"""Powers of two from here on are taken for the factor of a GradScaler, which starts with 2^16."""
 _PASSES_A_STEP = 2**20
 """Numbers that a step's backward passes have for the device, so that parts of a batch do not share its noise."""
 
@@ -406,6 +409,12 @@ class PrivateModule:
         return pairs
 
     def _require_constant(self, factor: float) -> None:
+        if factor >= _LEAST_SCALE and math.frexp(factor)[0] == 0.5:
+            raise RuntimeError(
+                f"backward: the loss was multiplied by {factor:g}, as a GradScaler does, whose factor depends on the "
+                "records and would act after the clip; leave it out, and take torch.bfloat16 or float32 instead of "
+                "torch.float16"
+            )
         self.factor = factor if self.factor is None else self.factor
         if factor != self.factor or not 0 < abs(factor) < float("inf"):
             raise RuntimeError(

@@ -181,3 +181,19 @@ def test_a_loop_over_the_encodings_of_a_tokenizer_meets_empty_batches(tmp_path: 
             sizes.append(len(batch["labels"]))
             assert all(len(value) == sizes[-1] for value in batch.values())
     assert min(sizes) == 0 < max(sizes)
+
+
+def test_what_a_loop_sees_of_an_empty_batch(tmp_path: Path) -> None:
+    """What docs/coming-from-opacus.md says of it."""
+    with private(tensors, tmp_path) as loop:
+        model, _, criterion, loader = loop
+        for x, y in loader:
+            loss = criterion(model(x.flatten(1)), y - 1)
+            loss.backward()
+            if not len(x):
+                with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
+                    x.view(x.size(0), -1)
+                assert loss.item() == 0
+                assert torch.isnan((model(x).argmax(dim=1) == y).float().mean())
+                return
+    raise AssertionError("no batch was empty")

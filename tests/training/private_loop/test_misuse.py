@@ -131,6 +131,11 @@ def a_factor_that_depends_on_the_batch(loop: Loop) -> None:
         (loop.criterion(loop.module(x), y) * (1 + len(x))).backward()
 
 
+def a_gradient_scaler(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    torch.amp.GradScaler("cpu").scale(loop.criterion(loop.module(x), y)).backward()
+
+
 def a_batch_left_out(loop: Loop) -> None:
     for x, y in loop.data_loader:
         if len(x) > 10:
@@ -205,6 +210,7 @@ REFUSED: list[tuple[Callable[[Loop], None], str]] = [
     (before_any_batch, "the module ran without a batch"),
     (a_penalty_on_the_parameters, "a gradient that is not private reached a parameter"),
     (a_factor_that_depends_on_the_batch, "multiply it by the same constant"),
+    (a_gradient_scaler, "as a GradScaler does, .* take torch.bfloat16"),
     (a_batch_left_out, "left without a backward pass"),
     (targets_of_other_records, r"argument of shape \(\d+,\) has no row for each"),
     (a_step_without_backward, "without a new backward pass"),

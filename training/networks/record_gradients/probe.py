@@ -105,24 +105,17 @@ def _changed(batch: Rows) -> Iterator[tuple[int, Rows]]:
 
 
 def _with_another(batch: Rows, record: int) -> Rows:
-    """Return the batch with another record in one's place.
-
-    It is one of the batch whose whole numbers differ; else its own first whole number repeated, for a reversed one may
-    look the same to a model that adds over positions; and its other numbers reversed and scaled.
-    """
+    """Return the batch with another record in one's place: whole numbers of one that differs, other real numbers."""
     whole = [leaf for leaf in batch.tensors if not leaf.is_floating_point()]
-    donor = next(
-        (d for d in range(batch.records) if any(not torch.equal(leaf[d], leaf[record]) for leaf in whole)),
-        None,
+    donors = (
+        d for d in range(batch.records) if any(not torch.equal(leaf[d], leaf[record]) for leaf in whole)
     )
+    donor = next(donors, record)
 
     def change(leaf: Tensor) -> Tensor:
-        other = leaf[record if donor is None else donor]
+        other = leaf[donor]
         if leaf.is_floating_point():
-            other = other.flip(-1) if donor is None and other.ndim else other
-            other = finite(other) * 0.5 + 0.25
-        elif donor is None and other.ndim:
-            other = other[..., :1].expand_as(other)
+            other = finite(other.flip(-1) if other.ndim else other) * 0.5 + 0.25
         return torch.cat([leaf[:record], other[None], leaf[record + 1 :]])
 
     changed = batch.mapped(change)

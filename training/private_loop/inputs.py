@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from training.networks.record_gradients.layout import Rows
-from training.networks.record_gradients.separation import require_no_hooks
+from training.networks.record_gradients.separation import require_no_hooks, require_separate_gradients
+from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import preserved_generators
 from training.private_loop.loader import examples
+from training.private_loop.sharing import feedback_of
 
 _COUNTS = (7, 5)
 """Batch sizes of a probe; primes, so that few other dimensions have such a factor."""
@@ -191,3 +194,27 @@ def rows_of(args: Any, kwargs: Any) -> int | None:
     """Return the first size of the first tensor among arguments, or None if there is none."""
     leaves = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.ndim]
     return len(leaves[0]) if leaves else None
+
+
+def backward_hooks(module: nn.Module) -> set[int]:
+    """Return what identifies the hooks that see the gradients of a batch."""
+    return {
+        id(hook)
+        for inner in module.modules()
+        for hooks in (inner._backward_hooks, inner._backward_pre_hooks)
+        for hook in hooks.values()
+    }
+
+
+def require_separate(tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a backward pass that mixes records; feedback points project exactly meanwhile."""
+    points = feedback_of(tape.model)
+
+    def seek() -> None:
+        for feedback in points:
+            feedback.seek(0)
+
+    with ExitStack() as stack:
+        for feedback in points:
+            stack.enter_context(feedback.exactly())
+        require_separate_gradients(tape, args, dict(kwargs), seek=seek)

@@ -22,6 +22,7 @@ from accounting.ledger.statement import LedgerFacts, Statement
 from opusim.files import write_file
 from opusim.randomness.streams import derive_seed
 from training.data.samplers import PoissonSampler
+from training.private_loop.accountants import NamedAccountant
 from training.private_loop.criterion import PrivateCriterion
 from training.private_loop.inputs import require_own_parameters
 from training.private_loop.loader import PrivateLoader
@@ -66,6 +67,7 @@ class PrivateTraining:
         folder: Path,
         stack: ExitStack,
         shared: SharedSteps,
+        accountant: NamedAccountant | None = None,
     ) -> None:
         """Put the pieces together; `make_private` describes them. The stack holds what `close` ends."""
         self.module, self.optimizer, self.settings, self.folder = private.module, optimizer, settings, folder
@@ -76,7 +78,7 @@ class PrivateTraining:
             settings.sample_rate,
             seed=None if seed is None else derive_seed(seed, "private-loop", "batches"),
         )
-        self._shared = shared
+        self._shared, self._accountant = shared, accountant
         self.data_loader = PrivateLoader(
             data_loader,
             sampler,
@@ -169,17 +171,23 @@ class PrivateTraining:
     def statement(self) -> Statement:
         """Return the guarantee with everything that it rests on; `to_json` gives the document for a reviewer.
 
+        If `make_private` was given an accountant, a second guarantee has its epsilon, with the status claimed.
+
         Raises:
             NoGuarantee: Nothing was paid for yet.
+            ValueError: The accountant given raises an error, or returns no epsilon.
         """
         content, several = self._paid, self._shared.several
         if not content.payments:
             raise NoGuarantee(
                 "statement: no step was paid for yet; train on a batch of the private loader first"
             )
+        stated = [as_enforced(guarantee, several=several) for guarantee in content.guarantees()]
+        if self._accountant is not None:
+            stated += [self._accountant.claimed(content.mechanisms, ours) for ours in stated]
         return Statement(
             mode=content.mode,
-            guarantees=tuple(as_enforced(guarantee, several=several) for guarantee in content.guarantees()),
+            guarantees=tuple(stated),
             mechanisms=tuple(content.mechanisms),
             ledger=LedgerFacts.of(content, [witness.name for witness in self._witnesses]),
             run=None,

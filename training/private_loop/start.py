@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from opusim import checks
 from opusim.processes.ranks import Ranks, init_process_group
 from opusim.randomness.streams import noise_stream
+from training.private_loop.accountants import NamedAccountant
 from training.private_loop.inputs import example_of, require_arguments, require_own_parameters
 from training.private_loop.loader import batch_size_of
 from training.private_loop.module import PrivateModule
@@ -42,6 +43,7 @@ def make_private(
     sample_rate: float | None = None,
     max_physical_batch_size: int | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    accountant: str | None = None,
     resume: bool = False,
 ) -> PrivateTraining:
     """Make a training loop private: DP-SGD on whole records, with a ledger that every step is paid in first.
@@ -85,6 +87,8 @@ def make_private(
         max_physical_batch_size: Records in memory at once; larger batches run in parts, whose forward passes run twice.
         example_inputs: Arguments of the module for a few records, a sequence or a mapping by name. None takes the first
             entry of the loader's batches, or all but the labels of a mapping.
+        accountant: Name of another accountant, which an installed package brings by the entry-point group
+            "opusim.accountants"; the statement has its epsilon as well, as claimed. Budget and `epsilon` stay ours.
         resume: Resume from the last `save` in `folder`, with the same arguments.
 
     Returns:
@@ -113,6 +117,7 @@ def make_private(
         checks.instance(torch.optim.Optimizer, optimizer=optimizer)
         if max_physical_batch_size is not None:
             checks.integer(minimum=1, max_physical_batch_size=max_physical_batch_size)
+        other = None if accountant is None else NamedAccountant.load(accountant)
         batch_size = batch_size_of(data_loader)
         require_own_parameters(optimizer, module)
         if shared.several:
@@ -121,7 +126,15 @@ def make_private(
                 "optimizer": optimizer_facts(optimizer),
                 "data_loader": loader_facts(data_loader),
             }
-            shared.require_same_call({**given, **own, "data_loader.batch_size": batch_size, "resume": resume})
+            shared.require_same_call(
+                {
+                    **given,
+                    **own,
+                    "data_loader.batch_size": batch_size,
+                    "resume": resume,
+                    "accountant": accountant,
+                }
+            )
         shared.require_devices_of_all(module)
         place = Path(folder)
         settings = shared.ranks.on_first(
@@ -147,6 +160,7 @@ def make_private(
             folder=place,
             stack=stack,
             shared=shared,
+            accountant=other,
         )
         loop.open(resume=resume)
     return loop

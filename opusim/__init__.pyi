@@ -96,7 +96,7 @@ from training.engine.trainer import Trainer as Trainer
 from training.feedback.diagnosis import Diagnosis as Diagnosis
 from training.feedback.points import FeedbackAlignment as FeedbackAlignment
 from training.private_loop.session import PrivateTraining as PrivateTraining
-from training.private_loop.session import make_private as make_private
+from training.private_loop.start import make_private as make_private
 from training.protections.base import PoissonProtection as PoissonProtection
 from training.protections.base import PrivateGradients as PrivateGradients
 from training.protections.base import Protection as Protection

@@ -201,7 +201,7 @@ LOOPS: Mapping[str, Loop] = {
     "noise in release": Loop(
         model=wide, count=N_RECORDS, batch_size=N_RECORDS, options=NOISY | RELEASE, epochs=1
     ),
-    "batches": Loop(count=N_RECORDS, batch_size=6, options=RELEASE, epochs=20),
+    "batches": Loop(count=N_RECORDS, batch_size=6, options=RELEASE, epochs=10),
     "wrapped": Loop(train=wrapped),
     "device of one": Loop(model=device_of_one),
     "seed": Loop(spoil=another_seed),

@@ -74,7 +74,7 @@ def _bare(model: Custom, x: Tensor) -> Tensor:
 
 
 def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(*shape))
+    return nn.Parameter(torch.randn(shape))
 
 
 def _frozen() -> nn.Module:
@@ -190,6 +190,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
             positions=_parameter(1, 7, 4),
             matrix=_parameter(3, 4),
         ),
+        features(5, 4),
+    ),
+    "scalar gate": (
+        lambda: Custom(lambda m, x: x + m.gate * m.f(x), gate=_parameter(), f=nn.Linear(4, 4)),
         features(5, 4),
     ),
     "in place": (

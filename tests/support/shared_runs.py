@@ -94,7 +94,7 @@ MANY = {
     "protection": {"kind": "record", "clip_norm": 1.0, "noise_multiplier": 1.0},
     "sampler": {"scheme": "poisson", "batch_size": 6},
     "checkpoint": {"every_steps": 1000},
-    "epochs": 40,
+    "epochs": 24,
     "mode": "release",
 }
 POINTS = {"points": ["2", "5"], "slices": "shared"}

@@ -6,9 +6,50 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from opusim.devices.usage import Usage
 from opusim.tables import as_records, column_widths, output_width
+from training.feedback.layout import Slice
+from training.feedback.projection import Projection
+
+Calls = Sequence[tuple[str, Tensor]]
+"""Name and output of each call of a point."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a backward pass projected.
+
+    Attributes:
+        rows: The rows of the error, shape (rows, n_inputs).
+        reading: Their readings, shape (rows, n_outputs).
+        feedback: What each call of a point received.
+        used: Frames and seconds of the device.
+    """
+
+    rows: Tensor
+    reading: Tensor
+    feedback: list[Tensor]
+    used: Usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """Gradients of a pass through the points, and of one by backpropagation.
+
+    Attributes:
+        reached: Name of each call of a point, and which parameters its block has.
+        found: The parameters' gradients with feedback.
+        true: Name of each call of a point, and dL/dh by backpropagation.
+        reference: The parameters' gradients by backpropagation.
+    """
+
+    reached: list[tuple[str, list[bool]]]
+    found: list[Tensor | None]
+    true: list[tuple[str, Tensor | None]]
+    reference: list[Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +131,72 @@ def signal_to_noise(reading: Tensor, noise_power: Tensor) -> float:
     if not noise:
         return math.inf
     return math.sqrt(max(float(reading.double().square().mean()) - noise, 0.0) / noise)
+
+
+def learnt_gradients(
+    value: Tensor, calls: Calls, parameters: Sequence[Tensor]
+) -> tuple[list[tuple[str, list[bool]]], list[Tensor | None]]:
+    """Return which parameters the block of each call has, and the gradients of all parameters.
+
+    Args:
+        value: The loss.
+        calls: The calls of points that it came from.
+        parameters: Parameters that learn.
+    """
+    reached = [(name, _reached(h, parameters)) for name, h in calls]
+    return reached, list(torch.autograd.grad(value, parameters, allow_unused=True))
+
+
+def true_gradients(
+    value: Tensor, calls: Calls, parameters: Sequence[Tensor]
+) -> tuple[list[tuple[str, Tensor | None]], list[Tensor | None]]:
+    """Return dL/dh of each call, and the gradients of all parameters; arguments as in `learnt_gradients`."""
+    outputs = [h for _, h in calls if h.requires_grad]
+    gradients: list[Tensor | None] = [*torch.autograd.grad(value, [*outputs, *parameters], allow_unused=True)]
+    signals = [(name, gradients.pop(0) if h.requires_grad else None) for name, h in calls]
+    return signals, gradients
+
+
+def compared(updates: Updates, seen: Reading, projection: Projection, slices: Sequence[Slice]) -> Diagnosis:
+    """Compare feedback with backpropagation.
+
+    Args:
+        updates: Gradients of both.
+        seen: What was projected.
+        projection: What projected it.
+        slices: The outputs of B of each call of a point.
+    """
+    noise = projection.noise_power(seen.rows).expand(seen.reading.shape[1])
+    points = []
+    for part, (name, reached), (_, gradient), feedback in zip(
+        slices, updates.reached, updates.true, seen.feedback, strict=True
+    ):
+        outputs = slice(part.offset, part.end)
+        points.append(
+            PointDiagnosis(
+                name=name,
+                signal_alignment=cosine([feedback], [gradient]),
+                update_alignment=cosine(
+                    [g for g, own in zip(updates.found, reached, strict=True) if own],
+                    [g for g, own in zip(updates.reference, reached, strict=True) if own],
+                ),
+                signal_to_noise=signal_to_noise(seen.reading[:, outputs], noise[outputs]),
+            )
+        )
+    return Diagnosis(
+        points=tuple(points),
+        shown=projection.shown(seen.rows),
+        rows=len(seen.rows),
+        frames=seen.used.frames,
+        seconds=seen.used.seconds,
+    )
+
+
+def _reached(output: Tensor, parameters: Sequence[Tensor]) -> list[bool]:
+    """Return which parameters the graph of an output leads to."""
+    if not output.requires_grad:
+        return [False] * len(parameters)
+    found = torch.autograd.grad(
+        output, parameters, torch.zeros_like(output), retain_graph=True, allow_unused=True
+    )
+    return [gradient is not None for gradient in found]

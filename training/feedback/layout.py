@@ -192,3 +192,14 @@ def spread(
     total = own.sum(dim=1)  # (records, channels x positions with their own outputs)
     total = total.mul_(gain / (part.channels * point.positions) ** 0.5)
     return total.view(len(total), part.positions, part.channels).expand(tuple(point))
+
+
+def through_layer_norm(signal: Tensor, h: Tensor) -> Tensor:
+    """Return J^T s with J the Jacobian of (h - mean h) / std h, for each row; no gain and no bias.
+
+    J^T s = (s - mean s - x mean(s x)) / std h, with x = (h - mean h) / std h (Ba et al., "Layer normalization", 2016).
+    """
+    centred = h - h.mean(dim=-1, keepdim=True)
+    std = centred.square().mean(dim=-1, keepdim=True).add_(1e-5).sqrt_()
+    x = centred / std
+    return (signal - signal.mean(dim=-1, keepdim=True) - x * (signal * x).mean(dim=-1, keepdim=True)) / std

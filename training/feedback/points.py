@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
@@ -26,9 +25,33 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
 from opusim.medium.transmission import Medium
 from opusim.randomness import derive_seed
-from training.feedback.diagnosis import Diagnosis, PointDiagnosis, cosine, signal_to_noise
-from training.feedback.layout import Extent, Rows, Slice, View, arrange, chosen_rows, spread
-from training.feedback.marking import find_points, mapped, require_submodule, tensors_of, warn_of_unnormalised
+from training.feedback.diagnosis import (
+    Diagnosis,
+    Reading,
+    Updates,
+    compared,
+    learnt_gradients,
+    true_gradients,
+)
+from training.feedback.layout import (
+    Extent,
+    Rows,
+    Slice,
+    View,
+    arrange,
+    chosen_rows,
+    spread,
+    through_layer_norm,
+)
+from training.feedback.marking import (
+    add_prefix,
+    drop_prefix,
+    find_points,
+    mapped,
+    require_submodule,
+    tensors_of,
+    warn_of_unnormalised,
+)
 from training.feedback.projection import (
     DeviceProjection,
     DigitalProjection,
@@ -47,16 +70,6 @@ class FeedbackShape(NamedTuple):
 
     n_inputs: int
     n_outputs: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Reading:
-    """What the last backward pass projected, kept for a diagnosis."""
-
-    rows: Tensor
-    reading: Tensor
-    feedback: list[Tensor]
-    used: Usage
 
 
 class FeedbackAlignment(nn.Module):
@@ -174,11 +187,11 @@ class FeedbackAlignment(nn.Module):
         self._connected, self._learning = False, False
         self._state: Literal["learning", "measuring", "backpropagating"] = "learning"
         self._warned = self._outside = False
-        self._observed: list[_Reading] | None = None
+        self._observed: list[Reading] | None = None
         self._step = 0
         self._handles = self._install()
-        self.register_state_dict_post_hook(_drop_prefix)
-        self.register_load_state_dict_pre_hook(_add_prefix)
+        self.register_state_dict_post_hook(drop_prefix)
+        self.register_load_state_dict_pre_hook(add_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns."""
@@ -216,6 +229,16 @@ class FeedbackAlignment(nn.Module):
         """
         with self._in_state("backpropagating"):
             yield
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Project the error digitally, without code and noise, within the block: a probe repeats to the bit."""
+        kept = self._device, self._encoding, self._projection, self.column_sum, self._step, self._warned
+        self._device, self._encoding, self._projection = None, "real", None
+        try:
+            yield
+        finally:
+            self._device, self._encoding, self._projection, self.column_sum, self._step, self._warned = kept
 
     @contextmanager
     def _in_state(self, state: Literal["measuring", "backpropagating"]) -> Iterator[None]:
@@ -330,19 +353,26 @@ class FeedbackAlignment(nn.Module):
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         step, self._observed = self._step, []
         try:
-            calls, updates = self._gradients(loss, parameters, owners=True)
+            reached, found = learnt_gradients(*self._ran(loss), parameters)
             if not self._observed:
                 raise ValueError(
                     "loss() returns a value that no forward pass of the model led to; run it on a batch"
                 )
             seen = self._observed[-1]
             with self.backpropagating():
-                true, reference = self._gradients(loss, parameters, owners=False)
+                true, reference = true_gradients(*self._ran(loss), parameters)
         finally:
             self._observed, self._kept, self._step = None, [], step
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(buffers[name])
-        return self._compared(calls, updates, true, reference, seen)
+        updates = Updates(reached=reached, found=found, true=true, reference=reference)
+        return compared(updates, seen, self._projector(seen.rows.device), self._slices)
+
+    def _ran(self, loss: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+        """Return the loss and the calls of points that it came from."""
+        with torch.random.fork_rng(), torch.enable_grad():
+            value = loss()
+        return value, self._kept
 
     # Hooks
 
@@ -539,12 +569,12 @@ class FeedbackAlignment(nn.Module):
                 )
             signal = signals[key]
             if self._normalised:
-                signal = _through_layer_norm(signal, self._view.rows(h.detach().float()))
+                signal = through_layer_norm(signal, self._view.rows(h.detach().float()))
             found.append(self._view.shaped(signal, h.shape).to(h.dtype))
         if self._observed is not None:
             used = self.usage - before
             self._observed.append(
-                _Reading(rows=rows, reading=reading.flatten(0, 1), feedback=found, used=used)
+                Reading(rows=rows, reading=reading.flatten(0, 1), feedback=found, used=used)
             )
         return [signal if h.requires_grad else None for signal, h in zip(found, points, strict=True)]
 
@@ -596,59 +626,6 @@ class FeedbackAlignment(nn.Module):
                 )
                 self.column_sum = projection.ones
         return self._projection
-
-    # Diagnosis
-
-    def _gradients(
-        self, loss: Callable[[], Tensor], parameters: Sequence[Tensor], *, owners: bool
-    ) -> tuple[list[Any], list[Tensor | None]]:
-        """Return, for each call of a point, (name, parameters of its block or dL/dh), and the parameters' gradients."""
-        with torch.random.fork_rng(), torch.enable_grad():
-            value = loss()
-        calls = self._kept
-        if owners:
-            found: list[Any] = [(name, _reached(h, parameters)) for name, h in calls]
-            return found, list(torch.autograd.grad(value, parameters, allow_unused=True))
-        outputs = [h for _, h in calls if h.requires_grad]
-        gradients: list[Tensor | None] = [
-            *torch.autograd.grad(value, [*outputs, *parameters], allow_unused=True)
-        ]
-        found = [(name, gradients.pop(0) if h.requires_grad else None) for name, h in calls]
-        return found, gradients
-
-    def _compared(
-        self,
-        calls: Sequence[tuple[str, list[bool]]],
-        updates: Sequence[Tensor | None],
-        true: Sequence[tuple[str, Tensor | None]],
-        reference: Sequence[Tensor | None],
-        seen: _Reading,
-    ) -> Diagnosis:
-        projection = self._projector(seen.rows.device)
-        noise = projection.noise_power(seen.rows).expand(seen.reading.shape[1])
-        points = []
-        for part, (name, reached), (_, gradient), feedback in zip(
-            self._slices, calls, true, seen.feedback, strict=True
-        ):
-            outputs = slice(part.offset, part.end)
-            points.append(
-                PointDiagnosis(
-                    name=name,
-                    signal_alignment=cosine([feedback], [gradient]),
-                    update_alignment=cosine(
-                        [g for g, own in zip(updates, reached, strict=True) if own],
-                        [g for g, own in zip(reference, reached, strict=True) if own],
-                    ),
-                    signal_to_noise=signal_to_noise(seen.reading[:, outputs], noise[outputs]),
-                )
-            )
-        return Diagnosis(
-            points=tuple(points),
-            shown=projection.shown(seen.rows),
-            rows=len(seen.rows),
-            frames=seen.used.frames,
-            seconds=seen.used.seconds,
-        )
 
 
 class _Project(torch.autograd.Function):
@@ -705,47 +682,3 @@ def _no_gradient(name: str) -> str:
 def _in_backward() -> bool:
     """Whether autograd is running a backward pass, as it is while a checkpointed part is recomputed."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _reached(output: Tensor, parameters: Sequence[Tensor]) -> list[bool]:
-    """Return which parameters the graph of an output leads to."""
-    if not output.requires_grad:
-        return [False] * len(parameters)
-    found = torch.autograd.grad(
-        output, parameters, torch.zeros_like(output), retain_graph=True, allow_unused=True
-    )
-    return [gradient is not None for gradient in found]
-
-
-def _through_layer_norm(signal: Tensor, h: Tensor) -> Tensor:
-    """Return J^T s with J the Jacobian of (h - mean h) / std h, for each row; no gain and no bias.
-
-    J^T s = (s - mean s - x mean(s x)) / std h, with x = (h - mean h) / std h (Ba et al., "Layer normalization", 2016).
-    """
-    centred = h - h.mean(dim=-1, keepdim=True)
-    std = centred.square().mean(dim=-1, keepdim=True).add_(1e-5).sqrt_()
-    x = centred / std
-    return (signal - signal.mean(dim=-1, keepdim=True) - x * (signal * x).mean(dim=-1, keepdim=True)) / std
-
-
-def _drop_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Name the entries of a state dict, and its metadata, as the plain model does."""
-    inner = f"{prefix}model."
-    _rename(state, {key: prefix + key.removeprefix(inner) for key in state if key.startswith(inner)})
-    versions = getattr(state, "_metadata", {})
-    whole = inner.removesuffix(".")
-    renamed = {key: prefix + key.removeprefix(inner) for key in versions if key.startswith(inner)}
-    _rename(versions, {whole: prefix.removesuffix("."), **renamed} if whole in versions else renamed)
-
-
-def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Undo `_drop_prefix` before a state dict is loaded."""
-    _rename(
-        state, {key: f"{prefix}model.{key.removeprefix(prefix)}" for key in state if key.startswith(prefix)}
-    )
-
-
-def _rename(entries: dict[str, Any], names: dict[str, str]) -> None:
-    """Rename entries, all at once: a new name may be another entry's old one."""
-    values = {new: entries.pop(old) for old, new in names.items()}
-    entries.update(values)

@@ -176,7 +176,10 @@ def _state(model: nn.Module, *, everything: bool, setting: int) -> dict[str, Ten
     for name, parameter in model.named_parameters():
         value = parameter.detach()
         if setting and value.is_floating_point() and value.numel() and (everything or _constant(value)):
-            size = float(value.double().square().mean().sqrt()) or value[..., :1].numel() ** -0.5
+            size = (
+                float(value.double().square().mean().sqrt())
+                or torch.atleast_1d(value)[..., :1].numel() ** -0.5
+            )
             move = torch.randn(value.shape, generator=generator).mul_(0.5 * size)
             state[name] = value + move.to(value)
     return state

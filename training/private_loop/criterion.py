@@ -11,9 +11,10 @@ calls it for all records at once; a criterion that vmap cannot map is called in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -58,11 +59,12 @@ class PrivateCriterion(nn.Module):
 
         Args:
             *args: The criterion's arguments: outputs exactly as the module returned them, and targets. Every tensor has
-                one row per record; other values reach the criterion as they are.
+                one row per record; numbers and texts reach the criterion as they are.
             **kwargs: Its keyword arguments, likewise.
 
         Raises:
-            ValueError: Outputs were changed on the way, or a tensor has no row per record.
+            ValueError: Outputs were changed on the way, a tensor has no row per record, or an argument holds tensors
+                that cannot be told apart by record.
         """
         leaves, spec = tree_flatten((args, kwargs))
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -70,6 +72,7 @@ class PrivateCriterion(nn.Module):
         if not outputs:
             loss: Tensor = self.criterion(*args, **kwargs)
             return loss
+        self._require_plain(leaves)
         self._require_rows([leaves[n] for n in places])
         free = {n: output.detach().requires_grad_() for n, output in outputs.items()}
         rows = [free.get(n, leaves[n]) for n in places]
@@ -125,6 +128,16 @@ class PrivateCriterion(nn.Module):
                 f"criterion returned {type(loss).__name__}: must return a tensor; return the loss only"
             )
         return loss.float().mean()
+
+    @staticmethod
+    def _require_plain(leaves: Sequence[Any]) -> None:
+        """Refuse containers whose tensors would reach the criterion whole, with all records."""
+        for leaf in leaves:
+            if isinstance(leaf, Mapping | np.ndarray):
+                raise ValueError(
+                    f"criterion: an argument is a {type(leaf).__name__}, whose rows cannot be told apart; give the "
+                    "tensors in it, such as batch['labels']"
+                )
 
     def _require_rows(self, tensors: Sequence[Tensor]) -> None:
         records = self._private.records

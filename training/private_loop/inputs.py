@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,10 +12,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
-from training.networks.record_gradients.separation import require_no_hooks
+from training.networks.record_gradients.layout import Rows
+from training.networks.record_gradients.separation import require_no_hooks, require_separate_gradients
+from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import preserved_generators
 from training.private_loop.loader import examples
+from training.private_loop.sharing import feedback_of
 
+_COUNTS = (7, 5)
+"""Batch sizes of a probe; primes, so that few other dimensions have such a factor."""
 _DISTRIBUTED = ("torch.nn.parallel.", "torch.distributed.")
 """Where torch's classes are defined that share a module between processes, devices or threads."""
 
@@ -102,18 +107,22 @@ def example_of(
 
 
 def template_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return the module's outputs for the probe, and refuse buffers that a training pass changes.
+    """Return the module's outputs for some records, and refuse buffers that a training pass changes.
+
+    The module runs on batches of two sizes, so that a dimension that only happens to have the size of a batch is told
+    from that of the records.
 
     Raises:
-        ValueError: A training pass changes a buffer, no output has a row per record, or an output that grows with the
-            batch has its records in another dimension than the first.
+        ValueError: A training pass changes a buffer, no output has a row per record, or an output that varies with the
+            number of records does not have one row for each, in its first dimension.
     """
-    rows = rows_of(args, kwargs) or 0
+    given = Rows.of((args, kwargs))
+    many, few = (given.repeated(count) for count in _COUNTS)
     with preserved_generators(next(module.parameters()).device), torch.no_grad():
         start = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        output = _seeded(module, args, kwargs)  # some modules fill caches in their first pass
+        _seeded(module, many)  # some modules fill caches in their first pass
         before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        output = _seeded(module, args, kwargs)
+        output = _seeded(module, many)
         for name, buffer in module.named_buffers():
             changed = name not in before or not torch.equal(before[name], buffer)
             if name in start:
@@ -124,25 +133,33 @@ def template_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
                     "and which no noise protects; switch that off, such as track_running_stats=False, or use modules "
                     "that keep nothing"
                 )
-        fewer = None
-        if rows > 2:
-            cut = partial(cut_rows, records=rows, part=slice(0, rows - 2))
-            fewer = _seeded(module, cut(args), cut(dict(kwargs)))
-            for name, buffer in module.named_buffers():
-                if name in start:
-                    buffer.copy_(start[name])
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    if not any(leaf.shape[:1] == (rows,) for leaf in leaves):
-        raise ValueError("module returns no tensor with a row for each record; return outputs, not a loss")
-    if fewer is not None:
-        others = [leaf for leaf in tree_leaves(fewer) if isinstance(leaf, Tensor)]
-        for leaf, other in zip(leaves, others, strict=True):
-            if leaf.shape != other.shape and (leaf.shape[:1], other.shape[:1]) != ((rows,), (rows - 2,)):
-                raise ValueError(
-                    f"module returns a tensor of shape {tuple(leaf.shape)} for {rows} records and "
-                    f"{tuple(other.shape)} for {rows - 2}: records must come first; transpose it in the module"
-                )
+        fewer = _seeded(module, few)
+        for name, buffer in module.named_buffers():
+            if name in start:
+                buffer.copy_(start[name])
+    _require_one_row(*(_shapes(each) for each in (output, fewer)))
     return output
+
+
+def _shapes(output: Any) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _require_one_row(many: Sequence[tuple[int, ...]], few: Sequence[tuple[int, ...]]) -> None:
+    """Refuse outputs without a row for each record, by their shapes in batches of two sizes."""
+    if len(many) != len(few):
+        raise ValueError(
+            f"module returns {len(many)} tensors for {_COUNTS[0]} records and {len(few)} for {_COUNTS[1]}; return "
+            "tensors with a row for each record"
+        )
+    if not any((a[:1], b[:1]) == ((_COUNTS[0],), (_COUNTS[1],)) for a, b in zip(many, few, strict=True)):
+        raise ValueError("module returns no tensor with a row for each record; return outputs, not a loss")
+    for a, b in zip(many, few, strict=True):
+        if a != b and ((a[:1], b[:1]) != ((_COUNTS[0],), (_COUNTS[1],)) or a[1:] != b[1:]):
+            raise ValueError(
+                f"module returns a tensor of shape {a} for {_COUNTS[0]} records and {b} for {_COUNTS[1]}: records must "
+                "come first, with one row each; transpose or reshape it in the module"
+            )
 
 
 def cut_rows(values: Any, *, records: int, part: slice) -> Any:
@@ -167,8 +184,9 @@ def require_rows(values: Any, records: int) -> None:
             )
 
 
-def _seeded(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _seeded(module: nn.Module, records: Rows) -> Any:
     torch.manual_seed(0)
+    args, kwargs = records.values
     return module._call_impl(*args, **kwargs)
 
 
@@ -176,3 +194,27 @@ def rows_of(args: Any, kwargs: Any) -> int | None:
     """Return the first size of the first tensor among arguments, or None if there is none."""
     leaves = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.ndim]
     return len(leaves[0]) if leaves else None
+
+
+def backward_hooks(module: nn.Module) -> set[int]:
+    """Return what identifies the hooks that see the gradients of a batch."""
+    return {
+        id(hook)
+        for inner in module.modules()
+        for hooks in (inner._backward_hooks, inner._backward_pre_hooks)
+        for hook in hooks.values()
+    }
+
+
+def require_separate(tape: RecordTape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a backward pass that mixes records; feedback points project exactly meanwhile."""
+    points = feedback_of(tape.model)
+
+    def seek() -> None:
+        for feedback in points:
+            feedback.seek(0)
+
+    with ExitStack() as stack:
+        for feedback in points:
+            stack.enter_context(feedback.exactly())
+        require_separate_gradients(tape, args, dict(kwargs), seek=seek)

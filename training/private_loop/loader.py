@@ -8,19 +8,20 @@ like any other. Of several processes, each hands out its part of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from training.data.samplers import PoissonSampler
 from training.private_loop.sharing import SharedSteps
 
 _EXAMPLES = 7
-"""Records that are read once to probe the module and to build an empty batch."""
+"""Records that are read once to probe the module."""
 _SEEDED = "accelerate.data_loader.SeedableRandomSampler"
 """The permutation of a loader that Accelerate or the Hugging Face Trainer has prepared."""
 
@@ -73,7 +74,9 @@ class PrivateLoader:
         self.batch_size = batch_size_of(loader)
         self._source, self._sampler, self._steps, self._seed = loader, sampler, steps, seed
         self._shared = shared
-        self._collate = _CollateCounted(loader.collate_fn, examples(loader, 1))
+        count = len(self.dataset)  # type: ignore[arg-type]
+        one, two = (_batch(loader, indices) for indices in ([0], [count - 1, count // 2]))
+        self._collate = _CollateCounted(loader.collate_fn, empty_batch(one, two))
 
     def __len__(self) -> int:
         return self._sampler.steps_per_epoch
@@ -142,14 +145,59 @@ class _Indexed(torch.utils.data.Dataset[Any]):
 
 
 class _CollateCounted:
-    """The user's collate function, with the number of records; a batch without records comes from an example."""
+    """The user's collate function, with the number of records; a batch without records is the same one each time."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], example: Any) -> None:
-        self._collate = collate
-        self._empty = tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, example)
+    def __init__(self, collate: Callable[[list[Any]], Any], empty: Any) -> None:
+        self._collate, self._empty = collate, empty
 
     def __call__(self, records: list[Any]) -> tuple[int, Any]:
         return len(records), self._collate(records) if records else self._empty
+
+
+def empty_batch(one: Any, two: Any) -> Any:
+    """Return a batch without records in the form of two batches, of one record and of two others.
+
+    Tensors and arrays lose all rows, and all entries of dimensions that vary. A list or tuple that grows with the batch
+    becomes empty; in others, and in mappings, each entry is emptied. None stays, and so does a truth value that both
+    batches have. Nothing else can be kept, since it may tell of the records that the batches were built from.
+
+    Raises:
+        ValueError: There is something else.
+    """
+    return _emptied(one, two, "")
+
+
+def _emptied(one: Any, two: Any, where: str) -> Any:
+    if isinstance(one, Tensor | np.ndarray) and isinstance(two, Tensor | np.ndarray):
+        if one.ndim and one.ndim == two.ndim and not getattr(one, "is_nested", False):
+            varies = [n == 0 or a != b for n, (a, b) in enumerate(zip(one.shape, two.shape, strict=True))]
+            return one[tuple(slice(0 if each else None) for each in varies)]
+    elif isinstance(one, Mapping) and isinstance(two, Mapping) and list(one) == list(two):
+        return _like(one, {key: _emptied(one[key], two[key], f"{where}[{key!r}]") for key in one})
+    elif isinstance(one, list | tuple) and type(one) is type(two):
+        kind: Any = type(one)
+        if len(one) == 1 and len(two) == 2:
+            return kind()
+        if len(one) == len(two):
+            entries = [_emptied(*both, f"{where}[{n}]") for n, both in enumerate(zip(one, two, strict=True))]
+            return kind(*entries) if hasattr(one, "_fields") else kind(entries)
+    elif one is None or (isinstance(one, bool) and one is two):
+        return one
+    raise ValueError(
+        f"data_loader: its collate function puts a {type(one).__name__} into batches (batch{where}), of which no batch "
+        "without records can be made; return tensors with a row for each record, or lists, tuples and mappings of "
+        "these, and build constants into the module or the criterion"
+    )
+
+
+def _like(given: Mapping[Any, Any], found: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return entries in a mapping of a given one's kind, or in a dict if its constructor does not take them."""
+    kind: Any = type(given)
+    with suppress(Exception):  # the constructor of a user's own class may raise anything
+        made: Mapping[Any, Any] = kind(found)
+        if list(made) == list(found) and all(made[key] is found[key] for key in found):
+            return made
+    return found
 
 
 def batch_size_of(loader: DataLoader[Any]) -> int:
@@ -194,5 +242,9 @@ def batch_size_of(loader: DataLoader[Any]) -> int:
 
 def examples(loader: DataLoader[Any], count: int = _EXAMPLES) -> Any:
     """Return the first records of a loader's data set as a batch."""
+    return _batch(loader, range(min(count, len(loader.dataset))))  # type: ignore[arg-type]
+
+
+def _batch(loader: DataLoader[Any], indices: Sequence[int]) -> Any:
     dataset: Any = loader.dataset
-    return loader.collate_fn([dataset[index] for index in range(min(count, len(dataset)))])
+    return loader.collate_fn([dataset[index] for index in indices])

@@ -24,8 +24,8 @@ reach a parameter is refused:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -36,46 +36,25 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from training.networks.record_gradients.recorder import Recorder
 from training.networks.record_gradients.tape import RecordTape
 from training.networks.record_independence import preserved_generators
-from training.private_loop.inputs import cut_rows, require_recordable, require_rows, rows_of, template_of
+from training.private_loop.batch import Batch, Gradients, Pass
+from training.private_loop.inputs import (
+    backward_hooks,
+    cut_rows,
+    require_recordable,
+    require_rows,
+    require_separate,
+    rows_of,
+    template_of,
+)
 from training.private_loop.saves import generator_states, set_generator_states
 from training.private_loop.sharing import Act, SharedSteps, feedback_of
 from training.protections.record import RecordGradients
 
 _UNSEEN = "the module ran where its calls are not caught, such as compiled, or a part of it ran outside of it"
+_LEAST_SCALE = 2.0**8
+"""Powers of two from here on are taken for the factor of a GradScaler, which starts with 2^16."""
 _PASSES_A_STEP = 2**20
 """Numbers that a step's backward passes have for the device, so that parts of a batch do not share its noise."""
-
-
-@dataclass(kw_only=True)
-class _Pass:
-    """One call of the module on the batch at hand.
-
-    Attributes:
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        attached: Its outputs with their graph, by place; empty if parts of the batch run again.
-        handed: What the user received in their place.
-        versions: How often torch had changed each of these in place when it was handed out.
-        states: The states of torch's generators before each part, if parts run again.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    attached: dict[int, Tensor] = field(default_factory=dict)
-    handed: dict[int, Tensor] = field(default_factory=dict)
-    versions: dict[int, int] = field(default_factory=dict)
-    states: list[list[Tensor]] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class _Batch:
-    """The batch at hand."""
-
-    step: int
-    records: int
-    recorder: Recorder | None = None
-    passes: list[_Pass] = field(default_factory=list)
-    written: bool = False
 
 
 class PrivateModule:
@@ -117,11 +96,13 @@ class PrivateModule:
         if max_physical_batch_size is not None:
             require_rows((args, kwargs), rows_of(args, kwargs) or 0)
         self._template = template_of(module, args, kwargs)
+        require_separate(self._tape, args, kwargs)
         self._trained = [p for layer in self._tape.layers for p in layer]
         self._known = {id(p) for p in self._trained}
+        self._hooks = backward_hooks(module)
         for parameter in self._trained:
             parameter.grad = None  # of earlier training, which was not private
-        self._batch: _Batch | None = None
+        self._batch: Batch | None = None
         self._writing = False
         self._plain = _UNSEEN
         self._anchor = torch.zeros((), requires_grad=True)
@@ -146,7 +127,7 @@ class PrivateModule:
             records: Its size.
         """
         self.require_same_parameters()
-        self._plain, self._batch = _UNSEEN, _Batch(step=step, records=records)
+        self._plain, self._batch = _UNSEEN, Batch(step=step, records=records)
 
     def drop(self) -> None:
         """Forget the batch at hand."""
@@ -169,15 +150,10 @@ class PrivateModule:
 
     def is_output(self, value: Tensor) -> bool:
         """Whether a tensor is an output that the user received of the batch at hand, not changed in place."""
-        passes = () if self._batch is None else self._batch.passes
-        return any(
-            value is handed and value._version == one.versions[n]
-            for one in passes
-            for n, handed in one.handed.items()
-        )
+        return self._batch is not None and self._batch.is_output(value)
 
     def require_same_parameters(self) -> None:
-        """Refuse a module whose parameters that learn are others than at the start.
+        """Refuse a module whose parameters that learn, or whose hooks on gradients, are others than at the start.
 
         Raises:
             RuntimeError: They are.
@@ -187,6 +163,11 @@ class PrivateModule:
             raise RuntimeError(
                 "module: its parameters that learn changed since make_private; freeze, unfreeze or add parameters "
                 "before it, or close the private loop and start another one"
+            )
+        if not backward_hooks(self.module) <= self._hooks:
+            raise RuntimeError(
+                "module: a backward hook was added since make_private, which has not probed whether it mixes records; "
+                "register hooks before make_private"
             )
 
     # Forward
@@ -201,7 +182,7 @@ class PrivateModule:
                 self._plain = reason or self._plain
             return self.module._call_impl(*args, **kwargs)
         self.require_same_parameters()
-        one = _Pass(args=args, kwargs=kwargs)
+        one = Pass(args=args, kwargs=kwargs)
         batch.passes.append(one)
         if not batch.records:
             return self._handed(one, _empty(self._template), attach=False)
@@ -213,7 +194,7 @@ class PrivateModule:
             output = self.module._call_impl(*args, **kwargs)
         return self._handed(one, output, attach=True)
 
-    def _why_plain(self, batch: _Batch | None, args: Any, kwargs: Any) -> str | None:
+    def _why_plain(self, batch: Batch | None, args: Any, kwargs: Any) -> str | None:
         """Return why a call is no training pass on the batch at hand, or None if it is one."""
         if not torch.is_grad_enabled():
             return "the module ran under torch.no_grad"
@@ -228,7 +209,7 @@ class PrivateModule:
             return "the module ran again on a batch whose gradients were written"
         return None
 
-    def _in_parts(self, one: _Pass, records: int) -> Any:
+    def _in_parts(self, one: Pass, records: int) -> Any:
         """Return the outputs of a batch that runs in parts, without a graph."""
         outputs = []
         require_rows((one.args, one.kwargs), records)
@@ -258,7 +239,7 @@ class PrivateModule:
         size = self._limit or records
         return [slice(start, min(start + size, records)) for start in range(0, records, size)]
 
-    def _handed(self, one: _Pass, output: Any, *, attach: bool) -> Any:
+    def _handed(self, one: Pass, output: Any, *, attach: bool) -> Any:
         """Return outputs detached; those that lead to parameters learn through the criterion only."""
         leaves, spec = tree_flatten(output)
         for n, leaf in enumerate(leaves):
@@ -268,19 +249,17 @@ class PrivateModule:
             leaves[n] = leaf.detach()
             if learns:
                 leaves[n].requires_grad_().register_post_accumulate_grad_hook(_refuse_output)
-                one.handed[n], one.versions[n] = leaves[n], leaves[n]._version
-                if attach:
-                    one.attached[n] = leaf
+                one.hand(n, leaves[n], attached=leaf if attach else None)
         return tree_unflatten(leaves, spec)
 
     # Backward
 
-    def loss(self, value: Tensor, gradients: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def loss(self, value: Tensor, gradients: Gradients) -> Tensor:
         """Return a loss of the batch at hand, whose backward pass writes the private gradients.
 
         Args:
             value: What it shows.
-            gradients: Outputs as the user received them, and the gradients of the records' summed losses there.
+            gradients: At its outputs.
         """
         batch = self._batch
         if not torch.is_grad_enabled():
@@ -293,7 +272,7 @@ class PrivateModule:
         loss: Tensor = _PrivateLoss.apply(self._anchor, value, write)
         return loss
 
-    def _write(self, batch: _Batch | None, gradients: Sequence[tuple[Tensor, Tensor]], factor: float) -> None:
+    def _write(self, batch: Batch | None, gradients: Gradients, factor: float) -> None:
         """Write the private gradients of a batch, on top of those that were not stepped with or zeroed yet."""
         if batch is None or batch is not self._batch:
             raise RuntimeError(
@@ -331,34 +310,22 @@ class PrivateModule:
                 parameter.grad.add_(before)
         self.unused_gradients += 1
 
-    def _readings(self, batch: _Batch, gradients: Sequence[tuple[Tensor, Tensor]]) -> int:
+    def _readings(self, batch: Batch, gradients: Gradients) -> int:
         """Return how often the backward passes of a batch read a feedback device, if there is one."""
         if not batch.records:
             return 0
-        outputs = {id(output) for output, _ in gradients}
-        passes = sum(any(id(handed) in outputs for handed in one.handed.values()) for one in batch.passes)
+        passes = sum(bool(one.wanted(gradients)) for one in batch.passes)
         return passes * len(self._parts_of(batch.records))
 
-    def _recorded(
-        self, batch: _Batch, gradients: Sequence[tuple[Tensor, Tensor]], readings_of_others: int
-    ) -> Iterator[RecordTape]:
+    def _recorded(self, batch: Batch, gradients: Gradients, readings_of_others: int) -> Iterator[RecordTape]:
         """Run the backward pass of a batch, and take part in what else other processes read."""
         yield from self._recorded_parts(batch, gradients)
         self._shared.read_nothing(self.module, readings_of_others)
 
-    def _recorded_parts(
-        self, batch: _Batch, gradients: Sequence[tuple[Tensor, Tensor]]
-    ) -> Iterator[RecordTape]:
+    def _recorded_parts(self, batch: Batch, gradients: Gradients) -> Iterator[RecordTape]:
         """Run the backward pass of a batch and yield the tape; once for each part if it runs in parts."""
         if batch.recorder is not None:
-            pairs = [
-                (one.attached[n], gradient)
-                for handed, gradient in gradients
-                for one in batch.passes
-                for n, output in one.handed.items()
-                if output is handed
-            ]
-            _backward(pairs)
+            _backward(batch.attached(gradients))
             self._tape.end(batch.recorder)
             yield self._tape
             return
@@ -374,16 +341,16 @@ class PrivateModule:
 
     def _run_again(
         self,
-        batch: _Batch,
+        batch: Batch,
         recorder: Recorder,
-        gradients: Sequence[tuple[Tensor, Tensor]],
+        gradients: Gradients,
         number: int,
         part: slice,
     ) -> list[tuple[Tensor, Tensor]]:
         """Run the forward passes of a part again, with the same random numbers; return outputs and their gradients."""
         pairs = []
         for one in batch.passes:
-            wanted = {n: g for out, g in gradients for n, handed in one.handed.items() if handed is out}
+            wanted = one.wanted(gradients)
             if not wanted:
                 continue
             args, kwargs = (
@@ -397,6 +364,12 @@ class PrivateModule:
         return pairs
 
     def _require_constant(self, factor: float) -> None:
+        if factor >= _LEAST_SCALE and math.frexp(factor)[0] == 0.5:
+            raise RuntimeError(
+                f"backward: the loss was multiplied by {factor:g}, as a GradScaler does, whose factor depends on the "
+                "records and would act after the clip; leave it out, and take torch.bfloat16 or float32 instead of "
+                "torch.float16"
+            )
         self.factor = factor if self.factor is None else self.factor
         if factor != self.factor or not 0 < abs(factor) < float("inf"):
             raise RuntimeError(

@@ -1,36 +1,31 @@
-"""Make a user's own training loop private, in the words of Opacus: `make_private`."""
+"""A private loop at work: what it hands out, pays for, states, saves and refuses."""
 
 from __future__ import annotations
 
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.ledger.journal import Position, Witness
 from accounting.ledger.ledger import LEDGER_FILE, Ledger, LedgerContent
 from accounting.ledger.statement import LedgerFacts, Statement
-from opusim import checks
 from opusim.files import write_file
-from opusim.processes.ranks import Ranks, init_process_group
-from opusim.randomness.streams import derive_seed, noise_stream
+from opusim.randomness.streams import derive_seed
 from training.data.samplers import PoissonSampler
+from training.private_loop.accountants import NamedAccountant
 from training.private_loop.criterion import PrivateCriterion
-from training.private_loop.inputs import (
-    example_of,
-    require_arguments,
-    require_own_parameters,
-)
-from training.private_loop.loader import PrivateLoader, batch_size_of
+from training.private_loop.inputs import require_own_parameters
+from training.private_loop.loader import PrivateLoader
 from training.private_loop.module import PrivateModule
 from training.private_loop.saves import (
     CHECKPOINT_FILE,
@@ -40,17 +35,8 @@ from training.private_loop.saves import (
     set_generator_states,
 )
 from training.private_loop.settings import PrivacySettings, as_enforced
-from training.private_loop.sharing import (
-    Act,
-    SharedSteps,
-    feedback_of,
-    loader_facts,
-    module_facts,
-    optimizer_facts,
-)
-from training.protections.record import RecordGradients
+from training.private_loop.sharing import Act, SharedSteps, feedback_of
 from training.runs.folder import versions
-from training.runs.storage import only_writer
 
 _STEPS_PAID_AT_ONCE = {"experiment": 64, "release": 16}
 """Steps that one synced line of the ledger reserves; a killed release run loses what is left of them."""
@@ -81,6 +67,7 @@ class PrivateTraining:
         folder: Path,
         stack: ExitStack,
         shared: SharedSteps,
+        accountant: NamedAccountant | None = None,
     ) -> None:
         """Put the pieces together; `make_private` describes them. The stack holds what `close` ends."""
         self.module, self.optimizer, self.settings, self.folder = private.module, optimizer, settings, folder
@@ -91,7 +78,7 @@ class PrivateTraining:
             settings.sample_rate,
             seed=None if seed is None else derive_seed(seed, "private-loop", "batches"),
         )
-        self._shared = shared
+        self._shared, self._accountant = shared, accountant
         self.data_loader = PrivateLoader(
             data_loader,
             sampler,
@@ -184,17 +171,23 @@ class PrivateTraining:
     def statement(self) -> Statement:
         """Return the guarantee with everything that it rests on; `to_json` gives the document for a reviewer.
 
+        If `make_private` was given an accountant, a second guarantee has its epsilon, with the status claimed.
+
         Raises:
             NoGuarantee: Nothing was paid for yet.
+            ValueError: The accountant given raises an error, or returns no epsilon.
         """
         content, several = self._paid, self._shared.several
         if not content.payments:
             raise NoGuarantee(
                 "statement: no step was paid for yet; train on a batch of the private loader first"
             )
+        stated = [as_enforced(guarantee, several=several) for guarantee in content.guarantees()]
+        if self._accountant is not None:
+            stated += [self._accountant.claimed(content.mechanisms, ours) for ours in stated]
         return Statement(
             mode=content.mode,
-            guarantees=tuple(as_enforced(guarantee, several=several) for guarantee in content.guarantees()),
+            guarantees=tuple(stated),
             mechanisms=tuple(content.mechanisms),
             ledger=LedgerFacts.of(content, [witness.name for witness in self._witnesses]),
             run=None,
@@ -335,164 +328,6 @@ class PrivateTraining:
         self._witnesses = [Witness(name=CHECKPOINT_FILE, position=Position.from_json(state["ledger"]))]
         if state["generators"] is not None and self._shared.ranks.is_first:
             set_generator_states(state["generators"])
-
-
-def make_private(
-    *,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    criterion: Callable[..., Tensor],
-    data_loader: DataLoader[Any],
-    max_grad_norm: float,
-    target_delta: float,
-    folder: str | Path,
-    noise_multiplier: float | None = None,
-    target_epsilon: float | None = None,
-    epochs: int | None = None,
-    mode: Literal["experiment", "release"] = "experiment",
-    seed: int | None = None,
-    relation: str = "zero_out",
-    sample_rate: float | None = None,
-    max_physical_batch_size: int | None = None,
-    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
-    resume: bool = False,
-) -> PrivateTraining:
-    """Make a training loop private: DP-SGD on whole records, with a ledger that every step is paid in first.
-
-    With b the loader's batch size and n the number of its records, each step draws a secret Poisson batch with
-    q = b / n, clips each record's gradient to C, and releases (sum + N(0, (z C)^2)) / b as the gradient of the
-    parameters. Module and optimizer stay the objects that they are; the loop itself need not change::
-
-        private = opusim.make_private(module=model, optimizer=optimizer, criterion=criterion, ...)
-        model, optimizer, criterion, loader = private
-        for x, y in loader:
-            optimizer.zero_grad()
-            criterion(model(x), y).backward()
-            optimizer.step()
-
-    The criterion is called on one record at a time, so that the loss of a record depends on no other, and receives the
-    module's outputs exactly as they are. A batch may be empty; its backward pass and its step are taken like any other.
-
-    Under torchrun, or in an initialised process group, every process makes the same call and runs the same loop. The
-    first process pays, draws each batch over the whole data set and adds the noise once to the sum of all.
-
-    Args:
-        module: In training mode, on its device, not in a DistributedDataParallel, with parameters in float32. Every
-            record is processed independently.
-        optimizer: Over parameters of the module.
-        criterion: Maps outputs and targets to a loss, with any reduction.
-        data_loader: A loader with batch_size over a data set with a length; its order is replaced. Several processes
-            share each batch, so that batch_size is that of all together.
-        max_grad_norm: C, above 0.
-        target_delta: Delta of every statement, in [0, 1); well below 1 / n.
-        folder: Where ledger and saves stand; new, or of this loop with `resume`. That of the first process counts.
-        noise_multiplier: z, above 0; None for the least noise that keeps `epochs` within `target_epsilon`.
-        target_epsilon: Budget; the step that would exceed it is not taken, and the iteration ends with a warning. None
-            for no budget.
-        epochs: Planned epochs of round(1 / q) steps.
-        mode: "experiment" stores a seed from which all noise can be rebuilt; "release" draws noise and batches from the
-            operating system.
-        seed: Of experiment mode, in [0, 2^64); None draws one.
-        relation: "zero_out", under which n is public, or "add_or_remove_one", under which nothing may come from n.
-        sample_rate: q, for add_or_remove_one a constant of your choice; None takes b / n.
-        max_physical_batch_size: Records in memory at once; larger batches run in parts, whose forward passes run twice.
-        example_inputs: Arguments of the module for a few records, a sequence or a mapping by name. None takes the first
-            entry of the loader's batches, or all but the labels of a mapping.
-        resume: Resume from the last `save` in `folder`, with the same arguments.
-
-    Returns:
-        The private loop; unpack it, and ask it for `epsilon`, `statement()` and `save()`.
-
-    Raises:
-        TypeError, ValueError: An argument is wrong, or the module mixes records; the message says what to do.
-        NoGuarantee: No noise reaches `target_epsilon`.
-        RunFolderError: The folder is in use, or holds other work.
-    """
-    init_process_group()
-    shared = SharedSteps(Ranks())
-    given = {
-        "max_grad_norm": max_grad_norm,
-        "target_delta": target_delta,
-        "noise_multiplier": noise_multiplier,
-        "target_epsilon": target_epsilon,
-        "epochs": epochs,
-        "mode": mode,
-        "seed": seed,
-        "relation": str(relation),
-        "sample_rate": sample_rate,
-    }
-    with ExitStack() as stack, shared.handing_errors():
-        checks.instance(nn.Module, module=module)
-        checks.instance(torch.optim.Optimizer, optimizer=optimizer)
-        if max_physical_batch_size is not None:
-            checks.integer(minimum=1, max_physical_batch_size=max_physical_batch_size)
-        batch_size = batch_size_of(data_loader)
-        require_own_parameters(optimizer, module)
-        if shared.several:
-            own = {
-                "module": module_facts(module),
-                "optimizer": optimizer_facts(optimizer),
-                "data_loader": loader_facts(data_loader),
-            }
-            shared.require_same_call({**given, **own, "data_loader.batch_size": batch_size, "resume": resume})
-        shared.require_devices_of_all(module)
-        place = Path(folder)
-        settings = shared.ranks.on_first(
-            lambda: _settings(data_loader, place, stack, resume=resume, batch_size=batch_size, **given)
-        )
-        args, kwargs = example_of(data_loader, example_inputs, next(module.parameters()).device)
-        require_arguments(module, args, kwargs)
-        private = PrivateModule(
-            module,
-            args,
-            kwargs,
-            gradients=_gradients(settings, shared.ranks),
-            max_physical_batch_size=max_physical_batch_size,
-            shared=shared,
-        )
-        stack.callback(private.close)
-        loop = PrivateTraining(
-            private=private,
-            optimizer=optimizer,
-            criterion=criterion,
-            data_loader=data_loader,
-            settings=settings,
-            folder=place,
-            stack=stack,
-            shared=shared,
-        )
-        loop.open(resume=resume)
-    return loop
-
-
-def _settings(
-    loader: DataLoader[Any], folder: Path, stack: ExitStack, *, resume: bool, **given: Any
-) -> PrivacySettings:
-    """Return the settings of a private loop, and hold its folder as its only writer.
-
-    Args:
-        loader: The user's.
-        folder: A new one, or with `resume` that of the loop.
-        stack: Receives what gives the folder back.
-        resume: Whether to take what was not given from the folder.
-        **given: See `PrivacySettings.resolve`.
-    """
-    settings = PrivacySettings.resolve(records=len(loader.dataset), **given)  # type: ignore[arg-type]
-    stack.enter_context(only_writer(folder, "folder", private=settings.mode == "release"))
-    if not resume:
-        return settings
-    found = [name for name in ("seed", "noise_multiplier") if given[name] is None]
-    return settings.require_same(folder, found=found)
-
-
-def _gradients(settings: PrivacySettings, ranks: Ranks) -> RecordGradients:
-    return RecordGradients(
-        clip_norm=settings.max_grad_norm,
-        noise_multiplier=settings.noise_multiplier,
-        divisor=float(settings.batch_size),
-        noise=noise_stream(settings.mode, settings.seed, "private-loop"),
-        ranks=ranks,
-    )
 
 
 def _loader_seed(seed: int | None, epoch: int, rank: int) -> int:

@@ -123,7 +123,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[], AbstractContextManager[None]]]] =
 }
 
 
-SLOW = {"an embedding that is not clipped"}
+SLOW = {"an embedding that is not clipped", "noise too small by a tenth"}
 """Planted faults of a kind that a faster one stands for."""
 
 
@@ -183,8 +183,10 @@ def trained(folder: Path, name: str) -> tuple[Any, nn.Module]:
     return (x, y), model
 
 
-@pytest.mark.parametrize("name", [pytest.param("convolution", marks=pytest.mark.slow), "embedding"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["convolution", "embedding"])
 def test_an_attack_on_a_protected_module_stays_below_its_theorem(tmp_path: Path, name: str) -> None:
+    """Fewer trials would leave the controls without a finding."""
     data, model = trained(tmp_path, name)
     found = audit_run(tmp_path, data=data, model=model, trials=100, seed=7)
     assert found.controls_hold

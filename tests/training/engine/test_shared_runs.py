@@ -32,6 +32,8 @@ MORE = [
     *("bp module record=2", "bp module record=3+2", "pdfa module record=3", "pdfa module record=2+1"),
     *("pdfa module=3", "bp record=2", "pdfa record=3", "pdfa record=1+2", "pdfa module=2+3", "bp record=3+2"),
 ]
+STEPS = 240
+"""Of batches; enough for each fault of their law to show by ten standard errors."""
 NOISES = ["noise", "noise in release", "noise of both", "noise averaged", "noise over own divisor"]
 REFUSED = {
     "ulr": "trainer.kind: 'ulr' trains in one process; take 'bp', 'dfa'",
@@ -144,8 +146,8 @@ def test_the_signal_is_small_in_the_noise(folder: Path) -> None:
 def test_batches_are_poisson_over_the_whole_data_set(folder: Path) -> None:
     """In release mode; the processes' parts are disjoint, and together they are one secret Poisson batch."""
     first, second = (steps_of(folder / f"batches.{rank}.steps") for rank in (0, 1))
-    assert [step for step, _ in first] == [step for step, _ in second] == list(range(400))
-    taken = np.zeros((400, N_RECORDS))
+    assert [step for step, _ in first] == [step for step, _ in second] == list(range(STEPS))
+    taken = np.zeros((STEPS, N_RECORDS))
     for (step, mine), (_, others) in zip(first, second, strict=True):
         assert not set(mine) & set(others)
         assert len(mine) - len(others) in (0, 1)
@@ -156,11 +158,11 @@ def test_batches_are_poisson_over_the_whole_data_set(folder: Path) -> None:
 @pytest.mark.parametrize("fault", ["pairs", "steps", "records", "rate"])
 def test_batches_of_another_law_are_found(fault: str) -> None:
     generator = np.random.default_rng(7)
-    taken = (generator.random((400, N_RECORDS)) < 0.1).astype(float)
+    taken = (generator.random((STEPS, N_RECORDS)) < 0.1).astype(float)
     assert all(abs(found) < SURE for found in deviations(taken, 0.1).values())
     if fault == "pairs":  # each process takes a fixed number of its own half
         taken = np.zeros_like(taken)
-        for step in range(400):
+        for step in range(STEPS):
             taken[step, generator.choice(30, 3, replace=False)] = 1
             taken[step, 30 + generator.choice(30, 3, replace=False)] = 1
     elif fault == "steps":  # processes that share a generator, but not its position

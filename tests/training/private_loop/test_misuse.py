@@ -131,6 +131,11 @@ def a_factor_that_depends_on_the_batch(loop: Loop) -> None:
         (loop.criterion(loop.module(x), y) * (1 + len(x))).backward()
 
 
+def a_gradient_scaler(loop: Loop) -> None:
+    x, y = batch_of(loop)
+    torch.amp.GradScaler("cpu").scale(loop.criterion(loop.module(x), y)).backward()
+
+
 def a_batch_left_out(loop: Loop) -> None:
     for x, y in loop.data_loader:
         if len(x) > 10:
@@ -163,6 +168,11 @@ def a_parameter_frozen_later(loop: Loop) -> None:
 
 def parameters_exchanged_later(loop: Loop) -> None:
     loop.module[2] = nn.Linear(6, 3)
+    batch_of(loop)
+
+
+def a_backward_hook_added_later(loop: Loop) -> None:
+    loop.module[1].register_full_backward_hook(lambda m, into, out: (into[0] - into[0].mean(dim=0),))
     batch_of(loop)
 
 
@@ -200,12 +210,14 @@ REFUSED: list[tuple[Callable[[Loop], None], str]] = [
     (before_any_batch, "the module ran without a batch"),
     (a_penalty_on_the_parameters, "a gradient that is not private reached a parameter"),
     (a_factor_that_depends_on_the_batch, "multiply it by the same constant"),
+    (a_gradient_scaler, "as a GradScaler does, .* take torch.bfloat16"),
     (a_batch_left_out, "left without a backward pass"),
     (targets_of_other_records, r"argument of shape \(\d+,\) has no row for each"),
     (a_step_without_backward, "without a new backward pass"),
     (a_second_step, "without a new backward pass"),
     (a_parameter_frozen_later, "its parameters that learn changed"),
     (parameters_exchanged_later, "its parameters that learn changed"),
+    (a_backward_hook_added_later, "register hooks before make_private"),
     (another_parameter_in_the_optimizer, "parameters that are not the module's"),
     (saved_within_a_step, "is under way"),
     (used_after_close, "the private loop is closed"),

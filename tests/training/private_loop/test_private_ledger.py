@@ -249,7 +249,7 @@ def test_a_killed_loop_never_used_more_than_it_paid(tmp_path: Path, mode: str, k
 
 
 def test_a_loop_that_pays_late_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.private_loop.session.PrivateTraining", PaysLate)
+    monkeypatch.setattr("training.private_loop.start.PrivateTraining", PaysLate)
     monkeypatch.setattr("training.private_loop.session._STEPS_PAID_AT_ONCE", {"experiment": 1, "release": 1})
     with pytest.raises(AssertionError, match=r"assert False"):
         require_covered(tmp_path, "release", 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +38,25 @@ class Kept(nn.Module):
         return y.T.contiguous() if self.way == "records last" else y
 
 
-def private(module: nn.Module, x: Tensor, folder: Path, **options: Any) -> Any:
-    data = TensorDataset(x, torch.zeros(len(x), dtype=torch.int64))
-    return opusim.make_private(
-        module=module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(data, batch_size=10),
-        noise_multiplier=1.0,
-        target_delta=1e-5,
-        max_grad_norm=1.0,
-        folder=folder,
-        seed=1,
-        **options,
-    )
+def private(
+    module: nn.Module, x: Tensor, folder: Path, *, labels: Tensor | None = None, **options: Any
+) -> Any:
+    y = torch.zeros(len(x), dtype=torch.int64) if labels is None else labels
+    settings: dict[str, Any] = {
+        "optimizer": torch.optim.SGD(module.parameters(), lr=0.1),
+        "criterion": nn.CrossEntropyLoss(),
+        "data_loader": DataLoader(TensorDataset(x, y), batch_size=10),
+        "noise_multiplier": 1.0,
+        "target_delta": 1e-5,
+        "max_grad_norm": 1.0,
+        "seed": 1,
+    }
+    return opusim.make_private(module=module, folder=folder, **settings | options)
 
 
-NUMBERS, TOKENS = torch.randn(40, 4), torch.randint(9, (40, 4))
+GENERATOR = torch.Generator().manual_seed(5)
+NUMBERS = torch.randn(40, 4, generator=GENERATOR)
+TOKENS = torch.randint(9, (40, 4), generator=GENERATOR)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +65,7 @@ NUMBERS, TOKENS = torch.randn(40, 4), torch.randint(9, (40, 4))
         ("calls", NUMBERS, "a training pass changes buffer 'calls'"),
         ("histogram", TOKENS, "a training pass changes buffer 'histogram'"),
         ("records last", NUMBERS, "records must come first; transpose it in the module|no tensor with a row"),
+        ("mixes", TOKENS, "mixes the records"),
         ("mixes", TOKENS[:1].expand(40, 4), "the probe's records are equal"),
     ],
 )
@@ -68,6 +73,77 @@ def test_unsound_modules_are_refused(way: str, x: Tensor, message: str, tmp_path
     with pytest.raises(ValueError, match=message) as caught:
         private(Kept(way), x, tmp_path)
     assert "\n" not in str(caught.value)
+
+
+class Sequences(nn.Module):
+    """A recurrent network over sequences of shape (batch, 7, 4), and another way to place records."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.cell = nn.GRU(4, 3, batch_first=way != "reads time first")
+
+    def forward(self, x: Tensor) -> Any:
+        outputs, _ = self.cell(x)
+        ways: dict[str, Callable[[], Any]] = {
+            "time first": lambda: outputs.transpose(0, 1).contiguous(),
+            "positions as rows": lambda: outputs.flatten(0, 1),
+            "twice": lambda: torch.cat([outputs, outputs]),
+            "length of the batch": lambda: outputs[:, : len(x)],
+            "one value for all": lambda: (outputs, outputs.square().mean()),
+            "by number of records": lambda: (outputs,) * len(x),
+            "hidden state": lambda: self.cell(x),
+        }
+        return ways.get(self.way, lambda: outputs)()
+
+
+@pytest.mark.parametrize("count", [2, 7])
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("reads time first", "which parameters are used depends on the records or on their number"),
+        (
+            "time first",
+            r"shape \(7, 7, 3\) for 7 records and \(7, 5, 3\) for 5: records must come first|no tensor",
+        ),
+        ("positions as rows", r"shape \(49, 3\) for 7 records and \(35, 3\) for 5|no tensor"),
+        ("twice", "no tensor with a row for each record"),
+        ("length of the batch", "in another dimension|has shape|records must come first"),
+        ("by number of records", "returns 7 tensors for 7 records and 5 for 5|number of outputs"),
+        ("hidden state", r"shape \(1, 7, 3\) for 7 records and \(1, 5, 3\) for 5: records must come first"),
+    ],
+)
+def test_outputs_of_other_than_one_row_a_record_are_refused(
+    way: str, message: str, count: int, tmp_path: Path
+) -> None:
+    """Also if only two records are given, and if a sequence is as long as a batch of the probe."""
+    x = torch.randn(40, 7, 4, generator=torch.Generator().manual_seed(2))
+    with pytest.raises(ValueError, match=message) as caught:
+        private(Sequences(way), x, tmp_path, example_inputs=[x[:count]])
+    assert "\n" not in str(caught.value)
+
+
+def test_criteria_may_return_values_by_position_and_take_no_output_of_all_records(tmp_path: Path) -> None:
+    """The loss of a record is the mean of what the criterion returns for it."""
+    x = torch.randn(40, 7, 4, generator=torch.Generator().manual_seed(2))
+    y = torch.randint(3, (40, 7), generator=torch.Generator().manual_seed(3))
+    found = []
+    for reduction in ("none", "mean"):
+        torch.manual_seed(4)
+        module = Sequences("one value for all")
+        loss = nn.CrossEntropyLoss(reduction=reduction)
+        criterion = lambda out, y, loss=loss: loss(out.transpose(1, 2), y)  # noqa: E731
+        options = {"criterion": criterion, "labels": y, "noise_multiplier": 1e-9}
+        with private(module, x, tmp_path / reduction, **options) as loop:
+            inputs, labels = next(iter(loop.data_loader))
+            outputs, of_all = module(inputs)
+            with pytest.raises(ValueError, match=r"of shape \(\) has no row for each of the \d+ records"):
+                loop.criterion(outputs, of_all)
+            with pytest.raises(RuntimeError, match="learns through the criterion of make_private only"):
+                (loop.criterion(outputs, labels) + of_all).backward()
+            loop.criterion(outputs, labels).backward()
+            found.append(torch.cat([p.grad.flatten() for p in module.cell.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
 
 
 def test_sound_modules_are_taken(tmp_path: Path) -> None:
@@ -86,6 +162,99 @@ def test_hooks_on_parameters_are_refused(tmp_path: Path) -> None:
     module.weight.register_hook(lambda gradient: 0 * gradient)
     with pytest.raises(ValueError, match="parameter 'weight' has a gradient hook"):
         private(module, NUMBERS, tmp_path)
+
+
+class MeanSubtracted(torch.autograd.Function):
+    """Subtracts the batch's mean gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(dim=0)
+
+
+class Numbered(torch.autograd.Function):
+    """Divides the gradient by the number of records."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / len(gradient)
+
+
+class Calls(nn.Module):
+    """Applies a function; it mixes records in evaluation mode only, or in both modes."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], *, scale: float = 1.0) -> None:
+        super().__init__()
+        self.function, self.scale = function, nn.Parameter(torch.tensor(scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, ...)."""
+        return x + self.scale * self.function(x)
+
+
+def between(part: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), part, nn.Linear(5, 3))
+
+
+def hooked(before: bool) -> nn.Sequential:
+    """A hook subtracts the mean of the batch from the gradients."""
+    module = between(nn.Identity())
+    if before:
+        module[3].register_full_backward_pre_hook(lambda m, out: (out[0] - out[0].mean(dim=0),))
+    else:
+        module[1].register_full_backward_hook(lambda m, into, out: (into[0] - into[0].mean(dim=0),))
+    return module
+
+
+def hooked_tensor(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient / gradient.norm())
+    return x
+
+
+MIXING_BACKWARD = {
+    "a function": lambda: between(Calls(MeanSubtracted.apply)),
+    "a function behind a weight of 0": lambda: between(Calls(MeanSubtracted.apply, scale=0.0)),
+    "a function of the number of records": lambda: between(Calls(Numbered.apply)),
+    "a backward hook": lambda: hooked(before=False),
+    "a hook before a module's backward pass": lambda: hooked(before=True),
+    "a hook on a tensor": lambda: between(Calls(hooked_tensor)),
+}
+
+
+@pytest.mark.parametrize("case", MIXING_BACKWARD)
+def test_backward_passes_that_mix_records_are_refused(case: str, tmp_path: Path) -> None:
+    module = MIXING_BACKWARD[case]()
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(
+        ValueError, match="in the backward pass one record changes the gradient of another"
+    ) as caught:
+        private(module, NUMBERS, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_what_reaches_a_feedback_point_is_probed_without_the_device(tmp_path: Path) -> None:
+    """Mixing in a point's block is found; the device is read in steps only."""
+    device = opusim.open_device("gaussian", n_inputs=3, n_outputs=5)
+    options = {"device": device, "encoding": "stochastic"}
+    sound = opusim.FeedbackAlignment(between(nn.Identity()), ["1"], **options)
+    private(sound, NUMBERS, tmp_path / "sound").close()
+    assert sound.device is device
+    assert device.usage.frames == 0
+    block = nn.Sequential(Calls(MeanSubtracted.apply), nn.Tanh())
+    mixing = opusim.FeedbackAlignment(between(block), ["2"], **options)
+    with pytest.raises(ValueError, match="in the backward pass one record"):
+        private(mixing, NUMBERS, tmp_path / "mixing")
 
 
 class Weighted(nn.Module):
@@ -115,16 +284,7 @@ def test_a_penalty_inside_the_criterion_is_refused(tmp_path: Path) -> None:
     def penalised(output: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(output, labels) + module.weight.square().sum()
 
-    options = {"noise_multiplier": 1.0, "target_delta": 1e-5, "max_grad_norm": 1.0, "seed": 1}
-    data = TensorDataset(NUMBERS, torch.zeros(40, dtype=torch.int64))
-    found = opusim.make_private(
-        module=module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        criterion=penalised,
-        data_loader=DataLoader(data, batch_size=30),
-        folder=tmp_path,
-        **options,
-    )
+    found = private(module, NUMBERS, tmp_path, criterion=penalised)
     model, _, criterion, loader = found
     inputs, labels = next(iter(loader))
     with pytest.raises(ValueError, match="criterion: uses parameters of the module, such as a penalty"):
@@ -135,13 +295,4 @@ def test_a_penalty_inside_the_criterion_is_refused(tmp_path: Path) -> None:
 def test_optimizers_that_run_the_module_are_refused(tmp_path: Path) -> None:
     module = nn.Linear(4, 3)
     with pytest.raises(ValueError, match="optimizer is LBFGS, which runs the module several times in a step"):
-        opusim.make_private(
-            module=module,
-            optimizer=torch.optim.LBFGS(module.parameters()),
-            criterion=nn.CrossEntropyLoss(),
-            data_loader=DataLoader(TensorDataset(NUMBERS, torch.zeros(40, dtype=torch.int64)), batch_size=10),
-            noise_multiplier=1.0,
-            target_delta=1e-5,
-            max_grad_norm=1.0,
-            folder=tmp_path,
-        )
+        private(module, NUMBERS, tmp_path, optimizer=torch.optim.LBFGS(module.parameters()))

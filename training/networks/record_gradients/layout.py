@@ -7,10 +7,12 @@ nothing, so the layout comes from two batch sizes and from which rows move if on
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
 class Layout(NamedTuple):
@@ -25,6 +27,85 @@ class Layout(NamedTuple):
     dim: int
     rows: int = 1
     interleaved: bool = False
+
+
+class Rows(NamedTuple):
+    """Arguments of which some tensors have a row for each record.
+
+    Attributes:
+        leaves: The arguments, flattened.
+        held: Which of them have a row for each record.
+        spec: How to put them together again.
+        records: Number of records.
+    """
+
+    leaves: list[Any]
+    held: list[bool]
+    spec: TreeSpec
+    records: int
+
+    @classmethod
+    def of(cls, values: Any) -> Self:
+        """Take the first size of the first tensor for the number of records, and tensors of that size for records.
+
+        Raises:
+            ValueError: There is no record.
+        """
+        leaves, spec = tree_flatten(values)
+        sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+        if not sizes or not sizes[0]:
+            raise ValueError("model: the probe needs arguments with at least one record; give a few records")
+        held = [isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == sizes[0] for leaf in leaves]
+        return cls(leaves, held, spec, sizes[0])
+
+    @property
+    def values(self) -> Any:
+        """The arguments as they were given."""
+        return tree_unflatten(self.leaves, self.spec)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that hold records; at least one."""
+        return [leaf for leaf, held in zip(self.leaves, self.held, strict=True) if held]
+
+    def take(self, index: Tensor) -> Self:
+        """Return some records."""
+        return self.mapped(lambda leaf: leaf[index.to(leaf.device)])._replace(records=len(index))
+
+    def repeated(self, count: int) -> Self:
+        """Return a number of records, the given ones in turn."""
+        return self.take(torch.arange(count) % self.records)
+
+    def put(self, record: int, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the records with one changed.
+
+        Args:
+            record: Its number.
+            change: Maps its row of a tensor to the new one.
+        """
+
+        def put(leaf: Tensor) -> Tensor:
+            changed = leaf.clone()
+            changed[record] = change(leaf[record])
+            return changed
+
+        return self.mapped(put)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the arguments with all tensors changed that hold records."""
+        return self._replace(
+            leaves=[change(v) if h else v for v, h in zip(self.leaves, self.held, strict=True)]
+        )
+
+
+def finite(row: Tensor) -> Tensor:
+    """Return numbers with 0 for those that are not finite."""
+    return row.nan_to_num(0.0, 0.0, 0.0) if row.is_floating_point() else row
+
+
+def with_nan(row: Tensor) -> Tensor:
+    """Return a record of NaN; whole numbers stay."""
+    return torch.full_like(row, torch.nan) if row.is_floating_point() else row
 
 
 def split_records(values: Tensor, layout: Layout, records: int) -> Tensor:

@@ -12,9 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from training.networks.record_gradients.layout import Layout, layout_of, moved_rows, rows_of
+from training.networks.record_gradients.layout import (
+    Layout,
+    Rows,
+    finite,
+    layout_of,
+    moved_rows,
+    rows_of,
+    with_nan,
+)
 from training.networks.record_gradients.recorder import Key, Kinds, Recorder, Seen, Slot
 from training.networks.record_gradients.uses import real_tensors
 from training.networks.record_independence import MIXES_REMEDY, preserved_generators
@@ -58,13 +65,11 @@ def probe(
     Raises:
         ValueError: The model mixes records, or a use has no rows for each record.
     """
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
-    if not leaves or not len(leaves[0]):
-        raise ValueError("model: the probe needs arguments with at least one record; give a few records")
-    batches = [_batch(args, kwargs, len(leaves[0]), count) for count in _COUNTS]
+    given = Rows.of((args, kwargs))
+    batches = [given.repeated(count) for count in _COUNTS]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     kinds = Kinds()
-    with preserved_generators(leaves[0].device), torch.enable_grad():
+    with preserved_generators(given.tensors[0].device), torch.enable_grad():
         try:
             for _ in range(_ROUNDS):
                 few, many = (_trace(model, named, kinds, batch) for batch in batches)
@@ -81,11 +86,9 @@ def probe(
     return kinds, _components(few.roots, len(named))
 
 
-def _trace(
-    model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], kinds: Kinds, batch: tuple[Any, Any]
-) -> _Trace:
+def _trace(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], kinds: Kinds, batch: Rows) -> _Trace:
     torch.manual_seed(0)
-    args, kwargs = batch
+    args, kwargs = batch.values
     with Recorder(named, kinds, probing=True) as recorder:
         output = model(*args, **kwargs)
     for call, _ in recorder.calls:
@@ -94,54 +97,34 @@ def _trace(
     return _Trace(recorder.seen, [roots for _, roots in recorder.calls], recorder.ragged, outputs)
 
 
-def _batch(args: Any, kwargs: Any, examples: int, count: int) -> tuple[Any, Any]:
-    """Return arguments for a number of records, repeating the given ones."""
-    leaves, spec = tree_flatten((args, kwargs))
-    cut = [
-        leaf[torch.arange(count, device=leaf.device) % examples] if _holds(leaf, examples) else leaf
-        for leaf in leaves
-    ]
-    batch: tuple[Any, Any] = tree_unflatten(cut, spec)
-    return batch
-
-
-def _changed(batch: tuple[Any, Any]) -> Iterator[tuple[int, tuple[Any, Any]]]:
+def _changed(batch: Rows) -> Iterator[tuple[int, Rows]]:
     """Yield batches whose first or last record is another one, and of which it is NaN."""
-    leaves, spec = tree_flatten(batch)
     for record in (0, _COUNTS[0] - 1):
-        yield record, tree_unflatten(_with_another(leaves, record), spec)
-        unknown = [leaf.clone() if _holds(leaf, _COUNTS[0]) else leaf for leaf in leaves]
-        for leaf in unknown:
-            if _holds(leaf, _COUNTS[0]) and leaf.is_floating_point():
-                leaf[record] = torch.nan
-        yield record, tree_unflatten(unknown, spec)
+        yield record, _with_another(batch, record)
+        yield record, batch.put(record, with_nan)
 
 
-def _with_another(leaves: list[Any], record: int) -> list[Any]:
-    """Return the leaves with another record in one's place: whole numbers of one that differs, other real numbers."""
-    count = _COUNTS[0]
-    whole = [leaf for leaf in leaves if _holds(leaf, count) and not leaf.is_floating_point()]
-    donors = (d for d in range(count) if any(not torch.equal(leaf[d], leaf[record]) for leaf in whole))
+def _with_another(batch: Rows, record: int) -> Rows:
+    """Return the batch with another record in one's place: whole numbers of one that differs, other real numbers."""
+    whole = [leaf for leaf in batch.tensors if not leaf.is_floating_point()]
+    donors = (
+        d for d in range(batch.records) if any(not torch.equal(leaf[d], leaf[record]) for leaf in whole)
+    )
     donor = next(donors, record)
-    changed = [leaf.clone() if _holds(leaf, count) else leaf for leaf in leaves]
-    for leaf in changed:
-        if not _holds(leaf, count):
-            continue
+
+    def change(leaf: Tensor) -> Tensor:
         other = leaf[donor]
         if leaf.is_floating_point():
-            other = (other.flip(-1) if other.ndim else other) * 0.5 + 0.25
-            other = other.nan_to_num(0.25, 0.25, 0.25)
-        leaf[record] = other
-    if all(new is old or torch.equal(new, old) for new, old in zip(changed, leaves, strict=True)):
+            other = finite(other.flip(-1) if other.ndim else other) * 0.5 + 0.25
+        return torch.cat([leaf[:record], other[None], leaf[record + 1 :]])
+
+    changed = batch.mapped(change)
+    if all(torch.equal(new, old) for new, old in zip(changed.tensors, batch.tensors, strict=True)):
         raise ValueError(
             "model: the probe's records are equal, so that it cannot see whether the model mixes records; give "
             "records that differ"
         )
     return changed
-
-
-def _holds(leaf: Any, records: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == records
 
 
 def _settle(kinds: Kinds, few: _Trace, many: _Trace, changed: Sequence[tuple[int, _Trace]]) -> bool:

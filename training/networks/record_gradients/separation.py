@@ -10,6 +10,9 @@ that nothing it does or refuses depends on private ones. It refuses
 - a backward pass in which one record changes another's gradient: hooks and custom autograd functions see whole batches;
 - hooks on parameters, which would not run.
 
+A loop of a user's own has no invented records: `require_separate_gradients` probes the backward pass of its module on
+the records that it is given.
+
 No finite probe proves that a module keeps all records apart, so the guarantee lists this as an assumption.
 """
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +30,9 @@ from torch import Tensor, nn
 from opusim.errors import DeviceError
 from training.data import Dataset
 from training.data.dataset import PADDING
+from training.networks.record_gradients.layout import Rows, finite, with_nan
 from training.networks.record_gradients.tape import RecordTape
+from training.networks.record_gradients.uses import real_tensors
 from training.networks.record_independence import (
     MIXES_REMEDY,
     batch_statistics,
@@ -35,7 +41,7 @@ from training.networks.record_independence import (
     require_independent_records,
 )
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Tensor], Tensor]
 """Losses of the records, shape (batch,), from outputs and targets."""
 _RECORDS = 9
 _BATCH = 5
@@ -107,9 +113,10 @@ def require_separate_steps(
             with torch.no_grad():
                 outputs = model(x)
             _require_separate_losses(loss, outputs, y)
+            given, targets = Rows.of(((x[:_BATCH],), {})), y[:_BATCH]
             with perturbed(model):
-                _Steps(model.train(), loss, seek, x).require_separate(_changed(x[:_BATCH], y[:_BATCH]))
-                _Steps(model.eval(), loss, seek, x).require_separate(_resized(x[:_BATCH], y[:_BATCH]))
+                _Steps(RecordTape(model.train(), x), loss, seek).require_separate(_changed(given, targets))
+                _Steps(RecordTape(model.eval(), x), loss, seek).require_separate(_resized(given, targets))
     except DeviceError:
         raise
     except (RuntimeError, TypeError, IndexError, ArithmeticError, AssertionError) as error:
@@ -124,6 +131,51 @@ def require_separate_steps(
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def require_separate_gradients(
+    tape: RecordTape, args: Any, kwargs: Any, *, seek: Callable[[], None] = lambda: None
+) -> None:
+    """Refuse a module in whose backward pass one record, or the number of records, changes another's gradient.
+
+    The loss of a record is a fixed function of its outputs. Parameters, buffers, modes and torch's generators are as
+    before afterwards; parameters have no gradients.
+
+    Args:
+        tape: Of the module, in the modes in which it will be trained.
+        args: Its arguments for at least one record, as `RecordTape` takes them; numbers that are not finite count as 0.
+        kwargs: Its keyword arguments, likewise.
+        seek: Called before each pass; makes feedback repeat what it draws.
+
+    Raises:
+        ValueError: There is such a pass, or gradients depend on earlier batches.
+    """
+    model, records = tape.model, Rows.of((args, kwargs)).repeated(_BATCH).mapped(finite)
+    place = records.tensors[0].device
+    targets = torch.arange(_BATCH, device=place)
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with preserved_generators(place), _preserved_buffers(model), perturbed(model), torch.enable_grad():
+            steps = _Steps(tape, _invented_losses, seek, may_fail=True)
+            steps.require_separate(_changed(records, targets))
+            args, kwargs = records.values
+            steps = _Steps(RecordTape(model.eval(), *args, **kwargs), _invented_losses, seek)
+            steps.require_separate(_resized(records, targets))
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _invented_losses(outputs: Any, targets: Tensor) -> Tensor:
+    """Return sum_k c_k (z_k + tanh z_k) of each record's outputs z, whose numbers c in [-1, 1] vary by target."""
+    losses = torch.zeros(len(targets), device=targets.device)
+    for number, output in enumerate(real_tensors(outputs)):
+        if output.requires_grad and output.shape[:1] == targets.shape:
+            z = output.reshape(len(targets), -1).float()
+            entries = torch.arange(z.shape[1], device=z.device)
+            c = ((entries + 3 * number) * (targets[:, None] + 2) + targets[:, None]) % 101 / 50 - 1
+            losses = losses + (c * (z + z.tanh())).sum(dim=1)
+    return losses
 
 
 def require_no_hooks(model: nn.Module) -> None:
@@ -161,12 +213,16 @@ def _require_nothing_kept(model: nn.Module, x: Tensor) -> None:
 
 
 def _seeded(model: nn.Module, x: Tensor) -> Tensor:
-    torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    random.seed(0)
+    _seed()
     with torch.no_grad():
         output: Tensor = model(x.clone())
     return output
+
+
+def _seed() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    random.seed(0)
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
@@ -197,22 +253,34 @@ def _require_separate_losses(loss: Loss, outputs: Tensor, y: Tensor) -> None:
         )
 
 
-_Batch = tuple[Tensor, Tensor, int]
-"""Records, targets, and the place of the record whose gradient must not move."""
+class _Batch(NamedTuple):
+    """Records and targets, and the place of the record whose gradient must not move.
+
+    An odd batch holds numbers that a module may refuse; a resized one has another number of records.
+    """
+
+    records: Rows
+    targets: Tensor
+    place: int = _WITNESS
+    odd: bool = False
+    resized: bool = False
 
 
 class _Steps:
     """Forward and backward passes whose single gradients are looked at.
 
     Args:
-        model: In training mode; or in evaluation mode, in which nothing is drawn.
+        tape: Of the model in training mode; or in evaluation mode, in which nothing is drawn.
         loss: The losses of the records.
         seek: Called before each pass.
-        x: Records for the tape.
+        may_fail: Whether the model may raise an error for odd numbers, so that they are left out.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, seek: Callable[[], None], x: Tensor) -> None:
-        self._tape, self._loss, self._seek = RecordTape(model, x), loss, seek
+    def __init__(
+        self, tape: RecordTape, loss: Loss, seek: Callable[[], None], *, may_fail: bool = False
+    ) -> None:
+        self._tape, self._loss, self._seek, self._may_fail = tape, loss, seek, may_fail
+        self._tolerance = _TOLERANCE
 
     def require_separate(self, batches: Iterator[_Batch]) -> None:
         """Refuse a backward pass in which other records, or their number, change a record's gradient.
@@ -220,55 +288,90 @@ class _Steps:
         Args:
             batches: The first one is compared with all others.
         """
-        wanted = self._gradient(*next(batches))
+        first = next(batches)
+        wanted = self._gradient(first)
+        if not bool(wanted.isfinite().all()):
+            raise ValueError(
+                "model: the gradients of the probe's records are not finite, so that it cannot see whether the model "
+                "mixes records; give records whose gradients are finite"
+            )
+        if not _near(wanted, self._gradient(first), wanted.norm()):
+            raise ValueError(
+                "model: its gradients depend on earlier batches, or on random numbers that no global generator draws; "
+                "use modules that keep nothing between batches, and draw from torch's generator"
+            )
         for batch in batches:
-            if not _near(wanted, self._gradient(*batch), wanted.norm()):
+            try:
+                found = self._gradient(batch)
+            except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError):
+                if batch.odd and self._may_fail:
+                    continue
+                raise
+            tolerance = self._tolerance if batch.resized else _TOLERANCE
+            if not _near(wanted, found, wanted.norm(), tolerance):
                 raise ValueError(
                     "model: in the backward pass one record changes the gradient of another, as a hook or a custom "
                     f"autograd function may: {MIXES_REMEDY}"
                 )
 
-    def _gradient(self, x: Tensor, y: Tensor, place: int) -> Tensor:
+    def _gradient(self, batch: _Batch) -> Tensor:
         """Return the gradient of one record as a step computes it, float64."""
-        torch.manual_seed(0)
+        tape, (args, kwargs) = self._tape, batch.records.values
+        parameters = [parameter for layer in tape.layers for parameter in layer]
+        for parameter in parameters:
+            parameter.grad = None
+        _seed()
         self._seek()
-        with self._tape.recording(len(x)):
-            self._loss(self._tape.model(x), y).sum().backward()
-        squares = self._tape.squared_norms()
+        recorder = tape.begin(batch.records.records)
+        with recorder:
+            self._loss(tape.model(*args, **kwargs), batch.targets).sum().backward()
+        tape.end(recorder)
+        deltas = [delta for call, _ in recorder.calls for delta in call.deltas if delta is not None]
+        coarsest = max((torch.finfo(delta.dtype).eps for delta in deltas), default=0.0)
+        self._tolerance = max(
+            _TOLERANCE, 4 * coarsest
+        )  # of batches of several sizes, which round differently
+        squares = tape.squared_norms()
         factors = torch.zeros_like(squares)
-        factors[:, place] = 1.0
-        self._tape.set_gradients(factors, squares)
-        parameters = [parameter for layer in self._tape.layers for parameter in layer]
+        factors[:, batch.place] = 1.0
+        tape.set_gradients(factors, squares)
         found = torch.cat([p.grad.flatten().double() for p in parameters if p.grad is not None])
         for parameter in parameters:
             parameter.grad = None
         return found
 
 
-def _changed(x: Tensor, y: Tensor) -> Iterator[_Batch]:
+def _changed(records: Rows, targets: Tensor) -> Iterator[_Batch]:
     """Yield a batch, then batches whose first or last record is another one, a large one, or NaN."""
-    yield x, y, _WITNESS
-    for place in (0, len(x) - 1):
-        values = [x[(place + 1) % len(x)]]
-        if x.is_floating_point():
-            values += [1e3 * x[place], torch.full_like(x[place], torch.nan)]
-        for value in values:
-            records, targets = x.clone(), y.clone()
-            records[place], targets[place] = value, y[(place + 1) % len(y)]
-            yield records, targets, _WITNESS
+    yield _Batch(records, targets)
+    real = any(leaf.is_floating_point() for leaf in records.tensors)
+    for place in (0, _BATCH - 1):
+        index = torch.arange(_BATCH)
+        index[place] = (place + 1) % _BATCH
+        others = targets[index.to(targets.device)]
+        yield _Batch(records.take(index), others)
+        for change in (_large, with_nan) if real else ():
+            yield _Batch(records.put(place, change), others, odd=True)
 
 
-def _resized(x: Tensor, y: Tensor) -> Iterator[_Batch]:
+def _resized(records: Rows, targets: Tensor) -> Iterator[_Batch]:
     """Yield a batch, then its record without the others, and with more of them."""
-    yield x, y, _WITNESS
-    yield x[_WITNESS : _WITNESS + 1], y[_WITNESS : _WITNESS + 1], 0
-    yield torch.cat([x] * 3)[1:], torch.cat([y] * 3)[1:], _WITNESS + _BATCH - 1
+    yield _Batch(records, targets)
+    for index, place in (
+        (torch.tensor([_WITNESS]), 0),
+        (torch.arange(3 * _BATCH)[1:] % _BATCH, _WITNESS + _BATCH - 1),
+    ):
+        yield _Batch(records.take(index), targets[index.to(targets.device)], place, resized=True)
 
 
-def _near(first: Tensor, second: Tensor, size: Tensor) -> bool:
-    """Whether two tensors differ by no more than rounding, in units of a size; NaN differs from everything."""
+def _large(row: Tensor) -> Tensor:
+    return 1e3 * row if row.is_floating_point() else row
+
+
+def _near(first: Tensor, second: Tensor, size: Tensor, tolerance: float = _TOLERANCE) -> bool:
+    """Whether two tensors differ by no more than a tolerance, in units of a size; NaN differs from everything."""
     gap = (first.detach().double() - second.detach().double()).norm()
-    return bool(gap <= _TOLERANCE * size.detach().double())
+    return bool(gap <= tolerance * size.detach().double())
 
 
 @contextmanager

@@ -216,7 +216,7 @@ class RecordTape:
                 empty = [parameter.new_zeros(self._recorded(), parameter.numel()) for parameter in parameters]
                 joined = [torch.cat(rows) for rows in zip(*parts, strict=True)] if parts else empty
                 for name, parameter, rows in zip(names, parameters, joined, strict=True):
-                    found[name] = rows.unflatten(1, parameter.shape)
+                    found[name] = rows.view(len(rows), *parameter.shape)
         return found
 
     # Layers
@@ -366,7 +366,7 @@ def _summed_rows(uses: Sequence[Use], parameters: Sequence[nn.Parameter], part: 
     for use in uses:
         for tensor, rows in zip(use.wrt, use.rows(part), strict=True):
             for parameter, own in _pulled(tensor, rows, parameters):
-                before, flat = sums.get(id(parameter)), own.flatten(1)
+                before, flat = sums.get(id(parameter)), own.reshape(len(own), -1)
                 sums[id(parameter)] = flat if before is None else before.double() + flat
     count = part.stop - part.start
     return [sums[id(p)] if id(p) in sums else p.new_zeros(count, p.numel()) for p in parameters]

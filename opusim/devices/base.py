@@ -43,8 +43,11 @@ from opusim.errors import CapabilityMissing, ConfigError, DeviceError, DeviceUna
 from opusim.noise import GaussianNoise, NoiseModel
 from opusim.randomness.streams import MODES
 
-_INTENSITIES_AT_ONCE = 2**23
-"""Intensities that are computed at once: 32 MiB, and some times as much for fields and noise."""
+_INTENSITIES_AT_ONCE = 2**21
+"""Intensities that are computed at once: 8 MiB, with some times as much for fields and noise, which stay in the cache."""
+_FRAMES_AT_ONCE = 256
+"""Frames that a product of matrices needs to be fast; wide devices show as many if `_MOST_INTENSITIES` allows it."""
+_MOST_INTENSITIES = 2**24
 
 
 class Turn(NamedTuple):
@@ -332,7 +335,7 @@ class NoisyDevice(ABC):
         self.require("intensities")
         frames = BinaryFrames(x, self._n_inputs, packed=packed)
         found = new_intensities(x, (len(frames), self._n_outputs), out)
-        at_once = max(1, _INTENSITIES_AT_ONCE // self._n_outputs)
+        at_once = _frames_at_once(self._n_outputs)
         for start in range(0, len(frames), at_once):
             part = frames.rows(start, start + at_once, self._torch_device)
             shape = (part.shape[0], self._n_outputs)
@@ -509,6 +512,12 @@ class NoisyDevice(ABC):
             raise DeviceUnavailable(
                 f"device {self.name!r} is closed; call open(), or work inside `with device:`"
             )
+
+
+def _frames_at_once(n_outputs: int) -> int:
+    """Return how many frames' intensities are computed at once."""
+    wanted = max(_INTENSITIES_AT_ONCE // n_outputs, _FRAMES_AT_ONCE)
+    return max(1, min(wanted, _MOST_INTENSITIES // n_outputs))
 
 
 def _window(description: DeviceDescription, key: str, wanted: int | None, largest: int) -> int:

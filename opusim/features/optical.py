@@ -163,10 +163,13 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         return int(self.encoder_.decode(np.zeros((rows, self.n_components), dtype=np.float32)).shape[1])
 
     def _is_noisy(self) -> bool:
-        """Whether a named device gives other numbers in each call."""
+        """Whether a named device gives other numbers in each call; asked once a call, so an open one tells it."""
         if isinstance(self.device, NoisyDevice):
             return False
-        description = load_description(self.device, dict(self.options or {}))
+        opened = self.__dict__.get("device_")
+        description = (
+            load_description(self.device, dict(self.options or {})) if opened is None else opened.description
+        )
         simulated = description.lighton is None or description.lighton.simulated
         if simulated and description.kind in ("ideal", "gaussian", "lighton"):
             return description.noise is not None and description.noise.value() > 0

@@ -79,7 +79,7 @@ def test_results_may_be_written_into_a_file_in_parts(tmp_path: Path, monkeypatch
         codes = np.lib.format.open_memmap(
             tmp_path / "codes.npy", mode="w+", dtype=np.uint8, shape=(11, N_OUTPUTS)
         )
-        monkeypatch.setattr(base, "_INTENSITIES_AT_ONCE", 3 * N_OUTPUTS)
+        monkeypatch.setattr(base, "_MOST_INTENSITIES", 3 * N_OUTPUTS)
         assert device.intensities(x, out=codes) is codes
     exact = np.corrcoef(codes.ravel(), whole.numpy().ravel())[0, 1]
     assert exact > 0.9  # each row is that of its own vector

@@ -44,9 +44,9 @@ from opusim.noise import GaussianNoise, NoiseModel
 from opusim.randomness.streams import MODES
 
 _INTENSITIES_AT_ONCE = 2**21
-"""Intensities that are computed at once: 8 MiB, with some times as much for fields and noise, which stay in the cache."""
+"""Intensities that are computed at once: 8 MiB, and some times as much for fields and noise, near the cache."""
 _FRAMES_AT_ONCE = 256
-"""Frames that a product of matrices needs to be fast; wide devices show as many if `_MOST_INTENSITIES` allows it."""
+"""Frames that make a product of matrices fast: wide devices show as many at once, up to `_MOST_INTENSITIES`."""
 _MOST_INTENSITIES = 2**24
 
 
@@ -334,13 +334,12 @@ class NoisyDevice(ABC):
         self._require_open()
         self.require("intensities")
         frames = BinaryFrames(x, self._n_inputs, packed=packed)
-        found = new_intensities(x, (len(frames), self._n_outputs), out)
         at_once = _frames_at_once(self._n_outputs)
+        if out is None and 0 < len(frames) <= at_once:
+            return like_input(self._read_intensities(frames, 0, at_once), x)
+        found = new_intensities(x, (len(frames), self._n_outputs), out)
         for start in range(0, len(frames), at_once):
-            part = frames.rows(start, start + at_once, self._torch_device)
-            shape = (part.shape[0], self._n_outputs)
-            numbers = self._read(partial(self._intensities, part), shape, frames_per_reading=1)
-            write_intensities(found, start, numbers)
+            write_intensities(found, start, self._read_intensities(frames, start, start + at_once))
         result: Array = found
         return result
 
@@ -454,6 +453,12 @@ class NoisyDevice(ABC):
         raise NotImplementedError(
             f"{type(self).__name__} declares the capability 'intensities' and does not override _intensities"
         )
+
+    def _read_intensities(self, frames: BinaryFrames, start: int, stop: int) -> torch.Tensor:
+        """Return a checked reading of some frames."""
+        part = frames.rows(start, stop, self._torch_device)
+        shape = (part.shape[0], self._n_outputs)
+        return self._read(partial(self._intensities, part), shape, frames_per_reading=1)
 
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return fresh noise of a checked shape; by default readings of nothing, as many as fill it."""

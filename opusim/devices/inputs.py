@@ -81,8 +81,12 @@ class BinaryFrames:
                     f"x has dtype {self._rows.dtype}: packed frames are uint8, as numpy.packbits(x, axis=1) gives them"
                 )
             return
+        if self._rows.dtype == torch.bool or not self._rows.numel():
+            return
+        if self._rows.dtype == torch.uint8 and int(self._rows.amax()) <= 1:
+            return
         check_ternary(self._rows)
-        if self._rows.dtype != torch.bool and self._rows.numel() and bool(self._rows.amin() < 0):
+        if bool(self._rows.amin() < 0):
             raise ValueError("x holds -1: a frame shows 0 or 1; split it by encodings.split_frames(x)")
 
     def __len__(self) -> int:
@@ -122,7 +126,7 @@ def write_intensities(out: Any, start: int, numbers: torch.Tensor) -> None:
         ValueError: out is uint8, and a number is not a whole one from 0 to 255.
     """
     rows = slice(start, start + len(numbers))
-    if str(out.dtype).endswith("uint8"):
+    if out.dtype == (np.uint8 if isinstance(out, np.ndarray) else torch.uint8):
         codes = numbers.to(torch.uint8)
         if not torch.equal(codes.float(), numbers):
             raise ValueError(

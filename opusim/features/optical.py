@@ -191,7 +191,7 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         self.device_ = device
 
     def _features(self, records: np.ndarray) -> np.ndarray:
-        frames = self.encoder_.transform(records)
+        frames = self.encoder_.frames_of(records)
         frames = widened(frames, self.device_.n_inputs, bias=self.bias)
         if self.linear:
             readings = self.device_.project(frames)[:, : self.n_components]

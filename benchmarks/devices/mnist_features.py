@@ -226,7 +226,7 @@ def page_section() -> str:
     if not results:
         return ""
     rows = [
-        (f"`{name}`, {len(found)} maps", *(shown(figures(results, name, n)) for n in SIZES))
+        (f"`{name}`, {len(found)} of {len(MAPS)} maps", *(shown(figures(results, name, n)) for n in SIZES))
         for name in DEVICES
         if (found := figures(results, name, max(SIZES)))
     ]

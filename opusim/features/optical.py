@@ -234,7 +234,7 @@ class OpticalLayer(nn.Module):
             rows = binarize(rows, self.threshold)
         with torch.no_grad():
             found = self.device.project(rows) if self.linear else self.device.intensities(rows)
-        return found.reshape(*x.shape[:-1], -1)
+        return found.reshape(*x.shape[:-1], self.device.n_outputs)
 
     def extra_repr(self) -> str:
         """Return what a printed model shows."""

@@ -102,9 +102,13 @@ def test_the_matrix_of_lightonml_serves_both_its_transforms() -> None:
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (np.full((2, N_INPUTS), 0.5), "x holds 0.5: a device shows -1, 0 or 1; encode real values first"),
+        (
+            np.full((2, N_INPUTS), 0.5),
+            r"x holds 0.5: a frame shows 0 or 1; encode .* such as ThresholdEncoder",
+        ),
+        (np.full((2, N_INPUTS), np.inf, dtype=np.float32), "x holds inf: a frame shows 0 or 1"),
         (np.full((2, N_INPUTS), -1, dtype=np.int8), "x holds -1: a frame shows 0 or 1"),
-        (np.full((2, N_INPUTS), np.nan), "x holds NaN"),
+        (np.full((2, N_INPUTS), np.nan), "x holds NaN: .* fill gaps first"),
         (np.zeros((2, N_INPUTS + 1)), r"x has shape \(2, 38\): must be \(any, 37\)"),
         (np.zeros(N_INPUTS), "takes one row for each vector"),
         (np.full((2, N_INPUTS), 255, dtype=np.uint8), "unsigned integers wrap -1"),

@@ -39,6 +39,7 @@ bench: $(DEV)  ## Speed, as ratios in one run.
 	$(BIN)/python -m benchmarks.speed.transformer_step
 	$(BIN)/python -m benchmarks.speed.accounting
 	$(BIN)/python -m benchmarks.speed.camera
+	$(BIN)/python -m benchmarks.speed.features
 	$(BIN)/python -m benchmarks.speed.matrix_free
 	$(BIN)/python -m benchmarks.speed.commands
 

@@ -13,6 +13,7 @@ and CPU tensors pass through `numpy.asarray`; booleans are not numbers here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any, Literal
 
@@ -40,6 +41,8 @@ def non_negative(*, remedy: str = "", **values: Any) -> None:
         ValueError: a value is negative, infinite or NaN.
     """
     for name, value in values.items():
+        if type(value) is float and 0 <= value < math.inf:  # the usual case, without an array
+            continue
         array = _real_array(name, value)
         if not bool(np.all(np.isfinite(array) & (array >= 0))):
             _refuse(name, value, "must be finite and at least 0", remedy)

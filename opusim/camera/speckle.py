@@ -214,7 +214,10 @@ class Speckle:
         for part, plane in enumerate((REAL_PLANE, IMAGINARY_PLANE)):
             dense = self.dense(plane, frames.device) if self.fits_dense else None
             if dense is not None and self.law.n_inputs <= _INPUTS_PER_EXACT_SUM:
-                out[part] = frames @ dense
+                if frames.device.type == "cpu":
+                    torch.mm(frames, dense, out=out[part])
+                else:
+                    out[part] = frames @ dense
                 continue
             for outputs in self._output_blocks():
                 tile = partial(self._stored_or_new_tile, plane, outputs, frames.device)

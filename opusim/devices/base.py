@@ -43,8 +43,11 @@ from opusim.errors import CapabilityMissing, ConfigError, DeviceError, DeviceUna
 from opusim.noise import GaussianNoise, NoiseModel
 from opusim.randomness.streams import MODES
 
-_INTENSITIES_AT_ONCE = 2**23
-"""Intensities that are computed at once: 32 MiB, and some times as much for fields and noise."""
+_INTENSITIES_AT_ONCE = 2**21
+"""Intensities that are computed at once: 8 MiB, and some times as much for fields and noise, near the cache."""
+_FRAMES_AT_ONCE = 256
+"""Frames that make a product of matrices fast: wide devices show as many at once, up to `_MOST_INTENSITIES`."""
+_MOST_INTENSITIES = 2**24
 
 
 class Turn(NamedTuple):
@@ -331,13 +334,12 @@ class NoisyDevice(ABC):
         self._require_open()
         self.require("intensities")
         frames = BinaryFrames(x, self._n_inputs, packed=packed)
+        at_once = _frames_at_once(self._n_outputs)
+        if out is None and 0 < len(frames) <= at_once:
+            return like_input(self._read_intensities(frames, 0, at_once), x)
         found = new_intensities(x, (len(frames), self._n_outputs), out)
-        at_once = max(1, _INTENSITIES_AT_ONCE // self._n_outputs)
         for start in range(0, len(frames), at_once):
-            part = frames.rows(start, start + at_once, self._torch_device)
-            shape = (part.shape[0], self._n_outputs)
-            numbers = self._read(partial(self._intensities, part), shape, frames_per_reading=1)
-            write_intensities(found, start, numbers)
+            write_intensities(found, start, self._read_intensities(frames, start, start + at_once))
         result: Array = found
         return result
 
@@ -452,6 +454,12 @@ class NoisyDevice(ABC):
             f"{type(self).__name__} declares the capability 'intensities' and does not override _intensities"
         )
 
+    def _read_intensities(self, frames: BinaryFrames, start: int, stop: int) -> torch.Tensor:
+        """Return a checked reading of some frames."""
+        part = frames.rows(start, stop, self._torch_device)
+        shape = (part.shape[0], self._n_outputs)
+        return self._read(partial(self._intensities, part), shape, frames_per_reading=1)
+
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return fresh noise of a checked shape; by default readings of nothing, as many as fill it."""
         numbers = math.prod(shape)
@@ -509,6 +517,12 @@ class NoisyDevice(ABC):
             raise DeviceUnavailable(
                 f"device {self.name!r} is closed; call open(), or work inside `with device:`"
             )
+
+
+def _frames_at_once(n_outputs: int) -> int:
+    """Return how many frames' intensities are computed at once."""
+    wanted = max(_INTENSITIES_AT_ONCE // n_outputs, _FRAMES_AT_ONCE)
+    return max(1, min(wanted, _MOST_INTENSITIES // n_outputs))
 
 
 def _window(description: DeviceDescription, key: str, wanted: int | None, largest: int) -> int:

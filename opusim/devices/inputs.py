@@ -81,9 +81,14 @@ class BinaryFrames:
                     f"x has dtype {self._rows.dtype}: packed frames are uint8, as numpy.packbits(x, axis=1) gives them"
                 )
             return
-        check_ternary(self._rows)
-        if self._rows.dtype != torch.bool and self._rows.numel() and bool(self._rows.amin() < 0):
-            raise ValueError("x holds -1: a frame shows 0 or 1; split it by encodings.split_frames(x)")
+        if self._rows.dtype == torch.bool or not self._rows.numel():
+            return
+        if self._rows.dtype == torch.uint8:
+            binary = int(self._rows.amax()) <= 1
+        else:
+            binary = torch.equal(self._rows, (self._rows > 0).to(self._rows.dtype))
+        if not binary:
+            raise ValueError(_no_frame(self._rows))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -95,6 +100,20 @@ class BinaryFrames:
             bits = np.unpackbits(part.cpu().numpy(), axis=1, count=self._n_inputs)
             part = torch.from_numpy(bits)
         return part.to(device=device, dtype=torch.float32)
+
+
+def _no_frame(rows: torch.Tensor) -> str:
+    """Return what is wrong with rows that are not binary: the first such entry, and what to do."""
+    wrong = rows[(rows != 0) & (rows != 1)][0].item()
+    if math.isnan(wrong):
+        return "x holds NaN: a frame shows 0 or 1; fill gaps first, as by sklearn.impute.SimpleImputer()"
+    if wrong == -1:
+        return "x holds -1: a frame shows 0 or 1; split it by encodings.split_frames(x)"
+    hint = "" if rows.dtype.is_signed else "; unsigned integers wrap -1 to their largest value, use int8"
+    return (
+        f"x holds {wrong:g}: a frame shows 0 or 1; encode real values first, by an encoder of "
+        f"opusim.features.encoders such as ThresholdEncoder(), or by encodings.binarize(x, threshold){hint}"
+    )
 
 
 def new_intensities(x: Array, shape: tuple[int, int], out: np.ndarray | torch.Tensor | None) -> Any:
@@ -122,7 +141,7 @@ def write_intensities(out: Any, start: int, numbers: torch.Tensor) -> None:
         ValueError: out is uint8, and a number is not a whole one from 0 to 255.
     """
     rows = slice(start, start + len(numbers))
-    if str(out.dtype).endswith("uint8"):
+    if out.dtype == (np.uint8 if isinstance(out, np.ndarray) else torch.uint8):
         codes = numbers.to(torch.uint8)
         if not torch.equal(codes.float(), numbers):
             raise ValueError(

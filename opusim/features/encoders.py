@@ -42,7 +42,11 @@ class FrameEncoder(TransformerMixin, BaseEstimator):
             X: Records, shape (n, d).
         """
         check_is_fitted(self)
-        return self._encode(validate_data(self, X, reset=False))
+        return self.frames_of(validate_data(self, X, reset=False))
+
+    def frames_of(self, records: np.ndarray) -> np.ndarray:
+        """Return the frames of records as `transform` does, without its checks of the records' form."""
+        return self._encode(records)
 
     def decode(self, readings: np.ndarray) -> np.ndarray:
         """Join the readings of each record's frames.

@@ -163,10 +163,13 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         return int(self.encoder_.decode(np.zeros((rows, self.n_components), dtype=np.float32)).shape[1])
 
     def _is_noisy(self) -> bool:
-        """Whether a named device gives other numbers in each call."""
+        """Whether a named device gives other numbers in each call; asked once a call, so an open one tells it."""
         if isinstance(self.device, NoisyDevice):
             return False
-        description = load_description(self.device, dict(self.options or {}))
+        opened = self.__dict__.get("device_")
+        description = (
+            load_description(self.device, dict(self.options or {})) if opened is None else opened.description
+        )
         simulated = description.lighton is None or description.lighton.simulated
         if simulated and description.kind in ("ideal", "gaussian", "lighton"):
             return description.noise is not None and description.noise.value() > 0
@@ -188,7 +191,7 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         self.device_ = device
 
     def _features(self, records: np.ndarray) -> np.ndarray:
-        frames = self.encoder_.transform(records)
+        frames = self.encoder_.frames_of(records)
         frames = widened(frames, self.device_.n_inputs, bias=self.bias)
         if self.linear:
             readings = self.device_.project(frames)[:, : self.n_components]
@@ -231,7 +234,7 @@ class OpticalLayer(nn.Module):
             rows = binarize(rows, self.threshold)
         with torch.no_grad():
             found = self.device.project(rows) if self.linear else self.device.intensities(rows)
-        return found.reshape(*x.shape[:-1], -1)
+        return found.reshape(*x.shape[:-1], self.device.n_outputs)
 
     def extra_repr(self) -> str:
         """Return what a printed model shows."""

@@ -79,7 +79,7 @@ def test_results_may_be_written_into_a_file_in_parts(tmp_path: Path, monkeypatch
         codes = np.lib.format.open_memmap(
             tmp_path / "codes.npy", mode="w+", dtype=np.uint8, shape=(11, N_OUTPUTS)
         )
-        monkeypatch.setattr(base, "_INTENSITIES_AT_ONCE", 3 * N_OUTPUTS)
+        monkeypatch.setattr(base, "_MOST_INTENSITIES", 3 * N_OUTPUTS)
         assert device.intensities(x, out=codes) is codes
     exact = np.corrcoef(codes.ravel(), whole.numpy().ravel())[0, 1]
     assert exact > 0.9  # each row is that of its own vector
@@ -102,9 +102,13 @@ def test_the_matrix_of_lightonml_serves_both_its_transforms() -> None:
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (np.full((2, N_INPUTS), 0.5), "x holds 0.5: a device shows -1, 0 or 1; encode real values first"),
+        (
+            np.full((2, N_INPUTS), 0.5),
+            r"x holds 0.5: a frame shows 0 or 1; encode .* such as ThresholdEncoder",
+        ),
+        (np.full((2, N_INPUTS), np.inf, dtype=np.float32), "x holds inf: a frame shows 0 or 1"),
         (np.full((2, N_INPUTS), -1, dtype=np.int8), "x holds -1: a frame shows 0 or 1"),
-        (np.full((2, N_INPUTS), np.nan), "x holds NaN"),
+        (np.full((2, N_INPUTS), np.nan), "x holds NaN: .* fill gaps first"),
         (np.zeros((2, N_INPUTS + 1)), r"x has shape \(2, 38\): must be \(any, 37\)"),
         (np.zeros(N_INPUTS), "takes one row for each vector"),
         (np.full((2, N_INPUTS), 255, dtype=np.uint8), "unsigned integers wrap -1"),

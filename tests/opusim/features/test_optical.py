@@ -155,6 +155,7 @@ def test_a_layer_takes_any_leading_shape_and_carries_no_gradient() -> None:
         found = layer(x)
         assert found.shape == (2, 3, 11)
         assert not found.requires_grad
+        assert layer(x[:0]).shape == (0, 3, 11)
         flat = (x.detach() > 0.5).float().view(6, 8)
         torch.testing.assert_close(found.view(6, 11), device.intensities(flat))
         linear = OpticalLayer(device, linear=True)

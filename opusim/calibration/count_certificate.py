@@ -125,8 +125,7 @@ def certify_counts(device: CameraDevice, transfer: PhotonTransfer, beta: float) 
     share = beta / _PARTS_OF_BETA
     anchor, blank = device.anchor_frames(_ANCHOR_FRAMES), device.flat_frames(_ANCHOR_FRAMES)
     light = transfer.light_noise().and_frames(anchor, float(blank.mean(dtype=np.float64)))
-    described = device.exposure.gain_e * np.sum(np.square(device.speckle.anchor), axis=0)
-    anchor_light = AnchorLight.of(anchor, described, device.exposure.sensor.saturation_e)
+    anchor_light = AnchorLight.of(anchor, device.anchor_light_e, device.exposure.sensor.saturation_e)
     tests = _tests(transfer, light, anchor_light)
     limit = light.upper(share)
     remarks = [

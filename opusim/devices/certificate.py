@@ -234,15 +234,22 @@ class Certificate(StrictSection):
 def _certified_counts(
     law: PhotonCountLaw | FluctuatingCountLaw, noise: PhotonCountNoise | FluctuatingCountNoise
 ) -> dict[str, Any]:
-    """Return the boxes that a certificate's limits leave of the described ones, with the rest of the described law."""
+    """Return the boxes that a certificate's limits leave of the described ones, with the rest of the described law.
+
+    No data change dark light, so what it has above its lower limit is no part of the boxes: counts Poisson(light + d)
+    are Poisson(light + d_low) with independent counts added. Their variance is added instead.
+    """
     low = np.asarray(noise.rate_low)
     light = np.asarray(noise.rate_high) - low
+    high = noise.added_variance if noise.added_variance_high is None else noise.added_variance_high
+    more = np.maximum(law.dark_e_high, low) - law.dark_e_low
     return {
         "rate_low": np.full_like(low, law.dark_e_low),
-        "rate_high": np.maximum(law.dark_e_high, low) + law.light_ratio_high * light,
+        "rate_high": law.dark_e_low + law.light_ratio_high * light,
         "weight": noise.weight,
         "added_variance": noise.added_variance,
-        "added_variance_high": noise.added_variance_high,
+        "added_variance_high": high
+        + (more if noise.weight is None else np.sum(np.square(noise.weight) * more, axis=0)),
     }
 
 

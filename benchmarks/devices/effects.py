@@ -1,9 +1,9 @@
 """What does each fault of a real instrument do, and do certificates hold under it?
 
 `table` measures the table of `opusim device effects camera_low_light`. `coverage` calibrates 400 simulated instruments
-for each effect (128 outputs, 64 frames of a level, 200 readings, beta = 0.05; another medium, sensor and noise each) and
-counts refusals, and certificates whose limits do not contain the described law: rates at least, light at most, spread
-of the power. It resumes where it stopped; an argument selects the effects whose name contains it.
+for each effect (128 outputs, 64 frames of a level, 200 readings, beta = 0.05; another medium, sensor and noise each),
+and counts refusals, and certificates whose limits do not contain the described law: rates at least, light at most,
+spread of the power. It resumes where it stopped; an argument selects the effects whose name contains it.
 """
 
 from __future__ import annotations

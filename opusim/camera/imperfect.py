@@ -200,10 +200,10 @@ class ImperfectExposure(Exposure):
         frames, sensor = len(light), self.sensor
         shot, read = self._normal(2, frames, stream)
         power = np.ones(frames) if self.laser is None else self.laser.powers(frames, stream)
-        rates = power[:, None] * light + self.dark_e
+        rates = np.ascontiguousarray(power[:, None] * light + self.dark_e)  # the kernel takes flat views
         counts = rates
         if sensor.shot_noise:
-            counts = np.empty_like(rates)
+            counts = np.empty(rates.shape)
             fill_counts(counts.reshape(-1), rates.reshape(-1), shot.reshape(-1))
         if sensor.full_well_e is not None:
             counts = np.minimum(counts, sensor.full_well_e)

@@ -102,6 +102,27 @@ def test_rates_of_all_frames_lie_in_the_boxes(effect: str) -> None:
         assert np.all((least <= variance * (1 + 1e-9)) & (variance <= largest))
 
 
+@pytest.mark.parametrize("effect", [*LINEAR, "power"])
+def test_frames_of_the_anchor_and_of_patterns_show_their_expected_electrons(effect: str) -> None:
+    with device((LINEAR | NOISY)[effect]) as twin:
+        exposure = twin.exposure
+        field = twin.speckle.fields(torch.eye(20)[:1]).double().numpy()[:, 0]
+        light = {
+            "anchor": (twin.anchor_frames(400), twin.anchor_light_e),
+            "pattern": (
+                twin.intensities(torch.eye(20)[:1].expand(400, -1)).numpy(),
+                exposure.light_of((field**2).sum(0)),
+            ),
+        }
+        for frames, expected in light.values():
+            electrons = frames.mean(axis=0, dtype=np.float64) - 100 - exposure.offset_e - exposure.dark_e
+            errors = np.sqrt((expected + exposure.dark_e + 1.6**2 + 1 / 12) / 400)
+            common = 0.1 / 400**0.5 if effect == "power" else 0.0
+            off = (electrons - expected) / np.hypot(errors, common * expected)
+            assert np.abs(off).max() < 6
+            assert np.abs(off + 0.3 * expected / errors).max() > 6
+
+
 def test_ambient_light_earns_no_privacy() -> None:
     with device(LINEAR["ambient"]) as lit, device({}) as dark:
         np.testing.assert_array_equal(np.asarray(lit.noise.rate_low), np.asarray(dark.noise.rate_low))

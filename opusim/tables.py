@@ -141,6 +141,7 @@ _UNITS = {
     "dropped": "of the frames",
     "repeated": "of the frames",
     "reanchor_steps": "steps",
+    "us_per_output": "µs",
     "lowest": "of the mean",
     "highest": "of the mean",
 }

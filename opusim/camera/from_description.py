@@ -70,18 +70,19 @@ def speckle_of(description: DeviceDescription, n_inputs: int, n_outputs: int) ->
     return FaultyMirrors(law, faults, n_outputs, description.name, pixels)
 
 
-def laser_of(description: DeviceDescription, seed: int | None) -> Laser | None:
+def laser_of(description: DeviceDescription, n_outputs: int, seed: int | None) -> Laser | None:
     """Return the laser of a description, or None if its power is constant.
 
     Args:
         description: one with a camera.
+        n_outputs: of the window, which sets the time from frame to frame.
         seed: of the slow drift; None draws one.
     """
     camera, _ = camera_sections(description)
     power = camera.light.power
     if power is None:
         return None
-    period_us, drift_s = description.frames.frame_period_us, power.drift_s
+    period_us, drift_s = description.frames.period_us(n_outputs), power.drift_s
     law = LaserLaw(
         law=power.law,
         rms=power.rms,

@@ -70,7 +70,8 @@ class CameraDevice(NoisyDevice):
             )
         self._law = speckle_law_of(description, self.n_inputs)
         self._speckle = speckle_of(description, self.n_inputs, self.n_outputs)
-        self._laser = laser_of(description, self._seed if self.mode == "experiment" else None)
+        seed = self._seed if self.mode == "experiment" else None
+        self._laser = laser_of(description, self.n_outputs, seed)
         self._anchored_at = 0
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
         self._recovery: Recovery | None = None

@@ -185,7 +185,7 @@ class Monitor:
             variance = noise_variance(blank)
             if law is not None:
                 self._check_law(variance, law)
-            self._check_change(variance)
+            self._check_change(variance, blank)
 
     def smallest_changes(self, checks: int) -> dict[str, float]:
         """Return the smallest change that each sequential test finds within some checks, with probability 0.99.
@@ -249,11 +249,14 @@ class Monitor:
         ]
         if any(alarms):
             if self._few_rows_differ(reference):
-                raise self._fault(
-                    "loses or repeats frames: single readings differ wholly from their first ones, others do not",
-                    "check the camera's link and its driver",
-                )
+                raise self._lost_frames()
             raise self._light_fault(reference, *alarms)
+
+    def _lost_frames(self) -> DeviceFault:
+        return self._fault(
+            "loses or repeats frames: single readings are wholly off, others are not",
+            "check the camera's link and its driver",
+        )
 
     def _few_rows_differ(self, reference: np.ndarray) -> bool:
         """Return whether some readings are far off and most are as before: frames that did not arrive."""
@@ -313,12 +316,14 @@ class Monitor:
                 "much as its law states; stop private work and calibrate it again"
             )
 
-    def _check_change(self, variance: np.ndarray) -> None:
+    def _check_change(self, variance: np.ndarray, blank: np.ndarray) -> None:
         """Compare the noise with its first value; this needs no law."""
         if not np.any(self.baseline.weights * self.baseline.variance):
             return
         ratio = self.baseline.noise_ratio(variance)
         louder, quieter = self._louder.observe(ratio - 1), self._quieter.observe(1 - ratio)
+        if louder and _stand_out(blank):
+            raise self._lost_frames()
         if louder or quieter:
             found = 1 + self._louder.mean if louder else 1 - self._quieter.mean
             raise self._fault(
@@ -328,3 +333,9 @@ class Monitor:
 
     def _fault(self, what: str, remedy: str) -> DeviceFault:
         return DeviceFault(f"device {self._name!r} {what}; {remedy}")
+
+
+def _stand_out(blank: np.ndarray) -> bool:
+    """Return whether some blank readings are far from the median reading and most are not."""
+    distances = np.mean(np.square(blank - np.median(blank, axis=0)), axis=1)
+    return bool(np.max(distances) > _LOST**2 * np.median(distances))

@@ -62,6 +62,7 @@ from opusim.features.kernels import opu_kernel as opu_kernel
 from opusim.features.optical import OpticalFeatures as OpticalFeatures
 from opusim.features.optical import OpticalLayer as OpticalLayer
 from opusim.medium.transmission import Medium as Medium
+from opusim.noise import FluctuatingCountNoise as FluctuatingCountNoise
 from opusim.noise import GaussianNoise as GaussianNoise
 from opusim.noise import NoiseModel as NoiseModel
 from opusim.noise import PhotonCountNoise as PhotonCountNoise

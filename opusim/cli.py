@@ -73,11 +73,13 @@ def show_command(
     print_table("", ("key", "value", "unit", "status", "source"), number_rows(description))
     typer.echo(f"can: {', '.join(capabilities_of(description))}")
     typer.echo(noise_line(description))
-    frames = description.frames
+    frames, outputs = description.frames, description.n_outputs
     shown = {"a vector of intensities": 1, "a ternary projection": frames.frames_per_projection}
-    parts = [f"{what} {_time(frames.call_seconds(count))}" for what, count in shown.items()]
+    parts = [f"{what} {_time(frames.call_seconds(count, outputs))}" for what, count in shown.items()]
     known = "" if frames.host_us_per_frame is not None else "; frame times only, the host's own is not known"
-    typer.echo(f"time of a call: {', '.join(parts)}, 1,000 vectors {_time(frames.call_seconds(1000))}{known}")
+    typer.echo(
+        f"time of a call: {', '.join(parts)}, 1,000 vectors {_time(frames.call_seconds(1000, outputs))}{known}"
+    )
 
 
 def _time(seconds: float) -> str:

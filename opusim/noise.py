@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from statistics import NormalDist
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -249,6 +251,166 @@ class PhotonCountNoise(NoiseModel):
         """Return the law in one line of text."""
         low, high = float(np.min(self.rate_low)), float(np.max(self.rate_high))
         return f"Poisson counts, rates between {low:g} and {high:g} electrons per pixel and frame"
+
+
+POWER_LAWS = {"log_normal": 1.0, "gaussian": 0.2}
+"""Laws of a light's power, and the largest relative standard deviation that each may have."""
+_UP = 1 + 1e-9  # above the rounding of the normal quantile
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightPower:
+    """The power W >= 0 of a light in a frame, relative to its mean.
+
+    | law | W of a standard normal g | why |
+    | --- | --- | --- |
+    | log_normal | exp(s g - s^2 / 2), s^2 = log(1 + rms^2) | mean 1, always above 0 |
+    | gaussian | max(0, 1 + rms g) | mean 1 up to 1e-8 for rms <= 0.2; relative intensity noise of a laser |
+
+    Attributes:
+        law: a key of `POWER_LAWS`.
+        rms: relative standard deviation, at least 0, at most the law's largest.
+    """
+
+    law: str
+    rms: float
+
+    def __post_init__(self) -> None:
+        checks.choice(tuple(POWER_LAWS), power_law=self.law)
+        checks.in_range(0.0, POWER_LAWS[self.law], power_rms=self.rms)
+
+    @property
+    def log_std(self) -> float:
+        """s: standard deviation of log W under the log-normal law."""
+        return math.sqrt(math.log1p(self.rms**2))
+
+    def of_normal(self, g: np.ndarray | float) -> np.ndarray:
+        """Return W for standard normal numbers, of their shape; rises with g."""
+        if self.law == "gaussian":
+            return np.maximum(0.0, 1.0 + self.rms * np.asarray(g, dtype=np.float64))
+        s = self.log_std
+        return np.asarray(np.exp(s * np.asarray(g, dtype=np.float64) - 0.5 * s * s))
+
+    def limit(self, beta: float) -> float:
+        """Return a w_max >= 1 with P(W > w_max) <= beta; infinite at beta = 0 if W fluctuates.
+
+        Args:
+            beta: in [0, 1).
+        """
+        _check_beta(beta)
+        if self.rms == 0:
+            return 1.0
+        if beta == 0:
+            return math.inf
+        return max(1.0, float(self.of_normal(-NormalDist().inv_cdf(beta) * _UP)) * _UP)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FluctuatingCountNoise(NoiseModel):
+    """Photon counts under light whose power W fluctuates, common to all pixels of a frame.
+
+    Given W = w in a frame, its counts are independent Poisson(w light + d), where light <= rate_high - rate_low and the
+    dark rate d >= rate_low depends neither on the data nor on W. W has the named law in every frame, whatever earlier
+    frames showed; the powers of different frames may depend on each other in any way.
+
+    `at_most` gives the boxes of steady counts that a guarantee rests on. W's own noise earns no privacy.
+
+    Attributes:
+        rate_low: least dark rate of each pixel and frame, electrons, at least 0; frames first, any shape.
+        rate_high: rate_low plus the brightest light at power 1, of the same shape.
+        power_law: the law of W, a key of `POWER_LAWS`.
+        power_rms: relative standard deviation of W; an upper limit if it was measured.
+        weight: as for `PhotonCountNoise`.
+        added_variance: as for `PhotonCountNoise`.
+        beta: as for `GaussianNoise`.
+        added_variance_high: as for `PhotonCountNoise`.
+    """
+
+    law: ClassVar[str] = "fluctuating_photon_count"
+    rate_low: np.ndarray | float
+    rate_high: np.ndarray | float
+    power_law: str
+    power_rms: float
+    weight: np.ndarray | None = None
+    added_variance: np.ndarray | float = 0.0
+    beta: float = 0.0
+    added_variance_high: np.ndarray | float | None = None
+
+    def __post_init__(self) -> None:
+        steady = self._steady(1.0, self.beta)
+        for name in ("rate_low", "rate_high", "weight", "added_variance", "added_variance_high"):
+            object.__setattr__(self, name, getattr(steady, name))
+        object.__setattr__(self, "power_rms", self.power.rms)
+
+    @property
+    def power(self) -> LightPower:
+        """The law of W."""
+        return LightPower(law=self.power_law, rms=float(self.power_rms))
+
+    @property
+    def n_outputs(self) -> int:
+        """As for `PhotonCountNoise`."""
+        return self._steady(1.0, 0.0).n_outputs
+
+    @property
+    def frames(self) -> int:
+        """Frames of one reading: the length of the rates' first axis if they have two, else 1."""
+        shape = np.shape(self.rate_low)
+        return int(shape[0]) if len(shape) > 1 else 1
+
+    def at_most(self, frames: int, beta: float) -> PhotonCountNoise:
+        """Return the steady counts that bound these, but for a probability beta.
+
+        Its boxes hold the light of power w_max with frames P(W > w_max) <= beta (`LightPower.limit`), a union bound
+        that holds for every joint law of the frames. See the theorem fluctuating-light.
+
+        Args:
+            frames: frames whose pattern depends on one record, over all readings, at least 1.
+            beta: in (0, 1), or 0 if W does not fluctuate.
+
+        Returns:
+            Boxes [rate_low, rate_low + w_max (rate_high - rate_low)], with this law's beta plus the given one.
+
+        Raises:
+            ValueError: a number is out of range, or beta is 0 for light that fluctuates.
+        """
+        checks.integer(minimum=1, frames=frames)
+        brightest = self.power.limit(beta / frames)
+        if math.isinf(brightest):
+            raise ValueError(
+                f"beta = {beta}: light of the law {self.power_law!r} exceeds every power with some probability; give a "
+                "beta above 0"
+            )
+        return self._steady(brightest, self.beta + beta)
+
+    def _steady(self, brightest: float, beta: float) -> PhotonCountNoise:
+        """The counts at one power, dark rates as they are."""
+        low, high = np.asarray(self.rate_low, dtype=np.float64), np.asarray(self.rate_high, dtype=np.float64)
+        return PhotonCountNoise(
+            rate_low=low,
+            rate_high=high if brightest == 1 else low + brightest * (high - low),
+            weight=self.weight,
+            added_variance=self.added_variance,
+            added_variance_high=self.added_variance_high,
+            beta=beta,
+        )
+
+    def variance_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of a reading: the steady counts' bounds; above, also rms^2 times the square of all weighted light.
+
+        The powers of a reading's frames may agree, so that their contributions add before they are squared.
+        """
+        low, high = self._steady(1.0, 0.0).variance_bounds()
+        light = np.asarray(self.rate_high) - np.asarray(self.rate_low)
+        total = light if self.weight is None else np.sum(np.abs(self.weight) * light, axis=0)
+        return low, np.asarray(high + np.square(self.power_rms * total))
+
+    def describe(self) -> str:
+        """Return the law in one line of text."""
+        steady = self._steady(1.0, 0.0).describe()
+        name = self.power_law.replace("_", "-")
+        return f"{steady} at mean power; power of a frame {name}, {self.power_rms:.3%} rms"
 
 
 def _check_beta(beta: float) -> None:

@@ -8,6 +8,7 @@ recovery) is post-processing.
 | --- | --- |
 | Gaussian | mu = Delta sqrt(readings) / sigma_min |
 | photon counts | exact Poisson Renyi divergence over boxes of rates; 0 if total variation is at most delta |
+| fluctuating photon counts | the same at the brightest light of the use, whose probability is taken off delta |
 | discrete | refused: masses at one offset are no guarantee |
 """
 
@@ -25,7 +26,7 @@ from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Unit
 from accounting.mechanisms import counted, proven_status
 from accounting.theorems import Theorem
 from opusim import checks
-from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
+from opusim.noise import FluctuatingCountNoise, GaussianNoise, NoiseModel, PhotonCountNoise
 
 _ROUNDING_UP = 1 + 1e-9  # above the rounding of sums of doubles
 ORDERS = tuple(float(order) for order in 1 + np.logspace(-2, 4, 200))
@@ -57,6 +58,27 @@ PHOTON_COUNTS = Theorem(
     code="accounting.devices.readings.poisson_divergence",
     page="privacy.md, section 9",
     trusted=("counts are independent Poisson counts, and every rate lies in its box",),
+)
+FLUCTUATING_LIGHT = Theorem(
+    name="fluctuating-light",
+    title="photon counts under light that varies in common",
+    statement="Let W >= 0 have any joint law over frames, pixels, records and steps whose conditional law given the "
+    "past release does not depend on the data; given W = w let counts be independent Poisson(w lambda(x) + d), with d "
+    "of at least d_min and independent of the data. Let F be the frames whose pattern depends on a record, and P(max "
+    "of W over F > w_max) <= beta. Then H_k is at most that of the product of Poisson(w_max lambda + d_min) over F, "
+    "plus beta, even if W and all dark and anchor frames are released.",
+    proof="Condition on W, whose law is the same for both data sets: H_k is jointly convex, so it is at most its mean "
+    "over W; powers above w_max cost at most beta. At w <= w_max, thin Poisson(w_max lambda + d_min) by w / w_max and "
+    "add independent Poisson(d - d_min w / w_max), a rate of at least 0: Poisson(w lambda + d), a post-processing "
+    "without the data. Homogeneity is not enough, since dark light does not scale with W. delta is that of steady "
+    "counts plus beta of the use plus beta of the certificate; conversions to epsilon come after the convexity.",
+    code="accounting.devices.readings.least_epsilon",
+    page="privacy.md, section 9",
+    trusted=(
+        "given the light's power, counts are independent Poisson counts, and every rate lies in its box",
+        "the power has the stated law in every frame and depends neither on patterns (heated mirrors, back reflection) "
+        "nor on data; no gain or exposure is set automatically; calibration and use have one law",
+    ),
 )
 
 
@@ -90,7 +112,8 @@ class DeviceReadings:
     @property
     def beta(self) -> float:
         """The probability that the certificate of the law's numbers is wrong."""
-        return self.noise.beta if isinstance(self.noise, (GaussianNoise, PhotonCountNoise)) else 0.0
+        laws = GaussianNoise, PhotonCountNoise, FluctuatingCountNoise
+        return self.noise.beta if isinstance(self.noise, laws) else 0.0
 
 
 def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarantee:
@@ -107,23 +130,19 @@ def device_readings_guarantee(readings: DeviceReadings, delta: float) -> Guarant
     if delta <= readings.beta:
         raise NoGuarantee(f"delta = {delta}: must exceed beta = {readings.beta}, the certificate's own error")
     statement = _statement_by_law(readings, delta - readings.beta)
-    return _guarantee(
-        statement,
-        delta,
-        readings.unit,
-        mechanism=f"{counted(readings.readings, 'reading')} with the device's own noise: {readings.noise.describe()}",
-        beta=readings.beta,
-    )
+    read = f"{counted(readings.readings, 'reading')} with the device's own noise: {readings.noise.describe()}"
+    return _guarantee(statement, delta, readings.unit, mechanism=read, beta=readings.beta)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Statement:
-    """What a law gives: epsilon, the theorem and its case, the law as a hypothesis, why epsilon may be infinite."""
+    """What a law gives: epsilon, the theorem and its case, its hypotheses, and why epsilon may be infinite."""
 
     epsilon: float
     source: str
     law: str
     reason: str
+    also: tuple[str, ...] = ()
 
 
 def _statement_by_law(readings: DeviceReadings, delta: float) -> _Statement:
@@ -137,21 +156,75 @@ def _statement_by_law(readings: DeviceReadings, delta: float) -> _Statement:
             law=GAUSSIAN_READINGS.trusted[0],
             reason="the device adds no noise at some output, or too little for doubles to follow",
         )
-    if isinstance(noise, PhotonCountNoise):
-        boxes, times = noise, readings.readings
-        epsilon = 0.0
-        if box_variation(boxes, times) > delta:
-            epsilon = epsilon_of_divergence(lambda order: times * box_rdp(boxes, order), delta)
+    if isinstance(noise, FluctuatingCountNoise):
+        least = least_epsilon(noise, readings.readings, delta)
         return _Statement(
-            epsilon=epsilon,
+            epsilon=least.epsilon,
+            source=f"{FLUCTUATING_LIGHT.citation}; over boxes of rates up to {least.brightest:.6g} of the mean light",
+            law=FLUCTUATING_LIGHT.trusted[0],
+            reason="a rate may be 0 in its box",
+            also=(
+                FLUCTUATING_LIGHT.trusted[1],
+                f"delta holds beta of use = {least.beta:.3g}: the probability that a frame is brighter than that",
+            ),
+        )
+    if isinstance(noise, PhotonCountNoise):
+        return _Statement(
+            epsilon=_box_epsilon(noise, readings.readings, delta),
             source=f"{PHOTON_COUNTS.citation}; over boxes of rates",
             law=PHOTON_COUNTS.trusted[0],
             reason="a rate may be 0 in its box",
         )
     raise NoGuarantee(
         f"noise law {noise.law!r}: no theorem turns readings of it into a guarantee (masses at one offset prove "
-        "nothing); use a Gaussian or a photon_count law"
+        "nothing); use a Gaussian, a photon_count or a fluctuating_photon_count law"
     )
+
+
+def _box_epsilon(boxes: PhotonCountNoise, times: int, delta: float) -> float:
+    """Return epsilon of several readings of steady counts; 0 if their total variation is at most delta."""
+    if box_variation(boxes, times) <= delta:
+        return 0.0
+    return epsilon_of_divergence(lambda order: times * box_rdp(boxes, order), delta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrightestLight:
+    """How bright light is allowed for, and what that gives.
+
+    Attributes:
+        epsilon: Of all readings.
+        beta: Of use, taken off delta: probability that any frame is brighter.
+        brightest: w_max, relative to the mean power.
+    """
+
+    epsilon: float
+    beta: float
+    brightest: float
+
+
+def least_epsilon(noise: FluctuatingCountNoise, readings: int, delta: float) -> BrightestLight:
+    """Return the least epsilon over how delta is shared between beta of use and the counts; theorem fluctuating-light.
+
+    Every share gives a valid epsilon, so the search needs not find the best one: shares delta / 2^(k/2).
+
+    Args:
+        noise: The law; its own beta is not taken off here.
+        readings: How many, at least 1; each takes `noise.frames` frames.
+        delta: In (0, 1), without the certificate's beta.
+    """
+    frames, best = readings * noise.frames, None
+    for share in (0.0,) if noise.power_rms == 0 else tuple(2.0 ** (-0.5 * k) for k in range(1, 31)):
+        beta = share * delta
+        epsilon = _box_epsilon(noise.at_most(frames, beta), readings, delta - beta)
+        found = BrightestLight(
+            epsilon=epsilon, beta=beta, brightest=noise.power.limit(beta / frames) if beta else 1.0
+        )
+        if best is not None and epsilon > 1.02 * best.epsilon:
+            break
+        best = found if best is None or epsilon < best.epsilon else best
+    assert best is not None
+    return best
 
 
 def known_counts_guarantee(
@@ -199,6 +272,7 @@ def _guarantee(statement: _Statement, delta: float, unit: Unit, *, mechanism: st
         source=statement.source,
         assumptions=(
             Assumption(text=statement.law),
+            *(Assumption(text=text) for text in statement.also),
             Assumption(text=f"the law's numbers are right, but for a probability of {beta:g}"),
             Assumption(text="what is released is a function of the readings"),
         ),

@@ -26,13 +26,16 @@ from opusim.calibration.estimates import (
     sparse_patterns,
 )
 from opusim.calibration.flat_series import FlatSeries, Level, TakeFrames, take_series
+from opusim.calibration.light_power import readings_without_power
 from opusim.calibration.photon_transfer import LEAST_VARIANCE_DN2, PhotonTransfer
 from opusim.calibration.reading_noise import ReadingNoise, evaluate_readings
+from opusim.description.camera import CameraSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import reference_vectors
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import (
     Certificate,
+    FluctuatingCountLaw,
     GaussianLaw,
     Limits,
     PhotonCountLaw,
@@ -235,7 +238,7 @@ class _Findings:
     """What the frames of a device say, before a certificate states it."""
 
     noise: ReadingNoise
-    law: GaussianLaw | PhotonCountLaw | None
+    law: GaussianLaw | PhotonCountLaw | FluctuatingCountLaw | None
     estimates: dict[str, Estimate]
     tests: Sequence[PropertyTest]
     remarks: list[str]
@@ -246,6 +249,8 @@ def _camera_findings(
     device: CameraDevice, samples: np.ndarray, plan: Plan, *, confidence: float, beta: float
 ) -> _Findings:
     """Evaluate readings of a camera, and its frames under uniform light."""
+    if _settings_of(device).light.power is not None:
+        samples = readings_without_power(device, constant_inputs(device.n_inputs), samples)
     noise = evaluate_readings(samples, beta=beta, alarm=FAMILY_ALARM / 2, gaussian=False)
     transfer = _transfer(device, plan)
     found = certify_counts(device, transfer, beta)
@@ -340,10 +345,16 @@ def _entry_std(inputs: torch.Tensor, samples: np.ndarray, confidence: float) -> 
     return {"entry_std": found["square"].root()}
 
 
-def _transfer(device: CameraDevice, plan: Plan) -> PhotonTransfer:
+def _settings_of(device: CameraDevice) -> CameraSettings:
+    """Return the section [camera] of a camera's description."""
     camera = device.description.camera
     if camera is None:
         raise TypeError("a camera device without a section [camera]")
+    return camera
+
+
+def _transfer(device: CameraDevice, plan: Plan) -> PhotonTransfer:
+    camera = _settings_of(device)
     return take_photon_transfer(
         device.flat_frames,
         plan,
@@ -449,7 +460,7 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
                 f"{certificate.device}: the smallest standard deviation is at most {high:.6g}, certified is "
                 f"{law.std:.6g}; stop private work and calibrate again"
             )
-    elif isinstance(law, PhotonCountLaw) and isinstance(fresh, PhotonCountLaw):
+    elif isinstance(law, _COUNTS) and isinstance(fresh, _COUNTS) and type(law) is type(fresh):
         if fresh.dark_e_high < law.dark_e_low:
             raise NoiseBelowCertificate(
                 f"{certificate.device}: the dark charge is at most {fresh.dark_e_high:.6g} electrons, certified is "
@@ -460,9 +471,27 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
                 f"{certificate.device}: the light is at least {fresh.light_ratio_low:.6g} of the described, certified "
                 f"is at most {law.light_ratio_high:.6g}; dim the laser, or calibrate again"
             )
+        if isinstance(law, FluctuatingCountLaw) and isinstance(fresh, FluctuatingCountLaw):
+            _require_power(certificate.device, law, fresh)
     else:
         raise ConfigError(
             certificate.device, "certificate", f"certifies the law {law.law!r}, which this device cannot show"
+        )
+
+
+_COUNTS = PhotonCountLaw, FluctuatingCountLaw
+
+
+def _require_power(name: str, law: FluctuatingCountLaw, fresh: FluctuatingCountLaw) -> None:
+    """Refuse a light that fluctuates more than certified, or by another law.
+
+    Raises:
+        NoiseBelowCertificate: frames are brighter than certified more often than beta allows.
+    """
+    if fresh.power_law != law.power_law or fresh.power_rms_low > law.power_rms_high:
+        raise NoiseBelowCertificate(
+            f"{name}: the light's power is {fresh.power_law} of at least {fresh.power_rms_low:.4g} rms, certified is "
+            f"{law.power_law} of at most {law.power_rms_high:.4g}; steady the laser, or calibrate again"
         )
 
 

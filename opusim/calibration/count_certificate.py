@@ -12,16 +12,18 @@ show a gain that has changed, or light that varies at each output separately, as
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
 from opusim.calibration.estimates import Estimate
 from opusim.calibration.flat_series import PIXELS_LOOKED_AT
 from opusim.calibration.independence import independence_p_values, largest_deviate_p_value
+from opusim.calibration.light_power import NamedPower, frames_without_power, without_power
 from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer
 from opusim.devices.camera import CameraDevice
-from opusim.devices.certificate import PhotonCountLaw
+from opusim.devices.certificate import FluctuatingCountLaw, PhotonCountLaw
 from opusim.p_values import FAMILY_ALARM, PropertyTest, decide, gamma_p_value
 
 _FULL = 0.7
@@ -33,17 +35,25 @@ class AnchorLight:
     """Frames of the anchor at the outputs whose described anchor lies well below saturation.
 
     Attributes:
-        frames: DN, shape (frames, n_outputs), of all outputs.
+        frames: DN, shape (frames, n_outputs), of all outputs, at mean power.
+        taken: the same as they were taken.
         described_e: described light of each output, electrons, shape (n_outputs,).
         kept: outputs that are looked at, indices.
     """
 
     frames: np.ndarray
+    taken: np.ndarray
     described_e: np.ndarray
     kept: np.ndarray
 
     @classmethod
-    def of(cls, frames: np.ndarray, described_e: np.ndarray, saturation_e: float) -> AnchorLight:
+    def of(
+        cls,
+        frames: np.ndarray,
+        described_e: np.ndarray,
+        saturation_e: float,
+        steady: np.ndarray | None = None,
+    ) -> AnchorLight:
         """Leave out the outputs that may be clipped.
 
         Raises:
@@ -55,12 +65,13 @@ class AnchorLight:
                 f"the anchor of {kept.size} outputs lies below {_FULL:.0%} of saturation: at least 30 are needed; dim "
                 "the light, or open more outputs"
             )
-        return cls(frames=frames, described_e=described_e, kept=kept)
+        level = frames if steady is None else steady
+        return cls(frames=level, taken=frames, described_e=described_e, kept=kept)
 
     @property
     def means(self) -> np.ndarray:
         """Mean of each frame over the kept outputs, DN, shape (frames,)."""
-        return np.asarray(self.frames[:, self.kept].mean(axis=1, dtype=np.float64))
+        return np.asarray(self.taken[:, self.kept].mean(axis=1, dtype=np.float64))
 
     @property
     def described(self) -> float:
@@ -110,7 +121,7 @@ class CountCertificate:
         remarks: the assumed law, and why none is certified.
     """
 
-    law: PhotonCountLaw | None
+    law: PhotonCountLaw | FluctuatingCountLaw | None
     tests: tuple[PropertyTest, ...]
     light_noise: Estimate
     remarks: tuple[str, ...]
@@ -119,27 +130,64 @@ class CountCertificate:
 def certify_counts(device: CameraDevice, transfer: PhotonTransfer, beta: float) -> CountCertificate:
     """Return the limits that hold together with probability 1 - beta (Bonferroni over one-sided limits).
 
+    Light that varies is certified only if the description names the law of its power (``camera.light.power``).
+
     Raises:
         ValueError: too few frames for this beta.
     """
     share = beta / _PARTS_OF_BETA
     anchor, blank = device.anchor_frames(_ANCHOR_FRAMES), device.flat_frames(_ANCHOR_FRAMES)
-    light = transfer.light_noise().and_frames(anchor, float(blank.mean(dtype=np.float64)))
-    described = device.exposure.gain_e * np.sum(np.square(device.speckle.anchor), axis=0)
-    anchor_light = AnchorLight.of(anchor, described, device.exposure.sensor.saturation_e)
-    tests = _tests(transfer, light, anchor_light)
+    blank_dn, saturation_e = float(blank.mean(dtype=np.float64)), device.exposure.sensor.saturation_e
+    camera, power = device.description.camera, None
+    if camera is None or camera.light.power is None:
+        light = transfer.light_noise().and_frames(anchor, blank_dn)
+        anchor_light = AnchorLight.of(anchor, device.anchor_light_e, saturation_e)
+    else:
+        steady = _steady_anchor(anchor, blank, transfer)
+        light = transfer.light_noise().and_frames(anchor, blank_dn, steady)
+        anchor_light = AnchorLight.of(anchor, device.anchor_light_e, saturation_e, steady)
+        power = NamedPower.of(camera.light.power, transfer, light, anchor.mean(axis=1) - blank_dn)
+    tests = _tests(transfer, light, anchor_light, power)
+    return _conclude(tests, transfer, light, anchor_light, power, share, _ambient_e(device))
+
+
+def _steady_anchor(anchor: np.ndarray, blank: np.ndarray, transfer: PhotonTransfer) -> np.ndarray:
+    """Frames of the anchor at mean power, whose light at each output is that above the blank frames."""
+    light = np.maximum(anchor.mean(axis=0, dtype=np.float64) - blank.mean(axis=0, dtype=np.float64), 0.0)
+    gain = transfer.estimates(0.5)["gain_dn_per_e"].value
+    return without_power(anchor, light[None], gain * light[None]).astype(anchor.dtype)
+
+
+def _ambient_e(device: CameraDevice) -> float:
+    """Most electrons of ambient light at an output, which no law credits."""
+    exposure = device.exposure
+    return float(exposure.light.ambient_e * np.max(exposure.response))
+
+
+def _conclude(
+    tests: tuple[PropertyTest, ...],
+    transfer: PhotonTransfer,
+    light: LightNoise,
+    anchor: AnchorLight,
+    power: NamedPower | None,
+    share: float,
+    ambient_e: float,
+) -> CountCertificate:
+    """Certify limits if every needed test holds and nothing else forbids it."""
     limit = light.upper(share)
-    remarks = [
-        "assumed law: independent Poisson counts, one light for all frames, that no data, no pattern and no automatic "
-        f"exposure changes; no frame exceeds the mean by more than {_BRIGHTEST:g} times light_noise's upper limit. "
-        "The tests do not see a light that changes after calibration, or depends on patterns that were not tried"
-    ]
-    if failed := [test.text for test in tests if not test.holds]:
+    failed = [test.text for test in tests if test.needed and not test.holds]
+    failed += [] if power is None else power.obstacles
+    remarks = [_assumed(power, limit)]
+    if ambient_e:
+        remarks.append(
+            f"the described ambient light, {ambient_e:.4g} electrons, is taken off the dark charge: it may be gone"
+        )
+    if failed:
         remarks.append(
             f"no law is certified, because frames speak against: {'; '.join(failed)}. Limits of constants do not allow "
             "for that; steady the light and calibrate again"
         )
-    law = None if failed else _law(transfer, anchor_light, brightest=1 + _BRIGHTEST * limit, share=share)
+    law = None if failed else _law(transfer, anchor, light, power, share=share, ambient_e=ambient_e)
     return CountCertificate(
         law=law,
         tests=tests,
@@ -148,27 +196,79 @@ def certify_counts(device: CameraDevice, transfer: PhotonTransfer, beta: float) 
     )
 
 
-def _tests(transfer: PhotonTransfer, light: LightNoise, anchor: AnchorLight) -> tuple[PropertyTest, ...]:
-    looked_at = transfer.light.looked_at[transfer.used()]
-    frames = [*looked_at, anchor.frames[:, : looked_at.shape[2]]]
+def _assumed(power: NamedPower | None, limit: float) -> str:
+    """Return the law that a certificate takes for granted."""
+    unseen = "The tests do not see a light that changes after calibration, or depends on patterns that were not tried"
+    if power is None:
+        return (
+            "assumed law: independent Poisson counts, one light for all frames, that no data, no pattern and no "
+            f"automatic exposure changes; no frame exceeds the mean by more than {_BRIGHTEST:g} times light_noise's "
+            f"upper limit. {unseen}"
+        )
+    name = power.settings.law.replace("_", "-")
+    return (
+        f"assumed law: given the light's power in a frame, independent Poisson counts; the power is {name}, "
+        f"independent from frame to frame during calibration, of at most {limit:.4g} rms, and no data, no pattern and "
+        f"no automatic exposure changes it. Its tail beyond the frames taken is assumed, not seen. {unseen}"
+    )
+
+
+_STEADY = "light does not vary from frame to frame"
+
+
+def _tests(
+    transfer: PhotonTransfer, light: LightNoise, anchor: AnchorLight, power: NamedPower | None
+) -> tuple[PropertyTest, ...]:
+    used = transfer.used()
+    levels = list(transfer.light.looked_at[used]) if power is None else frames_without_power(transfer, used)
+    frames = [*levels, anchor.frames[:, : levels[0].shape[1]]]
     independence = {
         f"frames: {name}": values for name, values in independence_p_values(frames, ranked=True).items()
     }
-    steady = {"light does not vary from frame to frame": {"means of frames": light.p_value}}
+    steady = {_STEADY: {"means of frames": light.p_value}}
+    named = {} if power is None else power.property_p_values()
     straight = transfer.property_p_values() | anchor.property_p_values(transfer)
-    return decide(steady | straight | independence, alarm=FAMILY_ALARM / 2)
+    return decide(
+        steady | named | straight | independence,
+        alarm=FAMILY_ALARM / 2,
+        not_needed=() if power is None else (_STEADY,),
+    )
 
 
-def _law(transfer: PhotonTransfer, anchor: AnchorLight, *, brightest: float, share: float) -> PhotonCountLaw:
+def _law(
+    transfer: PhotonTransfer,
+    anchor: AnchorLight,
+    light: LightNoise,
+    power: NamedPower | None,
+    *,
+    share: float,
+    ambient_e: float,
+) -> PhotonCountLaw | FluctuatingCountLaw:
     found, means = transfer.unbent(1 - 2 * share), anchor.means
-    seconds = transfer.exposure_us * 1e-6
+    seconds, limit = transfer.exposure_us * 1e-6, light.upper(share)
     margin = -stdtrit(means.size - 1, share) * means.std(ddof=1) / means.size**0.5
     dark, gain, zero = found["dark_current_e_per_s"], found["gain_dn_per_e"], found["zero_dn"]
     if gain.low <= 0:
         raise ValueError("beta: is too small for these frames; take more frames or pixels")
-    return PhotonCountLaw(
-        dark_e_low=max(0.0, dark.low * seconds),
-        dark_e_high=max(0.0, dark.high * seconds),
-        light_ratio_low=float(max(0.0, means.mean() - margin - zero.high) / gain.high / anchor.described),
-        light_ratio_high=float((means.mean() + margin - zero.low) / gain.low / anchor.described) * brightest,
+    shared = dict.fromkeys(("zero_dn", "dark_current_e_per_s"), 0.0)
+    if power is not None:
+        deviate = -float(ndtri(share))
+        shared = {key: deviate * error for key, error in transfer.power_errors(limit).items()}
+    zero_more, dark_more = shared["zero_dn"], shared["dark_current_e_per_s"]
+    lowest = (means.mean() - margin - zero.high - zero_more) / gain.high / anchor.described
+    highest = (means.mean() + margin - zero.low + zero_more) / gain.low / anchor.described
+    limits: dict[str, Any] = {
+        "dark_e_low": max(0.0, (dark.low - dark_more) * seconds - ambient_e),
+        "dark_e_high": max(0.0, (dark.high + dark_more) * seconds),
+        "light_ratio_low": max(0.0, float(lowest)),
+    }
+    if power is None:
+        return PhotonCountLaw(**limits, light_ratio_high=float(highest) * (1 + _BRIGHTEST * limit))
+    rms_low, rms_high = power.limits(share)
+    return FluctuatingCountLaw(
+        **limits,
+        light_ratio_high=float(highest),
+        power_law=power.settings.law,
+        power_rms_low=rms_low,
+        power_rms_high=rms_high,
     )

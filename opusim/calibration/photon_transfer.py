@@ -57,11 +57,18 @@ class LightNoise:
     own: np.ndarray
     light: np.ndarray
 
-    def and_frames(self, frames: np.ndarray, blank_dn: float) -> LightNoise:
-        """With frames of one more setting, shape (frames, pixels), DN, whose blank frames have the given mean."""
-        dn = frames.astype(np.float64)
-        means = dn.mean(axis=1)
-        own = float(np.mean((dn - means[:, None]).var(axis=0, ddof=1))) / (dn.shape[1] - 1)
+    def and_frames(self, frames: np.ndarray, blank_dn: float, steady: np.ndarray | None = None) -> LightNoise:
+        """With frames of one more setting, shape (frames, pixels), DN, whose blank frames have the given mean.
+
+        Args:
+            frames: as they were taken.
+            blank_dn: mean of blank frames.
+            steady: the same frames at mean power, from which the pixels' own noise is taken; None for the frames.
+        """
+        means = frames.mean(axis=1, dtype=np.float64)
+        dn = (frames if steady is None else steady).astype(np.float64)
+        common = dn.mean(axis=1, keepdims=True)
+        own = float(np.mean((dn - common).var(axis=0, ddof=1))) / (dn.shape[1] - 1)
         return LightNoise(
             frame_variances=np.append(self.frame_variances, means.var(ddof=1)),
             freedom=np.append(self.freedom, len(means) - 1),
@@ -82,6 +89,10 @@ class LightNoise:
     def upper(self, beta: float) -> float:
         """Return the limit that r exceeds with probability at most beta, for a Gaussian power."""
         return self._solve(float(chi2.ppf(beta, int(self.freedom.sum()))))
+
+    def lower(self, beta: float) -> float:
+        """Return the limit that r falls below with probability at most beta, for a Gaussian power."""
+        return self._solve(float(chi2.isf(beta, int(self.freedom.sum()))))
 
     def _solve(self, energy: float) -> float:
         """Return the r at which the settings add up to energy: 0 if r = 0 is below it already, at most 10."""
@@ -236,6 +247,29 @@ class PhotonTransfer:
         zero = _line(self.photons()[used], mean, 1.0 / guide)[0]
         floor, gain = _line(mean - zero, variance, 1.0 / np.square(guide))
         return zero, floor, gain
+
+    def zero(self) -> float:
+        """Return the mean without light, DN: where the line of means starts."""
+        return self._zero(self.used())
+
+    def power_errors(self, rms: float) -> dict[str, float]:
+        """Return standard errors that a power of this spread leaves in limits, which pixels share and so do not show.
+
+        Keys: zero_dn, where the line of means starts, DN; dark_current_e_per_s, from exposures under a little light.
+        """
+        used, frames = self.used(), self.light.frames
+        unit, weights = np.eye(used.size), 1.0 / self.light.variances()[used]
+        starts = np.array([_line(self.photons()[used], one, weights)[0] for one in unit])
+        light = np.maximum(self.light.means()[used] - self._zero(used), 0.0)
+        seconds, unit = _seconds(self.dark), np.eye(len(self.dark.levels))
+        slopes = np.array([_line(seconds, one, 1.0 / self.dark.variances())[1] for one in unit])
+        response = light[-1] / self.photons()[used][-1]  # DN for a photon
+        lit = response * np.array([level.photons for level in self.dark.levels])
+        gain = self._straight(self.light.sums.sum(0))[2]
+        return {
+            "zero_dn": rms * float(np.linalg.norm(starts * light)) / frames**0.5,
+            "dark_current_e_per_s": rms * float(np.linalg.norm(slopes * lit)) / self.dark.frames**0.5 / gain,
+        }
 
     def _zero(self, used: np.ndarray) -> float:
         """Return the mean without light, DN: where the line of means starts."""

@@ -18,7 +18,7 @@ scales a row by 0.5 %.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,13 +113,53 @@ class Exposure:
         return self.light.anchor_e / (2.0 * self.mirrors) * self.response
 
     @property
+    def dark_charge_e(self) -> np.ndarray | float:
+        """Dark charge of a frame, electrons: of each pixel, or of all."""
+        return self.dark_current_e
+
+    @property
+    def floor_e(self) -> np.ndarray:
+        """Electrons that a law may credit, at each pixel: bias light (1 + PRNU) + dark charge."""
+        return np.asarray(self.light.bias_e * self.response + self.dark_charge_e)
+
+    @property
     def dark_e(self) -> np.ndarray:
-        """Electrons of a frame without coherent light, at each pixel: bias light (1 + PRNU) + dark charge."""
-        return self.light.bias_e * self.response + self.dark_current_e
+        """Electrons of a frame without coherent light, at each pixel: the floor and ambient light (1 + PRNU)."""
+        return self.floor_e + self.light.ambient_e * self.response
+
+    @property
+    def mean_power(self) -> float:
+        """Mean power of a frame now, relative to the described light."""
+        return 1.0
+
+    def parts(self) -> Iterator[tuple[float, np.ndarray | slice, np.ndarray]]:
+        """Return what an output's light is made of: shares, the pixels that they come from, and those pixels' gain_e.
+
+        Pixels are places on the last axis of fields.
+        """
+        yield 1.0, slice(None), self.gain_e
+
+    def light_of(self, intensity: np.ndarray) -> np.ndarray:
+        """Return electrons of light at the described power, from |u|^2 in mirror units: shape (..., n_outputs)."""
+        return np.asarray(
+            sum(share * (gain * intensity[..., pixels]) for share, pixels, gain in self.parts())
+        )
 
     def rates(self, field: np.ndarray) -> np.ndarray:
-        """Return the expected electrons gain_e |u|^2 + dark_e of fields of shape (2, ..., n_outputs)."""
-        return np.asarray(self.gain_e * np.sum(np.square(field), axis=0) + self.dark_e)
+        """Return the expected electrons of fields of shape (2, ..., pixels): mean_power gain_e |u|^2 + dark_e."""
+        return np.asarray(self.mean_power * self.light_of(np.sum(np.square(field), axis=0)) + self.dark_e)
+
+    def moments(self, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the mean and variance of numbers with these rates, power as it is: shape (..., n_outputs), DN, DN^2.
+
+        Args:
+            rates: expected electrons, shape (..., n_outputs).
+        """
+        return self.sensor.moments(rates, self.offset_e)
+
+    def power_covariance(self) -> np.ndarray | None:
+        """Covariance of the powers of a reading's four frames, or None if the power is constant."""
+        return None
 
     def expose(self, field: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
         """Return the digital numbers of frames.
@@ -161,7 +201,7 @@ class Exposure:
         self,
         y: torch.Tensor,
         field: torch.Tensor,
-        anchor: np.ndarray,
+        total: np.ndarray,
         decode: np.ndarray,
         shift: np.ndarray,
         stream: NoiseStream,
@@ -171,7 +211,8 @@ class Exposure:
         Args:
             y: float32, shape (rows, n_outputs), is overwritten.
             field: float32, shape (2, 2 rows, n_outputs): the positive frames' fields, then the negative ones'.
-            anchor: float32, shape (2, n_outputs).
+            total: fields of a frame and its complement together, the anchor's if mirrors are sound: float32, shape
+                (2, n_outputs).
             decode: as `opusim.camera.exposure.Recovery.decode` gives it.
             shift: float64, shape (rows,).
             stream: source of the noise; takes one reading of it.
@@ -183,9 +224,7 @@ class Exposure:
 
         def work(start: int, stop: int) -> None:
             some = slice(start, stop)
-            recover_rows(
-                out[some], parts[:, some], anchor, pixel, decode, shift[some], noise[:, some], sensor
-            )
+            recover_rows(out[some], parts[:, some], total, pixel, decode, shift[some], noise[:, some], sensor)
 
         self._split(work, rows)
 
@@ -283,6 +322,7 @@ class CountLaw:
         dark: the law of the dark current, or None if it is off.
         sensor: the stages behind the light.
         recovery: with the anchor known exactly.
+        dark_scale: dark current of each output's pixel as a multiple of that, shape (n_outputs,) or one number.
     """
 
     light_e: np.ndarray
@@ -294,6 +334,7 @@ class CountLaw:
     dark: DarkCurrent | None
     sensor: Sensor
     recovery: Recovery
+    dark_scale: np.ndarray | float = 1.0
 
     def dark_e(self, point: OperatingPoint) -> float:
         """Return the dark charge of a frame, electrons.
@@ -309,7 +350,7 @@ class CountLaw:
     def rates(self, point: OperatingPoint) -> np.ndarray:
         """Return the expected electrons, shape (4, vectors, n_outputs)."""
         light = point.light * self.light_e + self.bias_e + point.bias_e * self.response
-        return np.asarray(point.exposure * light + self.dark_e(point))
+        return np.asarray(point.exposure * light + self.dark_e(point) * self.dark_scale)
 
     def std(self, point: OperatingPoint) -> float:
         """Return the root mean square over vectors and outputs of a reading's noise, projection units."""

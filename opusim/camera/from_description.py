@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from opusim.camera.exposure import Exposure
-from opusim.camera.speckle import SpeckleLaw
+from opusim.camera.imperfect import CrossTalk, ImperfectExposure, PixelFaults, with_neighbours
+from opusim.camera.laser import Laser, LaserLaw
+from opusim.camera.mirrors import FaultyMirrors, MirrorFaults
+from opusim.camera.speckle import Speckle, SpeckleLaw
 from opusim.camera.stages import FixedPattern, Light, Sensor
-from opusim.description.camera import CameraSettings
+from opusim.description.camera import CameraSettings, PixelSettings, TransferSettings
 from opusim.description.schema import DeviceDescription, MediumSettings
 from opusim.errors import ConfigError
 from opusim.randomness.streams import derive_seed
@@ -44,35 +48,129 @@ def speckle_law_of(description: DeviceDescription, n_inputs: int) -> SpeckleLaw:
     return law
 
 
+def speckle_of(description: DeviceDescription, n_inputs: int, n_outputs: int) -> Speckle:
+    """Return the medium as the camera sees it, with the faults of the mirrors.
+
+    With cross-talk its pixels are those of the outputs and their neighbours (`with_neighbours`).
+    """
+    camera, medium = camera_sections(description)
+    law, mirrors = speckle_law_of(description, n_inputs), camera.mirrors
+    pixels = None
+    if camera.pixels is not None and camera.pixels.crosstalk:
+        pixels, _ = with_neighbours(Speckle(law, n_outputs, description.name).pixels)
+        n_outputs = pixels.size
+    if mirrors is None:
+        return Speckle(law, n_outputs, description.name, pixels)
+    faults = MirrorFaults(
+        stuck_on=mirrors.stuck_on,
+        stuck_off=mirrors.stuck_off,
+        leak=0.0 if mirrors.contrast is None else mirrors.contrast**-0.5,
+        seed=derive_seed(medium.seed, "stuck mirrors"),
+    )
+    return FaultyMirrors(law, faults, n_outputs, description.name, pixels)
+
+
+def laser_of(description: DeviceDescription, n_outputs: int, seed: int | None) -> Laser | None:
+    """Return the laser of a description, or None if its power is constant.
+
+    Args:
+        description: one with a camera.
+        n_outputs: of the window, which sets the time from frame to frame.
+        seed: of the slow drift; None draws one.
+    """
+    camera, _ = camera_sections(description)
+    power = camera.light.power
+    if power is None:
+        return None
+    period_us, drift_s = description.frames.period_us(n_outputs), power.drift_s
+    law = LaserLaw(
+        law=power.law,
+        rms=power.rms,
+        correlation=0.0 if power.correlation_us is None else math.exp(-period_us / power.correlation_us),
+        drift_rms=power.drift_rms or 0.0,
+        drift_per_step=0.0 if drift_s is None else (power.seconds_per_step or 0.0) / drift_s,
+    )
+    return Laser(law, seed)
+
+
 def exposure_of(
     description: DeviceDescription,
     mirrors: int,
     pixels: np.ndarray,
     exposure_us: float | None = None,
     temperature_c: float | None = None,
+    laser: Laser | None = None,
 ) -> Exposure:
     """Return the camera's stages at some pixels.
 
     Args:
         description: one with a camera.
         mirrors: mirrors of the anchor.
-        pixels: numbers of the pixels, int64, increasing.
+        pixels: numbers of the outputs' pixels, int64, increasing.
         exposure_us: another exposure than the description's, microseconds.
         temperature_c: another temperature, degrees Celsius.
+        laser: the laser, if its power fluctuates.
     """
     camera, medium = camera_sections(description)
-    light = Light(**camera.light.model_dump() | ({} if exposure_us is None else {"exposure_us": exposure_us}))
+    light = light_of(camera, exposure_us)
     pattern = FixedPattern(
         prnu=camera.sensor.prnu, dsnu_e=camera.sensor.dsnu_e, seed=derive_seed(medium.seed, "fixed pattern")
     )
     window = int(pixels[0]), int(pixels[-1]) + 1
-    return Exposure(
-        light=light,
-        sensor=sensor_of(camera),
-        mirrors=mirrors,
-        dark_current_e=dark_charge_e(camera, light.exposure_us, temperature_c),
-        response=pattern.response(*window)[pixels - window[0]],
-        offset_e=pattern.offset_e(*window)[pixels - window[0]],
+    stages: dict[str, Any] = {
+        "light": light,
+        "sensor": sensor_of(camera),
+        "mirrors": mirrors,
+        "dark_current_e": dark_charge_e(camera, light.exposure_us, temperature_c),
+        "response": pattern.response(*window)[pixels - window[0]],
+        "offset_e": pattern.offset_e(*window)[pixels - window[0]],
+    }
+    if laser is None and camera.pixels is None and camera.transfer is None:
+        return Exposure(**stages)
+    settings, transfer = camera.pixels or PixelSettings(), camera.transfer or TransferSettings()
+    faults = PixelFaults(
+        hot_share=settings.hot_share,
+        hot_factor=settings.hot_factor or 1.0,
+        dead_share=settings.dead_share,
+        dcnu=settings.dcnu,
+        seed=derive_seed(medium.seed, "pixel faults"),
+    )
+    stages["response"] = np.where(faults.dead(pixels), 0.0, stages["response"])
+    return ImperfectExposure(
+        **stages,
+        laser=laser,
+        dark_scale=faults.dark_scale(pixels),
+        crosstalk=_crosstalk(settings.crosstalk, pixels, pattern, faults),
+        nonlinearity=settings.nonlinearity,
+        dropped=transfer.dropped,
+        repeated=transfer.repeated,
+    )
+
+
+def _crosstalk(
+    share: float, pixels: np.ndarray, pattern: FixedPattern, faults: PixelFaults
+) -> CrossTalk | None:
+    """Return the cross-talk of the outputs' pixels with their neighbours, or None if it is off.
+
+    A dead pixel collects nothing and gives nothing away.
+    """
+    if share == 0:
+        return None
+    wide, places = with_neighbours(pixels)
+    window = int(wide[0]), int(wide[-1]) + 1
+    response = pattern.response(*window)[wide - window[0]]
+    return CrossTalk(share=share, response=np.where(faults.dead(wide), 0.0, response), places=places)
+
+
+def light_of(camera: CameraSettings, exposure_us: float | None = None) -> Light:
+    """Return the light of a camera, at its exposure or another one, microseconds."""
+    settings = camera.light
+    return Light(
+        anchor_flux_per_s=settings.anchor_flux_per_s,
+        bias_flux_per_s=settings.bias_flux_per_s,
+        ambient_flux_per_s=settings.ambient_flux_per_s or 0.0,
+        quantum_efficiency=settings.quantum_efficiency,
+        exposure_us=settings.exposure_us if exposure_us is None else exposure_us,
     )
 
 
@@ -108,12 +206,13 @@ def camera_sections(description: DeviceDescription) -> tuple[CameraSettings, Med
 
 def camera_lines(camera: CameraSettings) -> str:
     """Return where the light of a mean pixel goes, and what share of its variance each stage makes."""
-    light, sensor = Light(**camera.light.model_dump()), sensor_of(camera)
+    light, sensor = light_of(camera), sensor_of(camera)
     dark = dark_charge_e(camera, light.exposure_us)
     shot = sensor.variance_dn2(1.0) - sensor.variance_dn2(0.0)  # DN² per electron
     parts = {
         "photon shot noise": shot * light.anchor_e,
         "bias light": shot * light.bias_e,
+        **({"ambient light": shot * light.ambient_e} if light.ambient_e else {}),
         "dark current": shot * dark,
         "read noise": (sensor.gain_dn_per_e * sensor.read_noise_e) ** 2,
         "rounding": 0.0 if sensor.adc_bits is None else 1 / 12,

@@ -139,14 +139,17 @@ class Speckle:
         law: see `SpeckleLaw`.
         n_outputs: pixels to find.
         file: what to name in errors.
+        pixels: numbers of the pixels, int64, increasing, or None to find usable ones.
 
     Raises:
         ConfigError: no pixel in 64 fits.
     """
 
-    def __init__(self, law: SpeckleLaw, n_outputs: int, file: str) -> None:
+    def __init__(self, law: SpeckleLaw, n_outputs: int, file: str, pixels: np.ndarray | None = None) -> None:
         self.law = law
         self.n_outputs = n_outputs
+        if pixels is not None:
+            self.__dict__["pixels"] = pixels
         self._file = file
         self._point = 0
         self._dense: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -160,8 +163,12 @@ class Speckle:
         point = grid_point(time)
         if point != self._point:
             self._point = point
-            self._dense.clear()
-            self.__dict__.pop("anchor", None)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was computed for an earlier time."""
+        self._dense.clear()
+        self.__dict__.pop("_sound_anchor", None)
 
     @cached_property
     def pixels(self) -> np.ndarray:
@@ -183,10 +190,24 @@ class Speckle:
             start += _PIXELS_PER_BLOCK
         return np.concatenate(chosen)[: self.n_outputs]
 
-    @cached_property
+    @property
     def anchor(self) -> np.ndarray:
         """The anchor's field at the outputs, now: float64, shape (2, n_outputs), real and imaginary part."""
+        return self._sound_anchor
+
+    @cached_property
+    def _sound_anchor(self) -> np.ndarray:
         return self._at_outputs()[:2]
+
+    @property
+    def blank(self) -> np.ndarray:
+        """The field of the frame in which every mirror is off: 0, of the anchor's shape."""
+        return np.zeros_like(self.anchor)
+
+    @property
+    def total(self) -> np.ndarray:
+        """Fields of a frame and of its complement add up to this: float64, shape (2, n_outputs)."""
+        return self.anchor + self.blank
 
     def largest_fields(self) -> np.ndarray:
         """Upper limits of |u_x| over every binary x on the data mirrors, and of |u_a - u_x|: shape (2, n_outputs).
@@ -248,6 +269,14 @@ class Speckle:
                 matrix[:, outputs.start : outputs.stop] = self._tile(plane, outputs, range(self.law.n_inputs))
             matrix = self._dense[plane, where] = matrix.to(where)
         return matrix
+
+    def responses(self, plane: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return the change of the field that each input makes: `dense`, float32, shape (n_inputs, n_outputs).
+
+        Raises:
+            ValueError: see `dense`.
+        """
+        return self.dense(plane, device)
 
     def _stored_or_new_tile(
         self, plane: int, outputs: range, device: torch.device, inputs: range

@@ -201,18 +201,20 @@ class Light:
         anchor_flux_per_s: photons per second, averaged over pixels, while every mirror of the window is on.
         bias_flux_per_s: photons per second on every pixel of every frame, incoherent and uniform; 0 is off. Its shot
             noise does not depend on the data.
+        ambient_flux_per_s: the same of light that no key controls; 0 is off. No law credits it.
         quantum_efficiency: electrons per photon, in (0, 1].
         exposure_us: exposure of a frame, microseconds.
     """
 
     anchor_flux_per_s: float
     bias_flux_per_s: float = 0.0
+    ambient_flux_per_s: float = 0.0
     quantum_efficiency: float
     exposure_us: float
 
     def __post_init__(self) -> None:
         checks.positive(anchor_flux_per_s=self.anchor_flux_per_s, exposure_us=self.exposure_us)
-        checks.non_negative(bias_flux_per_s=self.bias_flux_per_s)
+        checks.non_negative(bias_flux_per_s=self.bias_flux_per_s, ambient_flux_per_s=self.ambient_flux_per_s)
         checks.positive(quantum_efficiency=self.quantum_efficiency)
         checks.in_range(0, 1, quantum_efficiency=self.quantum_efficiency)
 
@@ -225,6 +227,11 @@ class Light:
     def bias_e(self) -> float:
         """Electrons of the bias light in a frame."""
         return self.quantum_efficiency * self.bias_flux_per_s * self.exposure_us * 1e-6
+
+    @property
+    def ambient_e(self) -> float:
+        """Electrons of the ambient light in a frame."""
+        return self.quantum_efficiency * self.ambient_flux_per_s * self.exposure_us * 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,8 +265,20 @@ class FixedPattern:
         return self.dsnu_e * self._normal(_DSNU_PLANE, first, stop)
 
     def _normal(self, plane: int, first: int, stop: int) -> np.ndarray:
-        row = Medium(1, stop, self.seed, plane=plane).tile(range(first, stop), range(1))
-        return row[0].numpy().astype(np.float64)
+        return pixel_normals(self.seed, plane, np.arange(first, stop))
+
+
+def pixel_normals(seed: int, plane: int, pixels: np.ndarray) -> np.ndarray:
+    """Return a normal number of each pixel, cut at 4.3 standard deviations, float64.
+
+    Args:
+        seed: in [0, 2^64).
+        plane: counter word that keeps the numbers apart from others of the seed.
+        pixels: numbers of the pixels, int64, increasing, at least one.
+    """
+    first, stop = int(pixels[0]), int(pixels[-1]) + 1
+    row = Medium(1, stop, seed, plane=plane).tile(range(first, stop), range(1))
+    return row[0].numpy().astype(np.float64)[pixels - first]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,13 +10,52 @@ from opusim.description.section import StrictSection
 from opusim.temperature import DarkCurrent, DoublingDarkCurrent, TableDarkCurrent
 
 
+class PowerSettings(StrictSection):
+    """Laser power that fluctuates, common to all pixels of a frame; see `opusim.camera.laser`.
+
+    Attributes:
+        law: the law of the power W of a frame relative to its mean, log_normal or gaussian. A guarantee rests on it.
+        rms: relative standard deviation from frame to frame, at most 1 (log_normal) or 0.2 (gaussian), drift included.
+        correlation_us: correlation time of successive frames' powers, microseconds, or None if they are independent.
+        drift_rms: relative standard deviation of a slow drift of the power, or None if there is none.
+        drift_s: correlation time of the drift, seconds; given with drift_rms.
+        seconds_per_step: time that passes from training step to training step, seconds; given with drift_rms.
+    """
+
+    law: Literal["log_normal", "gaussian"]
+    rms: float = Field(ge=0, le=1)
+    correlation_us: float | None = Field(default=None, gt=0)
+    drift_rms: float | None = Field(default=None, gt=0, le=1)
+    drift_s: float | None = Field(default=None, gt=0)
+    seconds_per_step: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _drift_is_complete(self) -> Self:
+        given = [part is not None for part in (self.drift_rms, self.drift_s, self.seconds_per_step)]
+        if any(given) and not all(given):
+            raise ValueError("drift_rms, drift_s and seconds_per_step belong together; give all or none")
+        if self.law == "gaussian" and self.rms**2 + (self.drift_rms or 0.0) ** 2 > 0.04:
+            raise ValueError(
+                "rms and drift_rms: exceed 0.2 together, where a Gaussian power is cut; take log_normal"
+            )
+        return self
+
+
 class LightSettings(StrictSection):
-    """Light on the sensor; see `opusim.camera.stages.Light`, whose attributes the keys are."""
+    """Light on the sensor; see `opusim.camera.stages.Light`, whose attributes the keys are.
+
+    Attributes:
+        ambient_flux_per_s: photons per second on every pixel of light that no key switches on or off (a lamp, leaks);
+            None is off. It adds noise, and no law credits it: it may be gone tomorrow.
+        power: how the laser's power fluctuates, or None if it is constant.
+    """
 
     anchor_flux_per_s: float = Field(gt=0)
     bias_flux_per_s: float = Field(default=0.0, ge=0)
     quantum_efficiency: float = Field(gt=0, le=1)
     exposure_us: float = Field(gt=0)
+    ambient_flux_per_s: float | None = Field(default=None, ge=0)
+    power: PowerSettings | None = None
 
 
 class SensorSettings(StrictSection):
@@ -80,6 +119,59 @@ class DarkSettings(StrictSection):
         return self
 
 
+class MirrorSettings(StrictSection):
+    """What is wrong with the mirror array; see `opusim.camera.mirrors`. What is not given is off.
+
+    Attributes:
+        stuck_on: share of the mirrors that are always on.
+        stuck_off: share of the mirrors that are always off.
+        contrast: intensity of a mirror that is on over one that is off, above 1; None: infinite.
+    """
+
+    stuck_on: float = Field(default=0.0, ge=0, le=0.5)
+    stuck_off: float = Field(default=0.0, ge=0, le=0.5)
+    contrast: float | None = Field(default=None, ge=2)
+
+
+class PixelSettings(StrictSection):
+    """What is wrong with the pixels; see `opusim.camera.imperfect`. What is not given is off.
+
+    Attributes:
+        hot_share: share of the pixels whose dark current is `hot_factor` times that of the others.
+        hot_factor: see hot_share; given with it.
+        dead_share: share of the pixels that see nothing.
+        dcnu: dark-current non-uniformity, standard deviation over pixels relative to the mean (log-normal).
+        crosstalk: share of a pixel's photo-electrons that each of its two neighbours collects.
+        nonlinearity: relative deficit of the read-out at saturation: N electrons read as N (1 - nonlinearity N /
+            saturation).
+    """
+
+    hot_share: float = Field(default=0.0, ge=0, le=0.2)
+    hot_factor: float | None = Field(default=None, ge=1)
+    dead_share: float = Field(default=0.0, ge=0, le=0.2)
+    dcnu: float = Field(default=0.0, ge=0, le=2)
+    crosstalk: float = Field(default=0.0, ge=0, le=0.25)
+    nonlinearity: float = Field(default=0.0, ge=0, le=0.25)
+
+    @model_validator(mode="after")
+    def _hot_pixels_have_a_factor(self) -> Self:
+        if (self.hot_share > 0) != (self.hot_factor is not None):
+            raise ValueError("hot_share and hot_factor belong together; give both or neither")
+        return self
+
+
+class TransferSettings(StrictSection):
+    """Frames that do not arrive as they were taken; see `opusim.camera.imperfect`. What is not given is off.
+
+    Attributes:
+        dropped: probability that a frame is lost and read as black.
+        repeated: probability that a frame's numbers are those of the frame before.
+    """
+
+    dropped: float = Field(default=0.0, ge=0, le=0.5)
+    repeated: float = Field(default=0.0, ge=0, le=0.5)
+
+
 class AnchorSettings(StrictSection):
     """The anchor frame, in which every mirror of the window is on, and what follows from it.
 
@@ -115,10 +207,12 @@ class DriftSettings(StrictSection):
     Attributes:
         decorrelation_s: tau: media at any two times t and s have the correlation exp(-|t - s| / tau), seconds.
         seconds_per_step: time that passes from training step to training step, seconds.
+        reanchor_steps: steps from one measurement of the anchor to the next, or None to measure it at opening only.
     """
 
     decorrelation_s: float = Field(gt=0)
     seconds_per_step: float = Field(gt=0)
+    reanchor_steps: int | None = Field(default=None, ge=1)
 
 
 class CameraSettings(StrictSection):
@@ -135,11 +229,17 @@ class CameraSettings(StrictSection):
             1 - k / grain_pixels.
         grain_correlation: correlation of the fields of neighbouring pixels, in [0, 0.5]; above 0 if speckle grains are
             larger than a pixel.
+        mirrors: faults of the mirror array, or None if it has none.
+        pixels: faults of the pixels, or None if they have none.
+        transfer: faults of the frames' transfer, or None if it has none.
     """
 
     light: LightSettings
     sensor: SensorSettings
     anchor: AnchorSettings
+    mirrors: MirrorSettings | None = None
+    pixels: PixelSettings | None = None
+    transfer: TransferSettings | None = None
     dark: DarkSettings | None = None
     drift: DriftSettings | None = None
     grain_correlation: float = Field(default=0.0, ge=0, le=0.5)
@@ -157,6 +257,19 @@ class CameraSettings(StrictSection):
             return self.dark.doubling.dark_current()
         points = self.dark.table.model_dump() if self.dark.table is not None else {}
         return TableDarkCurrent(**{key: tuple(value) for key, value in points.items()})
+
+    @model_validator(mode="after")
+    def _faults_have_a_stage(self) -> Self:
+        pixels = self.pixels
+        if pixels is not None and (pixels.hot_share or pixels.dcnu) and self.dark is None:
+            raise ValueError("pixels: hot_share and dcnu need dark current; give a section [camera.dark]")
+        if (
+            pixels is not None
+            and pixels.nonlinearity
+            and not (self.sensor.full_well_e or self.sensor.adc_bits)
+        ):
+            raise ValueError("pixels: nonlinearity is relative to saturation; give full_well_e or adc_bits")
+        return self
 
     @model_validator(mode="after")
     def _one_grain(self) -> Self:

@@ -113,13 +113,15 @@ class FrameSettings(StrictSection):
     """Time and energy of the frames.
 
     Attributes:
-        frame_period_us: time from frame to frame, microseconds.
+        frame_period_us: time from frame to frame, microseconds; of narrow windows, if wide ones take longer.
         power_w: power drawn while running, watts.
         frames_per_projection: frames that one ternary projection takes: 2, for its positive and its negative
             part.
         host_us_per_frame: time that the host and its driver add to each frame (transfers, encoding), microseconds, or
             None if it is not known.
         host_us_per_call: time that they add to each call, likewise.
+        readout_us_per_output: time to read an output out, microseconds, or None if it is not known; a frame takes at
+            least so long for each output of its window (`period_us`).
     """
 
     frame_period_us: float = Field(gt=0)
@@ -127,10 +129,20 @@ class FrameSettings(StrictSection):
     frames_per_projection: int = Field(default=2, ge=1)
     host_us_per_frame: float | None = Field(default=None, ge=0)
     host_us_per_call: float | None = Field(default=None, ge=0)
+    readout_us_per_output: float | None = Field(default=None, gt=0)
 
-    def call_seconds(self, frames: int) -> float:
-        """Return the time of a call end to end, as far as it is known: frame periods and what the host adds, s."""
-        each = self.frame_period_us + (self.host_us_per_frame or 0.0)
+    def period_us(self, n_outputs: int) -> float:
+        """Return the time from frame to frame of a window, microseconds: max(frame_period_us, n_outputs readout)."""
+        return max(self.frame_period_us, n_outputs * (self.readout_us_per_output or 0.0))
+
+    def call_seconds(self, frames: int, n_outputs: int = 0) -> float:
+        """Return the time of a call end to end, as far as it is known: frame periods and what the host adds, s.
+
+        Args:
+            frames: of the call.
+            n_outputs: of the window, whose frames may take longer to read out.
+        """
+        each = self.period_us(n_outputs) + (self.host_us_per_frame or 0.0)
         return 1e-6 * (frames * each + (self.host_us_per_call or 0.0))
 
 

@@ -111,7 +111,7 @@ class NoisyDevice(ABC):
         self._torch_device = torch.device(torch_device)
         frames = description.frames
         self._meter = UsageMeter(
-            frames.frame_period_us,
+            frames.period_us(self._n_outputs),
             frames.power_w,
             host_us_per_frame=frames.host_us_per_frame or 0.0,
             host_us_per_call=frames.host_us_per_call or 0.0,

@@ -17,19 +17,25 @@ from opusim.camera.exposure import (
     Recovery,
     saturated_shares,
 )
-from opusim.camera.from_description import camera_sections, exposure_of, speckle_law_of
+from opusim.camera.from_description import (
+    camera_sections,
+    exposure_of,
+    laser_of,
+    speckle_law_of,
+    speckle_of,
+)
+from opusim.camera.imperfect import FRAME_SIGNS, ImperfectExposure
 from opusim.camera.speckle import Speckle
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import ternary_batch
 from opusim.errors import ConfigError, NoiseUnknown
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE
-from opusim.noise import PhotonCountNoise
+from opusim.noise import FluctuatingCountNoise, PhotonCountNoise
 from opusim.randomness.streams import noise_stream
 from opusim.temperature import TemperatureLaw
 
 _NUMBERS_AT_ONCE = 2**24  # standard normal numbers of one reading of the stream: 64 MiB
-_SIGNS = np.array([1.0, -1.0, -1.0, 1.0])  # of the frames p, a - p, n and a - n in a reading
 
 
 class CameraDevice(NoisyDevice):
@@ -63,7 +69,10 @@ class CameraDevice(NoisyDevice):
                 description.name, key, f"the kind {description.kind!r} takes no options; remove it"
             )
         self._law = speckle_law_of(description, self.n_inputs)
-        self._speckle = Speckle(self._law, self.n_outputs, description.name)
+        self._speckle = speckle_of(description, self.n_inputs, self.n_outputs)
+        seed = self._seed if self.mode == "experiment" else None
+        self._laser = laser_of(description, self.n_outputs, seed)
+        self._anchored_at = 0
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
         self._recovery: Recovery | None = None
 
@@ -72,7 +81,19 @@ class CameraDevice(NoisyDevice):
     @cached_property
     def exposure(self) -> Exposure:
         """The camera's stages at this device's outputs."""
-        return exposure_of(self._description, self._law.mirrors, self._speckle.pixels)
+        return self._exposure_at()
+
+    @cached_property
+    def pixels(self) -> np.ndarray:
+        """Numbers of the pixels that are the outputs, int64, shape (n_outputs,), increasing."""
+        if self._speckle.n_outputs == self.n_outputs:
+            return self._speckle.pixels
+        return Speckle(self._law, self.n_outputs, self.name).pixels
+
+    def _exposure_at(self, exposure_us: float | None = None, temperature_c: float | None = None) -> Exposure:
+        """The camera's stages at the outputs, at another exposure or temperature than the description's."""
+        mirrors, laser = self._law.mirrors, self._laser
+        return exposure_of(self._description, mirrors, self.pixels, exposure_us, temperature_c, laser)
 
     @property
     def speckle(self) -> Speckle:
@@ -88,32 +109,68 @@ class CameraDevice(NoisyDevice):
         return self._recovery
 
     @cached_property
-    def described_noise(self) -> PhotonCountNoise:
+    def described_noise(self) -> PhotonCountNoise | FluctuatingCountNoise:
         """Counts of the four frames at each output, with boxes of rates that hold for every ternary x.
 
-        Rates lie between bias light with dark current and the largest field of any binary frame. The boxes rest on
-        the exact anchor, not on its measurement, so that every opening tells the same.
+        Rates lie between bias light with dark current and the largest field of any binary frame, with ambient light.
+        The boxes rest on the exact anchor, not on its measurement, so that every opening tells the same. If the laser's
+        power fluctuates, they are those at mean power.
 
         Raises:
-            NoiseUnknown: the medium drifts, so no box holds the rates.
+            NoiseUnknown: the medium drifts, so no box holds the rates, or frames are dropped or repeated.
         """
+        self._require_lawful_readings()
         if self._settings.drift is not None:
             raise NoiseUnknown(
                 f"device {self.name!r}: its medium drifts, so no box holds its rates for a whole run; switch "
                 "camera.drift off to state a law"
             )
-        exposure, fields = self.exposure, self._speckle.largest_fields()
-        dark = np.broadcast_to(exposure.dark_e, (FRAMES_PER_TERNARY, self.n_outputs))
-        highest = exposure.dark_e + exposure.gain_e * np.square(fields)  # (2, n_outputs)
+        exposure = self.exposure
+        low = np.broadcast_to(exposure.floor_e, (FRAMES_PER_TERNARY, self.n_outputs))
+        highest = exposure.dark_e + exposure.light_of(np.square(self._speckle.largest_fields()))
+        high = np.concatenate([highest, highest])
         scale = self.ideal_recovery().decode()[0]
+        weight = np.broadcast_to(exposure.sensor.gain_dn_per_e * scale, low.shape) * FRAME_SIGNS[:, None]
+        slope = exposure.least_slope if isinstance(exposure, ImperfectExposure) else 1.0
         least, most = (FRAMES_PER_TERNARY * np.square(scale) * rest for rest in self._rest_of_a_frame())
-        return PhotonCountNoise(
-            rate_low=dark,
-            rate_high=np.concatenate([highest, highest]),
-            weight=np.broadcast_to(exposure.sensor.gain_dn_per_e * scale, dark.shape) * _SIGNS[:, None],
+        if slope < 1:  # variances of a read-out of slopes in [slope, 1] lie between these
+            most = most + (1 - slope**2) * np.sum(np.square(weight) * high, axis=0)
+        boxes = PhotonCountNoise(
+            rate_low=low,
+            rate_high=high,
+            weight=slope * weight,
             added_variance=least,
             added_variance_high=most,
         )
+        return boxes if self._laser is None else self._fluctuating(boxes)
+
+    def _fluctuating(self, boxes: PhotonCountNoise) -> FluctuatingCountNoise:
+        """Return the law whose counts at mean power have these boxes."""
+        if self._laser is None:
+            raise TypeError("the laser's power is constant")
+        power = self._laser.law.power
+        return FluctuatingCountNoise(
+            rate_low=boxes.rate_low,
+            rate_high=boxes.rate_high,
+            power_law=power.law,
+            power_rms=power.rms,
+            weight=boxes.weight,
+            added_variance=boxes.added_variance,
+            added_variance_high=boxes.added_variance_high,
+        )
+
+    def _require_lawful_readings(self) -> None:
+        """Refuse to state moments or a law of readings that may lack a frame.
+
+        Raises:
+            NoiseUnknown: frames are dropped or repeated.
+        """
+        transfer = self._settings.transfer
+        if transfer is not None and (transfer.dropped or transfer.repeated):
+            raise NoiseUnknown(
+                f"device {self.name!r}: camera.transfer drops or repeats frames, so a reading may hold another's frame "
+                "and has no law; mend the transfer, or set dropped and repeated to 0"
+            )
 
     def _rest_of_a_frame(self) -> tuple[np.ndarray, np.ndarray]:
         """Least and largest variance of a number beyond K^2 rate, DN squared, for every frame; see `rounding_limit`.
@@ -121,9 +178,9 @@ class CameraDevice(NoisyDevice):
         Where dark frames reach the converter's lower end, their exact variance is the least.
         """
         exposure, sensor = self.exposure, self.exposure.sensor
-        middle, limit = sensor.variance_dn2(0.0), sensor.rounding_limit_dn2(exposure.dark_e)
-        exact = sensor.moments(exposure.dark_e, exposure.offset_e)[1]
-        counts = sensor.gain_dn_per_e**2 * exposure.dark_e * float(sensor.shot_noise)
+        middle, limit = sensor.variance_dn2(0.0), sensor.rounding_limit_dn2(exposure.floor_e)
+        exact = sensor.moments(exposure.floor_e, exposure.offset_e)[1]
+        counts = sensor.gain_dn_per_e**2 * exposure.floor_e * float(sensor.shot_noise)
         least = np.minimum(middle - limit, exact - counts)
         return np.maximum(least, 0.0), middle + limit
 
@@ -138,34 +195,54 @@ class CameraDevice(NoisyDevice):
             DeviceUnavailable: the device is closed.
         """
         scale, offset = self.recovery.decode()
-        factor = 2 * scale * self.exposure.sensor.gain_dn_per_e * self.exposure.gain_e
-        re, im = torch.from_numpy(self._speckle.anchor * factor)[:, :, None]
-        p, q = (self._speckle.dense(plane).T for plane in (REAL_PLANE, IMAGINARY_PLANE))
-        centre = torch.from_numpy(offset / self._law.mirrors)[:, None]
-        return (re * p + im * q - centre).float().to(self._torch_device)
+        total, exposure = self._speckle.total, self.exposure
+        p, q = (self._speckle.responses(plane).T for plane in (REAL_PLANE, IMAGINARY_PLANE))
+        rows = -torch.from_numpy(offset / self._law.mirrors)[:, None]
+        for share, pixels, gain in exposure.parts():
+            factor = 2 * scale * exposure.sensor.gain_dn_per_e * gain * (share * exposure.mean_power)
+            re, im = torch.from_numpy(total[:, pixels] * factor)[:, :, None]
+            rows = re * p[pixels] + im * q[pixels] + rows
+        return rows.float().to(self._torch_device)
 
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
         """Var[y] of readings of x, squared projection units, float64; exact, rounding and clipping included.
 
         Far from the ends, and with noise above 0.4 DN, it is scale^2 times the sum over the four frames of EMVA 1288's
-        eq. 9 (`opusim.camera.stages.Sensor.variance_dn2`).
+        eq. 9 (`opusim.camera.stages.Sensor.variance_dn2`). Fluctuating power with the covariance C between the frames
+        adds (scale K)^2 sum over frames f, g of s_f s_g C_fg light_f light_g; rounding and the ends are then those at
+        mean power.
+
+        Raises:
+            NoiseUnknown: frames are dropped or repeated.
         """
-        return torch.from_numpy(self.recovery.variance(self._frame_moments(x)[1]))
+        self._require_lawful_readings()
+        variance = self.recovery.variance(self._frame_moments(x)[1])
+        covariance = self.exposure.power_covariance()
+        if covariance is not None:
+            light = (self.frame_rates(x) - self.exposure.dark_e) / self.exposure.mean_power
+            signed = FRAME_SIGNS[:, None, None] * light
+            power = np.einsum("fbj,fg,gbj->bj", signed, covariance, signed)
+            variance += np.square(self.recovery.decode()[0] * self.exposure.sensor.gain_dn_per_e) * power
+        return torch.from_numpy(variance)
 
     def reading_mean(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
         """E[y] of readings of x, projection units, float64; exact, rounding and clipping included.
 
         It differs from B x by the biases of rounding and saturation: at most scale times half a step for each frame.
+
+        Raises:
+            NoiseUnknown: frames are dropped or repeated.
         """
+        self._require_lawful_readings()
         scale, offset = self.recovery.decode()
         shown = ternary_batch(x, self.n_inputs, self._torch_device)
         shift = self.recovery.shift(shown.sum(1, dtype=torch.float64).cpu().numpy())
-        total = np.tensordot(_SIGNS, self._frame_moments(x)[0], axes=1)
+        total = np.tensordot(FRAME_SIGNS, self._frame_moments(x)[0], axes=1)
         return torch.from_numpy(scale * total - shift[:, None] * offset)
 
     def _frame_moments(self, x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return the mean and variance of the numbers of the four frames, each of shape (4, batch, n_outputs)."""
-        return self.exposure.sensor.moments(self.frame_rates(x), self.exposure.offset_e)
+        return self.exposure.moments(self.frame_rates(x))
 
     def frame_rates(self, x: torch.Tensor) -> np.ndarray:  # (batch, n_inputs)
         """Return the expected electrons of the four frames of each vector, float64, shape (4, batch, n_outputs)."""
@@ -174,26 +251,41 @@ class CameraDevice(NoisyDevice):
             field = self._speckle.fields(part).double().numpy()
             rates += [
                 self.exposure.rates(field),
-                self.exposure.rates(self._speckle.anchor[:, None, :] - field),
+                self.exposure.rates(self._speckle.total[:, None, :] - field),
             ]
         return np.stack(rates)
+
+    @property
+    def anchor_light_e(self) -> np.ndarray:
+        """Described light of the anchor at each output, electrons, shape (n_outputs,)."""
+        return self.exposure.light_of(np.sum(np.square(self._speckle.anchor), axis=0))
 
     def count_law(self, x: torch.Tensor) -> CountLaw:  # (vectors, n_inputs)
         """Return the law of the counts in readings of some ternary vectors, at any operating point.
 
         Raises:
-            ConfigError: the description switches shot noise off, and counts without it have no law.
+            ConfigError: the description switches shot noise off, or lets the light fluctuate, and counts then have no
+                such law.
+            NoiseUnknown: frames are dropped or repeated.
             DeviceUnavailable: the device is closed.
         """
         self._require_open()
+        self._require_lawful_readings()
         exposure, settings = self.exposure, self._settings
+        if self._laser is not None:
+            raise ConfigError(
+                self.name,
+                "camera.light.power",
+                "fluctuates, so counts have no fixed rates; device.noise states their law, or switch it off",
+            )
         if not exposure.sensor.shot_noise:
             raise ConfigError(
                 self.name, "camera.sensor.shot_noise", "is off, so counts have no law; switch it on"
             )
         return CountLaw(
             light_e=self.frame_rates(x) - exposure.dark_e,
-            bias_e=exposure.light.bias_e * exposure.response,
+            bias_e=(exposure.light.bias_e + exposure.light.ambient_e) * exposure.response,
+            dark_scale=exposure.dark_scale if isinstance(exposure, ImperfectExposure) else 1.0,
             response=exposure.response,
             offset_e=exposure.offset_e,
             exposure_us=exposure.light.exposure_us,
@@ -231,10 +323,18 @@ class CameraDevice(NoisyDevice):
     def ideal_recovery(self) -> Recovery:
         """Return how readings would be decoded if the anchor were known exactly."""
         exposure, gain = self.exposure, self.exposure.sensor.gain_dn_per_e
-        intensity = exposure.gain_e * np.sum(np.square(self._speckle.anchor), axis=0)
+        above_blank = np.sum(np.square(self._speckle.anchor) - np.square(self._speckle.blank), axis=0)
         return Recovery(
-            mirrors=self._law.mirrors, anchor_dn=gain * intensity, unit_dn=gain * exposure.light.anchor_e
+            mirrors=self._law.mirrors,
+            anchor_dn=self._masked(gain * exposure.light_of(above_blank)),
+            unit_dn=gain * exposure.light.anchor_e,
         )
+
+    def _masked(self, anchor_dn: np.ndarray) -> np.ndarray:
+        """Anchors no smaller than a quarter of the map's least one: a pixel far below is a faulty one."""
+        exposure = self.exposure
+        least = self._law.lowest / 4 * exposure.sensor.gain_dn_per_e * exposure.light.anchor_e
+        return np.maximum(anchor_dn, least)
 
     # The camera itself
 
@@ -264,9 +364,7 @@ class CameraDevice(NoisyDevice):
         self._require_open()
         checks.integer(count=count, minimum=1)
         checks.non_negative(photons=photons)
-        exposure = exposure_of(
-            self._description, self._law.mirrors, self._speckle.pixels, exposure_us, temperature_c
-        )
+        exposure = self._exposure_at(exposure_us, temperature_c)
         numbers = np.empty((count, self.n_outputs), dtype=np.float32)
         at_once = max(1, _NUMBERS_AT_ONCE // (2 * self.n_outputs))
         for start in range(0, count, at_once):
@@ -323,7 +421,10 @@ class CameraDevice(NoisyDevice):
     def _refuse_saturation(self) -> None:
         """Refuse a configuration whose frames are full at too many outputs."""
         allowed = self._settings.anchor.most_saturated or MOST_SATURATED
-        shares = saturated_shares(self.exposure, self._speckle.anchor)
+        anchor = self._speckle.anchor
+        if anchor.shape[1] != self.n_outputs:  # with the neighbours that cross-talk needs
+            anchor = anchor[:, np.searchsorted(self._speckle.pixels, self.pixels)]
+        shares = saturated_shares(self.exposure, anchor)
         worst = max(shares, key=lambda f: shares[f])
         if shares[worst] <= allowed:
             return
@@ -350,19 +451,22 @@ class CameraDevice(NoisyDevice):
         """Fields of all frames of some vectors' projections and of the anchor: (2, 4 vectors + 1, n_outputs)."""
         shown = vectors.to(self._torch_device)
         field = self._speckle.fields(torch.cat([shown.clamp(min=0), shown.neg().clamp_(min=0)]))
-        anchor = torch.from_numpy(self._speckle.anchor.astype(np.float32))[:, None, :]
-        return torch.cat([field, anchor - field, anchor], dim=1)
+        total, anchor = (
+            torch.from_numpy(part.astype(np.float32))[:, None, :]
+            for part in (self._speckle.total, self._speckle.anchor)
+        )
+        return torch.cat([field, total - field, anchor], dim=1)
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.empty((x.shape[0], self.n_outputs), dtype=torch.float32)
         shift = self.recovery.shift(x.sum(1, dtype=torch.float64).cpu().numpy())
         at_once = max(1, _NUMBERS_AT_ONCE // (2 * FRAMES_PER_TERNARY * self.n_outputs))
-        decode, anchor = self.recovery.decode(), self._speckle.anchor.astype(np.float32)
+        decode, total = self.recovery.decode(), self._speckle.total.astype(np.float32)
         for start in range(0, x.shape[0], at_once):
             part = x[start : start + at_once]
             field = self._speckle.fields(torch.cat([part.clamp(min=0), part.neg().clamp_(min=0)]))
             rows = slice(start, start + part.shape[0])
-            self.exposure.recover(y[rows], field, anchor, decode, shift[rows], self._stream)
+            self.exposure.recover(y[rows], field, total, decode, shift[rows], self._stream)
         return y.to(self._torch_device)
 
     def _intensities(self, x: torch.Tensor) -> torch.Tensor:
@@ -370,23 +474,31 @@ class CameraDevice(NoisyDevice):
 
     def _seek(self, step: int) -> None:
         self._stream.seek(step)
-        if self._settings.drift is not None:
-            self.drift_to(step * self._settings.drift.seconds_per_step)
+        if self._laser is not None:
+            self._laser.seek(step)
+        drift = self._settings.drift
+        if drift is None:
+            return
+        due = 0 if drift.reanchor_steps is None else step - step % drift.reanchor_steps
+        if due != self._anchored_at:
+            self.drift_to(due * drift.seconds_per_step)
+            self._measure_anchor(due)
+        self.drift_to(step * drift.seconds_per_step)
 
-    def _measure_anchor(self) -> None:
-        """Average anchor frames and blank frames, with noise of a separate stream."""
+    def _measure_anchor(self, step: int = 0) -> None:
+        """Average anchor frames and blank frames, with noise of a separate stream at a training step."""
+        self._anchored_at = step
         ideal, frames = self.ideal_recovery(), self._settings.anchor.frames
         if frames == 0:
             self._recovery = ideal
             return
         stream = noise_stream(self.mode, self._seed, f"anchor of device {self.kind}")
-        field = torch.from_numpy(self._speckle.anchor.astype(np.float32))[:, None, :]
-        lit = self.exposure.mean_of(field, frames, stream)
-        blank = self.exposure.mean_of(torch.zeros_like(field), frames, stream)
+        stream.seek(step)
+        lit, blank = (
+            self.exposure.mean_of(torch.from_numpy(field.astype(np.float32))[:, None, :], frames, stream)
+            for field in (self._speckle.anchor, self._speckle.blank)
+        )
         self._meter.count(2 * frames)
-        least = (
-            self._law.lowest / 4 * ideal.unit_dn
-        )  # a pixel far below the map's limit would be a faulty one
         self._recovery = Recovery(
-            mirrors=ideal.mirrors, anchor_dn=np.maximum(lit - blank, least), unit_dn=ideal.unit_dn
+            mirrors=ideal.mirrors, anchor_dn=self._masked(lit - blank), unit_dn=ideal.unit_dn
         )

@@ -15,7 +15,7 @@ from opusim.description.schema import DeviceDescription
 from opusim.description.section import StrictSection, first_problem
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
-from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
+from opusim.noise import FluctuatingCountNoise, GaussianNoise, NoiseModel, PhotonCountNoise
 
 
 class Limits(StrictSection):
@@ -71,6 +71,29 @@ class PhotonCountLaw(StrictSection):
     light_ratio_high: float = Field(gt=0)
 
 
+class FluctuatingCountLaw(StrictSection):
+    """Poisson counts at the pixels under light whose power in a frame has a named law; see `PhotonCountLaw`.
+
+    Attributes:
+        dark_e_low: as for `PhotonCountLaw`.
+        dark_e_high: as for `PhotonCountLaw`.
+        light_ratio_low: lower limit of the mean light over the description's.
+        light_ratio_high: upper limit of the mean light over the description's.
+        power_law: the assumed law of a frame's power (`opusim.noise.LightPower`).
+        power_rms_low: lower limit of its relative standard deviation.
+        power_rms_high: upper limit of it, from which the brightest frame of a use follows.
+    """
+
+    law: Literal["fluctuating_photon_count"] = "fluctuating_photon_count"
+    dark_e_low: float = Field(ge=0)
+    dark_e_high: float = Field(ge=0)
+    light_ratio_low: float = Field(ge=0)
+    light_ratio_high: float = Field(gt=0)
+    power_law: Literal["log_normal", "gaussian"]
+    power_rms_low: float = Field(ge=0)
+    power_rms_high: float = Field(ge=0, le=1)
+
+
 class OtherLaw(StrictSection, extra="allow"):
     """A law of another package, as `NoiseModel.to_json` writes it.
 
@@ -92,12 +115,13 @@ class OtherLaw(StrictSection, extra="allow"):
 def _kind_of_law(value: Any) -> str:
     """Return which section describes a law: its own, or the one for laws of other packages."""
     law = value.get("law") if isinstance(value, dict) else getattr(value, "law", None)
-    return str(law) if law in ("gaussian", "photon_count") else "other"
+    return str(law) if law in ("gaussian", "photon_count", "fluctuating_photon_count") else "other"
 
 
 CertifiedLaw = Annotated[
     Annotated[GaussianLaw, Tag("gaussian")]
     | Annotated[PhotonCountLaw, Tag("photon_count")]
+    | Annotated[FluctuatingCountLaw, Tag("fluctuating_photon_count")]
     | Annotated[OtherLaw, Tag("other")],
     Discriminator(_kind_of_law),
 ]
@@ -172,14 +196,12 @@ class Certificate(StrictSection):
         if isinstance(self.noise, GaussianLaw) and isinstance(noise, GaussianNoise):
             return GaussianNoise(std=self.noise.std, n_outputs=noise.n_outputs, beta=self.beta)
         if isinstance(self.noise, PhotonCountLaw) and isinstance(noise, PhotonCountNoise):
-            light = np.asarray(noise.rate_high) - np.asarray(noise.rate_low)
-            return PhotonCountNoise(
-                rate_low=np.full_like(np.asarray(noise.rate_low), self.noise.dark_e_low),
-                rate_high=np.maximum(self.noise.dark_e_high, noise.rate_low)
-                + self.noise.light_ratio_high * light,
-                weight=noise.weight,
-                added_variance=noise.added_variance,
-                added_variance_high=noise.added_variance_high,
+            return PhotonCountNoise(**_certified_counts(self.noise, noise), beta=self.beta)
+        if isinstance(self.noise, FluctuatingCountLaw) and isinstance(noise, FluctuatingCountNoise):
+            return FluctuatingCountNoise(
+                **_certified_counts(self.noise, noise),
+                power_law=self.noise.power_law,
+                power_rms=self.noise.power_rms_high,
                 beta=self.beta,
             )
         if isinstance(self.noise, OtherLaw):
@@ -207,6 +229,28 @@ class Certificate(StrictSection):
         path.write_text(
             _toml(self.model_dump(mode="json", by_alias=True, exclude_none=True)), encoding="utf-8"
         )
+
+
+def _certified_counts(
+    law: PhotonCountLaw | FluctuatingCountLaw, noise: PhotonCountNoise | FluctuatingCountNoise
+) -> dict[str, Any]:
+    """Return the boxes that a certificate's limits leave of the described ones, with the rest of the described law.
+
+    No data change dark light, so what it has above its lower limit is no part of the boxes: counts Poisson(light + d)
+    are Poisson(light + d_low) with independent counts added. Their variance is added instead.
+    """
+    low = np.asarray(noise.rate_low)
+    light = np.asarray(noise.rate_high) - low
+    high = noise.added_variance if noise.added_variance_high is None else noise.added_variance_high
+    more = np.maximum(law.dark_e_high, low) - law.dark_e_low
+    return {
+        "rate_low": np.full_like(low, law.dark_e_low),
+        "rate_high": law.dark_e_low + law.light_ratio_high * light,
+        "weight": noise.weight,
+        "added_variance": noise.added_variance,
+        "added_variance_high": high
+        + (more if noise.weight is None else np.sum(np.square(noise.weight) * more, axis=0)),
+    }
 
 
 def load_certificate(path: str | Path) -> Certificate:

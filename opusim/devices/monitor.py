@@ -11,6 +11,7 @@ the anchor included.
 | saturation | largest share of full outputs in any frame, or of outputs at one extreme reading | `saturated_outputs` |
 | light | slope of the reference readings on their first ones | `gain_tolerance`; below also 1 - `least_correlation` |
 | medium | mean square difference from the first readings over the signal, 2 (1 - correlation) | `least_correlation` |
+| frames | readings far off among others that are not, once a test of light or medium fails | names lost frames |
 | outputs | slope of each output; how many lost more than light and medium may | `silent_outputs` |
 | law | blank variance over the least that the law states, from below | nothing |
 | noise | blank variance over its first value | `noise_tolerance` |
@@ -52,7 +53,7 @@ from opusim.devices.baseline import (
     relative_error,
 )
 from opusim.errors import DeviceFault, NoiseBelowCertificate
-from opusim.noise import NoiseModel
+from opusim.noise import FluctuatingCountNoise, NoiseModel
 
 _DARK = 0.05
 """Share of the first light below which a device is dark."""
@@ -60,6 +61,8 @@ _LEAST_TIED = 3
 """Outputs at one extreme value below which no output counts as saturated."""
 _NUMBERS = 4096
 """Numbers that the blank readings of a check hold at least."""
+_LOST, _SURELY = 3.0, 0.2
+"""How far beyond the tolerated difference a reading that lost a frame lies, and the noise's share in that tolerance."""
 _TESTS = 8
 """Sequential tests that share the probability of a false alarm, and the repeats of blank readings."""
 
@@ -127,6 +130,7 @@ class Monitor:
         power, noise = first.power, first.reference_variance
         weight = np.sum(np.square(first.reference), axis=0)  # (n_outputs,)
         slope = math.sqrt(float(np.sum(weight * noise))) / (size * power)
+        slope = math.hypot(slope, self._power_spread())
         mean_noise, noise_share = float(noise.mean()), float(noise.mean()) / power
         first_slope = math.hypot(slope / math.sqrt(readings), noise_share / readings * math.sqrt(2 / size))
         pattern, level = 1 - settings.least_correlation, self._level
@@ -142,6 +146,11 @@ class Monitor:
         allowed = self._dimmer.tolerance + SURE * each / math.sqrt(readings)
         self._responses = ResponseTest(each, allowed, int(settings.silent_outputs * weight.size), level)
         self._weight = np.where(weight > 0, weight, 1.0)
+
+    def _power_spread(self) -> float:
+        """Relative standard deviation of a frame's light that the device states: an upper limit of the slope's."""
+        law = self._law()
+        return float(law.power_rms) if isinstance(law, FluctuatingCountNoise) else 0.0
 
     def _make_noise_tests(self) -> None:
         """The tests of the blank readings: the law from below, change from above and below."""
@@ -176,7 +185,7 @@ class Monitor:
             variance = noise_variance(blank)
             if law is not None:
                 self._check_law(variance, law)
-            self._check_change(variance)
+            self._check_change(variance, blank)
 
     def smallest_changes(self, checks: int) -> dict[str, float]:
         """Return the smallest change that each sequential test finds within some checks, with probability 0.99.
@@ -239,7 +248,24 @@ class Monitor:
             self._responses.observe(product.sum(axis=0) / self._weight),
         ]
         if any(alarms):
+            if self._few_rows_differ(reference):
+                raise self._lost_frames()
             raise self._light_fault(reference, *alarms)
+
+    def _lost_frames(self) -> DeviceFault:
+        return self._fault(
+            "loses or repeats frames: single readings are wholly off, others are not",
+            "check the camera's link and its driver",
+        )
+
+    def _few_rows_differ(self, reference: np.ndarray) -> bool:
+        """Return whether some readings are far off and most are as before: frames that did not arrive."""
+        first, settings = self.baseline, self._settings
+        noise = float(first.reference_variance.mean())
+        differences = np.mean(np.square(reference - first.reference), axis=1) - self._expected_difference
+        allowed = 2 * (1 - settings.least_correlation) * first.power + _SURELY * noise
+        far = differences > _LOST * allowed
+        return bool(np.any(far)) and float(np.median(differences)) < allowed
 
     def _light_fault(
         self, reference: np.ndarray, brighter: bool, dimmer: bool, other: bool, silent: bool
@@ -290,12 +316,14 @@ class Monitor:
                 "much as its law states; stop private work and calibrate it again"
             )
 
-    def _check_change(self, variance: np.ndarray) -> None:
+    def _check_change(self, variance: np.ndarray, blank: np.ndarray) -> None:
         """Compare the noise with its first value; this needs no law."""
         if not np.any(self.baseline.weights * self.baseline.variance):
             return
         ratio = self.baseline.noise_ratio(variance)
         louder, quieter = self._louder.observe(ratio - 1), self._quieter.observe(1 - ratio)
+        if louder and _stand_out(blank):
+            raise self._lost_frames()
         if louder or quieter:
             found = 1 + self._louder.mean if louder else 1 - self._quieter.mean
             raise self._fault(
@@ -305,3 +333,9 @@ class Monitor:
 
     def _fault(self, what: str, remedy: str) -> DeviceFault:
         return DeviceFault(f"device {self._name!r} {what}; {remedy}")
+
+
+def _stand_out(blank: np.ndarray) -> bool:
+    """Return whether some blank readings are far from the median reading and most are not."""
+    distances = np.mean(np.square(blank - np.median(blank, axis=0)), axis=1)
+    return bool(np.max(distances) > _LOST**2 * np.median(distances))

@@ -389,7 +389,7 @@ class OPU:
         context = Context(
             device=device.name,
             unit="projection units" if linear else self.device.unit,
-            frametime_us=device.description.frames.frame_period_us,
+            frametime_us=device.description.frames.period_us(device.n_outputs),
             exposure_us=dict(fit.timing).get("exposure_us", self.device.exposure_us),
             start=start,
             end=dt.datetime.now(),

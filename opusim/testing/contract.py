@@ -295,7 +295,7 @@ class DeviceContract:
                 device.draw((2, N_OUTPUTS))
         frames, spent = device.description.frames, device.usage - opened
         assert spent.frames == frames.frames_per_projection * (BATCH + 3 + 2)
-        assert spent.seconds == pytest.approx(spent.frames * frames.frame_period_us * 1e-6)
+        assert spent.seconds == pytest.approx(spent.frames * frames.period_us(N_OUTPUTS) * 1e-6)
         assert spent.joules == pytest.approx(spent.seconds * frames.power_w)
 
     def test_a_closed_device_says_what_to_do(self) -> None:

@@ -309,8 +309,7 @@ class _MixedSpeckle(Speckle):
     """A medium of a stated correlation with another one, at the same pixels: c R + sqrt(1 - c^2) R'."""
 
     def __init__(self, sound: Speckle, correlation: float) -> None:
-        super().__init__(sound.law, sound.n_outputs, "faults")
-        self.__dict__["pixels"] = sound.pixels
+        super().__init__(sound.law, sound.n_outputs, "faults", sound.pixels)
         self._own, self._others = correlation, math.sqrt(1 - correlation**2)
         self._other = Speckle(replace(sound.law, seed=sound.law.seed + 1), sound.n_outputs, "faults")
 

@@ -91,8 +91,11 @@ def _explain() -> Any:
 
 def _device() -> Any:
     from opusim.cli import app as device_app
+    from training.cli.runs import device_effects
 
-    return typer.main.get_group(device_app)
+    group = typer.main.get_group(device_app)
+    group.add_command(built("effects", device_effects), "effects")
+    return group
 
 
 def _doctor() -> Any:

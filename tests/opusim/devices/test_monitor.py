@@ -55,6 +55,7 @@ def test_a_fault_is_found_and_named_within_the_rate(fault: Fault, n_outputs: int
         ("ideal", {}),
         ("camera", {}),
         ("camera_low_light", {}),
+        ("camera_low_light", {"camera": {"light": {"power": {"law": "log_normal", "rms": 0.02}}}}),
     ],
 )
 def test_a_healthy_device_passes(name: str, options: dict[str, Any], seed: int) -> None:
@@ -105,6 +106,25 @@ def test_a_device_that_was_swapped_between_two_openings_is_found() -> None:
         pytest.raises(DeviceFault, match="was swapped"),
     ):
         other.compare_with(Baseline.from_array(kept))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("fault", ["dropped", "repeated"])
+def test_lost_frames_are_named(fault: str, seed: int) -> None:
+    window: dict[str, Any] = {"n_inputs": 12, "n_outputs": 200, "seed": seed, "monitor": {"every_steps": 1}}
+    with open_device("camera_low_light", **window) as sound:
+        baseline = sound.baseline
+    assert baseline is not None
+    transfer = {"transfer": {fault: 0.02}}
+    with open_device("camera_low_light", camera=transfer, **window) as device:
+
+        def compare() -> None:
+            device.compare_with(baseline)
+            for step in range(40):
+                device.seek(step)
+
+        with pytest.raises(DeviceFault, match="loses or repeats frames"):
+            compare()
 
 
 def test_a_baseline_is_kept_whole() -> None:

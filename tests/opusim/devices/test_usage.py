@@ -38,3 +38,14 @@ def test_the_host_adds_to_frames_and_calls() -> None:
     meter.count(0)
     assert meter.snapshot().host_seconds == pytest.approx(20 * 10e-6 + 2 * 500e-6)
     assert meter.snapshot().seconds == pytest.approx(2e-3)
+
+
+def test_frames_of_wide_windows_take_as_long_as_their_read_out() -> None:
+    frames = {"readout_us_per_output": 0.5}
+    seconds = []
+    for outputs in (100, 20_000):
+        with open_device("camera", n_inputs=4, n_outputs=outputs, frames=frames) as device:
+            before = device.usage
+            device.intensities(np.ones((10, 4), dtype=np.uint8))
+            seconds.append((device.usage - before).seconds)
+    assert seconds == pytest.approx([10 * 500e-6, 10 * 10_000e-6])

@@ -1,0 +1,127 @@
+"""What does each fault of a real instrument do, and do certificates hold under it?
+
+`table` measures the table of `opusim device effects camera_low_light`. `coverage` calibrates 400 simulated instruments
+for each effect (128 outputs, 64 frames of a level, 200 readings, beta = 0.05; another medium, sensor and noise each),
+and counts refusals, and certificates whose limits do not contain the described law: rates at least, light at most,
+spread of the power. It resumes where it stopped; an argument selects the effects whose name contains it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from benchmarks.results_file import load_results, save_results
+from opusim.calibration.calibrate import Plan, calibrate
+from opusim.devices.camera import CameraDevice
+from opusim.devices.registry import open_device
+from opusim.noise import FluctuatingCountNoise, NoiseModel, PhotonCountNoise
+from training.device_privacy.effects import Effect, EffectRow, EffectTable, refusal_of
+
+DEVICE, OUTPUTS, BETA, INSTRUMENTS = "camera_low_light", 128, 0.05, 400
+PLAN, READINGS = Plan(frames=64), 200
+_AT_ONCE = 20
+
+
+def contains(certified: NoiseModel, described: NoiseModel) -> bool:
+    """Whether certified boxes hold the described ones: the dark rate from below, the light from above, the power."""
+    counts = PhotonCountNoise | FluctuatingCountNoise
+    if not isinstance(certified, counts) or not isinstance(described, counts):
+        raise TypeError("no law of counts")
+    light = [np.asarray(law.rate_high) - np.asarray(law.rate_low) for law in (certified, described)]
+    holds = bool(np.all(certified.rate_low <= described.rate_low) and np.all(light[0] >= light[1]))
+    if isinstance(certified, FluctuatingCountNoise) and isinstance(described, FluctuatingCountNoise):
+        holds &= certified.power_rms >= described.power_rms
+    return holds
+
+
+def outcome(effect: Effect, number: int) -> str:
+    """Calibrate one instrument: holds, fails, or the test that refuses it."""
+    overrides: dict[str, Any] = {"camera": effect.camera, "medium": {"seed": number}}
+    device = open_device(DEVICE, n_inputs=10, n_outputs=OUTPUTS, seed=number, **overrides)
+    with device:
+        if not isinstance(device, CameraDevice):
+            raise TypeError("no camera")
+        certificate = calibrate(device, plan=PLAN, readings=READINGS, beta=BETA).certificate
+        if certificate.noise is None:
+            return f"refused: {refusal_of(certificate).partition(' (')[0]}"
+        law = device.stated_noise
+        if law is None:
+            return "refused: the device states no law"
+        return "holds" if contains(certificate.certified(law), law) else "fails"
+
+
+def coverage(part: str, instruments: int) -> None:
+    """Calibrate instruments of the effects whose name contains a part, and save after every few."""
+    found: dict[str, Any] = load_results("effects_coverage").get("effects", {})
+    for effect in EffectTable(DEVICE, n_outputs=OUTPUTS).effects:
+        if part not in effect.name:
+            continue
+        before = found.get(effect.name, {"instruments": 0, "outcomes": {}})
+        outcomes = Counter(before["outcomes"])
+        for start in range(before["instruments"], instruments, _AT_ONCE):
+            stop = min(start + _AT_ONCE, instruments)
+            outcomes.update(outcome(effect, 1000 + number) for number in range(start, stop))
+            found[effect.name] = {"size": effect.size, "instruments": stop, "outcomes": dict(outcomes)}
+            facts = {"device": DEVICE, "outputs": OUTPUTS, "beta": BETA, "effects": found}
+            save_results("effects_coverage", facts)
+        print(effect.name, found[effect.name], flush=True)
+
+
+def table() -> None:
+    """Measure and save the table."""
+    rows = []
+    for row in EffectTable(DEVICE, n_outputs=OUTPUTS).rows():
+        rows.append(vars(row))
+        print(row, flush=True)
+    save_results("device_effects", {"device": DEVICE, "outputs": OUTPUTS, "rows": rows})
+
+
+def docs_table() -> str:
+    """Return the table of docs/camera.md, from what was saved."""
+    content, held = load_results("device_effects"), load_results("effects_coverage").get("effects", {})
+    lines = [
+        "| effect | correlation | noise | learning | epsilon | certified | 400 calibrations | monitor |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for values in content["rows"]:
+        row = EffectRow(**values)
+        name = "none" if not row.size else f"{row.effect}, {row.size}"
+        epsilon = "no law" if row.epsilon is None else f"{row.epsilon:.2f}"
+        certified = f"refused: {row.refusal}" if row.certified is None else f"{row.certified:.2f}"
+        cells = [f"{row.correlation:.4f}", f"{row.noise:.3f}", f"{row.learning:.3f}", epsilon, certified]
+        lines.append(
+            f"| {name} | {' | '.join(cells)} | {_counted(held.get(row.effect))} | {row.monitor or '-'} |"
+        )
+    return "\n".join(lines)
+
+
+def _counted(entry: dict[str, Any] | None) -> str:
+    """Return how calibrations of an effect ended."""
+    if entry is None:
+        return "not run"
+    outcomes, number = entry["outcomes"], entry["instruments"]
+    refused = sum(count for name, count in outcomes.items() if name.startswith("refused"))
+    text = f"{outcomes.get('fails', 0)} missed, {refused} refused"
+    return text if number == INSTRUMENTS else f"{text} of {number}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("table", "coverage", "docs"))
+    parser.add_argument("part", nargs="?", default="")
+    parser.add_argument("--instruments", type=int, default=INSTRUMENTS)
+    options = parser.parse_args()
+    if options.what == "table":
+        table()
+    elif options.what == "coverage":
+        coverage(options.part, options.instruments)
+    else:
+        print(docs_table())
+
+
+if __name__ == "__main__":
+    main()

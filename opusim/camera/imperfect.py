@@ -1,0 +1,228 @@
+"""Exposure by a real instrument: laser power that fluctuates, pixels that differ, frames that do not arrive.
+
+Order of the stages, with those of `opusim.camera.stages` between them:
+laser power of the frame -> cross-talk of photo-electrons -> dark current of each pixel (non-uniform, hot) -> count ->
+full well -> nonlinear read-out -> offset, read noise, gain, black level, converter -> dropped and repeated frames.
+
+Cross-talk spreads single electrons, so counts stay independent Poisson counts: of mixed rates,
+    light_j = (1 - 2 c) L_j + c (L_(j-1) + L_(j+1)),        neighbours by the pixels' numbers.
+Dark current is I exp(s z_j - s^2 / 2) at pixel j, s^2 = log(1 + dcnu^2), times `hot_factor` at hot pixels; dead pixels
+see neither light nor dark current. The read-out N (1 - q N / N_sat) is a function of the count and changes no
+guarantee. A dropped frame is black; a repeated one shows the numbers of the frame before, so that readings are no
+longer independent, and no law is stated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.special import ndtr, ndtri
+
+from opusim import checks
+from opusim.camera.exposure import FRAMES_PER_TERNARY, Exposure
+from opusim.camera.kernels import fill_counts
+from opusim.camera.laser import Laser
+from opusim.camera.stages import pixel_normals
+from opusim.randomness.streams import NoiseStream
+
+_DCNU_PLANE, _FAULT_PLANE = 18, 19  # counter words that no medium uses
+FRAME_SIGNS = np.array([1.0, -1.0, -1.0, 1.0])
+"""Of the frames p, a - p, n and a - n in a reading, in the order in which they are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelFaults:
+    """Which pixels are hot or dead, and how dark currents differ; computed from the seed and the pixel's number.
+
+    Attributes:
+        hot_share: share of hot pixels, in [0, 0.2].
+        hot_factor: their dark current as a multiple, at least 1.
+        dead_share: share of dead pixels, in [0, 0.2].
+        dcnu: relative standard deviation of the dark current over pixels, at least 0.
+        seed: which sensor this is, in [0, 2^64).
+    """
+
+    hot_share: float = 0.0
+    hot_factor: float = 1.0
+    dead_share: float = 0.0
+    dcnu: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks.in_range(0, 0.2, hot_share=self.hot_share, dead_share=self.dead_share)
+        checks.non_negative(dcnu=self.dcnu)
+        checks.in_range(1, 1e6, hot_factor=self.hot_factor)
+
+    def dead(self, pixels: np.ndarray) -> np.ndarray:
+        """Whether each pixel is dead."""
+        return self._place(pixels) > 1 - self.dead_share
+
+    def dark_scale(self, pixels: np.ndarray) -> np.ndarray:
+        """Dark current of each pixel as a multiple of the sensor's, float64, at least 0."""
+        s = math.sqrt(math.log1p(self.dcnu**2))
+        scale = np.exp(s * pixel_normals(self.seed, _DCNU_PLANE, pixels) - 0.5 * s * s)
+        scale[self._place(pixels) < self.hot_share] *= self.hot_factor
+        return np.where(self.dead(pixels), 0.0, scale)
+
+    def _place(self, pixels: np.ndarray) -> np.ndarray:
+        """A number in (0, 1) for each pixel."""
+        return np.asarray(ndtr(pixel_normals(self.seed, _FAULT_PLANE, pixels)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CrossTalk:
+    """How electrons spread to the neighbouring pixels.
+
+    Attributes:
+        share: of a pixel's electrons that each of the two neighbours collects, in [0, 0.25].
+        response: relative sensitivity of all pixels that are looked at, shape (pixels,).
+        places: of each output, and of its left and right neighbour, among those pixels, shape (3, n_outputs).
+    """
+
+    share: float
+    response: np.ndarray
+    places: np.ndarray
+
+
+def with_neighbours(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return pixels with their neighbours, increasing, and the places of each pixel and of its two neighbours there.
+
+    The neighbours are the pixels of the numbers before and after; pixel 0 is its own left neighbour.
+    """
+    around = np.stack([pixels, np.maximum(pixels - 1, 0), pixels + 1])
+    wide = np.unique(around)
+    return wide, np.searchsorted(wide, around)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ImperfectExposure(Exposure):
+    """An `Exposure` with the faults of a real instrument; those that are off change nothing.
+
+    Attributes:
+        laser: the laser's power, or None if it is constant.
+        dark_scale: dark current of each output's pixel as a multiple of the sensor's, shape (n_outputs,).
+        crosstalk: cross-talk, or None if there is none; fields then have all its pixels on their last axis.
+        nonlinearity: q, in [0, 0.25]; the sensor's saturation is finite if it is above 0.
+        dropped: probability that a frame is lost.
+        repeated: probability that a frame repeats the one before.
+    """
+
+    laser: Laser | None = None
+    dark_scale: np.ndarray
+    crosstalk: CrossTalk | None = None
+    nonlinearity: float = 0.0
+    dropped: float = 0.0
+    repeated: float = 0.0
+
+    @property
+    def dark_charge_e(self) -> np.ndarray:
+        """Dark charge of each pixel."""
+        return self.dark_current_e * self.dark_scale
+
+    @property
+    def mean_power(self) -> float:
+        """Mean power of a frame now, relative to the described light."""
+        return 1.0 if self.laser is None else self.laser.mean
+
+    def parts(self) -> Iterator[tuple[float, np.ndarray | slice, np.ndarray]]:
+        """See `Exposure.parts`."""
+        if self.crosstalk is None:
+            yield from super().parts()
+            return
+        c, talk = self.crosstalk.share, self.crosstalk
+        gain = self.light.anchor_e / (2.0 * self.mirrors) * talk.response
+        for share, place in zip((1 - 2 * c, c, c), talk.places, strict=True):
+            yield share, place, np.where(self.response > 0, gain[place], 0.0)
+
+    def power_covariance(self) -> np.ndarray | None:
+        """Covariance of the powers of a reading's four frames, or None if the power is constant."""
+        return None if self.laser is None else self.laser.covariance(FRAMES_PER_TERNARY)
+
+    def moments(self, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `Exposure.moments`; with a nonlinear read-out, rounding counts as 1/12 DN^2 and no end is met.
+
+        With f(N) = N - c N^2 and N ~ Poisson(m): E f = m - c (m + m^2), Var f = m - 2 c (2 m^2 + m) + c^2 (4 m^3 +
+        6 m^2 + m).
+        """
+        if self.nonlinearity == 0:
+            return super().moments(rates)
+        sensor, c = self.sensor, self.nonlinearity / self.sensor.saturation_e
+        shot, gain = float(sensor.shot_noise), sensor.gain_dn_per_e
+        mean = rates - c * (shot * rates + np.square(rates))
+        variance = rates - 2 * c * (2 * rates**2 + rates) + c * c * (4 * rates**3 + 6 * rates**2 + rates)
+        rest = sensor.variance_dn2(0.0)
+        return sensor.black_level_dn + gain * (mean + self.offset_e), gain**2 * shot * variance + rest
+
+    @property
+    def least_slope(self) -> float:
+        """Least slope of the read-out below saturation: 1 - 2 q."""
+        return 1.0 - 2.0 * self.nonlinearity
+
+    def expose(self, field: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
+        """See `Exposure.expose`; takes up to three readings of the stream."""
+        return torch.from_numpy(self._numbers(self._light_now(field.numpy()), stream))
+
+    def expose_uniform(self, photons: float, frames: int, stream: NoiseStream) -> np.ndarray:
+        """See `Exposure.expose_uniform`; the laser's power scales the photons, cross-talk leaves them uniform."""
+        light = self.light.quantum_efficiency * photons * self.response
+        return self._numbers(np.broadcast_to(light, (frames, light.size)), stream)
+
+    def recover(
+        self,
+        y: torch.Tensor,
+        field: torch.Tensor,
+        total: np.ndarray,
+        decode: np.ndarray,
+        shift: np.ndarray,
+        stream: NoiseStream,
+    ) -> None:
+        """See `Exposure.recover`; a row's frames are exposed in the order p, a - p, n, a - n."""
+        rows = y.shape[0]
+        shown = field.numpy().reshape(2, 2, rows, -1)  # part, sign, row, pixel
+        frames = np.stack(
+            [shown, total[:, None, None, :] - shown], axis=2
+        )  # part, sign, frame or complement, row
+        light = self._light_now(frames).reshape(FRAMES_PER_TERNARY, rows, -1).transpose(1, 0, 2)
+        numbers = self._numbers(light.reshape(FRAMES_PER_TERNARY * rows, -1), stream)
+        signed = np.tensordot(FRAME_SIGNS, numbers.reshape(rows, FRAMES_PER_TERNARY, -1), axes=(0, 1))
+        y.copy_(torch.from_numpy(decode[0] * signed - shift[:, None] * decode[1]))
+
+    def _light_now(self, field: np.ndarray) -> np.ndarray:
+        """Electrons of light at power 1 of fields of shape (2, ..., pixels)."""
+        return self.light_of(np.sum(np.square(field, dtype=np.float64), axis=0))
+
+    def _numbers(self, light: np.ndarray, stream: NoiseStream) -> np.ndarray:
+        """Digital numbers of frames that are exposed in turn: light at power 1, shape (frames, n_outputs)."""
+        frames, sensor = len(light), self.sensor
+        shot, read = self._normal(2, frames, stream)
+        power = np.ones(frames) if self.laser is None else self.laser.powers(frames, stream)
+        rates = np.ascontiguousarray(power[:, None] * light + self.dark_e)  # the kernel takes flat views
+        counts = rates
+        if sensor.shot_noise:
+            counts = np.empty(rates.shape)
+            fill_counts(counts.reshape(-1), rates.reshape(-1), shot.reshape(-1))
+        if sensor.full_well_e is not None:
+            counts = np.minimum(counts, sensor.full_well_e)
+        if self.nonlinearity:
+            counts = counts * (1.0 - self.nonlinearity * np.minimum(counts / sensor.saturation_e, 1.0))
+        numbers = counts + self.offset_e
+        if sensor.read_noise_e > 0:
+            numbers += sensor.read_noise_e * read
+        numbers = sensor.black_level_dn + sensor.gain_dn_per_e * numbers
+        if sensor.adc_bits is not None:
+            numbers = np.clip(np.rint(numbers), 0.0, sensor.top_dn)
+        return self._transferred(numbers.astype(np.float32), stream)
+
+    def _transferred(self, numbers: np.ndarray, stream: NoiseStream) -> np.ndarray:
+        """Frames as they arrive: some are black, some repeat the one before."""
+        if not self.dropped and not self.repeated:
+            return numbers
+        lost, again = stream.normal((2, len(numbers))).double().numpy()
+        numbers[lost < ndtri(self.dropped)] = 0.0
+        for frame in np.flatnonzero(again < ndtri(self.repeated)).tolist():
+            numbers[frame] = numbers[max(frame - 1, 0)]
+        return numbers

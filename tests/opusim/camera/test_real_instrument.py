@@ -1,0 +1,250 @@
+"""The faults of a real instrument: what each does to B, to moments and to the law is what the twin states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+
+from opusim.camera.imperfect import ImperfectExposure
+from opusim.devices.camera import CameraDevice
+from opusim.devices.registry import open_device
+from opusim.errors import ConfigError, NoiseUnknown
+from opusim.noise import FluctuatingCountNoise, PhotonCountNoise
+
+SILENT = {"shot_noise": False, "full_well_e": None, "read_noise_e": 0.0, "adc_bits": None}
+POWER = {"law": "log_normal", "rms": 0.02}
+LINEAR: dict[str, dict[str, Any]] = {
+    "stuck on": {"mirrors": {"stuck_on": 0.1}},
+    "stuck off": {"mirrors": {"stuck_off": 0.1}},
+    "contrast": {"mirrors": {"contrast": 50.0}},
+    "all mirrors": {"mirrors": {"stuck_on": 0.05, "stuck_off": 0.05, "contrast": 50.0}},
+    "hot": {"pixels": {"hot_share": 0.05, "hot_factor": 100.0}},
+    "dead": {"pixels": {"dead_share": 0.05}},
+    "dark currents": {"pixels": {"dcnu": 0.3}},
+    "cross-talk": {"pixels": {"crosstalk": 0.05, "dead_share": 0.02}},
+    "ambient": {"light": {"ambient_flux_per_s": 50.0}},
+}
+NOISY = {
+    "power": {"light": {"power": POWER | {"rms": 0.1}}},
+    "gaussian power": {"light": {"power": {"law": "gaussian", "rms": 0.1}}},
+    "correlated power": {"light": {"power": POWER | {"rms": 0.1, "correlation_us": 500_000.0}}},
+    "nonlinearity": {"pixels": {"nonlinearity": 0.1}},
+}
+PLACES = {"n_inputs": 20, "n_outputs": 400, "seed": 3}
+
+
+def device(camera: dict[str, Any], **window: int) -> CameraDevice:
+    return open_device("camera_low_light", camera=camera, **PLACES | window)
+
+
+def ternary(rows: int, width: int, seed: int) -> torch.Tensor:
+    return torch.randint(-1, 2, (rows, width), generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize("effect", list(LINEAR))
+def test_without_noise_readings_are_the_matrix_times_the_vector(effect: str, seed: int) -> None:
+    x = ternary(6, 20, seed)
+    with device(LINEAR[effect] | {"sensor": SILENT}) as twin, device({"sensor": SILENT}) as sound:
+        ideal = x.double() @ twin.matrix().double().T
+        torch.testing.assert_close(twin.project(x).double(), ideal, rtol=0, atol=1e-4)
+        torch.testing.assert_close(twin.reading_mean(x), ideal, rtol=0, atol=1e-4)
+        if effect not in ("hot", "dark currents", "ambient"):
+            assert not torch.allclose(twin.matrix(), sound.matrix(), atol=1e-3)
+
+
+def moments_agree(twin: CameraDevice, x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> bool:
+    """Whether 3,000 readings of each vector have these moments, by sums over outputs within five standard errors.
+
+    The power of a frame is common to all outputs, so that each vector's mean and variance are tested output by output
+    at Bonferroni's level.
+    """
+    count = 3000
+    y = torch.stack([twin.project(row.expand(count, -1).contiguous()) for row in x], dim=1).double()
+    z = (y.mean(0) - mean) * (count / variance).sqrt()
+    ratios = y.var(0) / variance
+    level = 6e-7 / z.numel()
+    kurtosis = ((y - y.mean(0)) ** 4).mean(0) / y.var(0) ** 2
+    spread = ((kurtosis - 1) / count).sqrt()
+    limit = float(chi2.isf(level, 1) ** 0.5)
+    return bool(z.abs().max() < limit and ((ratios - 1) / spread).abs().max() < 1.2 * limit)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("effect", ["all mirrors", "hot", "cross-talk", "ambient", *NOISY])
+def test_moments_of_readings_are_those_that_the_twin_states(effect: str, seed: int) -> None:
+    x = ternary(2, 20, seed)
+    with device((LINEAR | NOISY)[effect], n_outputs=60) as twin:
+        mean, variance = twin.reading_mean(x), twin.reading_variance(x)
+        assert moments_agree(twin, x, mean, variance)
+        assert not moments_agree(twin, x, mean, 1.25 * variance)
+        if effect in NOISY:
+            with device({}, n_outputs=60) as sound:
+                assert not moments_agree(twin, x, sound.reading_mean(x), sound.reading_variance(x))
+
+
+@pytest.mark.parametrize("effect", [*LINEAR, *NOISY])
+def test_rates_of_all_frames_lie_in_the_boxes(effect: str) -> None:
+    every = torch.tensor([[(k >> i) & 1 for i in range(8)] for k in range(256)]).float()
+    with device((LINEAR | NOISY)[effect], n_inputs=8, n_outputs=50) as twin:
+        law, rates = twin.noise, twin.frame_rates(every)
+        assert isinstance(law, PhotonCountNoise | FluctuatingCountNoise)
+        low, high = np.asarray(law.rate_low)[:, None], np.asarray(law.rate_high)[:, None]
+        assert np.all((rates >= low) & (rates <= high))
+        most = rates[:2].max(axis=1)
+        assert np.median(high[:2, 0][most > 0] / most[most > 0]) < 1.6
+        assert not np.all(rates <= 0.6 * high)
+        least, largest = law.variance_bounds()
+        variance = twin.reading_variance(every).numpy()
+        assert np.all((least <= variance * (1 + 1e-9)) & (variance <= largest))
+
+
+@pytest.mark.parametrize("effect", [*LINEAR, "power"])
+def test_frames_of_the_anchor_and_of_patterns_show_their_expected_electrons(effect: str) -> None:
+    with device((LINEAR | NOISY)[effect]) as twin:
+        exposure = twin.exposure
+        field = twin.speckle.fields(torch.eye(20)[:1]).double().numpy()[:, 0]
+        light = {
+            "anchor": (twin.anchor_frames(400), twin.anchor_light_e),
+            "pattern": (
+                twin.intensities(torch.eye(20)[:1].expand(400, -1)).numpy(),
+                exposure.light_of((field**2).sum(0)),
+            ),
+        }
+        for frames, expected in light.values():
+            electrons = frames.mean(axis=0, dtype=np.float64) - 100 - exposure.offset_e - exposure.dark_e
+            errors = np.sqrt((expected + exposure.dark_e + 1.6**2 + 1 / 12) / 400)
+            common = 0.1 / 400**0.5 if effect == "power" else 0.0
+            off = (electrons - expected) / np.hypot(errors, common * expected)
+            assert np.abs(off).max() < 6
+            assert np.abs(off + 0.3 * expected / errors).max() > 6
+
+
+def test_ambient_light_earns_no_privacy() -> None:
+    with device(LINEAR["ambient"]) as lit, device({}) as dark:
+        np.testing.assert_array_equal(np.asarray(lit.noise.rate_low), np.asarray(dark.noise.rate_low))
+        assert np.all(np.asarray(lit.noise.rate_high) > np.asarray(dark.noise.rate_high))
+
+
+@pytest.mark.parametrize("power_law", ["log_normal", "gaussian"])
+def test_one_power_scales_all_pixels_of_a_frame(power_law: str) -> None:
+    """In frames of the anchor, of uniform light and of binary patterns: variance and correlation of frame means."""
+    power = {"law": power_law, "rms": 0.05, "correlation_us": 210_000 / np.log(4)}
+    with device({"light": {"power": power}, "pixels": {"nonlinearity": 0.0}}, n_outputs=2000) as twin:
+        exposure = twin.exposure
+        assert isinstance(exposure, ImperfectExposure)
+        black = 100 + exposure.offset_e.mean() + exposure.dark_e.mean()
+        shown = (
+            twin.intensities(torch.ones(2000, 20)).numpy(),
+            twin.speckle.fields(torch.ones(1, 20)).double(),
+        )
+        light = {
+            "anchor": (twin.anchor_frames(2000), twin.anchor_light_e.mean()),
+            "uniform": (twin.flat_frames(2000, photons=400.0), 320.0),
+            "pattern": (shown[0], float(exposure.light_of((shown[1] ** 2).sum(0).numpy()).mean())),
+        }
+        assert light["anchor"][1] > light["pattern"][1]
+        for frames, mean in light.values():
+            w = (frames.mean(axis=1, dtype=np.float64) - black) / mean
+            own = (mean + 10) / 2000 / mean**2
+            # 2,000 values that correlate by a quarter of each other: half the numbers count
+            assert abs(w.mean() - 1) < 5 * 0.05 * (5 / 3 / 2000) ** 0.5 + 0.002
+            assert abs(w.var() / (0.0025 + own) - 1) < 5 * (2 * 1.2 / 2000) ** 0.5
+            assert not abs(w.var() / (0.003 + own) - 1) < 0.1
+            lag = np.corrcoef(w[1:], w[:-1])[0, 1]
+            assert abs(lag - 0.25 * 0.0025 / (0.0025 + own)) < 5 / 2000**0.5
+
+
+def test_power_and_drift_are_found_again_by_a_resumed_run(seed: int) -> None:
+    drift = {"drift_rms": 0.1, "drift_s": 500.0, "seconds_per_step": 10.0}
+    camera = {"light": {"power": POWER | drift}}
+    x = ternary(3, 20, seed)
+    with device(camera) as first, device(camera) as again:
+        first.seek(0)
+        start = first.exposure.mean_power
+        for step in range(6):
+            first.seek(step)
+            y = first.project(x)
+        again.seek(5)
+        assert torch.equal(again.project(x), y)
+        assert again.exposure.mean_power != start
+        first.seek(10_000)
+        assert not torch.equal(first.project(x), y)
+        later = first.matrix() / again.matrix()
+        ratio = first.exposure.mean_power / again.exposure.mean_power
+        assert torch.allclose(later.median(), torch.tensor(ratio, dtype=torch.float32), rtol=1e-3)
+
+
+def test_the_drift_of_the_power_is_stationary() -> None:
+    drift = {"drift_rms": 0.1, "drift_s": 20.0, "seconds_per_step": 10.0}
+    with device({"light": {"power": POWER | drift}}, n_outputs=10) as twin:
+        means = []
+        for step in range(0, 12_000, 10):  # five correlation times apart
+            twin.seek(step)
+            means.append(np.log(twin.exposure.mean_power))
+        s = np.sqrt(np.log1p(0.01))
+        z = (np.array(means) + s * s / 2) / s
+        assert abs(z.mean()) < 5 / z.size**0.5
+        assert abs(z.var() - 1) < 5 * (2 / z.size) ** 0.5
+        assert not abs((1.3 * z).var() - 1) < 5 * (2 / z.size) ** 0.5
+        law = twin.noise
+        assert isinstance(law, FluctuatingCountNoise)
+        assert law.power_rms == pytest.approx(((1.0004 * 1.01) - 1) ** 0.5)
+
+
+def test_dropped_and_repeated_frames_are_as_frequent_as_stated_and_leave_no_law() -> None:
+    camera = {"transfer": {"dropped": 0.1, "repeated": 0.2}}
+    with device(camera) as twin:
+        frames = twin.flat_frames(4000, photons=400.0)
+        again = np.all(frames[1:] == frames[:-1], axis=1)
+        black = np.all(frames == 0, axis=1)
+        assert abs(black.mean() - 0.1) < 5 * (0.1 * 0.9 * 1.5 / 4000) ** 0.5
+        repeats = (again & ~black[1:]).mean()
+        assert abs(repeats - 0.2 * 0.9) < 5 * (0.18 * 0.82 * 1.5 / 4000) ** 0.5
+        for ask in (lambda: twin.noise, lambda: twin.reading_variance(torch.ones(1, 20))):
+            with pytest.raises(NoiseUnknown, match=r"camera\.transfer drops or repeats"):
+                ask()
+    with device({}) as sound:
+        assert not np.any(np.all(sound.flat_frames(50, photons=400.0) == 0, axis=1))
+
+
+def test_the_anchor_is_measured_again_on_schedule_also_by_a_resumed_run(seed: int) -> None:
+    x = ternary(40, 20, seed)
+    drift = {"decorrelation_s": 300.0, "seconds_per_step": 1.0}
+    kept = {"drift": drift | {"reanchor_steps": 100}}
+    with device(kept) as first, device(kept) as again, device({"drift": drift}) as never:
+        for twin, steps in ((first, (0, 50, 100, 199, 250)), (again, (250,)), (never, (250,))):
+            for step in steps:
+                twin.seek(step)
+        y = first.project(x)
+        assert torch.equal(y, again.project(x))
+        now = [twin.speckle.anchor for twin in (first, never)]
+        assert np.array_equal(*now)
+        errors = [float((twin.recovery.anchor_dn - twin.anchor_light_e).std()) for twin in (first, never)]
+        assert errors[0] < 0.7 * errors[1]
+
+
+@pytest.mark.parametrize(
+    ("camera", "message"),
+    [
+        ({"light": {"power": {"law": "gaussian", "rms": 0.3}}}, "take log_normal"),
+        ({"light": {"power": {"law": "uniform", "rms": 0.1}}}, "law"),
+        ({"light": {"power": POWER | {"drift_rms": 0.1}}}, "belong together"),
+        ({"pixels": {"hot_share": 0.1}}, "hot_share and hot_factor belong together"),
+        ({"mirrors": {"stuck_on": 0.7}}, "stuck_on"),
+        ({"transfer": {"dropped": 0.1, "repeatd": 0.1}}, "did you mean 'repeated'"),
+    ],
+)
+def test_bad_settings_are_named(camera: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        device(camera)
+
+
+def test_faults_that_need_another_stage_say_so() -> None:
+    with pytest.raises(ConfigError, match=r"give a section \[camera\.dark\]"):
+        device({"dark": None, "pixels": {"dcnu": 0.1}})
+    with device(NOISY["power"]) as twin, pytest.raises(ConfigError, match=r"camera\.light\.power"):
+        twin.count_law(torch.eye(20))

@@ -37,7 +37,7 @@ from opusim.devices.kinds import (
     TellsMatrix,
     devices_that,
 )
-from opusim.devices.monitor import Monitor
+from opusim.devices.monitor import BEFORE_ALL, Monitor
 from opusim.devices.usage import Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError, DeviceError, DeviceUnavailable, NoiseUnknown
 from opusim.noise import GaussianNoise, NoiseModel
@@ -253,6 +253,8 @@ class NoisyDevice(ABC):
                 self._access.once(self._open)
             self._is_open = True
             self._begin_monitor(None)
+            if self._certified is not None:
+                self.inspect()
         except BaseException:
             self.close()
             if self._access is not None:
@@ -394,7 +396,7 @@ class NoisyDevice(ABC):
         checks.integer(step=step, minimum=0, maximum=2**64 - 1)
         self._seek(step)
         if self._monitor is not None and self._monitor.due(step):
-            self._monitor.check()
+            self._monitor.check(step)
 
     # Monitoring
 
@@ -414,6 +416,25 @@ class NoisyDevice(ABC):
             raise DeviceUnavailable(f"device {self.name!r} is not monitored; give it a section [monitor]")
         return self._monitor.smallest_changes(checks)
 
+    def inspect(self, step: int = BEFORE_ALL) -> None:
+        """Check a monitored device now, whatever step is due; nothing happens without a monitor.
+
+        Args:
+            step: the step that would follow; by default the first one has not been reached.
+
+        Raises:
+            DeviceFault, NoiseBelowCertificate: the device has changed.
+            DeviceUnavailable: the device is closed.
+        """
+        self._require_open()
+        if self._monitor is not None:
+            self._monitor.check(step)
+
+    @property
+    def doubtful_from(self) -> int | None:
+        """First step whose noise may have been weaker than certified, after an alarm; see `Monitor.doubtful_from`."""
+        return None if self._monitor is None else self._monitor.doubtful_from
+
     def compare_with(self, baseline: Baseline) -> None:
         """Compare with an earlier baseline than this opening's, such as that of a run that is resumed.
 
@@ -423,8 +444,7 @@ class NoisyDevice(ABC):
         """
         self._require_open()
         self._begin_monitor(baseline)
-        if self._monitor is not None:
-            self._monitor.check()
+        self.inspect()
 
     # For subclasses
 
@@ -496,6 +516,7 @@ class NoisyDevice(ABC):
             law=lambda: self.stated_noise,
             saturated=self._saturated_share,
             baseline=baseline,
+            certified=self._certified is not None,
         )
 
     def _read_vectors(self, vectors: torch.Tensor) -> np.ndarray:

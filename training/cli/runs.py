@@ -453,6 +453,8 @@ def _stated(path: Path, delta: float | None) -> Statement:
         mode=content.mode,
         guarantees=tuple(content.guarantees(delta=delta)),
         mechanisms=tuple(content.mechanisms),
+        certificates=content.certificates,
+        alarms=content.alarms,
         ledger=LedgerFacts.of(content, checked_against),
         run=run,
         versions={name: version for name, version in versions().items() if name in ("python", "opusim")},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +34,10 @@ class Plan(Protocol):
     @property
     def network(self) -> Any:
         """The network to train."""
+
+    @property
+    def credit(self) -> Mapping[str, Any]:
+        """Keywords of a mechanism that rests on the device's noise: its certificate and beta; empty without one."""
 
     @property
     def total_steps(self) -> int:

@@ -17,7 +17,7 @@ from opusim import checks
 from opusim.description.schema import DeviceDescription
 from opusim.devices.access import Access
 from opusim.devices.baseline import Baseline
-from opusim.devices.certificate import Certificate
+from opusim.devices.certificate import Certificate, GaussianLaw
 from opusim.devices.inputs import (
     Array,
     BinaryFrames,
@@ -226,11 +226,19 @@ class NoisyDevice(ABC):
     def attach_certificate(self, certificate: Certificate) -> None:
         """Make `noise` state the limits that a calibration found, and their beta; readings stay the same.
 
+        A device that states no law takes that of a Gaussian certificate: the certificate's tests support it then.
+
         Raises:
             ConfigError: the certificate is another device's, or certifies another law.
         """
         certificate.check_device(self._description, n_outputs=self._n_outputs)
-        self._certified = certificate.certified(self.described_noise)
+        try:
+            described = self.described_noise
+        except NoiseUnknown:
+            if not isinstance(certificate.noise, GaussianLaw):
+                raise
+            described = GaussianNoise(std=0.0, n_outputs=self._n_outputs)
+        self._certified = certificate.certified(described)
 
     # Opening and closing
 

@@ -62,6 +62,8 @@ _NUMBERS = 2**12
 """Numbers that the blank readings of a check hold at least."""
 _NUMBERS_IF_CERTIFIED = 2**15
 """The same under a certificate: one check then finds a tenth less variance than certified with probability 0.99."""
+_MOST_READINGS_OF_A_CHECK = 2**12
+"""Windows of fewer than 8 outputs would take more; `Monitor.smallest_changes` says what fewer find."""
 BEFORE_ALL = -1
 """Stands for a step in a check before the first one."""
 _TESTS = 8
@@ -122,7 +124,8 @@ class Monitor:
                 f"{settings.reference_vectors}; restore the setting, or begin a new run"
             )
         self.baseline = baseline
-        enough = -(-(_NUMBERS_IF_CERTIFIED if certified else _NUMBERS) // baseline.weights.size)
+        numbers = _NUMBERS_IF_CERTIFIED if certified else _NUMBERS
+        enough = min(-(-numbers // baseline.weights.size), _MOST_READINGS_OF_A_CHECK)
         self._blank = torch.zeros(max(settings.blank_readings, enough), n_inputs)
         self._level = log_level(settings.false_alarm_per_run, settings.checks, _TESTS)
         self._make_light_tests()

@@ -64,10 +64,10 @@ def _require_same(kept: Certificate, path: Path, folder: RunFolder) -> None:
 def monitored(
     description: DeviceDescription | None, certificate: Certificate | None
 ) -> DeviceDescription | None:
-    """Return the description with a monitor, which a run under a certificate always has."""
+    """Return the description with a monitor, which a run under a certificate always has; it looks before each step."""
     if description is None or certificate is None or description.monitor is not None:
         return description
-    return description.model_copy(update={"monitor": MonitorSettings()})
+    return description.model_copy(update={"monitor": MonitorSettings(every_steps=1)})
 
 
 def credit_of(config: RunConfig, certificate: Certificate | None) -> Mapping[str, Any]:

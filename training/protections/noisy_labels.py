@@ -36,8 +36,8 @@ from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
-from training.protections.config import OneLookConfig
-from training.protections.planning import epsilon_of
+from training.protections.config import LabelReadoutConfig, OneLookConfig
+from training.protections.planning import epsilon_of, require_own_noise
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array, write_array
 
@@ -116,7 +116,10 @@ class LabelReadoutProtection(OneLookProtection):
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
         """See Protection.soft_labels; a device that cannot read labels is refused before the run begins."""
         if self.section.noise == "device" and device is not None:
-            readable_law(device, self._plan.credit)
+            law = readable_law(device, self._plan.credit)
+            if not self._plan.config.protection_as(LabelReadoutConfig).top_up:
+                codes = device.require("matrix").matrix().cpu().double().numpy()
+                require_own_noise(device, law, label_distance(codes), self.mechanism)
         return super().soft_labels(device, folder)
 
 

@@ -439,6 +439,11 @@ class NoisyDevice(ABC):
             self._monitor.check(step)
 
     @property
+    def changed(self) -> bool:
+        """Whether the monitor's last check gave an alarm."""
+        return self._monitor is not None and self._monitor.changed
+
+    @property
     def doubtful_from(self) -> int | None:
         """First step whose noise may have been weaker than certified, after an alarm; see `Monitor.doubtful_from`."""
         return None if self._monitor is None else self._monitor.doubtful_from

@@ -115,7 +115,7 @@ class Monitor:
         self._vectors = reference_vectors(settings.reference_vectors, n_inputs)
         self._last: np.ndarray | None = None
         self._checked: list[int] = []
-        self._is_below = True
+        self._is_below, self._changed = True, False
         if baseline is None:
             baseline = measure_baseline(read, self._vectors, settings.baseline_readings)
         if len(baseline.reference) != settings.reference_vectors:
@@ -170,6 +170,11 @@ class Monitor:
         return step % self._settings.every_steps == 0
 
     @property
+    def changed(self) -> bool:
+        """Whether the last check gave an alarm."""
+        return self._changed
+
+    @property
     def doubtful_from(self) -> int | None:
         """After an alarm: the first step whose noise may have been weaker than the law.
 
@@ -193,7 +198,7 @@ class Monitor:
             DeviceFault: the readings repeat, saturate, are dark, have another size, another noise or another medium.
         """
         self._checked.append(step)
-        self._is_below = True
+        self._is_below, self._changed = True, True  # until the end of this check
         blank, reference = self._read(self._blank), self._read(self._vectors)
         law = self._law()
         noisy = law is None or bool(np.any(law.variance_bounds()[1] > 0))
@@ -206,6 +211,7 @@ class Monitor:
             if law is not None:
                 self._check_law(variance, law)
             self._check_change(variance)
+        self._changed = False
 
     def smallest_changes(self, checks: int) -> dict[str, float]:
         """Return the smallest change that each sequential test finds within some checks, with probability 0.99.

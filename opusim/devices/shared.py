@@ -130,6 +130,11 @@ class SharedDevice(NoisyDevice):
             self.held.inspect(step)
 
     @property
+    def changed(self) -> bool:
+        """See NoisyDevice.changed; False on the other processes."""
+        return self.held is not None and self.held.changed
+
+    @property
     def doubtful_from(self) -> int | None:
         """See NoisyDevice.doubtful_from; None on the other processes."""
         return None if self.held is None else self.held.doubtful_from

@@ -12,7 +12,7 @@ from accounting.ledger.ledger import LedgerContent
 from opusim.description.schema import DeviceDescription, MonitorSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, load_certificate
-from opusim.errors import ConfigError, DeviceError, DeviceFault, NoiseBelowCertificate
+from opusim.errors import ConfigError, DeviceError
 from training.config.run import RunConfig
 from training.errors import RunFolderError
 from training.runs.folder import RunFolder
@@ -99,7 +99,7 @@ def facts_of(certificate: Certificate, device: NoisyDevice) -> CertificateFacts:
 
 
 def alarm_of(error: DeviceError, device: NoisyDevice, *, step: int, first_step: int) -> Alarm | None:
-    """Return what the ledger says of an error, or None if the device failed otherwise than by a change.
+    """Return what the ledger says of an error, or None if it is no alarm of the monitor.
 
     Args:
         error: What the device raised.
@@ -107,7 +107,7 @@ def alarm_of(error: DeviceError, device: NoisyDevice, *, step: int, first_step: 
         step: The step before which it was raised.
         first_step: The step from which this process began; the device was checked when it was opened for it.
     """
-    if not isinstance(error, DeviceFault | NoiseBelowCertificate):
+    if not device.changed:
         return None
     since = device.doubtful_from
     if since is None:

@@ -286,13 +286,17 @@ def test_a_key_without_effect_is_refused(tmp_path: Path, changes: dict[str, Any]
 
 
 def broken(
-    tmp_path: Path, *, amount: float, every_steps: int, certified: float = 0.99, **changes: Any
+    tmp_path: Path,
+    *,
+    every_steps: int,
+    amount: float = 1.0,
+    fault: Fault = Fault.NOISE_HALVED,
+    certified: float = 0.99,
+    **changes: Any,
 ) -> Path:
-    """Train on a device whose noise changes at step 23; return the run folder."""
+    """Train on a device that breaks at step 23; return the run folder."""
     FaultyDevice.repaired = False
-    device = description_file(
-        tmp_path, KIND, every_steps=every_steps, fault=Fault.NOISE_HALVED, amount=amount
-    )
+    device = description_file(tmp_path, KIND, every_steps=every_steps, fault=fault, amount=amount)
     certificate = certify(tmp_path, device, noise=GaussianLaw(std=certified * SIGMA))
     folder = tmp_path / "run"
     train(config(device, certificate, **changes), folder=folder)
@@ -330,6 +334,15 @@ def test_a_change_at_noise_above_the_certified_one_is_covered(tmp_path: Path) ->
     FaultyDevice.repaired = True
     run = train(folder=tmp_path / "run", resume=True)
     assert run.guarantees[0].is_proven
+
+
+@pytest.mark.parametrize(("fault", "alarm"), [(Fault.FROZEN, True), (Fault.NOT_A_NUMBER, False)])
+def test_only_an_alarm_of_the_monitor_casts_doubt(tmp_path: Path, fault: Fault, alarm: bool) -> None:
+    """A camera that repeats its frames has no noise at all; a reading that is refused was never used."""
+    with pytest.raises(DeviceFault):
+        broken(tmp_path, fault=fault, every_steps=1 if alarm else 1000)
+    content = read_ledger(tmp_path / "run")
+    assert [(one.step, one.since) for one in content.doubts] == ([(23, 22)] if alarm else [])
 
 
 def test_weak_noise_after_the_last_check_is_found_at_the_end(tmp_path: Path) -> None:

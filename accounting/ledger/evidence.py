@@ -151,7 +151,7 @@ def stated(
         for one in guarantees(delta, first.since)
         if one.status is Status.PROVEN_UNDER_DEVICE_MODEL and one.release is not Release.LAST_ITERATE
     ]
-    return early + [_uncovered(one, first) if one.is_proven else one for one in whole]
+    return [_uncovered(one, first) if one.is_proven else one for one in whole] + early
 
 
 def _with_certificates(

@@ -125,8 +125,8 @@ class LedgerContent:
     def guarantees(self, *, delta: float | None = None) -> list[Guarantee]:
         """Return what the run guarantees, at its own delta or another.
 
-        If the monitor found the device other than certified, the guarantee of what was released before it may have
-        changed comes first, and then that nothing covers the rest.
+        If the monitor found the device other than certified, the first one says that nothing covers the whole run, and
+        the next one is about what was released before the device may have changed.
 
         Raises:
             NoGuarantee: Nothing was paid for, or no theorem covers all of it together.

@@ -109,11 +109,11 @@ def alarm_of(error: DeviceError, device: NoisyDevice, *, step: int, first_step: 
     """
     if not device.changed:
         return None
-    since = device.doubtful_from
+    since, found = device.doubtful_from, str(error).split("; ")[0]  # the remedy stands behind it
     if since is None:
-        return Alarm(step=step, since=step, found=str(error), covered=True)
+        return Alarm(step=step, since=step, found=found, covered=True)
     at_opening = not 0 <= since <= step  # labels are read under a step number beyond all others
-    return Alarm(step=step, since=first_step or -1 if at_opening else since, found=str(error), covered=False)
+    return Alarm(step=step, since=first_step or -1 if at_opening else since, found=found, covered=False)
 
 
 def require_undoubted(content: LedgerContent, folder: RunFolder) -> None:

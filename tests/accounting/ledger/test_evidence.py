@@ -135,7 +135,7 @@ def test_a_statement_says_what_the_certificate_is_and_how_old(tmp_path: Path, mo
 
 def test_after_an_alarm_only_what_came_before_is_covered(tmp_path: Path) -> None:
     alarm = Alarm(step=30, since=20, found="blank frames scatter 0.9 times as much", covered=False)
-    early, rest = ledger_with(tmp_path, alarm)
+    rest, early = ledger_with(tmp_path, alarm)
     assert early.status is Status.PROVEN_UNDER_DEVICE_MODEL
     assert early.epsilon == epsilon([replace(RECORD, steps=20)]) < epsilon([replace(RECORD, steps=40)])
     assert early.mechanism.startswith("released before step 20: ")

@@ -34,6 +34,7 @@ from training.attacks.run_audit import audit_run
 from training.engine.loop import Engine
 from training.errors import RunFolderError, RunInterrupted
 from training.protections.base import creditable_law
+from training.runs.listing import list_runs
 from training.runs.run import Run, load_run
 
 TODAY, BETA, SIGMA, OUTPUTS = datetime.date.today(), 1e-7, 0.5, 64
@@ -313,7 +314,9 @@ def test_a_tenth_less_noise_stops_the_run_before_the_next_step(
     content = read_ledger(tmp_path / "run")
     (alarm,) = content.alarms
     assert (alarm.step, alarm.since, alarm.covered) == (stop, since, False)
-    early, rest = content.guarantees()
+    rest, early = content.guarantees()
+    (listed,) = list_runs(tmp_path)
+    assert listed.guarantee == rest
     assert early.status is Status.PROVEN_UNDER_DEVICE_MODEL
     assert f"released before step {since}" in early.mechanism
     assert f"{since} steps" in early.mechanism

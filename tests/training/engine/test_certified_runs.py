@@ -31,11 +31,13 @@ from opusim.randomness.streams import noise_stream
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from training import train as trained
 from training.attacks.run_audit import audit_run
+from training.config.reading import load_config
 from training.engine.loop import Engine
 from training.errors import RunFolderError, RunInterrupted
 from training.protections.base import creditable_law
 from training.runs.listing import list_runs
 from training.runs.run import Run, load_run
+from training.tuning import Search
 
 TODAY, BETA, SIGMA, OUTPUTS = datetime.date.today(), 1e-7, 0.5, 64
 
@@ -410,3 +412,13 @@ def test_beta_at_delta_is_no_guarantee(tmp_path: Path) -> None:
     assert found.status is Status.NONE
     with pytest.raises(NoGuarantee):
         guarantees([], delta=BETA)
+
+
+def test_a_search_takes_no_certificate_yet(tmp_path: Path) -> None:
+    chosen = {
+        "trainer": {"kind": "convex"},
+        "protection": {"kind": "last-iterate", "epsilon": 3.0, "noise": "device"},
+        "device": {"name": "gaussian", "certificate": "mine.toml"},
+    }
+    with pytest.raises(ConfigError, match=r"device\.certificate: is not for a search yet"):
+        Search(load_config(chosen), {"trainer.clip": ["0.5"]}, mean=3.0, folder=tmp_path / "search")

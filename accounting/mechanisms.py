@@ -74,6 +74,9 @@ ErrorProbability = Annotated[
     ),
     partial(checks.in_unit_interval, closed="left"),
 ]
+CertificateDigest = Annotated[
+    str, Doc("Digest of that certificate, or empty; mechanisms that name the same one spend its beta once.")
+]
 DeviceNoise = Annotated[bool, Doc("Whether the credited noise is a device's, of Gaussian law.")]
 """Types of fields with their rules; a field may add its own `Doc`."""
 
@@ -93,6 +96,7 @@ class Mechanism(ABC):
         noise_field: The parameter that a calibration sets, or None if it has none.
         noise_is_inverse: Whether the noise is 1 over that parameter, as for a mechanism that states its mu.
         priced: Whether `opusim account` has a command for it.
+        taken_upfront: Whether all that it releases is read before the first step, so that steps are post-processing.
         formerly: Earlier names of this kind; a ledger or a command that uses one is told the new name.
         absent_means: Parameters that ledgers of earlier versions lack, each with the value that its absence means.
     """
@@ -104,6 +108,7 @@ class Mechanism(ABC):
     noise_field: ClassVar[str | None] = None
     noise_is_inverse: ClassVar[bool] = False
     priced: ClassVar[bool] = True
+    taken_upfront: ClassVar[bool] = False
     formerly: ClassVar[tuple[str, ...]] = ()
     absent_means: ClassVar[Mapping[str, Any]] = {}
 
@@ -206,6 +211,28 @@ class Mechanism(ABC):
         if self.noise_field is None:
             raise NoGuarantee(f"mechanism {self.kind!r}: has no noise that could be set to reach a target")
         return self.noise_field
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifiedMechanism(Mechanism):
+    """A mechanism whose noise may be a device's, certified from its frames.
+
+    The certificate's numbers are wrong with probability beta over the frames of its calibration, which no data change.
+    On the other event every mechanism that rests on them has its theorem, so H <= delta' + beta for all of them
+    together: one certificate costs its beta once, however many mechanisms and steps rest on it.
+    """
+
+    beta: ErrorProbability = 0.0
+    certificate: CertificateDigest = ""
+
+    absent_means: ClassVar[Mapping[str, Any]] = {"beta": 0.0, "certificate": ""}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.certificate and not self.beta:
+            raise ValueError(
+                f"certificate = {self.certificate!r}: needs its beta, above 0; give both or neither"
+            )
 
 
 @dataclass(frozen=True)
@@ -443,6 +470,22 @@ def proven_status(epsilon: float, *, device_model: bool) -> Status:
     if math.isinf(epsilon):
         return Status.NONE
     return Status.PROVEN_UNDER_DEVICE_MODEL if device_model else Status.PROVEN
+
+
+def certificate_errors(mechanisms: Sequence[CertifiedMechanism], *, repeated: bool = False) -> list[float]:
+    """Return the probabilities of error that add up: each certificate's beta once.
+
+    Args:
+        mechanisms: What ran.
+        repeated: Whether a mechanism that names no certificate counts its beta at each step, as one whose steps are
+            whole runs does: nothing says that these rest on one calibration.
+    """
+    named: dict[str, float] = {}
+    for one in mechanisms:
+        if one.certificate:
+            named[one.certificate] = max(one.beta, named.get(one.certificate, 0.0))
+    unnamed = [one.beta * (one.steps if repeated else 1) for one in mechanisms if not one.certificate]
+    return [*named.values(), *unnamed]
 
 
 def spend_certificates(

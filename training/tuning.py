@@ -397,6 +397,10 @@ def _base(config: RunConfig, mu: float) -> RunConfig:
 
 def _require_searchable(config: RunConfig) -> None:
     problems = {
+        "device.certificate": (
+            config.device.certificate is not None,
+            "is not for a search yet, whose trials a device's alarm would stop one by one; leave it out",
+        ),
         "protection.kind": (not config.protection.last_iterate, "must be 'last-iterate' for a search"),
         "protection.epsilon": (
             config.protection.epsilon is None,

@@ -23,13 +23,15 @@ from accounting.convex.constants import check_objective, clips_a_softmax, log_ex
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, Guarantee, Release, Status
 from accounting.mechanisms import (
+    CertifiedMechanism,
     Count,
-    Mechanism,
     NonNegative,
     Positive,
+    certificate_errors,
     counted,
     described,
     proven_guarantee,
+    spend_certificates,
 )
 from accounting.theorems import DEVICE_NOISE_IS_GAUSSIAN, NOISE_IS_SECRET, Theorem
 from opusim import checks
@@ -66,7 +68,7 @@ LAST_ITERATE = Theorem(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvexLastIterate(Mechanism):
+class ConvexLastIterate(CertifiedMechanism):
     """Noisy cyclic gradient descent on a gated ReLU model, fixed disjoint batches; only the last model is released.
 
     A step of this mechanism is a whole run, each with fresh noise.
@@ -233,23 +235,26 @@ def claimed_mu(mechanism: ConvexLastIterate) -> float:
 
 
 def _proven(mechanisms: Sequence[ConvexLastIterate], delta: float, enforced: bool) -> Guarantee:
-    reason = None
+    too_fast = None
     try:
         mu = math.hypot(*(proven_mu(mechanism) for mechanism in mechanisms))
     except NoGuarantee as refused:
-        mu, reason = math.inf, str(refused)
+        mu, too_fast = math.inf, str(refused)
+    bounds, reason = spend_certificates(
+        delta, certificate_errors(mechanisms), lambda left: numerics.gaussian_bounds(mu, left)
+    )
     device = any(mechanism.device_noise for mechanism in mechanisms)
     return proven_guarantee(
         mechanisms,
         theorem=LAST_ITERATE,
-        bounds=numerics.gaussian_bounds(mu, delta),
+        bounds=bounds,
         delta=delta,
         adjacency=Adjacency.REPLACE_ONE,
         assumptions=LAST_ITERATE.assumptions(
             enforced=enforced, trusted=(DEVICE_NOISE_IS_GAUSSIAN,) if device else ()
         ),
         device_model=device,
-        reason=reason,
+        reason=too_fast or reason,
         release=Release.LAST_ITERATE,
         detail=f"mu-GDP with mu = {mu:.6g}",
     )

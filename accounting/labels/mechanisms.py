@@ -16,11 +16,12 @@ from typing_extensions import Doc
 from accounting import numerics
 from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Unit
 from accounting.mechanisms import (
+    CertifiedMechanism,
     DeviceNoise,
-    ErrorProbability,
     Mechanism,
     Positive,
     SamplingProbability,
+    certificate_errors,
     counted,
     proven_guarantee,
     spend_certificates,
@@ -147,7 +148,7 @@ RANDOMIZED_RESPONSE = Theorem(
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelAmplified(Mechanism):
+class LabelAmplified(CertifiedMechanism):
     """A secret Poisson batch and noise of a public covariance; every record's whitened contribution is at most C."""
 
     noise_multiplier: Annotated[
@@ -188,23 +189,29 @@ class LabelAmplified(Mechanism):
             for mechanism in mechanisms
         ]
         device = any(mechanism.device_noise for mechanism in mechanisms)
+        bounds, reason = spend_certificates(
+            delta,
+            certificate_errors(mechanisms),
+            lambda left: numerics.noise_bounds(sums, Adjacency.REPLACE_ONE, left),
+        )
         return [
             proven_guarantee(
                 mechanisms,
                 theorem=LABEL_AMPLIFICATION,
-                bounds=numerics.noise_bounds(sums, Adjacency.REPLACE_ONE, delta),
+                bounds=bounds,
                 delta=delta,
                 adjacency=Adjacency.REPLACE_ONE,
                 assumptions=LABEL_AMPLIFICATION.assumptions(
                     enforced=enforced, trusted=(_DEVICE_LAW,) if device else ()
                 ),
                 device_model=device,
+                reason=reason,
             )
         ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelBudget(Mechanism):
+class LabelBudget(CertifiedMechanism):
     """Noise on every layer's signal and a preset budget for each record's label.
 
     A step of this mechanism is a whole run: `steps` counts how often the whole budget is spent. A run that is resumed
@@ -223,12 +230,6 @@ class LabelBudget(Mechanism):
         bool,
         Doc("Whether the credited noise is a device's, of Gaussian law; in hardware order it always is."),
     ] = False
-    beta: Annotated[
-        ErrorProbability,
-        Doc(
-            "Probability in [0, 1) that the certificate of the device's noise is wrong; 0 for digital noise."
-        ),
-    ] = 0.0
 
     kind: ClassVar[str] = "label_budget"
     unit: ClassVar[Unit] = Unit.LABEL
@@ -266,16 +267,16 @@ class LabelBudget(Mechanism):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelReadout(Mechanism):
+class LabelReadout(CertifiedMechanism):
     """One noisy reading of each label, taken before training and reused; `steps` counts how often all are read."""
 
     mu: Annotated[Positive, Doc("Of all readings of one label together, above 0.")]
     device_law: Annotated[
         bool, Doc("Whether the credited noise is a device's; its Gaussian law is then an assumption.")
     ] = False
-    beta: ErrorProbability = 0.0
 
     kind: ClassVar[str] = "label_readout"
+    taken_upfront: ClassVar[bool] = True
     formerly: ClassVar[tuple[str, ...]] = ("label_once",)
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "mu"
@@ -302,11 +303,11 @@ def _gaussian_label_guarantee(
     assumptions: tuple[Assumption, ...],
     device_model: bool,
 ) -> Guarantee:
-    """epsilon(delta - sum of steps beta) of mu^2 = sum of steps / noise^2; a certificate is charged at each step."""
+    """epsilon(delta - sum of betas) of mu^2 = sum of steps / noise^2."""
     mu = math.hypot(*(math.sqrt(one.steps) / one.noise for one in mechanisms))
     bounds, reason = spend_certificates(
         delta,
-        [one.steps * one.beta for one in mechanisms],
+        certificate_errors(mechanisms, repeated=True),
         lambda left: numerics.gaussian_bounds(mu, left),
     )
     return proven_guarantee(

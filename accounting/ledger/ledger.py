@@ -19,6 +19,8 @@ Entries of the file (`accounting.ledger.journal`): the first has `mode`, `delta`
 | `first_step`, `steps`, `mechanisms` | a block of steps is paid for; the descriptions are of a single step |
 | `name`, `mechanisms` | a release that happens once is paid for |
 | `returned`: `first_step`, `steps` | the end of the block in the line before was never computed |
+| `certificate` | mechanisms that name its digest rest on it (`accounting.ledger.evidence`) |
+| `alarm`: `step`, `since`, `found`, `covered` | the device's monitor stopped the run before a step |
 | `stopped`: `step`, `checkpoint` | the run stopped cleanly, and this checkpoint holds all that it did |
 | `resumed`: `checkpoint` | the ledger was reopened, from this checkpoint or none; a `stopped` counts once |
 
@@ -43,8 +45,9 @@ from typing import Any, Literal, Self
 from accounting.composition import Budget, guarantees, merge
 from accounting.errors import BudgetExceeded, LedgerCorrupt
 from accounting.guarantee import Guarantee
+from accounting.ledger.evidence import Alarm, CertificateFacts, stated
 from accounting.ledger.journal import Journal, Position, Witness, read_positioned
-from accounting.mechanisms import Mechanism, mechanism_from_json
+from accounting.mechanisms import CertifiedMechanism, Mechanism, mechanism_from_json
 from opusim import checks
 
 LEDGER_FILE = "ledger.jsonl"
@@ -67,6 +70,14 @@ class Payment:
     mechanisms: tuple[Mechanism, ...]
     name: str | None = None
 
+    def before(self, step: int) -> Payment | None:
+        """Return the part that pays for what was released before a step, or None; -1 is before anything."""
+        if step < 0:
+            return None
+        if self.first_step is None or self.first_step + self.steps <= step:
+            return self
+        return replace(self, steps=step - self.first_step) if self.first_step < step else None
+
     @property
     def total(self) -> list[Mechanism]:
         """Everything that the line pays for, all steps together."""
@@ -82,6 +93,8 @@ class LedgerContent:
         delta: At which the run states its guarantees.
         enforced: Whether the code that ran checked the mechanisms' assumptions.
         payments: Every line that pays, less the steps that were returned.
+        certificates: The certificates that mechanisms rest on.
+        alarms: What the device's monitor stopped the run for.
         stopped: The checkpoint of a clean stop if that is the last line, else None.
         position: How far the file reached when it was read.
     """
@@ -90,6 +103,8 @@ class LedgerContent:
     delta: float
     enforced: bool
     payments: tuple[Payment, ...]
+    certificates: tuple[CertificateFacts, ...] = ()
+    alarms: tuple[Alarm, ...] = ()
     stopped: str | None = None
     position: Position = field(default_factory=Position)
 
@@ -98,15 +113,39 @@ class LedgerContent:
         """Everything paid for, equal mechanisms merged."""
         return merge(mechanism for payment in self.payments for mechanism in payment.total)
 
+    @property
+    def doubts(self) -> tuple[Alarm, ...]:
+        """The alarms after which something that counts was released under noise that may have been too weak.
+
+        Steps do not count if all that is released was read before the first one.
+        """
+        upfront = all(mechanism.taken_upfront for mechanism in self.mechanisms)
+        return tuple(alarm for alarm in self.alarms if alarm.doubts and (alarm.since < 0 or not upfront))
+
     def guarantees(self, *, delta: float | None = None) -> list[Guarantee]:
         """Return what the run guarantees, at its own delta or another.
+
+        If the monitor found the device other than certified, the first one says that nothing covers the whole run, and
+        the next one is about what was released before the device may have changed.
 
         Raises:
             NoGuarantee: Nothing was paid for, or no theorem covers all of it together.
         """
-        return guarantees(
-            self.mechanisms, delta=self.delta if delta is None else delta, enforced=self.enforced
+        return stated(
+            self._guarantees,
+            certificates=self.certificates,
+            alarms=self.alarms,
+            doubts=self.doubts,
+            delta=self.delta if delta is None else delta,
         )
+
+    def _guarantees(self, delta: float, before: int | None) -> list[Guarantee]:
+        """Return the guarantees of everything paid for, or of the steps before one; none if there are none."""
+        kept = [payment if before is None else payment.before(before) for payment in self.payments]
+        mechanisms = [one for payment in kept if payment is not None for one in payment.total]
+        if before is not None and not mechanisms:
+            return []
+        return guarantees(mechanisms, delta=delta, enforced=self.enforced)
 
 
 class Coverage:
@@ -166,6 +205,8 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
     if not entries:
         raise LedgerCorrupt(f"{path}: line 1: is missing: nothing was ever paid for")
     payments: list[Payment] = []
+    certificates: list[CertificateFacts] = []
+    alarms: list[Alarm] = []
     stopped, block_before = None, False
     for number, entry in enumerate(entries, start=1):
         try:
@@ -176,13 +217,43 @@ def content_of(path: Path, entries: Sequence[dict[str, Any]]) -> LedgerContent:
                     raise ValueError("returns steps, but the line before reserves none in release mode")
                 returned = entry["returned"]
                 payments[-1] = shortened(payments[-1], returned["first_step"], returned["steps"])
+            elif "certificate" in entry:
+                certificates.append(CertificateFacts.from_json(entry["certificate"]))
+            elif "alarm" in entry:
+                alarms.append(Alarm.from_json(entry["alarm"]))
             elif "stopped" not in entry and "resumed" not in entry:
                 payments.append(_payment(entry))
+                _require_certified(payments[-1].mechanisms, certificates)
             stopped = str(entry["stopped"]["checkpoint"]) if "stopped" in entry else None
         except (KeyError, ValueError, TypeError) as error:
             raise LedgerCorrupt(f"{path}: line {number}: {error}") from error
         block_before = "first_step" in entry
-    return LedgerContent(mode=mode, delta=delta, enforced=enforced, payments=tuple(payments), stopped=stopped)
+    return LedgerContent(
+        mode=mode,
+        delta=delta,
+        enforced=enforced,
+        payments=tuple(payments),
+        certificates=tuple(certificates),
+        alarms=tuple(alarms),
+        stopped=stopped,
+    )
+
+
+def _require_certified(mechanisms: Sequence[Mechanism], certificates: Sequence[CertificateFacts]) -> None:
+    """Refuse a mechanism that rests on a certificate of which no line before says what it assumes.
+
+    Raises:
+        ValueError: There is one, or it counts less than the certificate's beta.
+    """
+    known = {certificate.digest: certificate for certificate in certificates}
+    for mechanism in mechanisms:
+        digest = mechanism.certificate if isinstance(mechanism, CertifiedMechanism) else ""
+        if digest and digest not in known:
+            raise ValueError(f"certificate = {digest!r}: no line before describes it")
+        if isinstance(mechanism, CertifiedMechanism) and digest and mechanism.beta < known[digest].beta:
+            raise ValueError(
+                f"beta = {mechanism.beta:g}: is less than that of the certificate, {known[digest].beta:g}"
+            )
 
 
 def shortened(payment: Payment, first_step: int, steps: int) -> Payment:
@@ -262,6 +333,7 @@ class Ledger:
                 f"{path}: the ledger was created with {kept}, not {opening}; start a new run folder"
             )
         self._payments = list(self._content.payments)
+        self._certificates, self._alarms = list(self._content.certificates), list(self._content.alarms)
         self._coverage = Coverage(self._payments)
         self._credit: tuple[int, int, tuple[Mechanism, ...]] = (0, 0, ())
         if self._content.stopped is not None:  # it counts for this opening only, whether used or not
@@ -291,6 +363,8 @@ class Ledger:
             delta=self._content.delta,
             enforced=self._content.enforced,
             payments=tuple(self._payments),
+            certificates=tuple(self._certificates),
+            alarms=tuple(self._alarms),
             position=self.position,
         )
 
@@ -370,6 +444,21 @@ class Ledger:
         self._payments[-1] = kept
         self._coverage.exchange(payment, kept)
 
+    def note_certificate(self, certificate: CertificateFacts) -> None:
+        """Record a certificate that mechanisms will name; one that is known already writes no line."""
+        if all(known.digest != certificate.digest for known in self._certificates):
+            self._journal.append({"certificate": certificate.to_json()})
+            self._certificates.append(certificate)
+
+    def note_alarm(self, alarm: Alarm) -> None:
+        """Record that the device's monitor stopped the run; call it after `return_unused`.
+
+        Raises:
+            OSError: The line could not be written.
+        """
+        self._journal.append({"alarm": alarm.to_json()})
+        self._alarms.append(alarm)
+
     def note_stop(self, step: int, checkpoint: str) -> None:
         """Record that the run stopped cleanly; call it last, when the checkpoint holds everything computed.
 
@@ -425,6 +514,7 @@ class Ledger:
         self._credit = (first, first + paid.steps, mechanisms)
 
     def _write(self, payment: Payment) -> None:
+        _require_certified(payment.mechanisms, self._certificates)
         entry: dict[str, Any] = {"mechanisms": [mechanism.to_json() for mechanism in payment.mechanisms]}
         if payment.first_step is None:
             entry = {"name": payment.name, **entry}

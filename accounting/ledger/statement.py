@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 from accounting.guarantee import Guarantee, Release, from_json, to_json
+from accounting.ledger.evidence import Alarm, CertificateFacts
 from accounting.ledger.ledger import LedgerContent, Mode
 from accounting.mechanisms import Mechanism, mechanism_from_json
 from accounting.theorems import known_theorems
@@ -104,6 +105,8 @@ class Statement:
         mode: Experiment or release.
         guarantees: What is stated, at least one.
         mechanisms: What was paid for, equal ones merged; their `steps` count how often each ran.
+        certificates: The certificates that mechanisms rest on.
+        alarms: What the device's monitor stopped the run for.
         ledger: The ledger.
         run: The run folder, or None if only a ledger was read.
         versions: Python and the opusim that states the guarantees.
@@ -112,6 +115,8 @@ class Statement:
     mode: Mode
     guarantees: tuple[Guarantee, ...]
     mechanisms: tuple[Mechanism, ...]
+    certificates: tuple[CertificateFacts, ...] = ()
+    alarms: tuple[Alarm, ...] = ()
     ledger: LedgerFacts
     run: RunFacts | None
     versions: Mapping[str, str]
@@ -139,6 +144,8 @@ class Statement:
             "mechanisms": [
                 {**mechanism.to_json(), "description": mechanism.describe()} for mechanism in self.mechanisms
             ],
+            "certificates": [certificate.to_json() for certificate in self.certificates],
+            "alarms": [alarm.to_json() for alarm in self.alarms],
             "ledger": to_json(self.ledger),
             "run": None if self.run is None else to_json(self.run),
             "versions": dict(self.versions),
@@ -168,6 +175,10 @@ class Statement:
                 mode=content["mode"],
                 guarantees=tuple(Guarantee.from_json(guarantee) for guarantee in content["guarantees"]),
                 mechanisms=tuple(mechanism_from_json(mechanism) for mechanism in mechanisms),
+                certificates=tuple(
+                    CertificateFacts.from_json(one) for one in content.get("certificates", ())
+                ),
+                alarms=tuple(Alarm.from_json(one) for one in content.get("alarms", ())),
                 ledger=from_json(LedgerFacts, content["ledger"]),
                 run=None if content["run"] is None else from_json(RunFacts, content["run"]),
                 versions=dict(content["versions"]),

@@ -16,11 +16,12 @@ from typing_extensions import Doc
 from accounting import numerics
 from accounting.guarantee import Adjacency, Guarantee
 from accounting.mechanisms import (
+    CertifiedMechanism,
     DeviceNoise,
-    ErrorProbability,
     Mechanism,
     Positive,
     SamplingProbability,
+    certificate_errors,
     counted,
     no_guarantee,
     proven_guarantee,
@@ -68,7 +69,7 @@ CLIPPED_RECORDS = Theorem(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedRecords(Mechanism):
+class ClippedRecords(CertifiedMechanism):
     """Common to all relations: [sum over a Poisson batch of clipped updates + N(0, (z C)^2)] / divisor."""
 
     noise_multiplier: Annotated[Positive, Doc("z > 0, the noise's standard deviation over clip_norm.")]
@@ -79,7 +80,6 @@ class ClippedRecords(Mechanism):
         Doc("The constant that divides the noisy sum, above 0; it is post-processing and costs nothing."),
     ]
     device_noise: DeviceNoise = False
-    beta: ErrorProbability = 0.0
 
     noise_field: ClassVar[str | None] = "noise_multiplier"
 
@@ -119,7 +119,10 @@ class RecordCentral(ClippedRecords):
     ] = Adjacency.ADD_OR_REMOVE_ONE
 
     kind: ClassVar[str] = "record_central"
-    absent_means: ClassVar[Mapping[str, Any]] = {"relation": Adjacency.ZERO_OUT}
+    absent_means: ClassVar[Mapping[str, Any]] = {
+        **CertifiedMechanism.absent_means,
+        "relation": Adjacency.ZERO_OUT,
+    }
 
     @classmethod
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
@@ -151,7 +154,7 @@ def _clipped_guarantee(
     sums = [mechanism.as_noise() for mechanism in mechanisms]
     bounds, reason = spend_certificates(
         delta,
-        [mechanism.beta for mechanism in mechanisms],
+        certificate_errors(mechanisms),
         lambda left: numerics.noise_bounds(sums, adjacency, left),
     )
     device = any(mechanism.device_noise for mechanism in mechanisms)

@@ -18,7 +18,13 @@ from typing_extensions import Doc
 
 from accounting import numerics
 from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee, Release
-from accounting.mechanisms import Mechanism, Positive, proven_guarantee
+from accounting.mechanisms import (
+    CertifiedMechanism,
+    Positive,
+    certificate_errors,
+    proven_guarantee,
+    spend_certificates,
+)
 from accounting.theorems import Theorem
 
 PRIVATE_SELECTION = Theorem(
@@ -47,7 +53,7 @@ PRIVATE_SELECTION = Theorem(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivateSelection(Mechanism):
+class PrivateSelection(CertifiedMechanism):
     """The best of K ~ Poisson(m) trials, each mu-GDP with its score; a step counts whole searches."""
 
     mean: Annotated[Positive, Doc("m > 0, expected number of trials.")]
@@ -68,25 +74,31 @@ class PrivateSelection(Mechanism):
     @classmethod
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
         """Return the sum of all searches' least bounds at equal shares of delta."""
-        share = delta / sum(mechanism.steps for mechanism in mechanisms)
-        found = [
-            (mechanism.steps, selection_bounds(mechanism.mu, mechanism.mean, share))
-            for mechanism in mechanisms
-        ]
-        epsilon = math.fsum(steps * bounds.upper for steps, bounds in found)
-        lower = 0.0 if math.isfinite(epsilon) else math.inf
+        bounds, reason = spend_certificates(
+            delta, certificate_errors(mechanisms), lambda left: _searches(mechanisms, left)
+        )
         return [
             proven_guarantee(
                 mechanisms,
                 theorem=PRIVATE_SELECTION,
-                bounds=EpsilonBounds(lower=lower, upper=epsilon, method=found[0][1].method),
+                bounds=bounds,
                 delta=delta,
                 adjacency=Adjacency.REPLACE_ONE,
                 assumptions=PRIVATE_SELECTION.assumptions(enforced=enforced),
                 device_model=any(mechanism.device_noise for mechanism in mechanisms),
+                reason=reason,
                 release=Release.LAST_ITERATE,
             )
         ]
+
+
+def _searches(mechanisms: Sequence[PrivateSelection], delta: float) -> EpsilonBounds:
+    """Return the sum of all searches' least bounds at equal shares of delta."""
+    share = delta / sum(mechanism.steps for mechanism in mechanisms)
+    found = [(one.steps, selection_bounds(one.mu, one.mean, share)) for one in mechanisms]
+    epsilon = math.fsum(steps * bounds.upper for steps, bounds in found)
+    lower = 0.0 if math.isfinite(epsilon) else math.inf
+    return EpsilonBounds(lower=lower, upper=epsilon, method=found[0][1].method)
 
 
 def selection_bounds(mu: float, mean: float, delta: float) -> EpsilonBounds:

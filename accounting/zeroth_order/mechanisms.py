@@ -19,13 +19,16 @@ from accounting import numerics
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, EpsilonBounds, Guarantee
 from accounting.mechanisms import (
+    CertifiedMechanism,
     Count,
     DeviceNoise,
     Mechanism,
     Positive,
     SamplingProbability,
+    certificate_errors,
     counted,
     proven_guarantee,
+    spend_certificates,
 )
 from accounting.theorems import NOISE_IS_SECRET, Theorem, about_relation, leaving_out, weaker
 
@@ -122,7 +125,7 @@ class ZoScalars(Mechanism):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZoGaussian(ZoScalars):
+class ZoGaussian(ZoScalars, CertifiedMechanism):
     """Zeroth-order training, Gaussian: clipped loss differences summed over a Poisson batch, plus N(0, (z C)^2)."""
 
     noise_multiplier: Annotated[Positive, Doc("z > 0, the noise's standard deviation over clip_norm.")]
@@ -130,6 +133,10 @@ class ZoGaussian(ZoScalars):
 
     kind: ClassVar[str] = "zo_gaussian"
     noise_field: ClassVar[str | None] = "noise_multiplier"
+    absent_means: ClassVar[Mapping[str, Any]] = {
+        **ZoScalars.absent_means,
+        **CertifiedMechanism.absent_means,
+    }
 
     def describe(self) -> str:
         """Return what ran, in a few words."""
@@ -152,11 +159,16 @@ class ZoGaussian(ZoScalars):
         ]
         device = any(mechanism.device_noise for mechanism in mechanisms)
         relation = weaker(mechanism.relation for mechanism in mechanisms)
+        bounds, reason = spend_certificates(
+            delta,
+            certificate_errors(mechanisms),
+            lambda left: numerics.noise_bounds(sums, relation, left),
+        )
         return [
             proven_guarantee(
                 mechanisms,
                 theorem=ZEROTH_ORDER_GAUSSIAN,
-                bounds=numerics.noise_bounds(sums, relation, delta),
+                bounds=bounds,
                 delta=delta,
                 adjacency=relation,
                 assumptions=(
@@ -166,6 +178,7 @@ class ZoGaussian(ZoScalars):
                     *about_relation(relation, enforced=enforced),
                 ),
                 device_model=device,
+                reason=reason,
             )
         ]
 

@@ -271,14 +271,15 @@ def _reading_findings(
 ) -> _Findings:
     """Evaluate readings of a device that shows no frames."""
     noise = evaluate_readings(samples, beta=beta)
-    described = isinstance(device.described_noise, GaussianNoise)
-    certified = described and noise.is_gaussian and noise.smallest_std_low > 0
+    stated = device.stated_noise
+    gaussian = stated is None or isinstance(stated, GaussianNoise)
+    certified = gaussian and noise.is_gaussian and noise.smallest_std_low > 0
     return _Findings(
         noise=noise,
         law=GaussianLaw(std=noise.smallest_std_low) if certified else None,
         estimates=_entry_std(inputs, samples, confidence),
         tests=noise.tests,
-        remarks=[*noise.assumptions, _SCALE, _SIMULATED],
+        remarks=[*noise.assumptions, *([_NO_LAW] if stated is None else []), _SCALE, _SIMULATED],
     )
 
 
@@ -295,6 +296,7 @@ _MOST_DEVIATE = 999.0
 """Standard errors that stand for all larger ones, infinite ones included."""
 _BIAS = "bias light, if there is any, counts as dark current: both are counts that no data change"
 _STUDENT = "limits rest on Student's law of the grouped jackknife, tested at 90 %, not in its far tails"
+_NO_LAW = "the device's description states no law: only the tests support the Gaussian one"
 _SCALE = (
     "the law bounds noise in units of the reading, not the distance of two inputs' noise-free readings: that grows "
     "with entry_std, 1 where entries of B have the variance 1 that this project takes for granted"

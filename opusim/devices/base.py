@@ -17,7 +17,7 @@ from opusim import checks
 from opusim.description.schema import DeviceDescription
 from opusim.devices.access import Access
 from opusim.devices.baseline import Baseline
-from opusim.devices.certificate import Certificate
+from opusim.devices.certificate import Certificate, GaussianLaw
 from opusim.devices.inputs import (
     Array,
     BinaryFrames,
@@ -37,7 +37,7 @@ from opusim.devices.kinds import (
     TellsMatrix,
     devices_that,
 )
-from opusim.devices.monitor import Monitor
+from opusim.devices.monitor import BEFORE_ALL, Monitor
 from opusim.devices.usage import Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError, DeviceError, DeviceUnavailable, NoiseUnknown
 from opusim.noise import GaussianNoise, NoiseModel
@@ -229,11 +229,19 @@ class NoisyDevice(ABC):
     def attach_certificate(self, certificate: Certificate) -> None:
         """Make `noise` state the limits that a calibration found, and their beta; readings stay the same.
 
+        A device that states no law takes that of a Gaussian certificate: the certificate's tests support it then.
+
         Raises:
             ConfigError: the certificate is another device's, or certifies another law.
         """
         certificate.check_device(self._description, n_outputs=self._n_outputs)
-        self._certified = certificate.certified(self.described_noise)
+        try:
+            described = self.described_noise
+        except NoiseUnknown:
+            if not isinstance(certificate.noise, GaussianLaw):
+                raise
+            described = GaussianNoise(std=0.0, n_outputs=self._n_outputs)
+        self._certified = certificate.certified(described)
 
     # Opening and closing
 
@@ -256,6 +264,8 @@ class NoisyDevice(ABC):
                 self._access.once(self._open)
             self._is_open = True
             self._begin_monitor(None)
+            if self._certified is not None:
+                self.inspect()
         except BaseException:
             self.close()
             if self._access is not None:
@@ -396,7 +406,7 @@ class NoisyDevice(ABC):
         checks.integer(step=step, minimum=0, maximum=2**64 - 1)
         self._seek(step)
         if self._monitor is not None and self._monitor.due(step):
-            self._monitor.check()
+            self._monitor.check(step)
 
     # Monitoring
 
@@ -416,6 +426,30 @@ class NoisyDevice(ABC):
             raise DeviceUnavailable(f"device {self.name!r} is not monitored; give it a section [monitor]")
         return self._monitor.smallest_changes(checks)
 
+    def inspect(self, step: int = BEFORE_ALL) -> None:
+        """Check a monitored device now, whatever step is due; nothing happens without a monitor.
+
+        Args:
+            step: the step that would follow; by default the first one has not been reached.
+
+        Raises:
+            DeviceFault, NoiseBelowCertificate: the device has changed.
+            DeviceUnavailable: the device is closed.
+        """
+        self._require_open()
+        if self._monitor is not None:
+            self._monitor.check(step)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the monitor's last check gave an alarm."""
+        return self._monitor is not None and self._monitor.changed
+
+    @property
+    def doubtful_from(self) -> int | None:
+        """First step whose noise may have been weaker than certified, after an alarm; see `Monitor.doubtful_from`."""
+        return None if self._monitor is None else self._monitor.doubtful_from
+
     def compare_with(self, baseline: Baseline) -> None:
         """Compare with an earlier baseline than this opening's, such as that of a run that is resumed.
 
@@ -425,8 +459,7 @@ class NoisyDevice(ABC):
         """
         self._require_open()
         self._begin_monitor(baseline)
-        if self._monitor is not None:
-            self._monitor.check()
+        self.inspect()
 
     # For subclasses
 
@@ -504,6 +537,7 @@ class NoisyDevice(ABC):
             law=lambda: self.stated_noise,
             saturated=self._saturated_share,
             baseline=baseline,
+            certified=self._certified is not None,
         )
 
     def _read_vectors(self, vectors: torch.Tensor) -> np.ndarray:

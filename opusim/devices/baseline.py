@@ -211,6 +211,12 @@ class ShiftTest:
         best = int(np.argmax(self._sums))
         return float(self._totals[best] / max(self._looks[best], 1))
 
+    @property
+    def looks(self) -> int:
+        """Number of looks of the CUSUM that is furthest; 0 if none is above 0."""
+        best = int(np.argmax(self._sums))
+        return int(self._looks[best]) if self._sums[best] > 0 else 0
+
     def smallest(self, looks: int) -> float:
         """Return the smallest statistic that is found within so many checks after the change, with probability 0.99."""
         needed = np.min(self._level / (looks * self._tilts) + 0.5 * self._tilts)

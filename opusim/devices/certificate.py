@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import tomllib
@@ -187,6 +188,51 @@ class Certificate(StrictSection):
                 f"covers {self.n_outputs} outputs, the window has {n_outputs}; calibrate with --outputs {n_outputs}",
             )
 
+    @property
+    def digest(self) -> str:
+        """BLAKE2b of everything that the certificate says, 16 bytes in hexadecimal, by which a ledger knows it."""
+        return _digest(self.dump())
+
+    def dump(self) -> dict[str, Any]:
+        """Return plain values under the files' keys; `Certificate.model_validate` takes them back."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+    def age_days(self, today: datetime.date) -> int:
+        """Return how many days ago its frames were taken; 0 also for a date of tomorrow, in another time zone.
+
+        Raises:
+            ConfigError: its date is no date, or lies in the future.
+        """
+        try:
+            made = datetime.date.fromisoformat(self.date)
+        except ValueError:
+            reason = f"{self.date!r} is no date such as 2026-11-22; calibrate the device again"
+            raise ConfigError(self.device, "certificate.date", reason) from None
+        age = (today - made).days
+        if age < -1:
+            reason = f"{self.date} lies after today, {today.isoformat()}; set the clock, or calibrate the device again"
+            raise ConfigError(self.device, "certificate.date", reason)
+        return max(age, 0)
+
+    def require_fresh(self, most_days: int, today: datetime.date) -> int:
+        """Return its age in days; refuse one that is too old.
+
+        Args:
+            most_days: its largest age.
+            today: the day of use.
+
+        Raises:
+            ConfigError: it is older, or its date is wrong.
+        """
+        age = self.age_days(today)
+        if age > most_days:
+            reason = (
+                f"{self.date} is {age} days ago, and a certificate holds for device.certificate_days = {most_days}; "
+                f"calibrate again: opusim device calibrate {self.device} --out FOLDER"
+            )
+            raise ConfigError(self.device, "certificate.date", reason)
+        return age
+
     def certified(self, noise: NoiseModel) -> NoiseModel:
         """Return the law with the certificate's limits in place of the description's numbers.
 
@@ -226,9 +272,7 @@ class Certificate(StrictSection):
 
     def write(self, path: Path) -> None:
         """Write a TOML file."""
-        path.write_text(
-            _toml(self.model_dump(mode="json", by_alias=True, exclude_none=True)), encoding="utf-8"
-        )
+        path.write_text(_toml(self.dump()), encoding="utf-8")
 
 
 def _certified_counts(
@@ -277,8 +321,15 @@ def load_certificate(path: str | Path) -> Certificate:
 
 
 def digest_of(description: DeviceDescription) -> str:
-    """BLAKE2b of everything a description says but its provenance, 16 bytes in hexadecimal."""
-    content = {key: value for key, value in description.dump().items() if key not in ("provenance", "title")}
+    """BLAKE2b of everything a description says of the device, 16 bytes in hexadecimal.
+
+    It leaves out where numbers come from, and how the device is reached and monitored, which changes no noise.
+    """
+    left_out = ("provenance", "title", "access", "monitor")
+    return _digest({key: value for key, value in description.dump().items() if key not in left_out})
+
+
+def _digest(content: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -59,10 +59,16 @@ _DARK = 0.05
 """Share of the first light below which a device is dark."""
 _LEAST_TIED = 3
 """Outputs at one extreme value below which no output counts as saturated."""
-_NUMBERS = 4096
+_NUMBERS = 2**12
 """Numbers that the blank readings of a check hold at least."""
 _LOST, _SURELY = 3.0, 0.2
 """How far beyond the tolerated difference a reading that lost a frame lies, and the noise's share in that tolerance."""
+_NUMBERS_IF_CERTIFIED = 2**15
+"""The same under a certificate: one check then finds a tenth less variance than certified with probability 0.99."""
+_MOST_READINGS_OF_A_CHECK = 2**12
+"""Windows of fewer than 8 outputs would take more; `Monitor.smallest_changes` says what fewer find."""
+BEFORE_ALL = -1
+"""Stands for a step in a check before the first one."""
 _TESTS = 8
 """Sequential tests that share the probability of a false alarm, and the repeats of blank readings."""
 
@@ -86,6 +92,7 @@ class Monitor:
         saturated: tells the largest share of saturated outputs in any frame of the projection of some vectors, or None
             if the device shows no frames.
         baseline: the device as it was when a run began, or None to measure it now.
+        certified: whether the law is a certificate's, which more blank readings in each check then watch.
 
     Raises:
         ValueError: the baseline holds another number of reference vectors.
@@ -101,6 +108,7 @@ class Monitor:
         law: Callable[[], NoiseModel | None],
         saturated: Callable[[torch.Tensor], float | None],
         baseline: Baseline | None = None,
+        certified: bool = False,
     ) -> None:
         self._settings = settings
         self._name = name
@@ -109,6 +117,8 @@ class Monitor:
         self._saturated = saturated
         self._vectors = reference_vectors(settings.reference_vectors, n_inputs)
         self._last: np.ndarray | None = None
+        self._checked: list[int] = []
+        self._is_below, self._changed = True, False
         if baseline is None:
             baseline = measure_baseline(read, self._vectors, settings.baseline_readings)
         if len(baseline.reference) != settings.reference_vectors:
@@ -117,7 +127,8 @@ class Monitor:
                 f"{settings.reference_vectors}; restore the setting, or begin a new run"
             )
         self.baseline = baseline
-        enough = -(-_NUMBERS // baseline.weights.size)
+        numbers = _NUMBERS_IF_CERTIFIED if certified else _NUMBERS
+        enough = min(-(-numbers // baseline.weights.size), _MOST_READINGS_OF_A_CHECK)
         self._blank = torch.zeros(max(settings.blank_readings, enough), n_inputs)
         self._level = log_level(settings.false_alarm_per_run, settings.checks, _TESTS)
         self._make_light_tests()
@@ -167,13 +178,36 @@ class Monitor:
         """Return whether a check belongs before this step."""
         return step % self._settings.every_steps == 0
 
-    def check(self) -> None:
+    @property
+    def changed(self) -> bool:
+        """Whether the last check gave an alarm."""
+        return self._changed
+
+    @property
+    def doubtful_from(self) -> int | None:
+        """After an alarm: the first step whose noise may have been weaker than the law.
+
+        That is the step of the last check before those in which the test of the law found less and less; the last
+        check but one, if another test gave the alarm. None if the alarm's own readings show noise as strong as the law.
+        """
+        if not self._is_below:
+            return None
+        looks = max(self._weaker.looks, 1)
+        before = self._checked[:-looks]
+        return before[-1] if before else BEFORE_ALL
+
+    def check(self, step: int = BEFORE_ALL) -> None:
         """Look at fresh blank and reference readings.
+
+        Args:
+            step: the step that follows.
 
         Raises:
             NoiseBelowCertificate: the noise is weaker than the law that a privacy statement rests on.
             DeviceFault: the readings repeat, saturate, are dark, have another size, another noise or another medium.
         """
+        self._checked.append(step)
+        self._is_below, self._changed = True, True  # until the end of this check
         blank, reference = self._read(self._blank), self._read(self._vectors)
         law = self._law()
         noisy = law is None or bool(np.any(law.variance_bounds()[1] > 0))
@@ -186,6 +220,7 @@ class Monitor:
             if law is not None:
                 self._check_law(variance, law)
             self._check_change(variance, blank)
+        self._changed = False
 
     def smallest_changes(self, checks: int) -> dict[str, float]:
         """Return the smallest change that each sequential test finds within some checks, with probability 0.99.
@@ -310,6 +345,7 @@ class Monitor:
         """Compare the noise with the smallest variance that the law admits, by the mean over outputs."""
         low = np.broadcast_to(law.variance_bounds()[0], variance.shape)
         ratio = variance[low > 0] / low[low > 0]
+        self._is_below = not ratio.size or float(ratio.mean()) < 1 + SURE * self._weaker.error
         if ratio.size and self._weaker.observe(1 - float(ratio.mean())):
             raise NoiseBelowCertificate(
                 f"device {self._name!r}: blank frames scatter {math.sqrt(max(1 - self._weaker.mean, 0)):.3g} times as "

@@ -11,7 +11,7 @@ from opusim import checks
 from opusim.description.loading import load_description, packaged_names
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
-from opusim.devices.certificate import load_certificate
+from opusim.devices.certificate import Certificate, load_certificate
 from opusim.devices.kinds import device_factory
 from opusim.errors import ConfigError
 
@@ -79,9 +79,12 @@ def open_described(
     torch_device: torch.device | str = "cpu",
     n_inputs: int | None = None,
     n_outputs: int | None = None,
-    certificate: str | Path | None = None,
+    certificate: str | Path | Certificate | None = None,
 ) -> NoisyDevice:
-    """Open a device from a description that was read before; arguments and errors as for `open_device`."""
+    """Open a device from a description that was read before; arguments and errors as for `open_device`.
+
+    The certificate may have been read before, too.
+    """
     factory = device_factory(description.name, description.kind)
     try:
         device: NoisyDevice = factory(
@@ -99,7 +102,8 @@ def open_described(
         reason = f"is missing; the kind {description.kind!r} needs it"
         raise ConfigError(description.name, f"options.{key}", reason) from error
     if certificate is not None:
-        device.attach_certificate(load_certificate(certificate))
+        read = certificate if isinstance(certificate, Certificate) else load_certificate(certificate)
+        device.attach_certificate(read)
     return device.open()
 
 

@@ -16,6 +16,7 @@ from opusim.devices.base import NoisyDevice, Turn
 from opusim.devices.baseline import Baseline
 from opusim.devices.certificate import Certificate
 from opusim.devices.inputs import Array, check_reading
+from opusim.devices.monitor import BEFORE_ALL
 from opusim.devices.registry import open_device
 from opusim.devices.usage import Usage
 from opusim.errors import DeviceError, NoiseUnknown
@@ -122,6 +123,21 @@ class SharedDevice(NoisyDevice):
         """See NoisyDevice.compare_with; does nothing on the other processes."""
         if self.held is not None:
             self.held.compare_with(baseline)
+
+    def inspect(self, step: int = BEFORE_ALL) -> None:
+        """See NoisyDevice.inspect; does nothing on the other processes."""
+        if self.held is not None:
+            self.held.inspect(step)
+
+    @property
+    def changed(self) -> bool:
+        """See NoisyDevice.changed; False on the other processes."""
+        return self.held is not None and self.held.changed
+
+    @property
+    def doubtful_from(self) -> int | None:
+        """See NoisyDevice.doubtful_from; None on the other processes."""
+        return None if self.held is None else self.held.doubtful_from
 
     # Reading
 

@@ -453,6 +453,8 @@ def _stated(path: Path, delta: float | None) -> Statement:
         mode=content.mode,
         guarantees=tuple(content.guarantees(delta=delta)),
         mechanisms=tuple(content.mechanisms),
+        certificates=content.certificates,
+        alarms=content.alarms,
         ledger=LedgerFacts.of(content, checked_against),
         run=run,
         versions={name: version for name, version in versions().items() if name in ("python", "opusim")},
@@ -476,6 +478,12 @@ Outputs = Annotated[int, typer.Option(help="Outputs of a reading, at least 1.")]
 Classes = Annotated[int, typer.Option(help="Number of labels, at least 2.")]
 Targets = Annotated[list[float] | None, typer.Option(help="State what this epsilon takes; repeatable.")]
 DeviceDelta = Annotated[float, typer.Option(help="delta at which epsilon is stated.")]
+CertificateFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="The device's certificate, whose limits and beta then count in place of the description."
+    ),
+]
 FigureFile = Annotated[
     Path | None, typer.Option(help="Draw a camera's sigma and epsilon against temperature: a PNG file.")
 ]
@@ -487,17 +495,23 @@ def account_device(
     classes: Classes = 10,
     target_epsilon: Targets = None,
     delta: DeviceDelta = 1e-5,
+    certificate: CertificateFile = None,
     figure: FigureFile = None,
 ) -> None:
     """State what a device's own noise is worth for labels read once: from sigma or temperature to epsilon and back."""
     from accounting.tables import print_rows
     from opusim.description.loading import load_description
+    from opusim.devices.certificate import load_certificate
     from opusim.files import FIGURES, require_writable
     from training.device_privacy.levels import device_levels, level_rows
 
     if figure is not None:
         require_writable(figure, "--figure", FIGURES)
     targets, description = target_epsilon or [8.0, 3.0, 1.0], load_description(name)
+    if description.camera is not None and certificate is not None:
+        raise ValueError(
+            f"--certificate: {name!r} counts photons, and its table takes the description's numbers; leave it out"
+        )
     if description.camera is not None:
         from opusim.progress import Progress
         from training.device_privacy.camera import evaluations, label_counts, print_account
@@ -517,7 +531,14 @@ def account_device(
         raise ValueError(
             f"figure: {name!r} counts no photons; leave it out, or take a device of kind 'camera'"
         )
-    levels = device_levels(description, n_classes=classes, n_outputs=outputs, targets=targets, delta=delta)
+    levels = device_levels(
+        description,
+        n_classes=classes,
+        n_outputs=outputs,
+        targets=targets,
+        delta=delta,
+        certificate=None if certificate is None else load_certificate(certificate),
+    )
     print_rows(level_rows(levels))
 
 

@@ -115,15 +115,31 @@ class DeviceChoice(BaseModel):
             "protection.noise = 'device'",
             holds=lambda run: run.uses_device,
         ),
+        Effect(
+            keys=("device.certificate",),
+            needs="a guarantee that rests on the device's noise: protection.noise = 'device'",
+            holds=lambda run: run.protection.noise == "device",
+        ),
+        Effect(
+            keys=("device.certificate_days",),
+            needs="device.certificate",
+            holds=lambda run: run.device.certificate is not None,
+        ),
     )
 
     name: str = "gaussian"
     """A name of `opusim device list`, or the path of a TOML file; any other key of this section, such as
     device.noise.sigma, overrides that key of the description. Refused if the run opens no device."""
 
+    certificate: str | None = None
+    """Path of the device's certificate (`opusim device calibrate`). The guarantee then rests on its limits instead of
+    the description's numbers, and its beta is taken off delta once; the monitor compares the noise with it."""
+    certificate_days: int = Field(30, ge=0)
+    """Largest age of the certificate, in days, when a run starts or resumes."""
+
     @property
     def overrides(self) -> dict[str, Any]:
-        """The keys other than `name`, as a nested mapping."""
+        """The keys that override the description's, as a nested mapping."""
         return dict(self.model_extra or {})
 
 

@@ -72,6 +72,7 @@ def last_iterate(plan: Plan, options: ConvexConfig, noise_multiplier: float) -> 
         final_noise=final_noise(plan, options),
         hyperplanes=options.hyperplanes,
         device_noise=config.protection.noise == "device",
+        **plan.credit,
     )
 
 

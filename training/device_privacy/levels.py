@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from accounting.calibration import calibrate_noise
 from accounting.composition import guarantees
@@ -18,9 +19,11 @@ from accounting.labels.budget import label_distance
 from accounting.labels.mechanisms import LabelReadout
 from accounting.tables import number
 from opusim.description.schema import DeviceDescription
+from opusim.devices.certificate import Certificate
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
 from opusim.temperature import TemperatureLaw
+from training.protections.base import creditable_law
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +50,9 @@ def device_levels(
     n_outputs: int,
     targets: Sequence[float],
     delta: float,
+    certificate: Certificate | None = None,
 ) -> list[DeviceLevel]:
-    """Return the level of the device as described, then the level that each target epsilon requires.
+    """Return the level of the device as described or certified, then the level that each target epsilon requires.
 
     Args:
         description: A device of Gaussian law.
@@ -56,9 +60,11 @@ def device_levels(
         n_outputs: Number of outputs of a reading.
         targets: Epsilons to reach, each above 0.
         delta: Delta at which epsilon is stated, in (0, 1).
+        certificate: The device's, whose lower limit then takes the described noise's place, and whose beta is taken
+            off delta; None for the description's numbers.
 
     Raises:
-        ConfigError: The device has no Gaussian law, or its matrix is not known.
+        ConfigError: The device has no Gaussian law, its matrix is not known, or the certificate is not its own.
     """
     settings = description.noise
     if settings is None:
@@ -68,19 +74,24 @@ def device_levels(
             f"a device of kind {description.kind!r} has no Gaussian sigma and no photon counts; take "
             "'gaussian', 'gaussian_temperature', 'camera' or 'camera_low_light'",
         )
-    distance = _label_distance(description, n_classes, n_outputs)
-    own, temperature = settings.value(), settings.temperature_law
-    levels = []
+    with open_described(
+        description, n_inputs=n_classes, n_outputs=n_outputs, certificate=certificate
+    ) as device:
+        distance = label_distance(device.require("matrix").matrix().cpu().double().numpy())
+        own = (
+            settings.value()
+            if certificate is None
+            else creditable_law(device, credit=_credit(certificate)).min_std
+        )
+    temperature, levels = settings.temperature_law, []
+    reading = LabelReadout(mu=1.0, device_law=True, **_credit(certificate))
     if own > 0:
-        (guarantee,) = guarantees([LabelReadout(mu=distance / own, device_law=True)], delta=delta)
+        (guarantee,) = guarantees([replace(reading, mu=distance / own)], delta=delta)
         now = None if temperature is None else temperature.temperature_c
-        levels.append(
-            DeviceLevel(sigma=own, epsilon=guarantee.epsilon, temperature_c=now, remark="as described")
-        )
+        remark = "as described" if certificate is None else f"as certified on {certificate.date}"
+        levels.append(DeviceLevel(sigma=own, epsilon=guarantee.epsilon, temperature_c=now, remark=remark))
     for target in targets:
-        found, guarantee = calibrate_noise(
-            LabelReadout(mu=1.0, device_law=True), target_epsilon=target, delta=delta
-        )
+        found, guarantee = calibrate_noise(reading, target_epsilon=target, delta=delta)
         sigma = distance / found.mu
         wanted, remark = _way_to(sigma, own, None if temperature is None else temperature.law())
         levels.append(
@@ -102,10 +113,9 @@ def level_rows(levels: Sequence[DeviceLevel]) -> list[dict[str, str]]:
     ]
 
 
-def _label_distance(description: DeviceDescription, n_classes: int, n_outputs: int) -> float:
-    """Return max_ab ||B_a - B_b|| over the device's own matrix."""
-    with open_described(description, n_inputs=n_classes, n_outputs=n_outputs) as device:
-        return label_distance(device.require("matrix").matrix().cpu().double().numpy())
+def _credit(certificate: Certificate | None) -> dict[str, Any]:
+    """Return the keywords of a mechanism that rests on a certificate."""
+    return {} if certificate is None else {"beta": certificate.beta, "certificate": certificate.digest}
 
 
 def _way_to(sigma: float, own: float, law: TemperatureLaw | None) -> tuple[float | None, str]:

@@ -246,6 +246,7 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
             "clip_norm": self.clip_norm(config, self.plan.dataset.n_classes),
             "divisor": divisor,
             "device_noise": config.protection.noise == "device",
+            **self.plan.credit,
         }
         if relation is Adjacency.REPLACE_ONE:
             return RecordReplaced(**parameters)

@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from accounting.errors import BudgetExceeded, NoGuarantee
+from accounting.ledger.evidence import Alarm
 from accounting.ledger.journal import Position
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
+from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import Usage
 from opusim.errors import DeviceError
 from opusim.processes.ranks import Ranks
 from training.data import Split
+from training.engine.certified import alarm_of
 from training.engine.leading import lead
 from training.engine.plan import RunPlan, to_device
 from training.engine.trainer import StepRecord, Trainer
@@ -67,6 +70,7 @@ class Engine:
         folder: Where the run is written; the caller holds its lock.
         watcher: Receives the progress.
         ranks: The processes, of which this one leads; None for one.
+        device: The open device of the run, or None without one. Under a certificate it is checked at each stop, too.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Engine:
         watcher: Watcher | None = None,
         *,
         ranks: Ranks | None = None,
+        device: NoisyDevice | None = None,
     ) -> None:
         config = plan.config
         self._identity = config.digest()
@@ -84,6 +89,7 @@ class Engine:
         self._trainer = trainer
         self._network = plan.network
         self._writer = plan.algorithm.writer
+        self._certified = None if plan.certificate is None else device
         self._kind = config.trainer.kind
         self._dataset = to_device(plan.dataset, config.torch_device)
         self._sampler = plan.sampler
@@ -96,7 +102,7 @@ class Engine:
         self._keep = config.checkpoint.keep
         self._watcher = watcher
         self._ranks = ranks or Ranks.one()
-        self._step = 0
+        self._step = self._first_step = 0
         self._sums = _EpochSums(self._dataset.train.x.device)
         self._earlier_usage = Usage()
         self._epoch_started = time.perf_counter()
@@ -164,6 +170,7 @@ class Engine:
         if self._watcher:
             self._watcher.on_start(step=self._step, total_steps=self.total_steps)
         self._epoch_started = time.perf_counter()
+        self._first_step = self._step
         if mechanisms:
             ledger.require_covers(self._step)
         self._seal_what_was_paid(ledger)
@@ -184,6 +191,7 @@ class Engine:
                 self._pay(ledger, mechanisms)
             self._advance_or_keep(ledger, paid_at_start=not mechanisms)
             if interrupted.is_set() and self._step < self.total_steps:
+                self._looked_at(ledger, paid_at_start=not mechanisms)
                 self._stop_cleanly(ledger, paid_at_start=not mechanisms)
                 trust = ", trust_code=True" if "--trust-code" in self._folder.resume_command else ""
                 raise RunInterrupted(
@@ -191,6 +199,31 @@ class Engine:
                     f"it with: {self._folder.resume_command} (from Python: opusim.train(folder=..., "
                     f"resume=True{trust}), with the same data and model if they were given)"
                 )
+        self._looked_at(ledger, paid_at_start=not mechanisms)
+
+    def _looked_at(self, ledger: Ledger, *, paid_at_start: bool) -> None:
+        """Check the certified device once more after the steps that it took part in, before they are declared done.
+
+        Raises:
+            DeviceError: It has changed; a checkpoint was written, and the ledger says from which step on.
+        """
+        if self._certified is None:
+            return
+        try:
+            self._certified.inspect(self._step)
+        except DeviceError as error:
+            self._stop_cleanly(ledger, paid_at_start=paid_at_start, error=error)
+            raise type(error)(f"{error}. {self._state_after(error)}") from error
+
+    def _state_after(self, error: DeviceError) -> str:
+        """Return what an alarm under a certificate means for the steps that were done."""
+        alarm = None if self._certified is None else self._alarm_of(error)
+        if alarm is None or not alarm.doubts:
+            return f"When the device is back, resume with: {self._folder.resume_command}"
+        return (
+            f"Its noise may have been weaker than certified from step {max(alarm.since, 0)} on; see what is covered "
+            f"with: opusim account run {self._folder.path}"
+        )
 
     def _seal_what_was_paid(self, ledger: Ledger) -> None:
         """Seal labels and payments that are newer than the newest checkpoint into it, before a step is computed.
@@ -207,12 +240,26 @@ class Engine:
         position = Position() if self._ledger is None else self._ledger.position
         return self._folder.seal(self._files, position, bound=self._private)
 
-    def _stop_cleanly(self, ledger: Ledger, *, paid_at_start: bool) -> None:
+    def _note_alarm(self, ledger: Ledger, error: DeviceError) -> None:
+        """Record in the ledger of a run under a certificate that its device has changed, if that is the error."""
+        alarm = self._alarm_of(error)
+        if alarm is not None:
+            ledger.note_alarm(alarm)
+
+    def _alarm_of(self, error: DeviceError) -> Alarm | None:
+        """Return what the ledger of a run under a certificate says of a device's error, or None."""
+        if self._certified is None:
+            return None
+        return alarm_of(error, self._certified, step=self._step, first_step=self._first_step)
+
+    def _stop_cleanly(self, ledger: Ledger, *, paid_at_start: bool, error: DeviceError | None = None) -> None:
         """Return what was reserved, keep the steps done, and tell the ledger, so that a resumed run does not pay twice.
 
         The checkpoint holds the result of every step that was started; a step in which the device failed has none.
         """
         ledger.return_unused()
+        if error is not None:
+            self._note_alarm(ledger, error)
         digest = self.checkpoint()
         if paid_at_start and self._private:
             ledger.note_stop(self._step, digest)
@@ -240,13 +287,13 @@ class Engine:
         except DeviceError as error:
             kept = "all before it are kept"
             if self._trainer.intact:
-                self._stop_cleanly(ledger, paid_at_start=paid_at_start)
+                self._stop_cleanly(ledger, paid_at_start=paid_at_start, error=error)
             else:
+                self._note_alarm(ledger, error)
                 newest = list_checkpoints(self._folder.checkpoints)[-1]
                 kept = f"and broke off amid the parameters, so that those of {newest.stem} are kept"
             raise type(error)(
-                f"{error}. Step {self._step} of {self.total_steps} was not done, {kept}; "
-                f"when the device is back, resume with: {self._folder.resume_command}"
+                f"{error}. Step {self._step} of {self.total_steps} was not done, {kept}. {self._state_after(error)}"
             ) from error
 
     def _advance(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -17,6 +17,7 @@ from accounting.mechanisms import Mechanism
 from opusim.description.loading import load_description, parse_description
 from opusim.description.schema import DeviceDescription, NoiseSettings
 from opusim.devices.base import NoisyDevice
+from opusim.devices.certificate import Certificate
 from opusim.devices.registry import open_described
 from opusim.devices.shared import SharedDevice
 from opusim.errors import ConfigError
@@ -31,6 +32,7 @@ from training.data.features import OpticalMap, with_optical_features
 from training.data.samplers import PoissonSampler, Sampler, make_sampler
 from training.data.tables import OwnData, OwnTest, own_dataset
 from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
+from training.engine.certified import certificate_of, credit_of, monitored
 from training.errors import RunFolderError
 from training.networks.base import Network
 from training.networks.user_code import require_trusted
@@ -52,6 +54,7 @@ class RunPlan:
         sampler: How records are drawn into batches.
         description: The device's description, or None if the run has no device.
         noise: The law of the device's noise, or None if it is unknown before the device is open.
+        certificate: The certificate that the guarantee rests on, or None if it rests on none.
     """
 
     config: RunConfig
@@ -60,6 +63,7 @@ class RunPlan:
     sampler: Sampler
     description: DeviceDescription | None
     noise: NoiseModel | None = None
+    certificate: Certificate | None = None
 
     @classmethod
     def resolve(
@@ -103,13 +107,16 @@ class RunPlan:
         config = for_this_machine(config)
         _require_named(config, dataset)
         require_target(config, dataset)
+        description = _description(config, folder)
+        certificate = certificate_of(config, description, folder)
         dataset = with_maps(config, dataset, folder)
         plan = cls(
             config=config,
             dataset=dataset,
             network=config.trainer.implementation().build_network(config, dataset, model),
-            description=_description(config, folder),
+            description=monitored(description, certificate),
             sampler=build_sampler(config, dataset),
+            certificate=certificate,
         )
         require_applied(plan.algorithm)
         plan.algorithm.require_covered()
@@ -135,12 +142,14 @@ class RunPlan:
         config, data, model = default_inputs(config, data, model)
         dataset = with_maps(config, load_data(config, data), folder)
         _require_same_data(folder, facts["data"], dataset)
+        kept = facts.get("certificate")
         return cls(
             config=config,
             dataset=to_device(dataset, config.torch_device),
             network=config.trainer.implementation().rebuild_network(facts["network"], model),
             description=_description(config, folder),
             sampler=build_sampler(config, dataset),
+            certificate=None if kept is None else Certificate.model_validate(kept),
         )
 
     @cached_property
@@ -158,6 +167,11 @@ class RunPlan:
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """What one step releases; nothing if the run pays for everything upfront."""
         return self.algorithm.released(self.noise)
+
+    @property
+    def credit(self) -> Mapping[str, Any]:
+        """Keywords `beta` and `certificate` of a mechanism that rests on the device's noise; empty without one."""
+        return credit_of(self.config, self.certificate)
 
     @property
     def total_steps(self) -> int:
@@ -204,7 +218,7 @@ class RunPlan:
         if self.description is None or self.description.noise is None:
             return self
         silent = self.description.model_copy(update={"noise": NoiseSettings(sigma=0.0)})
-        return replace(self, description=silent)
+        return replace(self, description=silent, certificate=None)
 
     @contextmanager
     def opened_device(self, ranks: Ranks | None = None) -> Iterator[NoisyDevice | None]:
@@ -228,6 +242,7 @@ class RunPlan:
             torch_device=self.config.torch_device,
             n_inputs=shape.n_inputs,
             n_outputs=shape.n_outputs,
+            certificate=self.certificate,
         )
         with opener() if ranks is None or ranks.world == 1 else SharedDevice(opener, ranks) as device:
             yield device

@@ -25,6 +25,7 @@ from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.tables import OwnData, OwnTest
 from training.engine.callbacks import Callback, Watchers
+from training.engine.certified import facts_of, require_undoubted
 from training.engine.leading import (
     end,
     follow,
@@ -206,9 +207,11 @@ def _train_in(
         trainer = algorithm.protected_trainer(device, folder)
         with closing(trainer):  # from here on, so that hooks come off a user-supplied module whatever fails
             facts, resumed_from = _facts(plan), None
-            engine = Engine(plan, trainer, folder, watcher, ranks=ranks)
+            engine = Engine(plan, trainer, folder, watcher, ranks=ranks, device=device)
             if resume:
                 _check_same(folder, facts)
+                if plan.certificate is not None and folder.ledger_file.exists():
+                    require_undoubted(folder.read_ledger(), folder)
                 resumed_from = engine.resume(moved=moved)
                 if device is not None and folder.baseline_file.exists():
                     device.compare_with(Baseline.from_array(read_array(folder.baseline_file)))
@@ -218,6 +221,8 @@ def _train_in(
             share_state(trainer, ranks)
             ranks.on_first(folder.path.resolve)
             with deferred_interrupt() as interrupted, _ledger(plan.config, folder, resumed_from) as ledger:
+                if plan.certificate is not None and device is not None:
+                    ledger.note_certificate(facts_of(plan.certificate, device))
                 protection.pay_upfront(ledger, device, folder)
                 algorithm.prepare(trainer, folder)
                 engine.run(ledger, plan.mechanisms, interrupted)
@@ -271,6 +276,7 @@ def _facts(plan: RunPlan) -> dict[str, Any]:
         "device": None if plan.description is None else plan.description.dump(),
         "noise": None if plan.noise is None else plan.noise.summary(),
         "versions": versions(_kinds(plan)),
+        **({} if plan.certificate is None else {"certificate": plan.certificate.dump()}),
         **({"code": code} if code else {}),
     }
 

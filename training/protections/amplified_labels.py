@@ -49,6 +49,7 @@ class AmplifiedLabelProtection(PoissonProtection):
             noise_multiplier=noise_multiplier,
             sampling_probability=self._plan.sampling_probability,
             device_noise=self.section.noise == "device",
+            **self._plan.credit,
         )
 
     def gradients(self, device: NoisyDevice | None) -> AmplifiedLabels:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -310,25 +310,30 @@ def write_gradient(network: FullyConnected, layer: int, gradient: Tensor) -> Non
     linear.bias.grad = gradient[:, -1].contiguous()
 
 
-def creditable_law(device: NoisyDevice, *, key: str = "protection.noise") -> GaussianNoise:
+def creditable_law(
+    device: NoisyDevice, *, key: str = "protection.noise", credit: Mapping[str, Any] | None = None
+) -> GaussianNoise:
     """Return the law of a device whose noise a protection or a likelihood ratio may rest on.
 
     Args:
         device: The device, open or closed.
         key: The key that asks for its noise, for the message.
+        credit: The certificate and the beta that the run's mechanisms name (`Plan.credit`), or None for neither.
 
     Raises:
-        ConfigError: It is not Gaussian, is 0 at some output, or rests on a certificate, whose own error no protection
-            accounts for yet.
+        ConfigError: It is not Gaussian, is 0 at some output, or rests on a certificate that no mechanism names.
     """
-    law = device.noise
-    if isinstance(law, GaussianNoise) and law.min_std > 0 and law.beta == 0:
+    law, named = device.noise, (credit or {}).get("beta", 0.0)
+    if isinstance(law, GaussianNoise) and law.min_std > 0 and law.beta == named:
         return law
+    remedy = "use 'digital'"
+    if law.beta != named:
+        remedy = f"whose beta = {law.beta:g} the run's guarantee does not count ({named:g}); set device.certificate"
     raise ConfigError(
         "configuration",
         key,
         f"'device' credits the noise of device {device.name!r} ({law.describe()}), but that takes a Gaussian law above "
-        "0, not one certified from frames; use 'digital'",
+        f"0; {remedy}",
     )
 
 
@@ -340,13 +345,20 @@ class DeviceNormals(NoiseStream):
     Args:
         device: Open, with Gaussian noise above 0 at every output. The trainer sets its steps.
         key: As for `creditable_law`.
+        credit: As for `creditable_law`.
 
     Raises:
         ConfigError: See `creditable_law`.
     """
 
-    def __init__(self, device: NoisyDevice, *, key: str = "protection.noise") -> None:
-        law = creditable_law(device, key=key)
+    def __init__(
+        self,
+        device: NoisyDevice,
+        *,
+        key: str = "protection.noise",
+        credit: Mapping[str, Any] | None = None,
+    ) -> None:
+        law = creditable_law(device, key=key, credit=credit)
         self._device = device
         self._std = torch.from_numpy(np.broadcast_to(law.std, device.n_outputs).astype(np.float32))
 
@@ -373,5 +385,5 @@ def central_noise(plan: Plan, device: NoisyDevice | None) -> NoiseStream:
     """
     config = plan.config
     if config.protection.noise == "device" and device is not None:
-        return DeviceNormals(device)
+        return DeviceNormals(device, credit=plan.credit)
     return noise_stream(config.mode, config.seed_for("central-noise"), "central-noise")

@@ -92,7 +92,7 @@ class LabelBudgetProtection(Protection):
     def _budget(self) -> LabelBudget:
         """The budget of every record's label in the whole run."""
         options = self.section
-        start = LabelBudget(budget_mu=1.0, device_noise=options.noise == "device")
+        start = LabelBudget(budget_mu=1.0, device_noise=options.noise == "device", **self._plan.credit)
         return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
 
 

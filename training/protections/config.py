@@ -257,6 +257,16 @@ class LabelReadoutConfig(OneLookConfig):
     noise: Source = "digital"
     """Source of the noise that the guarantee rests on: a digital generator, or the device, whose noise must be
     Gaussian."""
+    top_up: bool = True
+    """Whether digital noise makes up what the device's lacks for epsilon; false refuses a device of too little noise,
+    and says how much it lacks."""
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("protection.top_up",),
+            needs="protection.noise = 'device'",
+            holds=lambda run: run.protection.noise == "device",
+        ),
+    )
 
     def implementation(self) -> Any:
         """See KindSection.implementation."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,8 +36,8 @@ from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
-from training.protections.config import OneLookConfig
-from training.protections.planning import epsilon_of
+from training.protections.config import LabelReadoutConfig, OneLookConfig
+from training.protections.planning import epsilon_of, require_own_noise
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array, write_array
 
@@ -100,7 +101,8 @@ class LabelReadoutProtection(OneLookProtection):
     def mechanism(self) -> LabelReadout:
         """See OneLookProtection.mechanism."""
         options = self.section
-        return calibrated_once(LabelReadout(mu=1.0), epsilon=epsilon_of(options), delta=options.delta)
+        start = LabelReadout(mu=1.0, **self._plan.credit)
+        return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
 
     def look(self, device: NoisyDevice | None, pay: Pay) -> Tensor:
         """See OneLookProtection.look."""
@@ -108,13 +110,16 @@ class LabelReadoutProtection(OneLookProtection):
         noise = noise_stream(config.mode, config.seed_for("label-noise"), "label-noise")
         labels, k, mu = dataset.train.y.cpu(), dataset.n_classes, self.mechanism.mu
         if self.section.noise == "device" and device is not None:
-            return read_once_through(device, labels, k, mu=mu, noise=noise, pay=pay)
+            return read_once_through(device, labels, k, mu=mu, noise=noise, pay=pay, credit=self._plan.credit)
         return read_once(labels, k, mu=mu, noise=noise, pay=pay)
 
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
         """See Protection.soft_labels; a device that cannot read labels is refused before the run begins."""
         if self.section.noise == "device" and device is not None:
-            readable_law(device)
+            law = readable_law(device, self._plan.credit)
+            if not self._plan.config.protection_as(LabelReadoutConfig).top_up:
+                codes = device.require("matrix").matrix().cpu().double().numpy()
+                require_own_noise(device, law, label_distance(codes), self.mechanism)
         return super().soft_labels(device, folder)
 
 
@@ -198,7 +203,14 @@ def read_once(labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream, 
 
 
 def read_once_through(
-    device: NoisyDevice, labels: Tensor, n_classes: int, *, mu: float, noise: NoiseStream, pay: Pay
+    device: NoisyDevice,
+    labels: Tensor,
+    n_classes: int,
+    *,
+    mu: float,
+    noise: NoiseStream,
+    pay: Pay,
+    credit: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Read one-hot labels through a device of Gaussian law, whose noise is topped up to max_ab ||B_a - B_b|| / mu.
 
@@ -209,6 +221,7 @@ def read_once_through(
         mu: Of the guarantee, above 0; a device with more noise than that gives a smaller one.
         noise: Source of independent N(0, 1) for the rest.
         pay: Takes what is released.
+        credit: The certificate of the device's noise and its beta, as `creditable_law` takes them.
 
     Returns:
         The log-likelihood of every class, shape (n, k).
@@ -216,13 +229,13 @@ def read_once_through(
     Raises:
         ConfigError: See `readable_law`.
     """
-    law = readable_law(device)
+    law = readable_law(device, credit)
     codes = device.require("matrix").matrix().cpu().double().numpy()  # (n_outputs, k)
     distance = label_distance(codes)
     own = law.min_std
     top_up = math.sqrt(max((distance / mu) ** 2 - own**2, 0.0))
     sigmas = np.sqrt(np.broadcast_to(law.variance(), len(codes)) + top_up**2)
-    pay(LabelReadout(mu=min(distance / math.hypot(top_up, own), mu), device_law=True))
+    pay(LabelReadout(mu=min(distance / math.hypot(top_up, own), mu), device_law=True, **(credit or {})))
     device.seek(LABEL_STEP)
     noise.seek(LABEL_STEP)
     scores = []
@@ -233,13 +246,17 @@ def read_once_through(
     return torch.from_numpy(np.concatenate(scores)).float()
 
 
-def readable_law(device: NoisyDevice) -> GaussianNoise:
+def readable_law(device: NoisyDevice, credit: Mapping[str, Any] | None = None) -> GaussianNoise:
     """Return the law of a device through which labels can be read.
+
+    Args:
+        device: The device, open or closed.
+        credit: As for `creditable_law`.
 
     Raises:
         ConfigError: See `creditable_law`, or its matrix is not known.
     """
-    law = creditable_law(device)
+    law = creditable_law(device, credit=credit)
     if "matrix" not in device.capabilities:
         raise ConfigError(
             "configuration",

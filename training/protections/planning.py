@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
+from accounting.labels.mechanisms import LabelReadout
 from accounting.mechanisms import Mechanism
 from accounting.theorems import require_poisson
+from opusim.devices.base import NoisyDevice
+from opusim.errors import ConfigError
+from opusim.noise import GaussianNoise
 from training.config.run import RunConfig, split_refusal
 from training.config.sections import ProtectionSection
 from training.data import Dataset
@@ -33,6 +39,10 @@ class Plan(Protocol):
     @property
     def network(self) -> Any:
         """The network to train."""
+
+    @property
+    def credit(self) -> Mapping[str, Any]:
+        """Keywords of a mechanism that rests on the device's noise: its certificate and beta; empty without one."""
 
     @property
     def total_steps(self) -> int:
@@ -122,6 +132,38 @@ def _require_stated_numbers(config: RunConfig, dataset: Dataset) -> None:
         raise NoGuarantee(
             "data.vocabulary is missing: the number of token values would be read off the private records; state it"
         )
+
+
+def require_own_noise(device: NoisyDevice, law: GaussianNoise, distance: float, wanted: LabelReadout) -> None:
+    """Refuse a device whose own noise is too little for an epsilon, and say how much it lacks.
+
+    Args:
+        device: The device.
+        law: Its noise, certified or described.
+        distance: Largest distance of two labels' readings, projection units.
+        wanted: The reading at the run's epsilon.
+
+    Raises:
+        ConfigError: The noise is too little; one line with every way to more of it that the description has.
+    """
+    needed, own = distance / wanted.mu, law.min_std
+    if own >= needed:
+        return
+    settings = device.description.noise
+    ways, then = [], ", then calibrate again" if law.beta else ""
+    if settings is not None and settings.temperature_law is None:
+        ways.append(f"set device.noise.sigma = {needed:.4g}{then}")
+    elif settings is not None and settings.temperature_law is not None:
+        with suppress(ValueError):  # beyond its range
+            warm = settings.temperature_law.law().temperature_c(needed)
+            ways.append(f"set device.noise.temperature_law.temperature_c = {warm:.4g}{then}")
+    ways.append("leave protection.top_up out, so that digital noise makes up the rest")
+    raise ConfigError(
+        "configuration",
+        "protection.epsilon",
+        f"needs noise of {needed:.4g} in each reading, and device {device.name!r} has {own:.4g}, {needed / own:.3g} "
+        f"times too little; {', or '.join(ways)}",
+    )
 
 
 def epsilon_of(options: ProtectionSection) -> float:

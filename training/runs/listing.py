@@ -304,9 +304,12 @@ def _facts(folder: RunFolder) -> dict[str, Any]:
 def _strongest(folder: RunFolder) -> Guarantee | None:
     """Return the proven guarantee of least epsilon, else one of another status; None if nothing was paid for."""
     try:
-        found = folder.read_ledger().guarantees()
+        content = folder.read_ledger()
+        found = content.guarantees()
     except NoGuarantee:
         return None
+    if content.doubts:  # a proven one is about the part of the run before an alarm
+        return found[0]
     return min(found, key=lambda guarantee: (not guarantee.is_proven, guarantee.epsilon))
 
 

@@ -198,8 +198,8 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
         }
         if self.options.law == "laplace":
             return ZoLaplace(scale=noise_multiplier, **parameters)
-        device_noise = config.protection.noise == "device"
-        return ZoGaussian(noise_multiplier=noise_multiplier, device_noise=device_noise, **parameters)
+        parameters |= {"device_noise": config.protection.noise == "device", **self.plan.credit}
+        return ZoGaussian(noise_multiplier=noise_multiplier, **parameters)
 
     def equivalent_noise(self, noise_multiplier: float) -> float:
         """See Algorithm.equivalent_noise; several directions cost as much as one with less noise."""
@@ -218,7 +218,7 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
         clip = self.clip_norm(config, self.plan.dataset.n_classes)
         stream: NoiseStream = noise_stream(config.mode, config.seed_for("scalar-noise"), "scalar-noise")
         if device is not None:
-            stream = DeviceNormals(device)
+            stream = DeviceNormals(device, credit=self.plan.credit)
         law = LaplaceScalars if self.options.law == "laplace" else GaussianScalars
         return ScalarRelease(
             clip=clip,

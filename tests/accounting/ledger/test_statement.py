@@ -85,6 +85,25 @@ class LedgerPart(Part):
     checked_against: list[str]
 
 
+class CertificatePart(Part):
+    digest: str
+    device: str
+    date: str
+    age_days: int
+    beta: float
+    law: str
+    remarks: list[str]
+    every_steps: int
+    finds: float
+
+
+class AlarmPart(Part):
+    step: int
+    since: int
+    found: str
+    covered: bool
+
+
 class RunPart(Part):
     finished: bool
     step: int | None
@@ -101,6 +120,8 @@ class Document(Part):
     warnings: list[Warned]
     guarantees: list[Stated]
     mechanisms: list[Paid]
+    certificates: list[CertificatePart]
+    alarms: list[AlarmPart]
     ledger: LedgerPart
     run: RunPart | None
     versions: dict[str, str]

@@ -88,7 +88,7 @@ def test_devices_without_a_gaussian_law_are_refused() -> None:
         (open_device("camera", n_inputs=3, n_outputs=5), "'camera' .*Poisson counts"),
     ):
         with pytest.raises(
-            ConfigError, match=f"protection.noise.*{message}.*Gaussian law above 0, .*; use 'digital'"
+            ConfigError, match=f"protection.noise.*{message}.*Gaussian law above 0; use 'digital'"
         ):
             DeviceNormals(device)  # fmt: skip
 

@@ -22,7 +22,7 @@ import torch
 from matplotlib.figure import Figure
 from scipy.optimize import brentq
 
-from accounting.devices.readings import known_counts_guarantee
+from accounting.devices.counts import known_counts_guarantee
 from accounting.guarantee import Guarantee
 from accounting.tables import guarantee_rows, number, print_rows
 from opusim import checks

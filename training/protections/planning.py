@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,6 +10,8 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
 from accounting.theorems import require_poisson
+from opusim.description.schema import DeviceDescription
+from opusim.devices.base import NoisyDevice
 from training.config.run import RunConfig, split_refusal
 from training.config.sections import ProtectionSection
 from training.data import Dataset
@@ -33,6 +36,13 @@ class Plan(Protocol):
     @property
     def network(self) -> Any:
         """The network to train."""
+
+    @property
+    def description(self) -> DeviceDescription | None:
+        """The device's description, or None if the run has no device."""
+
+    def opened_device(self) -> AbstractContextManager[NoisyDevice | None]:
+        """Open the device of the run; gives None if it has none."""
 
     @property
     def total_steps(self) -> int:

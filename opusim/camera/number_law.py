@@ -91,7 +91,11 @@ def number_law(rates: np.ndarray, offset_e: np.ndarray, sensor: Sensor) -> Numbe
     black, gain, std = sensor.black_level_dn, sensor.gain_dn_per_e, sensor.gain_dn_per_e * sensor.read_noise_e
     well = math.inf if sensor.full_well_e is None else sensor.full_well_e
     base = black + gain * np.asarray(offset_e, dtype=float)
-    least, most = _electrons(float(np.min(rates)), -1), _electrons(float(np.max(rates)), 1)
+    full = math.ceil(
+        min(well, (sensor.top_dn + 1 + _FAR * std - float(base.min())) / gain)
+    )  # more change no code
+    least = min(_electrons(float(np.min(rates)), -1), full)
+    most = min(_electrons(float(np.max(rates)), 1), full)
     low = float(base.min()) + gain * min(least, well) - _FAR * std
     high = float(base.max()) + gain * min(most, well) + _FAR * std
     first, last = (int(np.clip(np.rint(end), 0, sensor.top_dn)) for end in (low, high))
@@ -99,7 +103,9 @@ def number_law(rates: np.ndarray, offset_e: np.ndarray, sensor: Sensor) -> Numbe
     centres = gain * np.minimum(electrons, well)
     masses = np.empty((*np.shape(rates), last - first + 1))
     for pixel in range(np.shape(rates)[1]):
-        counts = poisson.pmf(electrons, np.asarray(rates)[:, pixel, None])  # (inputs, electrons)
+        rate = np.asarray(rates)[:, pixel, None]
+        counts = poisson.pmf(electrons, rate)  # (inputs, electrons)
+        counts[:, -1] += poisson.sf(most, rate[:, 0])
         codes = _code_masses(base[pixel] + centres, std, first, last)
         masses[:, pixel] = counts @ codes
     return NumberLaw(first=first, masses=masses)

@@ -359,15 +359,29 @@ def confusion(frames: LabelFrames, groups: np.ndarray, light: float) -> tuple[np
         groups: Pixels of each label, shape (labels, pixels of a group).
         light: Multiple of the described light.
     """
-    pixels, size = groups.ravel(), groups.shape[1]
-    places = list(np.arange(pixels.size).reshape(-1, size))
+    rates = frames.rates(light)
     if frames.beta == 0:
-        laws = frames.numbers(frames.rates(light), pixels).sums(places)
-        return confusion_matrix(laws, laws)
-    dark = np.broadcast_to(frames.dark, frames.light.shape)
-    highest = np.maximum(frames.rates(light), dark) + (frames.excess - 1) * light * frames.light
-    both = frames.numbers(np.concatenate([dark, highest]), pixels).sums(places)
-    return confusion_matrix(*np.split(both, 2))
+        return confusion_at(frames.law, groups, rates, rates)
+    dark = np.broadcast_to(frames.dark, rates.shape)
+    highest = np.maximum(rates, dark) + (frames.excess - 1) * light * frames.light
+    return confusion_at(frames.law, groups, dark, highest)
+
+
+def confusion_at(
+    law: CountLaw, groups: np.ndarray, lowest: np.ndarray, highest: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return limits of the confusion matrix of the argmax over boxes of rates, from `lowest` to `highest`.
+
+    Args:
+        law: The camera's stages.
+        groups: Pixels of each label, shape (labels, pixels of a group).
+        lowest: Expected electrons of each label's frame, shape (labels, pixels).
+        highest: The same, at least as large.
+    """
+    pixels, places = groups.ravel(), list(np.arange(groups.size).reshape(groups.shape))
+    rates = lowest if lowest is highest else np.concatenate([lowest, highest])
+    sums = number_law(rates[:, pixels], law.offset_e[pixels], law.sensor).sums(places)
+    return confusion_matrix(sums[: len(lowest)], sums[-len(highest) :])
 
 
 # Protections

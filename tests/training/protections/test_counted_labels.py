@@ -21,6 +21,7 @@ from accounting.mechanisms import Mechanism
 from opusim import open_device
 from opusim.errors import ConfigError
 from opusim.noise import PhotonCountNoise
+from opusim.randomness.streams import SeededStream
 from training.protections import counted_labels
 from training.protections.counted_labels import (
     ArgmaxReadout,
@@ -309,6 +310,10 @@ def test_runs_that_cannot_count_labels_are_refused_before_they_begin(
 
 
 def test_gaussian_readings_of_a_camera_name_the_other_ways() -> None:
-    with open_device("camera_low_light", n_inputs=K, n_outputs=8) as device:
-        with pytest.raises(ConfigError, match="counts photons; use 'counts' or 'argmax'"):
-            read_once_through(device, torch.zeros(3).long(), K, mu=1.0, noise=None, pay=lambda _: None)  # type: ignore[arg-type]
+    with (
+        open_device("camera_low_light", n_inputs=K, n_outputs=8) as device,
+        pytest.raises(ConfigError, match="counts photons; use 'counts' or 'argmax'"),
+    ):
+        read_once_through(
+            device, torch.zeros(3).long(), K, mu=1.0, noise=SeededStream(1, "labels"), pay=lambda _: None
+        )

@@ -83,7 +83,7 @@ COUNT_ARGMAX = Theorem(
     ),
     trusted=(
         "every step up to the argmax (counts, read noise, full well, rounding) has the stated law",
-        "the counts are never seen: whoever sees them is not covered",
+        "the counts are never seen: an attacker who sees them is not covered",
         _PUBLIC_FEATURES,
     ),
 )

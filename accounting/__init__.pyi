@@ -2,6 +2,8 @@ from .calibration import calibrate_noise as calibrate_noise
 from .composition import Budget as Budget
 from .composition import guarantees as guarantees
 from .convex.mechanisms import ConvexLastIterate as ConvexLastIterate
+from .devices.counts import LabelArgmax as LabelArgmax
+from .devices.counts import LabelCounts as LabelCounts
 from .errors import BudgetExceeded as BudgetExceeded
 from .errors import LedgerCorrupt as LedgerCorrupt
 from .errors import NoGuarantee as NoGuarantee

@@ -6,7 +6,9 @@ from accounting import ConvexLastIterate as ConvexLastIterate
 from accounting import Gaussian as Gaussian
 from accounting import Guarantee as Guarantee
 from accounting import LabelAmplified as LabelAmplified
+from accounting import LabelArgmax as LabelArgmax
 from accounting import LabelBudget as LabelBudget
+from accounting import LabelCounts as LabelCounts
 from accounting import LabelReadout as LabelReadout
 from accounting import Ledger as Ledger
 from accounting import LedgerCorrupt as LedgerCorrupt

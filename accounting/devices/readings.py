@@ -227,39 +227,6 @@ def least_epsilon(noise: FluctuatingCountNoise, readings: int, delta: float) -> 
     return best
 
 
-def known_counts_guarantee(
-    rates: np.ndarray, *, delta: float, beta: float = 0.0, unit: Unit = Unit.LABEL
-) -> Guarantee:
-    """Return the guarantee of one reading by photon counts of inputs whose expected counts are known.
-
-    It is sharper than boxes around the counts.
-
-    Args:
-        rates: Expected counts of each possible input at every pixel and frame, shape (inputs, pixels).
-        delta: In (beta, 1); beta is taken off before anything is converted.
-        beta: Probability that a rate is wrong, in [0, 1).
-        unit: Whether an input is a record or a label.
-
-    Raises:
-        NoGuarantee: delta does not exceed beta.
-    """
-    checks.in_unit_interval(closed="neither", delta=delta)
-    checks.in_unit_interval(closed="left", beta=beta)
-    if delta <= beta:
-        raise NoGuarantee(f"delta = {delta}: must exceed beta = {beta}, the certificate's own error")
-    epsilon, left = 0.0, delta - beta
-    if pattern_variation(rates) > left:
-        epsilon = epsilon_of_divergence(lambda order: pattern_rdp(rates, order), left)
-    statement = _Statement(
-        epsilon=epsilon,
-        source=f"{PHOTON_COUNTS.citation}; between known rates",
-        law="counts are independent Poisson counts, and every input's rates are known",
-        reason="a rate may be 0 for one input and not for another",
-    )
-    read = f"one reading of {len(rates)} possible inputs by {rates.shape[1]:,} photon counts"
-    return _guarantee(statement, delta, unit, mechanism=read, beta=beta)
-
-
 def _guarantee(statement: _Statement, delta: float, unit: Unit, *, mechanism: str, beta: float) -> Guarantee:
     return Guarantee(
         epsilon=statement.epsilon,
@@ -390,19 +357,6 @@ def box_variation(noise: PhotonCountNoise, readings: int = 1) -> float:
     return total_variation_limit(
         readings * roots * _ROUNDING_UP, readings * float(np.sum(high - low)) * _ROUNDING_UP
     )
-
-
-def pattern_variation(rates: np.ndarray) -> float:
-    """Return the largest `total_variation_limit` over pairs of known patterns, shape (patterns, pixels)."""
-    checks.shape((None, None), rates=rates)
-    checks.non_negative(rates=rates)
-    roots, worst = np.sqrt(np.asarray(rates, dtype=float)), 0.0
-    for i in range(1, len(rates)):
-        squares = np.sum(np.square(roots[:i] - roots[i]), axis=1) * _ROUNDING_UP
-        apart = np.sum(np.abs(rates[:i] - rates[i]), axis=1) * _ROUNDING_UP
-        pairs = zip(squares.tolist(), apart.tolist(), strict=True)
-        worst = max(worst, *(total_variation_limit(*pair) for pair in pairs))
-    return worst
 
 
 def epsilon_of_curve(curve: Sequence[float], delta: float) -> float:

@@ -8,6 +8,8 @@ from .closed_forms import normal_cdf as normal_cdf
 from .closed_forms import normal_quantile as normal_quantile
 from .closed_forms import renyi_to_epsilon as renyi_to_epsilon
 from .closed_forms import response_bounds as response_bounds
+from .poisson_loss import pattern_bounds as pattern_bounds
+from .poisson_loss import poisson_bounds as poisson_bounds
 from .privacy_loss import compose_bounds as compose_bounds
 from .privacy_loss import compose_upper as compose_upper
 from .sampled_noise import GaussianMixture as GaussianMixture

@@ -143,28 +143,45 @@ def _lower_epsilon(parts: Sequence[NoisyStep], interval: float, delta: float) ->
 
 
 def _lower_pmf(loss: MonotonePrivacyLoss, interval: float) -> pld_pmf.PLDPmf | None:
-    """Masses on the grid whose divergence curve is nowhere above the mechanism's.
+    """Masses on the grid whose divergence curve is nowhere above the mechanism's, or None if the grid is too coarse.
 
-    With x = e^epsilon the curve delta(x) = P(L > epsilon) - x Q(L > epsilon) is convex and has at a middle m the
-    tangent A - x B, A = P(L > m), B = Q(L > m). A polygon with corners at grid points x_i lies below the curve if its
-    value at x_i is at most that of both neighbouring tangents, which differ there by w_i = x_i Q_i - P_i (Q_i, P_i
-    the masses between two middles). Its slopes are -B_i + (max(0, w_i) + min(0, w_{i+1})) / (x_{i+1} - x_i), and the
-    mass of Q at x_i is the change of slope. (Tail masses enter as such, not as second differences of delta, so they
-    keep their relative precision.)
-
-    Returns:
-        The masses, or None if the grid is too coarse.
+    A = P(L > m) and B = Q(L > m) at the middles m. (Tail masses enter as such, not as second differences of delta, so
+    they keep their relative precision.)
     """
     bounds = loss.connect_dots_bounds()
     low, high = math.floor(bounds.epsilon_lower / interval), math.ceil(bounds.epsilon_upper / interval)
     grid = np.arange(low, high + 1)
     a, b = _tails(loss, (grid[:-1] + 0.5) * interval)
-    ends = _ends(np.exp(grid * interval), a, b)
+    found = polygon_below(np.exp(grid * interval), a, b)
+    if found is None:
+        return None
+    first, masses = found
+    grid = grid[first : first + len(masses)]
+    masses *= min(1.0, 1.0 / masses.sum())
+    return pld_pmf.create_pmf(dict(zip(grid.tolist(), masses.tolist(), strict=True)), interval, 0.0, False)
+
+
+def polygon_below(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> tuple[int, np.ndarray] | None:
+    """Masses at the points x whose divergence curve is nowhere above that of a pair of measures of mass 1.
+
+    The curve delta(x) = P(ratio > x) - x Q(ratio > x) is convex and has at a middle m the tangent A - x B. A polygon
+    with corners at the points x_i lies below the curve if its value at x_i is at most that of both neighbouring
+    tangents, which differ there by w_i = x_i Q_i - P_i (Q_i, P_i the masses between two middles). Its slopes are
+    -B_i + (max(0, w_i) + min(0, w_{i+1})) / (x_{i+1} - x_i), and the mass of Q at x_i is the change of slope.
+
+    Args:
+        x: Increasing points, above 0, that enclose all ratios.
+        a: Mass of P beyond a middle of each interval, one less than points.
+        b: Mass of Q there.
+
+    Returns:
+        The first point that is used and the masses of P from there on, or None if the points are too far apart.
+    """
+    ends = _ends(x, a, b)
     if ends is None:
         return None
     first, last = ends
-    grid, a, b = grid[first : last + 1], a[first:last], b[first:last]
-    x = np.exp(grid * interval)
+    x, a, b = x[first : last + 1], a[first:last], b[first:last]
     w = np.diff(a, prepend=1.0, append=0.0) - x * np.diff(b, prepend=1.0, append=0.0)
     slopes = (np.maximum(w[:-1], 0) + np.minimum(w[1:], 0)) / np.diff(x) - b
     convex = isotonic_regression(
@@ -173,9 +190,7 @@ def _lower_pmf(loss: MonotonePrivacyLoss, interval: float) -> pld_pmf.PLDPmf | N
     masses = x * np.diff(convex, prepend=-1.0, append=0.0)
     if not np.isfinite(masses).all() or masses.min() < -1e-9:
         return None
-    masses = np.maximum(masses, 0.0)
-    masses *= min(1.0, 1.0 / masses.sum())
-    return pld_pmf.create_pmf(dict(zip(grid.tolist(), masses.tolist(), strict=True)), interval, 0.0, False)
+    return first, np.maximum(masses, 0.0)
 
 
 def _ends(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> tuple[int, int] | None:

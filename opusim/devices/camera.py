@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +29,7 @@ from opusim.camera.imperfect import FRAME_SIGNS, ImperfectExposure
 from opusim.camera.speckle import Speckle
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
-from opusim.devices.inputs import ternary_batch
+from opusim.devices.inputs import BinaryFrames, ternary_batch
 from opusim.errors import ConfigError, NoiseUnknown
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE
 from opusim.noise import FluctuatingCountNoise, PhotonCountNoise
@@ -372,6 +373,28 @@ class CameraDevice(NoisyDevice):
             numbers[start : start + rows] = exposure.expose_uniform(photons, rows, self._stream)
         self._meter.count(count, exposure.light.exposure_us)
         return numbers
+
+    def dimmed_frames(self, x: torch.Tensor, light: float) -> np.ndarray:  # (frames, n_inputs)
+        """Return frames of binary vectors with the laser at a multiple of the described light.
+
+        Args:
+            x: entries 0 and 1, shape (frames, n_inputs).
+            light: above 0; `count_law` tells the rates at any light.
+
+        Returns:
+            float32, shape (frames, n_outputs), DN.
+
+        Raises:
+            ValueError: the light is out of range, or an entry of x.
+            DeviceUnavailable: the device is closed.
+        """
+        self._require_open()
+        checks.positive(light=light)
+        shown = BinaryFrames(x, self.n_inputs, packed=False).rows(0, len(x), self._torch_device)
+        flux = light * self.exposure.light.anchor_flux_per_s
+        dimmed = replace(self.exposure, light=replace(self.exposure.light, anchor_flux_per_s=flux))
+        self._meter.count(len(x))
+        return dimmed.expose(self._speckle.fields(shown), self._stream).cpu().numpy()
 
     def anchor_frames(self, count: int) -> np.ndarray:
         """Return frames of the anchor, every mirror of the window on.

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from accounting.calibration import calibrate_noise
 from accounting.composition import Budget, guarantees, merge
 from accounting.convex.mechanisms import ConvexLastIterate
+from accounting.devices.counts import LabelArgmax, LabelCounts
 from accounting.errors import BudgetExceeded, NoGuarantee
 from accounting.guarantee import Adjacency, Status, Unit
 from accounting.labels.mechanisms import LabelAmplified, LabelBudget, LabelReadout, RandomizedResponse
@@ -58,6 +59,8 @@ CALIBRATED = (
     LabelAmplified(noise_multiplier=2.0, sampling_probability=0.2, steps=5),
     LabelBudget(budget_mu=1.0, order="hardware", beta=1e-6),
     LabelReadout(mu=2.0, device_law=True, beta=1e-6),
+    LabelCounts(light=((0.3, 0.1, 0.0), (0.0, 0.2, 0.4)), dark=(3.0, 4.0, 3.5), beta=1e-6),
+    LabelArgmax(step_epsilon=1.0, n_classes=4, beta=1e-7),
     RejectionGaussian(
         noise_multiplier=2.0, sampling_probability=0.1, n_records=1000, min_batch_size=80, steps=4
     ),
@@ -351,7 +354,7 @@ def test_bad_descriptions_are_named(make: object, message: str) -> None:
 
 @pytest.mark.parametrize("noise", [1e-300, 1e-9, 1e-2, 1e8, 1e300])
 @pytest.mark.parametrize(
-    "mechanism", [m for m in CALIBRATED if not isinstance(m, RandomizedResponse)], ids=_name
+    "mechanism", [m for m in CALIBRATED if not isinstance(m, RandomizedResponse | LabelArgmax)], ids=_name
 )
 def test_extreme_noise_is_bounded_from_above(mechanism: Mechanism, noise: float) -> None:
     """Neither overflow nor a division by zero, and never less than a hundred times the noise would give."""

@@ -484,6 +484,12 @@ CertificateFile = Annotated[
         help="The device's certificate, whose limits and beta then count in place of the description."
     ),
 ]
+KeptOfLabels = Annotated[
+    str,
+    typer.Option(
+        help="What is kept of a camera's look at each label: reading (a projection), counts (of one frame) or argmax."
+    ),
+]
 FigureFile = Annotated[
     Path | None, typer.Option(help="Draw a camera's sigma and epsilon against temperature: a PNG file.")
 ]
@@ -496,10 +502,12 @@ def account_device(
     target_epsilon: Targets = None,
     delta: DeviceDelta = 1e-5,
     certificate: CertificateFile = None,
+    kept: KeptOfLabels = "reading",
     figure: FigureFile = None,
 ) -> None:
     """State what a device's own noise is worth for labels read once: from sigma or temperature to epsilon and back."""
     from accounting.tables import print_rows
+    from opusim import checks
     from opusim.description.loading import load_description
     from opusim.devices.certificate import load_certificate
     from opusim.files import FIGURES, require_writable
@@ -507,6 +515,7 @@ def account_device(
 
     if figure is not None:
         require_writable(figure, "--figure", FIGURES)
+    checks.choice(("reading", "counts", "argmax"), kept=kept)
     targets, description = target_epsilon or [8.0, 3.0, 1.0], load_description(name)
     if description.camera is not None and certificate is not None:
         raise ValueError(
@@ -522,11 +531,14 @@ def account_device(
                 n_classes=classes,
                 n_outputs=outputs,
                 delta=delta,
+                kept=kept,  # type: ignore[arg-type]  # checked above
                 on_evaluation=progress.advance,
             )
             progress.start(evaluations(len(targets), figure=figure is not None))
             print_account(counts, targets, figure)
         return
+    if kept != "reading":
+        raise ValueError(f"kept = {kept!r}: {name!r} counts no photons; leave it out, or take a camera")
     if figure is not None:
         raise ValueError(
             f"figure: {name!r} counts no photons; leave it out, or take a device of kind 'camera'"

@@ -266,9 +266,9 @@ def _check_kinds(config: RunConfig) -> None:
             f"{protection.kind!r} is not for trainer.kind = {trainer.kind!r}; it takes "
             f"{', '.join(trainer.protections)}",
         )
-    if protection.noise == "device" and not config.uses_device:
+    if protection.noise != "digital" and not config.uses_device:
         raise ValueError(
-            f"protection.noise = 'device' needs a device, but trainer.kind = {trainer.kind!r} has none; "
+            f"protection.noise = {protection.noise!r} needs a device, but trainer.kind = {trainer.kind!r} has none; "
             "see `opusim train options device`, or take 'digital'"
         )
 

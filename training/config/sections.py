@@ -417,7 +417,7 @@ class ProtectionSection(KindSection):
             """z, or None."""
 
         @property
-        def noise(self) -> Literal["digital", "device"]:
+        def noise(self) -> Literal["digital", "device", "counts", "argmax"]:
             """Source of the credited noise."""
 
         @property

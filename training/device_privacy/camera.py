@@ -22,7 +22,8 @@ import torch
 from matplotlib.figure import Figure
 from scipy.optimize import brentq
 
-from accounting.devices.readings import known_counts_guarantee
+from accounting.composition import guarantees
+from accounting.devices.counts import LabelArgmax, argmax_epsilon, known_counts_guarantee
 from accounting.guarantee import Guarantee
 from accounting.tables import guarantee_rows, number, print_rows
 from opusim import checks
@@ -31,6 +32,7 @@ from opusim.description.schema import DeviceDescription
 from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
+from training.protections.counted_labels import confusion_at, equidistant_pixels, label_groups
 
 LIGHTS = (1.0, 0.1, 0.01, 0.001)
 """Multiples of the described laser light in tables and figures."""
@@ -47,6 +49,9 @@ _EVALUATIONS_PER_FIGURE = 100
 _LABEL_FRAMES = 2
 """Frames that depend on the label: a one-hot vector and its complement. The negative part of a label is empty, so that
 its frames are the same for all labels."""
+_LEAST_EPSILON = 1e-9
+"""What an argmax that tells nothing is stated as."""
+Kept = Literal["reading", "counts", "argmax"]
 _TOLERANCE = 1e-4
 """Tolerance of the searches, in the knob or its logarithm."""
 
@@ -59,12 +64,15 @@ class LabelCounts:
         name: Name of the device.
         law: Law of the readings.
         delta: Delta at which epsilon is stated, in (0, 1).
-        on_evaluation: Called before each evaluation of epsilon, which takes 10 to 50 ms.
+        kept: What is kept of each label. reading: the frames of a projection at all outputs. counts: one frame of it,
+            at the pixels that `label-readout` keeps. argmax: the brightest group of pixels of that frame.
+        on_evaluation: Called before each evaluation of epsilon, which takes 10 to 50 ms; the argmax takes up to 1 s.
     """
 
     name: str
     law: CountLaw
     delta: float
+    kept: Kept = "reading"
     on_evaluation: Callable[[], None] = lambda: None
 
     @cached_property
@@ -76,8 +84,23 @@ class LabelCounts:
     def guarantee(self, point: OperatingPoint) -> Guarantee:
         """Return the guarantee of one reading of every label."""
         self.on_evaluation()
-        counts = self.law.rates(point)[:_LABEL_FRAMES].transpose(1, 0, 2)
+        rates = self.law.rates(point)
+        if self.kept == "argmax":
+            epsilon = argmax_epsilon(
+                *confusion_at(self.law, self._pixels, rates[0], rates[0]), symmetrised=True
+            )
+            answer = LabelArgmax(step_epsilon=max(epsilon, _LEAST_EPSILON), n_classes=rates.shape[1])
+            return guarantees([answer], delta=self.delta)[0]
+        if self.kept == "counts":
+            return known_counts_guarantee(rates[0][:, self._pixels], delta=self.delta)
+        counts = rates[:_LABEL_FRAMES].transpose(1, 0, 2)
         return known_counts_guarantee(counts.reshape(len(counts), -1), delta=self.delta)
+
+    @cached_property
+    def _pixels(self) -> np.ndarray:
+        """Outputs that are kept, or those of each group."""
+        light = self.law.light_e[0]
+        return label_groups(light) if self.kept == "argmax" else equidistant_pixels(light)
 
     def epsilon(self, point: OperatingPoint) -> float:
         """Return epsilon of one reading of every label, at delta."""
@@ -130,6 +153,7 @@ def label_counts(
     n_classes: int,
     n_outputs: int,
     delta: float,
+    kept: Kept = "reading",
     on_evaluation: Callable[[], None] = lambda: None,
 ) -> LabelCounts:
     """Return the law of a camera's readings of all labels.
@@ -139,6 +163,7 @@ def label_counts(
         n_classes: Number of labels, at least 2; the inputs of the device.
         n_outputs: Number of outputs of a reading.
         delta: Delta at which epsilon is stated, in (0, 1).
+        kept: See LabelCounts.
         on_evaluation: See LabelCounts.
 
     Raises:
@@ -150,7 +175,9 @@ def label_counts(
                 description.name, "kind", f"{description.kind!r} counts no photons; use 'camera'"
             )
         law = device.count_law(torch.eye(n_classes))
-        return LabelCounts(name=description.name, law=law, delta=delta, on_evaluation=on_evaluation)
+        return LabelCounts(
+            name=description.name, law=law, delta=delta, kept=kept, on_evaluation=on_evaluation
+        )
 
 
 def evaluations(n_targets: int, *, figure: bool) -> int:
@@ -168,7 +195,8 @@ def print_account(counts: LabelCounts, targets: Sequence[float], figure: Path | 
     """
     for target in targets:
         checks.positive(target_epsilon=target)
-    print_rows(temperature_rows(counts))
+    if counts.kept != "argmax":
+        print_rows(temperature_rows(counts))
     print_rows(target_rows(counts, targets))
     print_rows(guarantee_rows([counts.guarantee(OperatingPoint())]), without=["notes"])
     if figure is not None:
@@ -205,7 +233,7 @@ def _ways_to(counts: LabelCounts, target: float) -> list[dict[str, str]]:
         *(_by_temperature(counts, target, light) for light in _useful_lights(counts, target)),
         _by_share(counts, target, "light", "laser light"),
         _by_share(counts, target, "exposure", "exposure"),
-        _by_bias(counts, target),
+        *([] if counts.kept == "argmax" else [_by_bias(counts, target)]),
     ]
 
 
@@ -277,6 +305,8 @@ def temperature_epsilon_figure(counts: LabelCounts, targets: Sequence[float]) ->
     Raises:
         ConfigError: The device has no dark current.
     """
+    if counts.kept == "argmax":
+        raise ConfigError(counts.name, "figure", "draws kept counts, not their argmax; leave it out")
     if counts.temperatures_c is None:
         raise ConfigError(
             counts.name,

@@ -254,9 +254,11 @@ class LabelReadoutConfig(OneLookConfig):
 
     kind: Literal["label-readout"] = "label-readout"
     """label-readout: labels, with public features, by one noisy reading of each label."""
-    noise: Source = "digital"
-    """Source of the noise that the guarantee rests on: a digital generator, or the device, whose noise must be
-    Gaussian."""
+    noise: Literal["digital", "device", "counts", "argmax"] = "digital"
+    """Source of the noise that the guarantee rests on. digital: a generator. device: the device, whose noise must be
+    Gaussian. counts: a camera's photon counts of each label, kept; the laser is dimmed until they cost epsilon. argmax:
+    only the brightest of as many groups of pixels as labels, under a secret permutation of each record's labels; the
+    counts are discarded."""
     top_up: bool = True
     """Whether digital noise makes up what the device's lacks for epsilon; false refuses a device of too little noise,
     and says how much it lacks."""
@@ -270,9 +272,11 @@ class LabelReadoutConfig(OneLookConfig):
 
     def implementation(self) -> Any:
         """See KindSection.implementation."""
+        from training.protections.counted_labels import LabelArgmaxProtection, LabelCountsProtection
         from training.protections.noisy_labels import LabelReadoutProtection
 
-        return LabelReadoutProtection
+        special = {"counts": LabelCountsProtection, "argmax": LabelArgmaxProtection}
+        return special.get(self.noise, LabelReadoutProtection)
 
 
 class LabelRandomizedResponseConfig(OneLookConfig):

@@ -33,7 +33,7 @@ from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
-from opusim.noise import GaussianNoise
+from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
 from training.protections.config import LabelReadoutConfig, OneLookConfig
@@ -256,6 +256,9 @@ def readable_law(device: NoisyDevice, credit: Mapping[str, Any] | None = None) -
     Raises:
         ConfigError: See `creditable_law`, or its matrix is not known.
     """
+    if isinstance(device.stated_noise, (PhotonCountNoise, FluctuatingCountNoise)):
+        reason = f"'device' takes a Gaussian law, and device {device.name!r} counts photons; use 'counts' or 'argmax'"
+        raise ConfigError("configuration", "protection.noise", reason)
     law = creditable_law(device, credit=credit)
     if "matrix" not in device.capabilities:
         raise ConfigError(

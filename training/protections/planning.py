@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from accounting.guarantee import Adjacency
 from accounting.labels.mechanisms import LabelReadout
 from accounting.mechanisms import Mechanism
 from accounting.theorems import require_poisson
+from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
@@ -43,6 +44,13 @@ class Plan(Protocol):
     @property
     def credit(self) -> Mapping[str, Any]:
         """Keywords of a mechanism that rests on the device's noise: its certificate and beta; empty without one."""
+
+    @property
+    def description(self) -> DeviceDescription | None:
+        """The device's description, or None if the run has no device."""
+
+    def opened_device(self) -> AbstractContextManager[NoisyDevice | None]:
+        """Open the device of the run; gives None if it has none."""
 
     @property
     def total_steps(self) -> int:

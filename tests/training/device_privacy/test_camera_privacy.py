@@ -23,6 +23,7 @@ from training.device_privacy.camera import (
     target_rows,
     temperature_rows,
 )
+from training.protections.counted_labels import ArgmaxReadout, CountsReadout, LabelFrames
 
 DELTA = 1e-2
 HOT = OperatingPoint(temperature_c=60.0, light=0.01)
@@ -149,3 +150,40 @@ def test_a_target_that_is_no_epsilon_is_refused_before_anything_is_printed(targe
     refused = CliRunner().invoke(app, call)
     assert "target_epsilon = " in str(refused.exception)
     assert not refused.output
+
+
+@pytest.mark.parametrize("kept", ["counts", "argmax"])
+def test_what_training_keeps_is_inverted_too(kept: str) -> None:
+    """The light of `account device` is the one that training takes at the same epsilon."""
+    target = 2.0
+    found = label_counts(
+        load_description("camera_low_light"),
+        n_classes=3,
+        n_outputs=18,
+        delta=DELTA,
+        kept=kept,  # type: ignore[arg-type]
+    )
+    light, exposure = found.share_for(target, "light"), found.share_for(target, "exposure")
+    assert light is not None
+    assert exposure is not None
+    for point in (OperatingPoint(light=light), OperatingPoint(exposure=exposure)):
+        assert 0.99 * target <= found.epsilon(point) <= target
+    assert exposure < light  # a shorter exposure has less dark charge, which hides the label
+    with open_device("camera_low_light", n_inputs=3, n_outputs=18) as device:
+        frames = LabelFrames.of(device, 3)
+        readout = (
+            CountsReadout.within(frames, epsilon=target, delta=DELTA)
+            if kept == "counts"
+            else ArgmaxReadout.within(frames, epsilon=target)
+        )
+    assert readout.light == pytest.approx(light, rel=5e-3)
+    assert found.temperature_for(target, light * 1.1) is not None
+
+
+def test_kept_counts_are_for_cameras_only() -> None:
+    for call, message in (
+        (["gaussian", "--kept", "counts"], "'gaussian' counts no photons"),
+        (["camera", "--kept", "all"], "kept = 'all'"),
+    ):
+        refused = CliRunner().invoke(app, ["account", "device", *call])
+        assert message in str(refused.exception)

@@ -1,0 +1,268 @@
+"""Bounds on epsilon between products of Poisson laws: the exact privacy loss of photon counts, without Renyi orders.
+
+With rates a and b of independent counts N_i the loss is sum N_i c_i - sum (a_i - b_i), c_i = log(a_i / b_i): under the
+first law a compound Poisson number, whose jumps c have the intensity a_i at c_i. The second law has b_i there.
+
+**Upper bound.** Counts of two pixels can be added, so a pixel (a, b) is post-processing of two pixels (a', b') and
+(a'', b'') with a' + a'' = a and b' + b'' = b. Each pixel is split so that its parts have ratios at neighbouring grid
+points e^(j h). The pair on the grid therefore dominates, and its loss is h times a compound Poisson integer plus a
+constant: one Fourier transform gives its law. This is "connect the dots" (Doroshenko et al. 2022) for intensities; it
+adds at most h^2 / 4 for each expected count to the loss's variance.
+
+**Lower bound.** A count may be sent to a random grid point, which is post-processing. The polygon below the
+intensities' divergence curve, with corners on the grid (`privacy_loss.polygon_below`), is reached that way (Blackwell
+1953).
+
+Losses beyond the window of the transform (Chernoff bounds) and the transform's rounding are taken off delta, or added
+to it, on the safe side. A count that only the first law can give is an infinite loss.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+from scipy.fft import irfft, next_fast_len, rfft
+
+from accounting.guarantee import EpsilonBounds
+from accounting.numerics.privacy_loss import LARGEST_LOSS, polygon_below
+from opusim import checks
+
+METHOD = "exact Poisson loss distribution"
+_ADDED_VARIANCE = 1e-3
+"""Share of the loss's variance that the grid adds."""
+_TAIL = 1e-7
+"""Share of delta that lies beyond the window on each side."""
+_FINE_WINDOW, _COARSE_WINDOW = 2**20, 2**13
+"""Most points of a transform."""
+_ROUNDING_PER_COUNT, _ROUNDING_PER_POINT = 4e-14, 1e-16
+"""Total variation that the transform's rounding may add."""
+_CHERNOFF_ORDERS = np.logspace(-2, 2, 33)
+"""Orders that are tried, in units of the larger of the loss's deviation and its longest jump."""
+_NEAR = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pair:
+    """Two products of Poisson laws, without the pixels that tell nothing.
+
+    Attributes:
+        a: Rates of the first law where both are above 0 and differ.
+        b: Rates of the second law there.
+        surely: Probability that the first law gives a count where the second gives none: an infinite loss.
+        shift: Loss of an empty picture at the pixels that only one law lights, if they are empty.
+    """
+
+    a: np.ndarray
+    b: np.ndarray
+    surely: float
+    shift: float
+
+    @classmethod
+    def of(cls, a: np.ndarray, b: np.ndarray) -> _Pair:
+        tells = (a > 0) & (b > 0) & (a != b)
+        only_first = float(np.sum(a[b == 0]))
+        return cls(
+            a=a[tells],
+            b=b[tells],
+            surely=-math.expm1(-only_first),
+            shift=float(np.sum(b[a == 0])) - only_first,
+        )
+
+    def jumps(self) -> np.ndarray:
+        """Return c = log(a / b) of a count at each pixel."""
+        gap = np.clip((self.a - self.b) / self.b, -_NEAR, _NEAR)
+        return np.where(np.abs(gap) < _NEAR, np.log1p(gap), np.log(self.a) - np.log(self.b))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _OnGrid:
+    """Intensities whose jumps lie on a grid.
+
+    Attributes:
+        interval: h.
+        numbers: j of each jump j h, integers.
+        intensities: Of the first law, expected counts.
+    """
+
+    interval: float
+    numbers: np.ndarray
+    intensities: np.ndarray
+
+
+def poisson_bounds(a: np.ndarray, b: np.ndarray, delta: float) -> EpsilonBounds:
+    """Return bounds on the least epsilon with P(S) <= e^epsilon Q(S) + delta for products of Poisson laws P and Q.
+
+    Args:
+        a: Rates of P, expected counts of independent pixels and frames, at least 0, shape (pixels,).
+        b: Rates of Q, same shape.
+        delta: In (0, 1).
+
+    Returns:
+        Bounds of this one direction; (0, infinity) if doubles cannot follow.
+    """
+    checks.in_unit_interval(closed="neither", delta=delta)
+    checks.non_negative(a=a, b=b)
+    checks.shape((None,), a=a)
+    checks.shape(np.shape(a), b=b)
+    pair = _Pair.of(np.asarray(a, dtype=float), np.asarray(b, dtype=float))
+    upper = _upper(pair, delta, _FINE_WINDOW)
+    return EpsilonBounds(lower=min(_lower(pair, delta), upper), upper=upper, method=METHOD)
+
+
+def pattern_bounds(rates: np.ndarray, delta: float) -> EpsilonBounds:
+    """Return bounds on epsilon between known patterns: the largest over ordered pairs.
+
+    Every pair is bounded on a coarse grid; only those that may be the worst are computed on a fine one.
+
+    Args:
+        rates: Expected counts of each pattern at every pixel and frame, at least 0, shape (patterns, pixels).
+        delta: In (0, 1).
+    """
+    checks.in_unit_interval(closed="neither", delta=delta)
+    checks.non_negative(rates=rates)
+    checks.shape((None, None), rates=rates)
+    if len(rates) < 2:
+        raise ValueError(f"rates has {len(rates)} pattern: at least two are needed")
+    pairs = [_Pair.of(a, b) for a, b in permutations(np.asarray(rates, dtype=float), 2)]
+    coarse = [_upper(pair, delta, _COARSE_WINDOW) for pair in pairs]
+    upper, worst = 0.0, pairs[0]
+    for index in sorted(range(len(pairs)), key=lambda i: -coarse[i]):
+        if coarse[index] <= upper:
+            break
+        found = _upper(pairs[index], delta, _FINE_WINDOW)
+        if found >= upper:
+            upper, worst = found, pairs[index]
+    return EpsilonBounds(lower=min(_lower(worst, delta), upper), upper=upper, method=METHOD)
+
+
+def _upper(pair: _Pair, delta: float, window: int) -> float:
+    """Epsilon of the pair that the split pixels give; infinite if there is none or doubles cannot follow."""
+    left = _finite_share(pair, delta)
+    if left <= 0:
+        return math.inf
+    if pair.a.size == 0:
+        return max(0.0, pair.shift + math.log1p(-left) + 1e-12 * abs(pair.shift))
+    if not _can_follow(pair, left):
+        return math.inf
+    jumps = pair.jumps()
+    interval = _interval(pair, jumps, left, window)
+    return _epsilon(_split(pair, jumps, interval), pair.shift, left, above=True)
+
+
+def _lower(pair: _Pair, delta: float) -> float:
+    """Epsilon of the pair that routed counts give; 0 if the grid is too coarse for one."""
+    left = _finite_share(pair, delta)
+    if left <= 0:
+        return math.inf
+    if pair.a.size == 0:
+        return max(0.0, pair.shift + math.log1p(-left) - 1e-12 * abs(pair.shift))
+    if not _can_follow(pair, left):
+        return 0.0
+    jumps = pair.jumps()
+    routed = _routed(pair, jumps, _interval(pair, jumps, left, _FINE_WINDOW))
+    return 0.0 if routed is None else _epsilon(routed, pair.shift, left, above=False)
+
+
+def _finite_share(pair: _Pair, delta: float) -> float:
+    """The delta that finite losses may take, given that no infinite one occurs."""
+    return (delta - pair.surely) / (1 - pair.surely) if pair.surely < 1 else -math.inf
+
+
+def _can_follow(pair: _Pair, delta: float) -> bool:
+    """Whether doubles can follow so many counts, and jumps so long."""
+    longest = float(np.max(np.abs(np.log(pair.a) - np.log(pair.b))))
+    return longest < LARGEST_LOSS and _ROUNDING_PER_COUNT * (10 + float(np.sum(pair.a))) < delta / 2
+
+
+def _interval(pair: _Pair, jumps: np.ndarray, delta: float, window: int) -> float:
+    """The interval that adds `_ADDED_VARIANCE`, or the finest whose window fits; the longest jump lies on the grid."""
+    variance, counts = float(np.sum(pair.a * np.square(jumps))), float(np.sum(pair.a))
+    log_tail = math.log(_TAIL * delta)
+    reach = _reach(pair.a, jumps, log_tail) + _reach(pair.a, -jumps, log_tail)
+    interval = max(math.sqrt(6 * _ADDED_VARIANCE * variance / counts), 1.1 * reach / window)
+    longest = float(np.abs(jumps).max())
+    return longest / math.floor(longest / interval) if interval < longest else interval
+
+
+def _reach(intensities: np.ndarray, jumps: np.ndarray, log_tail: float) -> float:
+    """Distance above its mean beyond which the loss has probability at most e^log_tail (Chernoff)."""
+    orders = _CHERNOFF_ORDERS / max(
+        math.sqrt(float(intensities @ np.square(jumps))), float(np.abs(jumps).max())
+    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        exponents = np.outer(orders, jumps)
+        cumulants = (np.expm1(exponents) - exponents) @ intensities
+        found = (cumulants - log_tail) / orders
+    return float(np.min(np.where(np.isfinite(found), found, np.inf)))
+
+
+def _split(pair: _Pair, jumps: np.ndarray, interval: float) -> _OnGrid:
+    """Split each pixel into two whose jumps are neighbouring grid points.
+
+    a' + a'' = a and a' e^(-l') + a'' e^(-l'') = b give a'' / a = (1 - e^(l' - c)) / (1 - e^(-h)), l' <= c <= l' + h.
+    """
+    below = np.floor(jumps / interval)
+    share = np.clip(np.expm1(below * interval - jumps) / math.expm1(-interval), 0.0, 1.0)
+    numbers = np.concatenate([below, below + 1]).astype(np.int64)
+    masses = np.concatenate([pair.a * (1 - share), pair.a * share])
+    return _merged(numbers, masses, interval)
+
+
+def _routed(pair: _Pair, jumps: np.ndarray, interval: float) -> _OnGrid | None:
+    """The polygon below the intensities' curve, or None."""
+    grid = np.arange(math.floor(jumps.min() / interval) - 1, math.ceil(jumps.max() / interval) + 2)
+    order = np.argsort(jumps)
+    places = np.searchsorted(jumps[order], (grid[:-1] + 0.5) * interval)
+    tails = [np.append(np.cumsum(rates[order][::-1])[::-1], 0.0)[places] for rates in (pair.a, pair.b)]
+    total_a, total_b = float(np.sum(pair.a)), float(np.sum(pair.b))
+    found = polygon_below(
+        np.exp(grid * interval) * (total_b / total_a), tails[0] / total_a, tails[1] / total_b
+    )
+    if found is None:
+        return None
+    first, masses = found
+    return _merged(grid[first : first + len(masses)], masses * (total_a / masses.sum()), interval)
+
+
+def _merged(numbers: np.ndarray, masses: np.ndarray, interval: float) -> _OnGrid:
+    some = masses > 0
+    places, where = np.unique(numbers[some], return_inverse=True)
+    return _OnGrid(interval=interval, numbers=places, intensities=np.bincount(where, weights=masses[some]))
+
+
+def _epsilon(grid: _OnGrid, shift: float, delta: float, *, above: bool) -> float:
+    """Epsilon of a pair on the grid, rounded up (`above`) or down; infinite or 0 if rounding rivals delta."""
+    jumps, masses = grid.numbers * grid.interval, grid.intensities
+    log_tail = math.log(_TAIL * delta)
+    up, down = _reach(masses, jumps, log_tail), _reach(masses, -jumps, log_tail)
+    points = (up + down) / grid.interval + 4
+    slack = _TAIL * delta + _ROUNDING_PER_COUNT * (10 + masses.sum()) + _ROUNDING_PER_POINT * points
+    if slack > delta / 2 or points > 4 * _FINE_WINDOW:
+        return math.inf if above else 0.0
+    size = int(next_fast_len(math.ceil(points), real=True))
+    first = math.floor(float(masses @ grid.numbers) - down / grid.interval)
+    folded = np.bincount(grid.numbers % size, weights=masses, minlength=size)
+    law = np.roll(irfft(np.exp(rfft(folded) - masses.sum()), size), -(first % size))
+    start = float(masses @ np.expm1(-jumps)) + shift
+    losses = start + grid.interval * (first + np.arange(size))
+    return _least_epsilon(losses, np.maximum(law, 0.0), delta - slack if above else delta + slack)
+
+
+def _least_epsilon(losses: np.ndarray, masses: np.ndarray, delta: float) -> float:
+    """Solve sum over losses l > epsilon of p (1 - e^(epsilon - l)) = delta, epsilon at least 0; losses increase."""
+    positive = losses > 0
+    losses, masses = losses[positive], masses[positive]
+    if losses.size == 0:
+        return 0.0
+    with np.errstate(divide="ignore"):
+        logs = np.log(masses) - losses
+    beyond = np.cumsum(masses[::-1])[::-1]  # P(L >= l)
+    weighted = np.logaddexp.accumulate(logs[::-1])[::-1]  # log E[e^-L; L >= l]
+    excess = beyond - np.exp(losses + weighted)
+    if beyond[0] - math.exp(weighted[0]) <= delta:
+        return 0.0
+    at = int(np.argmax(excess <= delta))
+    return max(0.0, float(np.log(beyond[at] - delta) - weighted[at]))

@@ -1,0 +1,319 @@
+"""Labels that a camera counts: what is kept has the law that is paid for, and nothing else is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import norm
+
+import training
+from accounting.composition import guarantees
+from accounting.devices.counts import LabelArgmax, LabelCounts
+from accounting.errors import BudgetExceeded
+from accounting.ledger.ledger import read_ledger
+from accounting.mechanisms import Mechanism
+from opusim import open_device
+from opusim.errors import ConfigError
+from opusim.noise import PhotonCountNoise
+from opusim.randomness.streams import SeededStream
+from training.protections import counted_labels
+from training.protections.counted_labels import (
+    ArgmaxReadout,
+    CountsReadout,
+    LabelFrames,
+    equidistant_pixels,
+    label_groups,
+    read_argmax,
+    read_counts,
+)
+from training.protections.noisy_labels import read_once_through
+from training.runs.storage import read_array
+
+K, N, EPSILON, DELTA = 4, 20_000, 2.0, 0.02
+
+
+@pytest.fixture(scope="module")
+def frames() -> Iterator[LabelFrames]:
+    with open_device("camera_low_light", n_inputs=K, n_outputs=48) as device:
+        yield LabelFrames.of(device, K)
+
+
+@pytest.fixture(scope="module")
+def counts(frames: LabelFrames) -> CountsReadout:
+    return CountsReadout.within(frames, epsilon=EPSILON, delta=DELTA)
+
+
+@pytest.fixture(scope="module")
+def answers(frames: LabelFrames) -> ArgmaxReadout:
+    return ArgmaxReadout.within(frames, epsilon=EPSILON)
+
+
+def test_the_light_reaches_epsilon_from_below(counts: CountsReadout, answers: ArgmaxReadout) -> None:
+    for mechanism, delta in ((counts.mechanism, DELTA), (answers.mechanism, 0.0)):
+        (found,) = guarantees([mechanism], delta=delta)
+        assert 0.995 * EPSILON <= found.epsilon <= EPSILON
+    assert 0 < counts.light < answers.light < 1  # an answer tells less than the counts
+
+
+def test_the_light_stays_between_the_least_and_the_described(
+    frames: LabelFrames, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert CountsReadout.within(frames, epsilon=1e6, delta=DELTA).light == 1.0
+    monkeypatch.setattr(counted_labels, "LEAST_LIGHT", 0.1)
+    with pytest.raises(ConfigError, match="0.01 is below what any light gives"):
+        ArgmaxReadout.within(frames, epsilon=0.01)
+
+
+def realised_delta(readout: CountsReadout, a: int, b: int, light: float) -> tuple[float, float]:
+    """E max(0, 1 - e^(epsilon - loss)) of the electron counts of label a against b, and its standard error."""
+    rates = readout.frames.rates(light)[:, readout.pixels]
+    drawn = np.random.default_rng(a * K + b).poisson(rates[a], (N, rates.shape[1]))
+    stated = readout.mechanism.rates
+    losses = drawn @ np.log(stated[a] / stated[b]) - (stated[a] - stated[b]).sum()
+    excess = np.maximum(0.0, -np.expm1(EPSILON - losses))
+    return float(excess.mean()), float(excess.std() / math.sqrt(N))
+
+
+def test_counts_reveal_no_more_than_is_paid_for(counts: CountsReadout) -> None:
+    pairs = [(a, b) for a in range(K) for b in range(K) if a != b]
+    found = [realised_delta(counts, a, b, counts.light) for a, b in pairs]
+    assert all(delta <= DELTA + 5 * error for delta, error in found)
+    assert max(delta for delta, _ in found) > DELTA / 2  # the worst pair is near what is stated
+    brighter = [realised_delta(counts, a, b, 1.5 * counts.light) for a, b in pairs]
+    assert any(delta > DELTA + 5 * error for delta, error in brighter)  # planted: more light than is stated
+
+
+def calibration(scores: np.ndarray, labels: np.ndarray) -> float:
+    """How far the mean posterior of each class is from its frequency, record by record, in standard errors."""
+    posterior = np.exp(scores - np.logaddexp.reduce(scores, axis=1)[:, None])
+    sharp = posterior * (posterior - np.eye(K)[labels])  # of mean 0 if P(class | counts) is the posterior
+    return float(np.max(np.abs(sharp.mean(axis=0)) / (sharp.std(axis=0) / math.sqrt(len(sharp)))))
+
+
+def test_training_gets_the_posterior_of_the_kept_counts(counts: CountsReadout, seed: int) -> None:
+    paid: list[Mechanism] = []
+    labels = torch.from_numpy(np.random.default_rng(seed).integers(0, K, N))
+    counts.frames.device.seek(seed % 2**32)
+    scores = read_counts(counts, labels, pay=paid.append).double().numpy()
+    assert paid == [counts.mechanism]
+    limit = norm.isf(norm.sf(5.0) / K)
+    assert calibration(scores, labels.numpy()) < limit
+    assert calibration(1.8 * scores, labels.numpy()) > limit  # planted: too sure of the label
+    before = counts.frames.device.usage.frames
+    read_counts(counts, labels[:7], pay=paid.append)
+    assert counts.frames.device.usage.frames == before + 7  # each label is shown once
+
+
+def responses(readout: ArgmaxReadout, own: np.ndarray, seed: int) -> np.ndarray:
+    found = np.zeros((K, K))
+    answers = readout.answers(torch.from_numpy(own), np.random.default_rng(seed))
+    np.add.at(found, (own, answers), 1)
+    return found
+
+
+def test_answers_are_the_randomized_response_that_is_paid_for(answers: ArgmaxReadout, seed: int) -> None:
+    n, keep = 15_000, answers.mechanism.keep_probability
+    assert keep == pytest.approx(answers.keep, rel=1e-3)
+    found = responses(answers, np.repeat(np.arange(K), n), seed) / n
+
+    def deviation(p: float) -> float:
+        law = (1 - p) / (K - 1) + (p - (1 - p) / (K - 1)) * np.eye(K)
+        return float(np.max(np.abs(found - law) / np.sqrt(law * (1 - law) / n)))
+
+    limit = norm.isf(norm.sf(5.0) / K**2)
+    assert deviation(keep) < limit
+    assert deviation(1.05 * keep) > limit
+    scores = read_argmax(answers, torch.arange(50) % K, np.random.default_rng(seed), pay=lambda _: None)
+    np.testing.assert_allclose(torch.exp(scores.double()).sum(dim=1).numpy(), 1.0, rtol=1e-5)
+    assert len(torch.unique(scores)) == 2  # of the counts nothing but the answer is left
+
+
+def test_planted_fault_one_permutation_for_all_records_is_found(answers: ArgmaxReadout, seed: int) -> None:
+    class Constant:
+        """Permutes no labels, and breaks ties as usual."""
+
+        generator = np.random.default_rng(seed)
+
+        def random(self, size: tuple[int, ...]) -> np.ndarray:
+            self.calls = getattr(self, "calls", 0) + 1
+            return np.tile(np.arange(K) / K, (size[0], 1)) if self.calls % 2 else self.generator.random(size)
+
+    n = 15_000
+    own = np.repeat(np.arange(K), n)
+    found = np.zeros((K, K))
+    np.add.at(found, (own, answers.answers(torch.from_numpy(own), Constant())), 1)
+    keep = answers.mechanism.keep_probability
+    law = (1 - keep) / (K - 1) + (keep - (1 - keep) / (K - 1)) * np.eye(K)
+    assert np.max(np.abs(found / n - law) / np.sqrt(law * (1 - law) / n)) > norm.isf(norm.sf(5.0) / K**2)
+
+
+def test_nothing_is_shown_before_it_is_paid_for(
+    counts: CountsReadout, answers: ArgmaxReadout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(mechanism: Mechanism) -> None:
+        raise BudgetExceeded("no")
+
+    monkeypatch.setattr(
+        type(counts.frames.device), "dimmed_frames", lambda *_: pytest.fail("a frame was taken")
+    )
+    labels = torch.zeros(3).long()
+    with pytest.raises(BudgetExceeded):
+        read_counts(counts, labels, pay=refuse)
+    with pytest.raises(BudgetExceeded):
+        read_argmax(answers, labels, np.random.default_rng(0), pay=refuse)
+
+
+def test_kept_pixels_are_nearly_equidistant() -> None:
+    light = np.random.default_rng(3).exponential(size=(10, 128))
+    first, second = np.triu_indices(10, 1)
+
+    def evenness(pixels: np.ndarray) -> float:
+        distances = np.square(light[first][:, pixels] - light[second][:, pixels]).sum(axis=1)
+        return float(distances.mean() / distances.max())
+
+    kept = equidistant_pixels(light)
+    assert len(kept) > 40
+    assert evenness(kept) > 0.9 > 0.8 > evenness(np.arange(128))
+    one_hot = np.repeat(np.eye(3), 4, axis=1)
+    assert len(equidistant_pixels(one_hot)) == 12  # equidistant as it is
+
+
+def test_groups_are_disjoint_and_lit_by_their_label() -> None:
+    light = np.random.default_rng(4).exponential(size=(5, 37))
+    groups = label_groups(light)
+    assert groups.shape == (5, 7)
+    assert len(np.unique(groups)) == 35
+    lit = light[:, groups].sum(axis=2)  # (labels, groups)
+    assert np.array_equal(lit.argmax(axis=0), np.arange(5))
+    with pytest.raises(ConfigError, match="needs an output for each of 5 labels, and there are 4"):
+        label_groups(light[:, :4])
+
+
+def certified(frames: LabelFrames, beta: float) -> LabelFrames:
+    """The frames of a device whose certificate allows 10 % more light and 5 % less dark charge."""
+    device, described = frames.device, frames.device.described_noise
+    low = 0.95 * np.asarray(described.rate_low)
+    high = low + 1.1 * (np.asarray(described.rate_high) - np.asarray(described.rate_low))
+    device._certified = PhotonCountNoise(rate_low=low, rate_high=high, beta=beta)
+    try:
+        return LabelFrames.of(device, K)
+    finally:
+        device._certified = None
+
+
+def test_a_certificate_dims_the_light_and_takes_its_beta(
+    frames: LabelFrames, counts: CountsReadout, answers: ArgmaxReadout
+) -> None:
+    limits = certified(frames, 1e-3)
+    assert limits.excess == pytest.approx(1.1)
+    found = CountsReadout.within(limits, epsilon=EPSILON, delta=DELTA)
+    assert found.mechanism.beta == 1e-3
+    assert 0.8 * counts.light < found.light < counts.light / 1.05
+    channel = ArgmaxReadout.within(limits, epsilon=EPSILON)
+    assert channel.mechanism.beta == 1e-3
+    assert channel.light < answers.light
+    assert channel.keep < channel.mechanism.keep_probability
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("gaussian", {}, "device 'gaussian' counts no photons at rates that are known"),
+        (
+            "camera_low_light",
+            {"camera": {"drift": {"decorrelation_s": 1e5, "seconds_per_step": 1.0}}},
+            "counts no photons at rates that are known; use a camera without drift",
+        ),
+    ],
+)
+def test_devices_that_count_no_labels_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
+    with (
+        open_device(name, n_inputs=K, n_outputs=8, **settings) as device,
+        pytest.raises(ConfigError, match=message),
+    ):
+        LabelFrames.of(device, K)
+
+
+# Runs
+
+ONCE: dict[str, Any] = {
+    "epochs": 2,
+    "threads": 1,
+    "model": {"hidden": [24]},
+    "data": {"n_classes": 3},
+    "sampler": {"batch_size": 16},
+    "device": {"name": "camera_low_light"},
+}
+
+
+def config_of(noise: str, **others: Any) -> dict[str, Any]:
+    return {**ONCE, "protection": {"kind": "label-readout", "epsilon": 3.0, "noise": noise}, **others}
+
+
+def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+@pytest.mark.parametrize(("noise", "kind"), [("counts", LabelCounts), ("argmax", LabelArgmax)])
+def test_a_run_states_and_pays_for_one_look(
+    noise: str, kind: type[Mechanism], mode: str, tmp_path: Path
+) -> None:
+    run = training.train(config_of(noise, mode=mode), data=data(), folder=tmp_path / "run")
+    (guarantee,) = run.guarantees
+    assert guarantee.status.value == "proven under a device model"
+    assert 2.9 < guarantee.epsilon <= 3.0
+    ledger = read_ledger(run.folder.ledger_file)
+    (mechanism,) = ledger.mechanisms
+    assert isinstance(mechanism, kind)
+    assert mechanism.steps == 1
+    scores = read_array(run.folder.labels_file)
+    assert scores.shape == (54, 3)
+    assert (len(np.unique(scores)) == 2) == (noise == "argmax")
+
+
+def test_experiments_repeat_and_releases_do_not(tmp_path: Path) -> None:
+    def look(noise: str, mode: str, name: str) -> np.ndarray:
+        run = training.train(config_of(noise, mode=mode), data=data(), folder=tmp_path / name)
+        return read_array(run.folder.labels_file)
+
+    for noise in ("counts", "argmax"):
+        first, again = (look(noise, "experiment", f"{noise}{turn}") for turn in (1, 2))
+        np.testing.assert_array_equal(first, again)
+        fresh = look(noise, "release", f"{noise}3")
+        assert not np.array_equal(fresh, look(noise, "release", f"{noise}4"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (config_of("counts", device={"name": "gaussian"}), "'counts' needs a device that counts photons"),
+        (
+            config_of("argmax", trainer={"kind": "bp"}, device={}),
+            "'argmax' needs a device, but trainer.kind = 'bp'",
+        ),
+        (config_of("argmax", model={"hidden": [2]}), "'argmax' needs an output for each of 3 labels"),
+    ],
+)
+def test_runs_that_cannot_count_labels_are_refused_before_they_begin(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises((ConfigError, ValueError), match=message):
+        training.train(config, data=data(), folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_gaussian_readings_of_a_camera_name_the_other_ways() -> None:
+    with (
+        open_device("camera_low_light", n_inputs=K, n_outputs=8) as device,
+        pytest.raises(ConfigError, match="counts photons; use 'counts' or 'argmax'"),
+    ):
+        read_once_through(
+            device, torch.zeros(3).long(), K, mu=1.0, noise=SeededStream(1, "labels"), pay=lambda _: None
+        )

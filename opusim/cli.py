@@ -8,16 +8,20 @@ from typing import Annotated
 import typer
 
 from opusim.calibration.cli import add_to as add_calibration_commands
+from opusim.serving.cli import add_to as add_serving_commands
 from opusim.tables import print_table
 
-app = typer.Typer(name="device", help="Show, record, calibrate and check devices.", no_args_is_help=True)
+app = typer.Typer(
+    name="device", help="Show, record, calibrate, check and share devices.", no_args_is_help=True
+)
 
 add_calibration_commands(app)
+add_serving_commands(app)
 
 
 @app.callback()
 def device() -> None:
-    """Show, record, calibrate and check the devices that opusim can simulate or drive."""
+    """Show, record, calibrate, check and share the devices that opusim can simulate or drive."""
 
 
 @app.command("list")

@@ -1,0 +1,513 @@
+"""The server: one thread talks to clients, one owns the instrument, and every refusal is one line in the log."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from opusim import checks
+from opusim.devices.usage import Usage
+from opusim.errors import ConfigError, DeviceError, DeviceFault, DeviceUnavailable, NoiseBelowCertificate
+from opusim.serving.fair_queue import FairQueue
+from opusim.serving.instrument import Instrument, Window, packed_law
+from opusim.serving.journal import Entry, Journal
+from opusim.serving.keys import Users
+from opusim.serving.messages import MIB, BadMessage, Message, error_message, read_message
+from opusim.serving.sessions import Places, Session, Work, content_digest
+from opusim.serving.zeromq import require_zmq, zmq
+
+_LOG = logging.getLogger("opusim.serving")
+_TICK_MS = 200
+_JOURNAL_EVERY_S = 60.0
+_HANDSHAKE_MS = 10_000
+_WAKE = "inproc://done"
+_DOMAIN = "opusim"
+SESSION_LOST = "SessionLost"
+"""How an answer names that the server does not know the session of a call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a server takes.
+
+    Attributes:
+        clients: clients at once, at least 1.
+        request_mib: size of a message from a client, MiB, above 0.
+        reply_mib: size of a reading, MiB, above 0.
+        silence_s: seconds after which a client that was not heard loses its place, above 0.
+    """
+
+    clients: int = 256
+    request_mib: float = 64.0
+    reply_mib: float = 256.0
+    silence_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        checks.integer(clients=self.clients, minimum=1)
+        checks.positive(request_mib=self.request_mib, reply_mib=self.reply_mib, silence_s=self.silence_s)
+
+
+class Server:
+    """Serves an instrument until it is stopped.
+
+    Args:
+        instrument: what is served; used by the server's own thread only from `run` on.
+        users: who may use it.
+        bind: where to listen, such as ``tcp://*:5555``; ``tcp://127.0.0.1:*`` takes a free port.
+        journal: where usage is written.
+        limits: what it takes.
+
+    Attributes:
+        endpoint: where it listens, with the port.
+
+    Raises:
+        DeviceUnavailable: pyzmq is missing.
+        ConfigError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        instrument: Instrument,
+        users: Users,
+        *,
+        bind: str,
+        journal: Journal,
+        limits: Limits | None = None,
+    ) -> None:
+        require_zmq()
+        _allow_many_connections()
+        self._instrument = instrument
+        self._users = users
+        self._journal = journal
+        self._limits = limits or Limits()
+        self._queue: FairQueue[str, Work] = FairQueue()
+        self._places = Places(self._limits.clients, patience_s=self._limits.silence_s)
+        self._done: deque[tuple[Work, Any]] = deque()
+        self._failed: DeviceError | None = None
+        self._working: Work | None = None
+        self._context = zmq.Context()
+        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
+        self._authenticator.start()  # before the first connection, which would be let in without it
+        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=users)
+        self._router = self._context.socket(zmq.ROUTER)
+        try:
+            self._listen(bind)
+        except zmq.ZMQError as error:
+            self._stop_listening()
+            raise ConfigError(
+                "--bind", bind, f"cannot be bound ({error.strerror}); give tcp://HOST:PORT"
+            ) from error
+        self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _listen(self, bind: str) -> None:
+        router, key = self._router, self._users.own
+        router.curve_server = True
+        router.curve_publickey, router.curve_secretkey = key.public.encode(), (key.secret or "").encode()
+        router.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        router.setsockopt(
+            zmq.MAXMSGSIZE, 2 * int(self._limits.request_mib * MIB) + MIB
+        )  # beyond it libzmq hangs up
+        router.setsockopt(zmq.RCVHWM, 8)  # messages of each client
+        router.setsockopt(zmq.SNDHWM, 64)
+        router.setsockopt(zmq.BACKLOG, 4096)
+        router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        router.setsockopt(zmq.HEARTBEAT_IVL, int(500 * self._limits.silence_s))
+        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * self._limits.silence_s))
+        failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        self._events = router.get_monitor_socket(failures | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        router.bind(bind)
+
+    # Running
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set; the batch under way is finished, and its client told."""
+        wake = self._context.socket(zmq.PULL)
+        wake.bind(_WAKE)
+        owner = threading.Thread(target=self._own, name="opusim-instrument", daemon=True)
+        owner.start()
+        try:
+            self._serve(stop, wake)
+        finally:
+            self._queue.close()
+            owner.join()
+            self._say_end()
+            wake.close(linger=0)
+            self._stop_listening()
+            self._instrument.close()
+
+    def _stop_listening(self) -> None:
+        self._router.disable_monitor()
+        self._events.close(linger=0)
+        self._router.close(linger=1000)
+        self._authenticator.stop()
+        self._context.term()
+
+    def _serve(self, stop: threading.Event, wake: Any) -> None:
+        poller = zmq.Poller()
+        for socket in (self._router, wake, self._events):
+            poller.register(socket, zmq.POLLIN)
+        written = time.monotonic()
+        while not stop.is_set():
+            ready = dict(poller.poll(_TICK_MS))
+            if wake in ready:
+                wake.recv()
+            while self._done:
+                self._finish(*self._done.popleft())
+            if self._router in ready:
+                self._take_messages()
+            if self._events in ready:
+                self._log_handshake(zmq.utils.monitor.recv_monitor_message(self._events))
+            for session in self._places.silent(self._limits.silence_s):
+                self._end(session, f"was silent for {self._limits.silence_s:g} s")
+            if time.monotonic() - written > _JOURNAL_EVERY_S:
+                self._write_journal()
+                written = time.monotonic()
+
+    def _own(self) -> None:
+        """Do batch after batch; the only thread that touches the instrument."""
+        wake = self._context.socket(zmq.PUSH)
+        wake.connect(_WAKE)
+        while (taken := self._queue.take()) is not None:
+            token, work = taken
+            self._working, started = work, time.perf_counter()
+            try:
+                found: Any = self._advance(work)
+            except BaseException as error:  # handed to the client
+                found = error
+            work.session.busy_s += time.perf_counter() - started
+            self._working = None
+            if found is None and not work.dropped:
+                self._queue.put(token, work)
+                continue
+            self._done.append((work, found))
+            wake.send(b"")
+        wake.close(linger=0)
+
+    def _advance(self, work: Work) -> tuple[np.ndarray, ...] | None:
+        """Do a batch; what the monitor finds stops all clients."""
+        if self._failed is not None:
+            raise type(self._failed)(str(self._failed))
+        try:
+            return work.advance(self._instrument)
+        except (NoiseBelowCertificate, DeviceFault) as error:
+            if self._instrument.shared or isinstance(error, NoiseBelowCertificate):
+                self._failed = error
+                _LOG.error("stopped for all clients until the server is restarted: %s", error)
+            raise
+
+    # Messages
+
+    def _take_messages(self) -> None:
+        for _ in range(256):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            route, user = frames[0].bytes, self._users.find(str(frames[-1].get("User-Id")))
+            if user is None:
+                self._refuse(
+                    route,
+                    "a removed key",
+                    "",
+                    DeviceUnavailable("this key is not known any more; ask for a new one"),
+                )
+            elif user.has_expired:
+                error = DeviceUnavailable(
+                    f"the key of {user.name!r} expired on {user.expires}; have a new one accepted"
+                )
+                self._refuse(route, user.name, _request_of(frames), error)
+            else:
+                self._take_message(route, user.name, frames)
+
+    def _take_message(self, route: bytes, user: str, frames: list[Any]) -> None:
+        request = ""
+        try:
+            message = read_message(
+                [frame.buffer for frame in frames[1:]], limit=int(self._limits.request_mib * MIB)
+            )
+            request = message.value("request", str, "")[:64]
+            handler = self._handlers().get(message.kind)
+            if handler is None:
+                raise BadMessage(
+                    f"unknown kind {message.kind[:40]!r}; install the same version of opusim on both sides"
+                )
+            handler(route, user, request, message)
+        except (DeviceError, ConfigError, BadMessage, ValueError, TypeError, OverflowError) as error:
+            self._refuse(route, user, request, error)
+
+    def _handlers(self) -> dict[str, Callable[[bytes, str, str, Message], None]]:
+        return {
+            "describe": self._describe,
+            "open": self._open,
+            "call": self._call,
+            "alive": self._alive,
+            "close": self._close,
+        }
+
+    def _describe(self, route: bytes, user: str, request: str, message: Message) -> None:
+        served = self._instrument
+        values = {
+            **self._identity(),
+            "description": served.description.dump(),
+            "can": served.can,
+            "n_inputs": served.n_inputs,
+            "n_outputs": served.n_outputs,
+        }
+        self._send(route, Message(kind="described", values={"request": request, **values}))
+
+    def _open(self, route: bytes, user: str, request: str, message: Message) -> None:
+        """Give a client a place, let it wait, or refuse it; the same ticket leads to the same place."""
+        ticket = message.value("ticket", str)
+        session = self._places.of_ticket(ticket, user)
+        if session is not None:
+            session.route, session.heard = route, time.monotonic()
+            if session.opened is not None:
+                self._send(route, _with_request(session.opened, request))
+            return
+        window = Window(
+            n_inputs=message.value("n_inputs", int, self._instrument.n_inputs),
+            first=message.value("outputs_from", int, 0),
+            n_outputs=message.value("n_outputs", int, self._instrument.n_outputs),
+            mode=message.value("mode", str),
+            seed=message.value("seed", int, 0),
+        )
+        self._instrument.check(window)
+        reserves, exclusive = message.value("reserves", bool, False), message.value("exclusive", bool, False)
+        obstacle = self._places.obstacle(window, reserves=reserves)
+        position = self._places.queued(ticket, obstacle, waits=message.value("waits", bool, False))
+        if position:
+            values = {"request": request, "position": position, "reason": obstacle or "others wait"}
+            self._send(route, Message(kind="waiting", values=values))
+            return
+        label = "".join(c for c in message.value("run", str, "") if c.isprintable())[:100]
+        session = Session(
+            token=secrets.token_hex(16), ticket=ticket, user=user, label=label, window=window, reserves=reserves,
+            exclusive=exclusive, route=route,
+        )  # fmt: skip
+        self._places.add(session)
+        if exclusive:
+            self._queue.hold(session.token)
+        session.running = Work(session, message)
+        self._queue.put(session.token, session.running)
+
+    def _call(self, route: bytes, user: str, request: str, message: Message) -> None:
+        """Take a call, or answer a repeated one with the answer that it had."""
+        session = self._session(message, user)
+        if session is None:
+            self._send_lost(route, request)
+            return
+        session.route, session.heard = route, time.monotonic()
+        number, digest = message.value("number", int), content_digest(message)
+        if number < session.number or (number == session.number and digest != session.digest):
+            raise BadMessage(
+                f"replayed: call {number} of this session was made before; open the device again"
+            )
+        if number == session.number:
+            if session.reply is not None:
+                self._send_frames(route, session.reply)
+            return
+        if session.running is not None:
+            raise DeviceUnavailable("the session's earlier call is not finished; wait for it")
+        session.number, session.digest, session.reply = number, digest, None
+        session.running = Work(session, message)
+        self._queue.put(session.token, session.running)
+
+    def _alive(self, route: bytes, user: str, request: str, message: Message) -> None:
+        session = self._session(message, user)
+        if session is None:
+            if request:
+                self._send_lost(route, request)
+            return
+        session.heard = time.monotonic()
+        if message.value("has", int, 0) >= session.number:
+            session.reply = None
+        if request:
+            session.route = route
+            position = self._queue.position(session.token)
+            ahead = 0 if position is None else position + int(self._working is not None)
+            holder = self._queue.holder
+            held = (
+                ""
+                if holder in (None, session.token)
+                else next((s.user for s in self._places if s.token == holder), "")
+            )
+            values = {"request": request, "position": ahead, "number": session.number, "held_by": held}
+            self._send(route, Message(kind="state", values=values))
+
+    def _close(self, route: bytes, user: str, request: str, message: Message) -> None:
+        session = self._session(message, user)
+        if session is not None:
+            self._end(session, "closed the device")
+        self._send(route, Message(kind="closed", values={"request": request}))
+
+    def _session(self, message: Message, user: str) -> Session | None:
+        return self._places.find(message.value("session", str), user)
+
+    # Answers
+
+    def _finish(self, work: Work, found: Any) -> None:
+        """Answer a call that is done."""
+        session = work.session
+        if session.running is work:
+            session.running = None
+        if work.dropped or (work.is_opening and isinstance(found, BaseException)):
+            self._discard(session)
+        if work.dropped:
+            return
+        request = work.message.value("request", str, "")[:64]
+        message = self._answer(work, found, request)
+        if work.is_opening:
+            session.opened = message if session.view is not None else None
+        else:
+            session.calls += 1
+        frames = message.frames()
+        if not work.is_opening:
+            session.reply = frames
+        self._send_frames(session.route, frames)
+
+    def _answer(self, work: Work, found: Any, request: str) -> Message:
+        session = work.session
+        if isinstance(found, BaseException):
+            if not isinstance(found, (DeviceError, ConfigError, ValueError, TypeError)):
+                _LOG.error("a call of %s failed", session.user, exc_info=found)
+            return error_message(found, request=request)
+        if work.is_opening:
+            return self._opened(session, request)
+        size, most = sum(array.nbytes for array in found), self._limits.reply_mib
+        if size > most * MIB:
+            text = f"the answer has {size / MIB:,.0f} MiB, the server sends {most:g} at most; ask for less at once"
+            return error_message(ValueError(text), request=request)
+        usage = None if session.view is None else session.view.usage.to_json()
+        return Message(kind="answer", values={"request": request, "usage": usage}, arrays=found)
+
+    def _opened(self, session: Session, request: str) -> Message:
+        view = session.view
+        if view is None:
+            raise BadMessage("open: the session has no view")
+        law, arrays = packed_law(view.law)
+        baseline = view.baseline
+        values = {
+            **self._identity(),
+            "request": request,
+            "session": session.token,
+            "law": law,
+            "usage": view.usage.to_json(),
+            "repeats": not view.shared,
+            "request_mib": self._limits.request_mib,
+            "monitored": baseline is not None,
+        }
+        _LOG.info("%s opened %d outputs (%s)", session.user, session.window.n_outputs, session.label)
+        return Message(
+            kind="opened",
+            values=values,
+            arrays=(*arrays, *([] if baseline is None else [baseline.to_array()])),
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        return {"digest": self._instrument.digest, "fingerprint": self._instrument.fingerprint}
+
+    def _refuse(self, route: bytes, user: str, request: str, error: BaseException) -> None:
+        """Answer with an error and log one line."""
+        message = error_message(error, request=request)
+        _LOG.warning("refused %s: %s", user, " ".join(str(error).split())[:300])
+        self._send(route, message)
+
+    def _send_lost(self, route: bytes, request: str) -> None:
+        self._send(
+            route, Message(kind="error", values={"request": request, "class": SESSION_LOST, "parts": [""]})
+        )
+
+    def _send(self, route: bytes, message: Message) -> None:
+        self._send_frames(route, message.frames())
+
+    def _send_frames(self, route: bytes, frames: list[Any]) -> None:
+        self._router.send_multipart([route, *frames], copy=False)
+
+    def _log_handshake(self, event: Mapping[str, Any]) -> None:
+        reason = (
+            "its key is not known"
+            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            else "it spoke no CURVE"
+        )
+        _LOG.warning("refused a connection: %s", reason)
+
+    # Ends
+
+    def _end(self, session: Session, why: str) -> None:
+        """Take a client's place away; its device is closed by the thread that owns it."""
+        self._places.remove(session)
+        self._queue.drop(session.token)
+        _LOG.info("%s %s (%s)", session.user, why, session.label)
+        if session.running is not None:
+            session.running.dropped = True
+        self._write(session)
+        closing = Work(session, Message(kind="close"))
+        closing.dropped = True
+        self._queue.put(session.token, closing)
+
+    def _discard(self, session: Session) -> None:
+        self._places.remove(session)
+        self._queue.drop(session.token)
+
+    def _say_end(self) -> None:
+        for session in self._places:
+            if session.running is not None:
+                request = session.running.message.value("request", str, "")[:64]
+                error = DeviceUnavailable("the server was stopped; start it, and resume")
+                self._send(session.route, error_message(error, request=request))
+            if session.view is not None:
+                session.view.close()
+        self._write_journal()
+
+    def _write_journal(self) -> None:
+        for session in self._places:
+            self._write(session)
+
+    def _write(self, session: Session) -> None:
+        """Write what a client has used since the last entry."""
+        usage = Usage() if session.view is None else session.view.usage
+        before, calls, busy_s = session.logged
+        if session.calls == calls and usage == before:
+            return
+        session.logged = usage, session.calls, session.busy_s
+        self._journal.write(
+            Entry.now(
+                self._instrument.description.name,
+                session.user,
+                session.label,
+                calls=session.calls - calls,
+                used=usage - before,
+                busy_s=session.busy_s - busy_s,
+            )
+        )
+
+
+def _with_request(message: Message, request: str) -> Message:
+    """Return an answer to a repeated request."""
+    return Message(kind=message.kind, values={**message.values, "request": request}, arrays=message.arrays)
+
+
+def _request_of(frames: list[Any]) -> str:
+    """Return the request that a message of a refused user carries, so that its client learns why; "" if it has none."""
+    try:
+        message = read_message([frame.buffer for frame in frames[1:]], limit=MIB)
+        return str(message.value("request", str, ""))[:64]
+    except BadMessage:
+        return ""
+
+
+def _allow_many_connections() -> None:
+    """Raise this process's limit of open files to what the system lets it have; each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -93,6 +93,7 @@ class Journal:
         try:
             if not path.parent.is_dir():
                 make_private_folder(path.parent)
+            _drop_torn_line(path)
             os.close(self._opened())
         except OSError as error:
             reason = f"cannot be written ({error.strerror}); name another file"
@@ -108,6 +109,14 @@ class Journal:
 
     def _opened(self) -> int:
         return open_to_write(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what follows the last whole line: a crash amid a write left it."""
+    if path.exists():
+        with path.open("rb+") as file:
+            content = file.read()
+            file.truncate(content.rfind(b"\n") + 1)
 
 
 def read_journal(path: Path) -> list[Entry]:

@@ -92,6 +92,7 @@ class Link:
         """
         request, frames = message.value("request", str), message.frames()
         with self._lock:
+            self._forget_late_answers()
             heard = begun = time.monotonic()
             self._send(frames)
             beat = heard + BEAT_S
@@ -138,6 +139,11 @@ class Link:
     def _send(self, frames: list[Any]) -> None:
         with suppress(zmq.Again):  # too much waits for a connection already; the silence is reported in time
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+
+    def _forget_late_answers(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                self._socket.recv_multipart(zmq.NOBLOCK)
 
     def _receive(self, request: str, *, until: float) -> Message | None:
         """Return the next answer to a request, or None once the time is over."""

@@ -343,7 +343,7 @@ class RemoteDevice(NoisyDevice):
         self._law = unpacked_law(answer.value("law", (dict, type(None))), answer.arrays)
         self._told = Usage.from_json(answer.value("usage", dict))
         self._repeats = answer.value("repeats", bool)
-        self._request_mib = answer.value("request_mib", float)
+        self._request_mib = float(answer.value("request_mib", (int, float)))
         self._number, self._pending = 0, None
         if answer.value("monitored", bool):
             self._first_look = Baseline.from_array(np.array(answer.arrays[-1], dtype=np.float64))

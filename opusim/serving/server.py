@@ -89,6 +89,7 @@ class Server:
         self._users = users
         self._journal = journal
         self._limits = limits or Limits()
+        self._request_limit = int(self._limits.request_mib * MIB)
         self._queue: FairQueue[str, Work] = FairQueue()
         self._places = Places(self._limits.clients, patience_s=self._limits.silence_s)
         self._done: deque[tuple[Work, Any]] = deque()
@@ -215,26 +216,20 @@ class Server:
                 return
             route, user = frames[0].bytes, self._users.find(str(frames[-1].get("User-Id")))
             if user is None:
-                self._refuse(
-                    route,
-                    "a removed key",
-                    "",
-                    DeviceUnavailable("this key is not known any more; ask for a new one"),
-                )
+                unknown = DeviceUnavailable("this key is not known any more; ask for a new one")
+                self._refuse(route, "a removed key", self._request_of(frames), unknown)
             elif user.has_expired:
                 error = DeviceUnavailable(
                     f"the key of {user.name!r} expired on {user.expires}; have a new one accepted"
                 )
-                self._refuse(route, user.name, _request_of(frames), error)
+                self._refuse(route, user.name, self._request_of(frames), error)
             else:
                 self._take_message(route, user.name, frames)
 
     def _take_message(self, route: bytes, user: str, frames: list[Any]) -> None:
         request = ""
         try:
-            message = read_message(
-                [frame.buffer for frame in frames[1:]], limit=int(self._limits.request_mib * MIB)
-            )
+            message = read_message([frame.buffer for frame in frames[1:]], limit=self._request_limit)
             request = message.value("request", str, "")[:64]
             handler = self._handlers().get(message.kind)
             if handler is None:
@@ -244,6 +239,14 @@ class Server:
             handler(route, user, request, message)
         except (DeviceError, ConfigError, BadMessage, ValueError, TypeError, OverflowError) as error:
             self._refuse(route, user, request, error)
+
+    def _request_of(self, frames: list[Any]) -> str:
+        """Return the request of a refused user's message, so that its client learns why; "" if it has none."""
+        try:
+            message = read_message([frame.buffer for frame in frames[1:]], limit=self._request_limit)
+            return str(message.value("request", str, ""))[:64]
+        except BadMessage:
+            return ""
 
     def _handlers(self) -> dict[str, Callable[[bytes, str, str, Message], None]]:
         return {
@@ -495,15 +498,6 @@ class Server:
 def _with_request(message: Message, request: str) -> Message:
     """Return an answer to a repeated request."""
     return Message(kind=message.kind, values={**message.values, "request": request}, arrays=message.arrays)
-
-
-def _request_of(frames: list[Any]) -> str:
-    """Return the request that a message of a refused user carries, so that its client learns why; "" if it has none."""
-    try:
-        message = read_message([frame.buffer for frame in frames[1:]], limit=MIB)
-        return str(message.value("request", str, ""))[:64]
-    except BadMessage:
-        return ""
 
 
 def _allow_many_connections() -> None:

@@ -16,17 +16,9 @@ from opusim.errors import CapabilityMissing, ConfigError, DeviceFault
 from opusim.noise import GaussianNoise, PhotonCountNoise
 from opusim.serving.instrument import Instrument, same_medium
 from opusim.testing.contract import DeviceContract
-from tests.support.served import Laboratory, new_laboratory, serving
+from tests.support.served import Laboratory, serving
 
 X = torch.randint(-1, 2, (16, 12), generator=torch.Generator().manual_seed(5))
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
-    with pytest.MonkeyPatch.context() as patch:
-        found = new_laboratory(tmp_path_factory.mktemp("lab"), "alice", "bob")
-        found.become("alice", patch)
-        yield found
 
 
 class OverLoopback(DeviceContract):

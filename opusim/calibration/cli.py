@@ -115,7 +115,7 @@ def check_command(
 
     old = load_certificate(certificate)
     with open_window(name, old.n_inputs, old.n_outputs, seed) as device:
-        if device.name != old.device:
+        if device.identity[0] != old.device:
             raise ConfigError(name, "certificate", f"is that of {old.device!r}; calibrate this device")
         plan = Plan(frames=frames)
         with _watched("device check", lambda: device.usage.frames, frames_of(plan, device, readings)):

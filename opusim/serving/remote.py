@@ -199,6 +199,11 @@ class RemoteDevice(NoisyDevice):
         return frozenset(str(description.options.get("can", "")).split())
 
     @property
+    def identity(self) -> tuple[str, str]:
+        """See NoisyDevice.identity: those of the served device, whose server may take the certificate."""
+        return self.name.removesuffix(f" at {self._options.address}"), self._options.digest
+
+    @property
     def described_noise(self) -> NoiseModel:
         """See NoisyDevice.described_noise: the law that the server states, a certificate's if it has one."""
         if self._law is None:
@@ -315,6 +320,7 @@ class RemoteDevice(NoisyDevice):
                 raise told_error(answer)
             position, reason = answer.value("position", int), answer.value("reason", str)
             if time.monotonic() > until:
+                link.tell(Message(kind="close", values={"session": "", "ticket": values["ticket"]}))
                 raise DeviceBusy(
                     f"device {self.name!r}: {reason}; waited {patience:g} s, position {position}"
                 )
@@ -379,7 +385,7 @@ class RemoteDevice(NoisyDevice):
         arrays = () if array is None else (array,)
         if array is not None and array.nbytes > self._request_mib * MIB:
             raise ValueError(
-                f"x has {array.nbytes / MIB:,.0f} MiB, the server of device {self.name!r} takes {self._request_mib:g} "
+                f"x has {array.nbytes / MIB:,.4g} MiB, the server of device {self.name!r} takes {self._request_mib:g} "
                 "at once; give fewer vectors"
             )
         if self._sought is not None:
@@ -425,11 +431,14 @@ class RemoteDevice(NoisyDevice):
             self._link.beat(self._alive(""))
 
     def _on_state(self, number: int, state: Message) -> bool:
-        """Tell the user who has the device; return whether the call was lost on its way."""
+        """Tell the user who has the device; return whether the call, or its answer, was lost on its way.
+
+        An answer that was sent comes before a state that was sent after it, unless a connection broke in between.
+        """
         holder = state.value("held_by", str, "")
         if holder:
             _LOG.warning("opusim: device %r is reserved by %s; waiting", self.name, holder)
-        return bool(state.value("number", int, 0) < number)
+        return bool(state.value("number", int, 0) < number or state.value("answered", bool, False))
 
     def _tensor(self, answer: Message) -> torch.Tensor:
         if len(answer.arrays) != 1:

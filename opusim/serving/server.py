@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import resource
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +16,17 @@ import numpy as np
 from opusim import checks
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError, DeviceError, DeviceFault, DeviceUnavailable, NoiseBelowCertificate
+from opusim.serving.door import Door
 from opusim.serving.fair_queue import FairQueue
 from opusim.serving.instrument import Instrument, Window, packed_law
 from opusim.serving.journal import Entry, Journal
-from opusim.serving.keys import Users
+from opusim.serving.keys import Key, Users
 from opusim.serving.messages import MIB, BadMessage, Message, error_message, read_message
-from opusim.serving.sessions import Places, Session, Work, content_digest
-from opusim.serving.zeromq import require_zmq, zmq
+from opusim.serving.sessions import Places, Session, Work, content_digest, require_room
 
 _LOG = logging.getLogger("opusim.serving")
 _TICK_MS = 200
 _JOURNAL_EVERY_S = 60.0
-_HANDSHAKE_MS = 10_000
-_WAKE = "inproc://done"
-_DOMAIN = "opusim"
 SESSION_LOST = "SessionLost"
 """How an answer names that the server does not know the session of a call."""
 
@@ -83,8 +79,6 @@ class Server:
         journal: Journal,
         limits: Limits | None = None,
     ) -> None:
-        require_zmq()
-        _allow_many_connections()
         self._instrument = instrument
         self._users = users
         self._journal = journal
@@ -95,79 +89,34 @@ class Server:
         self._done: deque[tuple[Work, Any]] = deque()
         self._failed: DeviceError | None = None
         self._working: Work | None = None
-        self._context = zmq.Context()
-        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
-        self._authenticator.start()  # before the first connection, which would be let in without it
-        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=users)
-        self._router = self._context.socket(zmq.ROUTER)
-        try:
-            self._listen(bind)
-        except zmq.ZMQError as error:
-            self._stop_listening()
-            raise ConfigError(
-                "--bind", bind, f"cannot be bound ({error.strerror}); give tcp://HOST:PORT"
-            ) from error
-        self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-
-    def _listen(self, bind: str) -> None:
-        router, key = self._router, self._users.own
-        router.curve_server = True
-        router.curve_publickey, router.curve_secretkey = key.public.encode(), (key.secret or "").encode()
-        router.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
-        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        router.setsockopt(
-            zmq.MAXMSGSIZE, 2 * int(self._limits.request_mib * MIB) + MIB
-        )  # beyond it libzmq hangs up
-        router.setsockopt(zmq.RCVHWM, 8)  # messages of each client
-        router.setsockopt(zmq.SNDHWM, 64)
-        router.setsockopt(zmq.BACKLOG, 4096)
-        router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        router.setsockopt(zmq.HEARTBEAT_IVL, int(500 * self._limits.silence_s))
-        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * self._limits.silence_s))
-        failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        self._events = router.get_monitor_socket(failures | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        router.bind(bind)
+        self._door = Door(
+            users, bind, largest=2 * self._request_limit + MIB, silence_s=self._limits.silence_s
+        )
+        self.endpoint = self._door.endpoint
 
     # Running
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set; the batch under way is finished, and its client told."""
-        wake = self._context.socket(zmq.PULL)
-        wake.bind(_WAKE)
         owner = threading.Thread(target=self._own, name="opusim-instrument", daemon=True)
         owner.start()
         try:
-            self._serve(stop, wake)
+            self._serve(stop)
         finally:
             self._queue.close()
             owner.join()
             self._say_end()
-            wake.close(linger=0)
-            self._stop_listening()
+            self._door.close()
             self._instrument.close()
 
-    def _stop_listening(self) -> None:
-        self._router.disable_monitor()
-        self._events.close(linger=0)
-        self._router.close(linger=1000)
-        self._authenticator.stop()
-        self._context.term()
-
-    def _serve(self, stop: threading.Event, wake: Any) -> None:
-        poller = zmq.Poller()
-        for socket in (self._router, wake, self._events):
-            poller.register(socket, zmq.POLLIN)
+    def _serve(self, stop: threading.Event) -> None:
         written = time.monotonic()
         while not stop.is_set():
-            ready = dict(poller.poll(_TICK_MS))
-            if wake in ready:
-                wake.recv()
+            messages = self._door.wait(_TICK_MS)
             while self._done:
                 self._finish(*self._done.popleft())
-            if self._router in ready:
-                self._take_messages()
-            if self._events in ready:
-                self._log_handshake(zmq.utils.monitor.recv_monitor_message(self._events))
+            for route, user, frames in messages:
+                self._let_in(route, user, frames)
             for session in self._places.silent(self._limits.silence_s):
                 self._end(session, f"was silent for {self._limits.silence_s:g} s")
             if time.monotonic() - written > _JOURNAL_EVERY_S:
@@ -176,8 +125,7 @@ class Server:
 
     def _own(self) -> None:
         """Do batch after batch; the only thread that touches the instrument."""
-        wake = self._context.socket(zmq.PUSH)
-        wake.connect(_WAKE)
+        bell = self._door.bell()
         while (taken := self._queue.take()) is not None:
             token, work = taken
             self._working, started = work, time.perf_counter()
@@ -191,8 +139,8 @@ class Server:
                 self._queue.put(token, work)
                 continue
             self._done.append((work, found))
-            wake.send(b"")
-        wake.close(linger=0)
+            bell.send(b"")
+        bell.close(linger=0)
 
     def _advance(self, work: Work) -> tuple[np.ndarray, ...] | None:
         """Do a batch; what the monitor finds stops all clients."""
@@ -208,28 +156,21 @@ class Server:
 
     # Messages
 
-    def _take_messages(self) -> None:
-        for _ in range(256):
-            try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            route, user = frames[0].bytes, self._users.find(str(frames[-1].get("User-Id")))
-            if user is None:
-                unknown = DeviceUnavailable("this key is not known any more; ask for a new one")
-                self._refuse(route, "a removed key", self._request_of(frames), unknown)
-            elif user.has_expired:
-                error = DeviceUnavailable(
-                    f"the key of {user.name!r} expired on {user.expires}; have a new one accepted"
-                )
-                self._refuse(route, user.name, self._request_of(frames), error)
-            else:
-                self._take_message(route, user.name, frames)
+    def _let_in(self, route: bytes, user: Key | None, frames: list[Any]) -> None:
+        """Take a message of a user whose key is known and has not expired."""
+        if user is None:
+            unknown = DeviceUnavailable("this key is not known any more; ask for a new one")
+            self._refuse(route, "a removed key", self._request_of(frames), unknown)
+        elif user.has_expired:
+            text = f"the key of {user.name!r} expired on {user.expires}; have a new one accepted"
+            self._refuse(route, user.name, self._request_of(frames), DeviceUnavailable(text))
+        else:
+            self._take_message(route, user.name, frames)
 
     def _take_message(self, route: bytes, user: str, frames: list[Any]) -> None:
         request = ""
         try:
-            message = read_message([frame.buffer for frame in frames[1:]], limit=self._request_limit)
+            message = read_message(frames, limit=self._request_limit)
             request = message.value("request", str, "")[:64]
             handler = self._handlers().get(message.kind)
             if handler is None:
@@ -243,7 +184,7 @@ class Server:
     def _request_of(self, frames: list[Any]) -> str:
         """Return the request of a refused user's message, so that its client learns why; "" if it has none."""
         try:
-            message = read_message([frame.buffer for frame in frames[1:]], limit=self._request_limit)
+            message = read_message(frames, limit=self._request_limit)
             return str(message.value("request", str, ""))[:64]
         except BadMessage:
             return ""
@@ -319,6 +260,7 @@ class Server:
             if session.reply is not None:
                 self._send_frames(route, session.reply)
             return
+        require_room(message, session.window, most=int(self._limits.reply_mib * MIB))
         if session.running is not None:
             raise DeviceUnavailable("the session's earlier call is not finished; wait for it")
         session.number, session.digest, session.reply = number, digest, None
@@ -339,18 +281,21 @@ class Server:
             position = self._queue.position(session.token)
             ahead = 0 if position is None else position + int(self._working is not None)
             holder = self._queue.holder
-            held = (
-                ""
-                if holder in (None, session.token)
-                else next((s.user for s in self._places if s.token == holder), "")
-            )
-            values = {"request": request, "position": ahead, "number": session.number, "held_by": held}
+            others = (other.user for other in self._places if other.token == holder and other is not session)
+            values = {
+                "request": request,
+                "position": ahead,
+                "number": session.number,
+                "answered": session.reply is not None,
+                "held_by": next(others, ""),
+            }
             self._send(route, Message(kind="state", values=values))
 
     def _close(self, route: bytes, user: str, request: str, message: Message) -> None:
         session = self._session(message, user)
         if session is not None:
             self._end(session, "closed the device")
+        self._places.forget(message.value("ticket", str, ""))
         self._send(route, Message(kind="closed", values={"request": request}))
 
     def _session(self, message: Message, user: str) -> Session | None:
@@ -386,10 +331,6 @@ class Server:
             return error_message(found, request=request)
         if work.is_opening:
             return self._opened(session, request)
-        size, most = sum(array.nbytes for array in found), self._limits.reply_mib
-        if size > most * MIB:
-            text = f"the answer has {size / MIB:,.0f} MiB, the server sends {most:g} at most; ask for less at once"
-            return error_message(ValueError(text), request=request)
         usage = None if session.view is None else session.view.usage.to_json()
         return Message(kind="answer", values={"request": request, "usage": usage}, arrays=found)
 
@@ -434,15 +375,7 @@ class Server:
         self._send_frames(route, message.frames())
 
     def _send_frames(self, route: bytes, frames: list[Any]) -> None:
-        self._router.send_multipart([route, *frames], copy=False)
-
-    def _log_handshake(self, event: Mapping[str, Any]) -> None:
-        reason = (
-            "its key is not known"
-            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            else "it spoke no CURVE"
-        )
-        _LOG.warning("refused a connection: %s", reason)
+        self._door.send(route, frames)
 
     # Ends
 
@@ -498,10 +431,3 @@ class Server:
 def _with_request(message: Message, request: str) -> Message:
     """Return an answer to a repeated request."""
     return Message(kind=message.kind, values={**message.values, "request": request}, arrays=message.arrays)
-
-
-def _allow_many_connections() -> None:
-    """Raise this process's limit of open files to what the system lets it have; each connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from opusim.devices.usage import Usage
 from opusim.errors import DeviceBusy
 from opusim.serving.instrument import Instrument, View, Window, require_capability
-from opusim.serving.messages import BadMessage, Message, raw_bytes
+from opusim.serving.messages import MIB, BadMessage, Message, raw_bytes
 
 ROWS_AT_ONCE = 1000
 """Vectors of a call that a shared device reads before another client has its turn."""
@@ -130,6 +131,30 @@ class Work:
         return self.message.arrays[0]
 
 
+def require_room(message: Message, window: Window, *, most: int) -> None:
+    """Refuse a call whose answer would be larger than a server sends, before anything is read.
+
+    Args:
+        message: the call.
+        window: the client's.
+        most: bytes.
+
+    Raises:
+        ValueError: it would be.
+    """
+    act, arrays = message.value("act", str), message.arrays
+    numbers = window.n_inputs * window.n_outputs if act == "matrix" else 0
+    if act in ("project", "intensities") and arrays and arrays[0].ndim:
+        numbers = len(arrays[0]) * window.n_outputs
+    if act == "draw":
+        numbers = math.prod(abs(int(length)) for length in message.value("shape", list))
+    if 4 * numbers > most:
+        raise ValueError(
+            f"the answer would have {4 * numbers / MIB:,.4g} MiB, the server sends {most / MIB:,.4g} at most; ask for "
+            "less at once"
+        )
+
+
 def content_digest(message: Message) -> bytes:
     """Return BLAKE2b of a message's values and arrays, by which a repeated call is told from another one."""
     digest = hashlib.blake2b(json.dumps(message.values, sort_keys=True).encode(), digest_size=16)
@@ -208,6 +233,10 @@ class Places:
             )
         self._tickets[ticket] = now
         return before + 1
+
+    def forget(self, ticket: str) -> None:
+        """Take a client that gave up out of those who wait."""
+        self._tickets.pop(ticket, None)
 
     def obstacle(self, window: Window, *, reserves: bool) -> str | None:
         """Return what keeps a client out, or None."""

@@ -7,6 +7,8 @@ import os
 import re
 import select
 import shutil
+import signal
+import socket
 import subprocess
 import threading
 import time
@@ -23,6 +25,7 @@ from opusim.serving.journal import Journal
 from opusim.serving.keys import Users, make_key
 from opusim.serving.server import Limits, Server
 from tests.support.command import COMMAND, ROOT
+from tests.support.killing import start_child
 
 ALONE = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -103,6 +106,59 @@ def serving(
         thread.join(30)
         assert not thread.is_alive(), "the server does not end"
         assert not failures, failures
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+class ForkedServer:
+    """A server in a forked process, which is there in a moment and may be killed.
+
+    Args:
+        lab: Its keys and journal.
+        name: The device's name.
+        port: Where it listens; 0 takes a free port.
+
+    Attributes:
+        port: Where it listens.
+    """
+
+    def __init__(self, lab: Laboratory, name: str = "gaussian", *, port: int = 0) -> None:
+        self.port = port or free_port()
+        self._child = start_child(lambda: self._serve(lab, name))
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5):
+                return
+            time.sleep(0.02)
+        raise AssertionError("the server does not listen")
+
+    def _serve(self, lab: Laboratory, name: str) -> None:
+        instrument, bind = Instrument(load_description(name)), f"tcp://127.0.0.1:{self.port}"
+        Server(instrument, Users(lab.keys), bind=bind, journal=Journal(lab.journal)).run(threading.Event())
+
+    @property
+    def address(self) -> str:
+        """Its address."""
+        return f"remote://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        if self._child:
+            os.kill(self._child, signal.SIGKILL)
+            os.waitpid(self._child, 0)
+            self._child = 0
+
+    def __enter__(self) -> ForkedServer:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.kill()
 
 
 class ServerProcess:

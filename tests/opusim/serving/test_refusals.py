@@ -224,11 +224,11 @@ def test_a_call_that_is_too_large_is_refused_before_it_is_sent(lab: Laboratory) 
     limits = Limits(request_mib=0.01, reply_mib=0.1)
     with serving(lab, limits=limits) as address, open_device(address, **WINDOW) as device:
         with pytest.raises(
-            ValueError, match="x has 0 MiB, the server of device .* takes 0.01 at once; give fewer"
+            ValueError, match="x has 0.02289 MiB, the server of device .* takes 0.01 at once; give fewer"
         ):
             device.project(torch.zeros(2000, 12))
         with pytest.raises(
-            ValueError, match="the answer has 0 MiB, the server sends 0.1 at most; ask for less"
+            ValueError, match="the answer would have 0.1221 MiB, the server sends 0.1 at most"
         ):
             device.draw((800, 40))
         assert device.project(X).shape == (16, 40)

@@ -61,7 +61,9 @@ def list_command(
 
 @app.command("show")
 def show_command(
-    name: Annotated[str, typer.Argument(help="A device's name, or a path ending in .toml.")],
+    name: Annotated[
+        str, typer.Argument(help="A device's name, a path ending in .toml, or remote://HOST:PORT.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show a device: each number with its unit, status and source, and what its noise is."""

@@ -308,18 +308,21 @@ class Server:
         session = work.session
         if session.running is work:
             session.running = None
-        if work.dropped or (work.is_opening and isinstance(found, BaseException)):
-            self._discard(session)
         if work.dropped:
             return
         request = work.message.value("request", str, "")[:64]
-        message = self._answer(work, found, request)
+        try:
+            message = self._answer(work, found, request)
+            frames = message.frames()
+        except (ValueError, TypeError) as error:  # numbers of another package that JSON does not hold
+            message = error_message(DeviceFault(f"the answer cannot be sent: {error}"), request=request)
+            frames = message.frames()
         if work.is_opening:
-            session.opened = message if session.view is not None else None
+            session.opened = message
+            if message.kind == "error":
+                self._end(session, "could not open the device")
         else:
             session.calls += 1
-        frames = message.frames()
-        if not work.is_opening:
             session.reply = frames
         self._send_frames(session.route, frames)
 
@@ -391,10 +394,6 @@ class Server:
         closing.dropped = True
         self._queue.put(session.token, closing)
 
-    def _discard(self, session: Session) -> None:
-        self._places.remove(session)
-        self._queue.drop(session.token)
-
     def _say_end(self) -> None:
         for session in self._places:
             if session.running is not None:
@@ -416,7 +415,7 @@ class Server:
         if session.calls == calls and usage == before:
             return
         session.logged = usage, session.calls, session.busy_s
-        self._journal.write(
+        self._note(
             Entry.now(
                 self._instrument.description.name,
                 session.user,
@@ -426,6 +425,13 @@ class Server:
                 busy_s=session.busy_s - busy_s,
             )
         )
+
+    def _note(self, entry: Entry) -> None:
+        """Write an entry; a full disk stops no reading."""
+        try:
+            self._journal.write(entry)
+        except OSError as error:
+            _LOG.error("the journal %s cannot be written: %s; lost: %s", self._journal.path, error, entry)
 
 
 def _with_request(message: Message, request: str) -> Message:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from opusim.serving.journal import Journal
 from opusim.serving.keys import Users
 from opusim.serving.server import Limits, Server
 from tests.support.killing import start_child
-from tests.support.ranks import preload, start_ranks
+from tests.support.ranks import preload, run_ranks
 from tests.support.served import Laboratory, free_port, new_laboratory
 from tests.support.slow_network import slow_network
 
@@ -143,7 +144,7 @@ def vandalise(lab: Laboratory, address: str) -> None:
             ):
                 refusals.answer(dealer, message.frames())
             refusals.answer(dealer, [b'{"schema": 1}', bytes(2 * 2**20)])
-        time.sleep(0.5)
+        time.sleep(1.0)
 
 
 class Play:
@@ -195,15 +196,15 @@ def behind_a_bad_network(play: Play, folder: Path) -> None:
                 network.cut()
 
         threading.Thread(target=cut, daemon=True).start()
-        server_key = Path(os.environ["XDG_CONFIG_HOME"]) / "opusim" / "keys" / "server.pub"
-        assert server_key.exists()
         train_until_done(folder / "bob", f"{far}?{options}", SEEDS["bob"])
 
 
-def run_as_ranks(play: Play, folder: Path) -> list[int]:
-    os.environ["XDG_CONFIG_HOME"] = str(play._lab.config_of("alice"))
-    whole = configuration(play.address, SEEDS["ranks"])
-    return start_ranks(lambda rank: opusim.train(whole, folder=folder / "ranks"), 2)
+def run_as_ranks(folder: Path, device: object) -> None:
+    """Train in two processes, of which the first reads for both."""
+    whole = configuration(device, SEEDS["ranks"])
+    codes = run_ranks(lambda rank: opusim.train(whole, folder=folder), 2)
+    if any(codes):
+        raise RuntimeError(f"the ranks ended with {codes}")
 
 
 def main(folder: Path, seconds: float) -> None:
@@ -217,14 +218,13 @@ def main(folder: Path, seconds: float) -> None:
     )
     local = description_file(lab.folder)
     play = Play(lab, free_port())
-    for name, seed in SEEDS.items():
-        child = play.start(
-            lambda name=name, seed=seed: train_until_done(folder / f"{name}-local", local, seed), "alice"
-        )
+    for name in ("alice", "bob"):
+        child = play.start(partial(train_until_done, folder / f"{name}-local", local, SEEDS[name]), "alice")
         assert os.waitpid(child, 0)[1] == 0
     play.restart_server()
-    ranks = run_as_ranks(play, folder)
-    assert [os.waitpid(child, 0)[1] for child in ranks] == [0, 0]
+    for place, device in (("ranks-local", local), ("ranks", play.address)):
+        child = play.start(partial(run_as_ranks, folder / place, device), "alice")
+        assert os.waitpid(child, 0)[1] == 0
     trainings = [
         play.start(lambda: train_until_done(folder / "alice", play.address, SEEDS["alice"]), "alice"),
         play.start(lambda: behind_a_bad_network(play, folder), "bob"),

@@ -44,6 +44,7 @@ class Link:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._handshakes_failed = 0
+        self._closing = False
         socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         self._socket = socket
         socket.curve_serverkey = server.public.encode()
@@ -99,6 +100,8 @@ class Link:
             while True:
                 answer = self._receive(request, until=beat)
                 now = time.monotonic()
+                if self._closing:
+                    raise DeviceUnavailable(f"device {self._name!r}: its connection was closed during a call")
                 if answer is not None:
                     heard = now
                     if answer.kind != "state":
@@ -130,7 +133,8 @@ class Link:
             self._send(message.frames())
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; a call of another thread ends within `BEAT_S` seconds."""
+        self._closing = True
         with self._lock:
             self._socket.disable_monitor()
             self._events.close(linger=0)

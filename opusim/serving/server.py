@@ -143,13 +143,14 @@ class Server:
         bell.close(linger=0)
 
     def _advance(self, work: Work) -> tuple[np.ndarray, ...] | None:
-        """Do a batch; what the monitor finds stops all clients."""
+        """Do a batch; what the monitor of a shared device finds, and noise below the law, stops all clients."""
         if self._failed is not None:
             raise type(self._failed)(str(self._failed))
         try:
             return work.advance(self._instrument)
         except (NoiseBelowCertificate, DeviceFault) as error:
-            if self._instrument.shared or isinstance(error, NoiseBelowCertificate):
+            found_by_monitor = self._instrument.shared and work.message.kind == "call" and not work.begun
+            if found_by_monitor or isinstance(error, NoiseBelowCertificate):
                 self._failed = error
                 _LOG.error("stopped for all clients until the server is restarted: %s", error)
             raise
@@ -215,8 +216,10 @@ class Server:
         session = self._places.of_ticket(ticket, user)
         if session is not None:
             session.route, session.heard = route, time.monotonic()
-            if session.opened is not None:
-                self._send(route, _with_request(session.opened, request))
+            opened = session.opened
+            self._send(
+                route, self._state(session, request) if opened is None else _with_request(opened, request)
+            )
             return
         window = Window(
             n_inputs=message.value("n_inputs", int, self._instrument.n_inputs),
@@ -235,9 +238,15 @@ class Server:
             return
         label = "".join(c for c in message.value("run", str, "") if c.isprintable())[:100]
         session = Session(
-            token=secrets.token_hex(16), ticket=ticket, user=user, label=label, window=window, reserves=reserves,
-            exclusive=exclusive, route=route,
-        )  # fmt: skip
+            token=secrets.token_hex(16),
+            ticket=ticket,
+            user=user,
+            label=label,
+            window=window,
+            reserves=reserves,
+            exclusive=exclusive,
+            route=route,
+        )
         self._places.add(session)
         if exclusive:
             self._queue.hold(session.token)
@@ -278,18 +287,20 @@ class Server:
             session.reply = None
         if request:
             session.route = route
-            position = self._queue.position(session.token)
-            ahead = 0 if position is None else position + int(self._working is not None)
-            holder = self._queue.holder
-            others = (other.user for other in self._places if other.token == holder and other is not session)
-            values = {
-                "request": request,
-                "position": ahead,
-                "number": session.number,
-                "answered": session.reply is not None,
-                "held_by": next(others, ""),
-            }
-            self._send(route, Message(kind="state", values=values))
+            self._send(route, self._state(session, request))
+
+    def _state(self, session: Session, request: str) -> Message:
+        """Return how many clients have their turn before this one, and how far its last call is."""
+        position, holder = self._queue.position(session.token), self._queue.holder
+        others = (other.user for other in self._places if other.token == holder and other is not session)
+        values = {
+            "request": request,
+            "position": 0 if position is None else position + int(self._working is not None),
+            "number": session.number,
+            "answered": session.reply is not None,
+            "held_by": next(others, ""),
+        }
+        return Message(kind="state", values=values)
 
     def _close(self, route: bytes, user: str, request: str, message: Message) -> None:
         session = self._session(message, user)

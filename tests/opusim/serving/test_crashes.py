@@ -197,6 +197,22 @@ def test_a_call_that_takes_too_long_is_given_up(lab: Laboratory) -> None:
         device.project(X)
 
 
+@pytest.mark.slow
+def test_an_abandoned_call_does_not_block_the_next(lab: Laboratory) -> None:
+    """`access.timeout_s` leaves a thread behind in its call, under whose connection the device is opened again."""
+    expected = local_readings(1, 1)[0][0]
+    with (
+        serving(lab) as address,
+        slow_network(address, 0.01) as (network, far),
+        open_device(far, access={"timeout_s": 3.0, "attempts": 30, "backoff_s": 0.0}, **WINDOW) as device,
+    ):
+        device.seek(0)
+        network.delay_s = 5.0
+        threading.Timer(6.0, lambda: setattr(network, "delay_s", 0.01)).start()
+        assert torch.equal(device.project(X), expected)
+        assert device.usage.frames == 2 * len(X)
+
+
 # The instrument
 
 
@@ -231,6 +247,22 @@ def test_a_fault_of_a_shared_device_is_told_to_all(lab: Laboratory, faulty: None
         for device in (one, other):
             with pytest.raises(DeviceFault, match="medium decorrelated or was swapped"):
                 device.project(X)
+
+
+def test_one_bad_reading_of_a_shared_device_stops_one_step(lab: Laboratory, faulty: None) -> None:
+    options = {"kind": "gaussian", "fault": "NaN", "at_step": 0}
+    access, sizes = {"exclusive": True}, {"n_inputs": 12, "n_outputs": 40}
+    served = {"kind": KIND, "options": options, "access": access, **sizes}
+    with (
+        serving(lab, "gaussian", served) as address,
+        open_device(address) as one,
+        open_device(address) as other,
+    ):
+        one.seek(0)
+        with pytest.raises(DeviceFault, match="returned NaN or infinity"):
+            one.project(X)
+        FaultyDevice.repaired = True
+        assert one.project(X).shape == other.project(X).shape == (16, 40)
 
 
 def test_the_monitor_of_a_simulation_is_that_of_the_local_device(lab: Laboratory) -> None:

@@ -42,6 +42,7 @@ bench: $(DEV)  ## Speed, as ratios in one run.
 	$(BIN)/python -m benchmarks.speed.features
 	$(BIN)/python -m benchmarks.speed.matrix_free
 	$(BIN)/python -m benchmarks.speed.commands
+	$(BIN)/python -m benchmarks.speed.served
 
 bench-report: $(DEV)  ## Write the pages that show what benchmarks/results/ holds.
 	$(BIN)/python -m benchmarks.pages

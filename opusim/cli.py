@@ -8,16 +8,20 @@ from typing import Annotated
 import typer
 
 from opusim.calibration.cli import add_to as add_calibration_commands
+from opusim.serving.cli import add_to as add_serving_commands
 from opusim.tables import print_table
 
-app = typer.Typer(name="device", help="Show, record, calibrate and check devices.", no_args_is_help=True)
+app = typer.Typer(
+    name="device", help="Show, record, calibrate, check and share devices.", no_args_is_help=True
+)
 
 add_calibration_commands(app)
+add_serving_commands(app)
 
 
 @app.callback()
 def device() -> None:
-    """Show, record, calibrate and check the devices that opusim can simulate or drive."""
+    """Show, record, calibrate, check and share the devices that opusim can simulate or drive."""
 
 
 @app.command("list")
@@ -57,7 +61,9 @@ def list_command(
 
 @app.command("show")
 def show_command(
-    name: Annotated[str, typer.Argument(help="A device's name, or a path ending in .toml.")],
+    name: Annotated[
+        str, typer.Argument(help="A device's name, a path ending in .toml, or remote://HOST:PORT.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show a device: each number with its unit, status and source, and what its noise is."""

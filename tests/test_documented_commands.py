@@ -45,7 +45,8 @@ def unknown(line: str) -> list[str]:
 def trains(line: str) -> bool:
     """Whether a line is a whole training command that needs no file of the reader's."""
     words = line.split()
-    return words[1] == "train" and "--data" in words and ".toml" not in line and "FOLDER" not in line
+    needs = (".toml", "FOLDER", "remote://")
+    return words[1] == "train" and "--data" in words and not any(word in line for word in needs)
 
 
 @pytest.mark.parametrize("line", shown_commands())

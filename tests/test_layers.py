@@ -61,7 +61,7 @@ ORDER = {
         ("description", "medium"),
         ("camera",),
         ("devices",),
-        ("calibration", "testing", "features"),
+        ("calibration", "testing", "features", "serving"),
         ("lightonml",),
         ("cli",),
     ),

@@ -33,6 +33,7 @@ from benchmarks.speed import (
     pdfa_step,
     projection,
     record_step,
+    served,
     sweep,
     transformer_step,
 )
@@ -70,6 +71,7 @@ def speed_rows() -> list[Row]:
         sweep,
         accounting,
         commands,
+        served,
     )
     return [row for part in parts for row in part.speed_rows()]
 
@@ -86,7 +88,8 @@ def speed_section() -> str:
         "Medians of interleaved repeats in one process. Required, in this order: 0.9 of the product, 5 times "
         "lightonml; at most 1; 1.8 times; at most Opacus's; at most 1.1 (gaussian); at most 1.5; at most 1.5, under "
         "1,024 MiB, 0.6 ms; 0.7 at batch 1024, 0.4 at batch 64, under 1,024 MiB; 100 times, the same digits; commands "
-        "at most 1.8 and 0.5; at most 1; at most 1.2, 1.5 and 10 times; at most 1.1 of the memory and 2.2 passes."
+        "at most 1.8 and 0.5; served at most 1.3 (camera); at most 1; at most 1.2, 1.5 and 10 times; at most 1.1 of "
+        "the memory and 2.2 passes."
     )
     return section("Ratios", text, markdown(("work", "ratio", "command"), rows)) if rows else ""
 
@@ -226,12 +229,14 @@ def pages() -> dict[Path, str]:
         ("protection and trainer", "accuracy at epsilon 3 [%]", "at epsilon 1"), protection_rows()
     )
     opacus, camera = ROOT / "docs" / "coming-from-opacus.md", ROOT / "docs" / "camera.md"
+    serving = ROOT / "docs" / "serving.md"
     with_faults = with_block(devices.read_text(), "faults", faults.docs_table())
     return {
         readme: with_block(readme.read_text(), "measured", measured),
         choosing: with_block(choosing.read_text(), "protections", protections),
         devices: with_block(with_faults, "monitor", monitor.docs_table()),
         camera: with_block(camera.read_text(), "effects", effects.docs_table()),
+        serving: with_block(serving.read_text(), "served", served.docs_table()),
         opacus: with_block(opacus.read_text(), "opacus", protected_modules.docs_table()),
         BENCHMARKS / "README.md": index_page(),
         **{BENCHMARKS / folder / "README.md": folder_page(folder) for folder in SECTIONS},

@@ -40,7 +40,6 @@ from opusim.devices.certificate import (
     Limits,
     PhotonCountLaw,
     TestedProperty,
-    digest_of,
 )
 from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.noise import GaussianNoise
@@ -214,9 +213,10 @@ def calibrate(
         found = _camera_findings(device, samples, plan or Plan(), confidence=confidence, beta=beta)
     else:
         found = _reading_findings(device, inputs, samples, confidence=confidence, beta=beta)
+    name, digest = device.identity
     certificate = Certificate(
-        device=device.name,
-        description_digest=digest_of(device.description),
+        device=name,
+        description_digest=digest,
         date=time.strftime("%Y-%m-%d"),
         n_inputs=device.n_inputs,
         n_outputs=device.n_outputs,

@@ -13,7 +13,7 @@ from opusim.files import FIGURES, output_folder, require_writable
 from opusim.progress import Progress
 from opusim.tables import print_table
 
-_NAME = Annotated[str, typer.Argument(help="A device's name, or a path ending in .toml.")]
+_NAME = Annotated[str, typer.Argument(help="A device's name, a path ending in .toml, or remote://HOST:PORT.")]
 _SEED = Annotated[int, typer.Option(help="Seed of a simulated device's noise.")]
 _INPUTS = Annotated[int, typer.Option("--inputs", help="Inputs of the window.")]
 
@@ -115,7 +115,7 @@ def check_command(
 
     old = load_certificate(certificate)
     with open_window(name, old.n_inputs, old.n_outputs, seed) as device:
-        if device.name != old.device:
+        if device.identity[0] != old.device:
             raise ConfigError(name, "certificate", f"is that of {old.device!r}; calibrate this device")
         plan = Plan(frames=frames)
         with _watched("device check", lambda: device.usage.frames, frames_of(plan, device, readings)):

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from opusim import plugins
 from opusim.description.schema import EXEMPT_FROM_PROVENANCE, DeviceDescription, is_number
 from opusim.description.section import did_you_mean, first_problem, flat, merged
 from opusim.errors import ConfigError
@@ -17,6 +18,8 @@ from opusim.files import parse_toml, read_text
 
 __all__ = ["DeviceDescription", "load_description", "packaged_names", "parse_description"]
 
+SCHEME_GROUP = "opusim.description_schemes"
+"""Entry points that read descriptions of names with a scheme: called with the name, they return what a file holds."""
 _ALTERNATIVES = (
     {"noise.sigma", "noise.temperature_law"},
     {"camera.dark.doubling", "camera.dark.table"},
@@ -30,8 +33,8 @@ def load_description(
     """Read and check a device description.
 
     Args:
-        name_or_path: the name of a description shipped with opusim, such as ``gaussian``, or a path that ends
-            in ``.toml``.
+        name_or_path: the name of a description shipped with opusim, such as ``gaussian``, a path that ends in
+            ``.toml``, or the address of a served device, ``remote://HOST:PORT``, whose server is asked.
         overrides: nested mapping laid over the file's keys, such as ``{"noise": {"sigma": 0.1}}``; the
             provenance of an overridden number becomes ``override``. A value of None removes a key.
 
@@ -41,6 +44,7 @@ def load_description(
     Raises:
         ConfigError: names file, key and reason: no such file, not TOML, an unknown key (with a close match),
             a value out of range, a number without provenance.
+        DeviceUnavailable: a server does not answer.
     """
     file = str(name_or_path)
     content = _read(file)
@@ -70,7 +74,9 @@ def packaged_names() -> tuple[str, ...]:
 
 
 def _read(file: str) -> dict[str, Any]:
-    """Return the raw content of a packaged description or of a path."""
+    """Return the raw content of a packaged description, of a path, or of a name with a scheme."""
+    if "://" in file:
+        return _described(file)
     try:
         if file.endswith(".toml"):
             return parse_toml(read_text(file))
@@ -83,6 +89,15 @@ def _read(file: str) -> dict[str, Any]:
         raise ConfigError(file, "path", f"cannot be read: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(file, "syntax", f"not a TOML file: {error}") from None
+
+
+def _described(name: str) -> dict[str, Any]:
+    """Return the content that the entry point of a name's scheme gives."""
+    try:
+        found: dict[str, Any] = plugins.load(SCHEME_GROUP, name.partition("://")[0])(name)
+    except plugins.PluginError as error:
+        raise ConfigError(name, "name", f"cannot be read: {error}") from error
+    return found
 
 
 def _overridden(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,12 +41,14 @@ class AccessSettings(StrictSection):
         attempts: how often a call is tried, reconnecting in between, before its failure is reported.
         backoff_s: wait before the second try, seconds; it doubles from try to try.
         exclusive: whether only one process on this machine may have the device open.
+        wait_s: seconds to wait for an exclusive device that another process holds; None takes OPUSIM_WAIT, or 0.
     """
 
     timeout_s: float | None = Field(default=None, gt=0)
     attempts: int = Field(default=1, ge=1, le=100)
     backoff_s: float = Field(default=0.5, ge=0)
     exclusive: bool = False
+    wait_s: float | None = Field(default=None, ge=0)
 
 
 class MonitorSettings(StrictSection):

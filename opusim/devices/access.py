@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import logging
+import math
 import os
 import queue
 import re
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,6 +30,29 @@ from opusim.errors import DeviceBusy, DeviceTimeout, DeviceUnavailable
 from opusim.files import parse_json, read_bytes
 
 FOLDER_VARIABLE = "OPUSIM_LOCKS"
+WAIT_VARIABLE = "OPUSIM_WAIT"
+_LOG = logging.getLogger("opusim")
+_ASK_AGAIN_S = 0.5
+
+
+def patience_s(setting: float | None) -> float:
+    """Return for how many seconds to wait for a device that is in use: a setting, else OPUSIM_WAIT, else 0.
+
+    Raises:
+        ValueError: OPUSIM_WAIT is no number of seconds.
+    """
+    if setting is not None:
+        return setting
+    text = os.environ.get(WAIT_VARIABLE, "") or "0"
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not found >= 0:
+        raise ValueError(
+            f"{WAIT_VARIABLE} = {text!r}: must be a number of seconds, at least 0; correct or unset it"
+        )
+    return found
 
 
 class ExclusiveUse:
@@ -44,15 +70,30 @@ class ExclusiveUse:
         self._name = name
         self._lock: AbstractContextManager[None] | None = None
 
-    def acquire(self) -> None:
+    def acquire(self, *, wait_s: float = 0.0) -> None:
         """Acquire the device; nothing happens if this object holds it.
+
+        Args:
+            wait_s: seconds to wait for its holder to end, at least 0; the log names the holder.
 
         Raises:
             DeviceBusy: another process has it, or another object of this one; the message says which.
             DeviceUnavailable: the lock's folder cannot be written.
         """
-        if self._lock is not None:
-            return
+        until, told = time.monotonic() + wait_s, ""
+        while self._lock is None:
+            try:
+                self._acquire()
+            except DeviceBusy as error:
+                if time.monotonic() >= until:
+                    raise
+                if str(error) != told:
+                    _LOG.warning("opusim: %s; waiting for up to %g s", str(error).split("; ")[0], wait_s)
+                told = str(error)
+                time.sleep(_ASK_AGAIN_S)
+
+    def _acquire(self) -> None:
+        """Acquire the device at once, or raise what `acquire` raises."""
         path = lock_file(self._name)
         lock = held(path)
         try:
@@ -60,7 +101,7 @@ class ExclusiveUse:
             lock.__enter__()
         except LockHeld as error:
             raise DeviceBusy(
-                f"device {self._name!r} is held by {error.holder}; wait for it, or end it"
+                f"device {self._name!r} is held by {error.holder}; wait for it with --wait SECONDS, or end it"
             ) from error
         except OSError as error:
             raise DeviceUnavailable(
@@ -143,7 +184,7 @@ class Access:
     def acquire(self) -> None:
         """Acquire the device if its description allows one holder only; errors as `ExclusiveUse.acquire`."""
         if self._settings.exclusive:
-            self._use.acquire()
+            self._use.acquire(wait_s=patience_s(self._settings.wait_s))
 
     def release(self) -> None:
         """Release the device."""
@@ -243,7 +284,7 @@ def require_present(description: DeviceDescription) -> None:
         require_lightonml(description.name, simulated=description.lighton.simulated)
     if description.access is not None and description.access.exclusive:
         use = ExclusiveUse(description.name)
-        use.acquire()
+        use.acquire(wait_s=patience_s(description.access.wait_s))
         use.release()
 
 

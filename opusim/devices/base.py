@@ -17,7 +17,7 @@ from opusim import checks
 from opusim.description.schema import DeviceDescription
 from opusim.devices.access import Access
 from opusim.devices.baseline import Baseline
-from opusim.devices.certificate import Certificate, GaussianLaw
+from opusim.devices.certificate import Certificate, GaussianLaw, digest_of
 from opusim.devices.inputs import (
     Array,
     BinaryFrames,
@@ -182,6 +182,11 @@ class NoisyDevice(ABC):
     def description(self) -> DeviceDescription:
         """The frozen description that it was made from."""
         return self._description
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Name and digest of the description, by which certificates know the device."""
+        return self.name, digest_of(self._description)
 
     @property
     def n_inputs(self) -> int:

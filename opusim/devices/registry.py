@@ -39,7 +39,8 @@ def open_device(
         'Gaussian, standard deviation 0.2 at each of 6 outputs'
 
     Args:
-        name_or_path: name of a packaged description, or a path ending in ``.toml``.
+        name_or_path: name of a packaged description, a path ending in ``.toml``, or the address of a served device,
+            ``remote://HOST:PORT`` (`opusim device serve`).
         mode: ``experiment`` or ``release`` (see `opusim.randomness.streams`).
         seed: seed of the noise in ``experiment``, in [0, 2^64). The medium's seed is part of the
             description.

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opusim import checks
+from opusim.description.schema import FrameSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,21 @@ class Usage:
     def from_json(cls, content: Mapping[str, Any]) -> Usage:
         """Return the account that `to_json` wrote."""
         return cls(**content)
+
+
+def expected_usage(frames: FrameSettings, *, readings: int, calls: int) -> Usage:
+    """Return what some readings will use, as far as the description tells.
+
+    Args:
+        frames: the description's section.
+        readings: ternary projections, at least 0.
+        calls: calls that take them, at least 0.
+    """
+    checks.integer(readings=readings, calls=calls, minimum=0)
+    shown = readings * frames.frames_per_projection
+    seconds = shown * frames.frame_period_us * 1e-6
+    host_us = shown * (frames.host_us_per_frame or 0.0) + calls * (frames.host_us_per_call or 0.0)
+    return Usage(frames=shown, seconds=seconds, joules=seconds * frames.power_w, host_seconds=host_us * 1e-6)
 
 
 class UsageMeter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from typing import Annotated, Any
@@ -38,7 +39,7 @@ class OpusimGroup(LazyGroup):
         self.later("account", "Say how private a run or a mechanism is.", _account, panel=_RUNS)
         self.later("explain", "State a theorem that a guarantee cites.", _explain, panel=_RUNS)
         self.later("zo", "Replay a zeroth-order run from its step log.", partial(_of_runs, "zo"), panel=_RUNS)
-        self.later("device", "Show, record, calibrate and check devices.", _device, panel=_DEVICES)
+        self.later("device", "Show, calibrate, check and share devices.", _device, panel=_DEVICES)
         self.later("doctor", "Describe and check this installation, for a report.", _doctor, panel=_HELP)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -109,7 +110,8 @@ app = typer.Typer(
     cls=OpusimGroup,
     help="Train neural networks on a simulated or real optical processing unit (OPU), and see what its noise does.",
     epilog="Start with:  opusim train pdfa --data digits\n\nAny command takes --debug, which shows the traceback of an "
-    "error. Exit codes: 1 for a failed run of a sweep or a broken installation, 2 for bad input, 3 for a device "
+    "error, and --wait SECONDS, to wait for a device that is in use. Exit codes: 1 for a failed run of a sweep or a "
+    "broken installation, 2 for bad input, 3 for a device "
     "fault, 4 for a spent privacy budget, 130 for Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
@@ -141,6 +143,7 @@ def main() -> None:
     if debug:
         sys.argv.remove("--debug")
     try:
+        _take_wait()
         _require_one_process()
         app()
     except (OpusimError, ValueError, TypeError, OSError, ModuleNotFoundError) as error:
@@ -149,6 +152,22 @@ def main() -> None:
         message = " ".join(str(error).split())
         typer.echo(f"opusim: {message}", err=True)
         raise SystemExit(_exit_code(error)) from error
+
+
+def _take_wait() -> None:
+    """Take ``--wait SECONDS`` off the command line, as if OPUSIM_WAIT had been set.
+
+    Raises:
+        ValueError: It names no number of seconds.
+    """
+    if "--wait" not in sys.argv:
+        return
+    place = sys.argv.index("--wait")
+    seconds = sys.argv[place + 1] if place + 1 < len(sys.argv) else ""
+    if not seconds.replace(".", "", 1).isdigit():
+        raise ValueError(f"--wait {seconds!r}: must be a number of seconds, at least 0; write --wait 600")
+    del sys.argv[place : place + 2]
+    os.environ["OPUSIM_WAIT"] = seconds
 
 
 def _require_one_process() -> None:

@@ -122,7 +122,10 @@ MODEL = KeyOption(
 EPOCHS = KeyOption("epochs", "epochs", int, "Passes over the training records.")
 SEED = KeyOption("seed", "seed", int, "Seed of initialisation, batches and simulated noise.")
 DEVICE = KeyOption(
-    "device", "device.name", str, "Device: a name of `opusim device list`, or the path of a TOML file."
+    "device",
+    "device.name",
+    str,
+    "Device: a name of `opusim device list`, a TOML file, or remote://HOST:PORT.",
 )
 EPSILON = KeyOption(
     "epsilon",

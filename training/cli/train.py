@@ -33,6 +33,7 @@ from training.config.run import RunConfig
 from training.config.sections import TrainerSection
 
 if TYPE_CHECKING:
+    from opusim.description.schema import FrameSettings
     from training.engine.loop import Watcher
     from training.runs.run import Run
 
@@ -182,10 +183,12 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run
     if _follows(config):
         work(None)
         return
-    warning = caution(config)
+    warning, device = caution(config), None if quiet else device_frames(config)
 
     def warned(watcher: Watcher | None) -> Watcher | None:
-        return watcher if warning is None else Announced(warning, watcher)
+        if device is not None:
+            watcher = Announced(partial(device_line, config, device), watcher)
+        return watcher if warning is None else Announced(lambda steps: str(warning), watcher)
 
     if quiet:
         run = work(warned(None))
@@ -197,6 +200,32 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run
         typer.echo(run.folder.path)
     else:
         print_run(run, report_file)
+
+
+def device_frames(config: RunConfig) -> FrameSettings | None:
+    """Return time and energy of a frame of the run's device; None if it is not known how many frames the run takes."""
+    from opusim.description.loading import load_description
+
+    if not config.uses_device or config.model.name != "mlp" or not config.trainer.readings_per_record():
+        return None
+    return load_description(config.device.name, config.device.overrides).frames
+
+
+def device_line(config: RunConfig, frames: FrameSettings, steps: int) -> str:
+    """Say how long a device of this description works for some steps, and with how much energy.
+
+    A simulation takes its own time, which the report shows next to it.
+    """
+    from opusim.devices.usage import expected_usage
+    from opusim.tables import duration, energy
+
+    readings = steps * config.sampler.batch_size * config.trainer.readings_per_record()
+    used = expected_usage(frames, readings=readings, calls=steps)
+    host = f", {duration(used.seconds + used.host_seconds)} with its host" if used.host_seconds else ""
+    return (
+        f"device: about {used.frames:,} frames in {steps:,} steps, {duration(used.seconds)}{host}, "
+        f"{energy(used.joules)}; a simulation takes its own time"
+    )
 
 
 def print_run(run: Run, report_file: Path) -> None:
@@ -264,16 +293,16 @@ class Announced:
     """Prints a line when training begins, which a refused run never does, and passes all news on; a Watcher.
 
     Args:
-        text: The line.
+        text: Returns the line from the number of steps that are left.
         watcher: Another watcher to pass all news on to, or None.
     """
 
-    def __init__(self, text: str, watcher: Watcher | None) -> None:
+    def __init__(self, text: Callable[[int], str], watcher: Watcher | None) -> None:
         self._text, self._watcher = text, watcher
 
     def on_start(self, *, step: int, total_steps: int) -> None:
         """See Watcher.on_start."""
-        print(self._text, file=sys.stderr, flush=True)
+        print(self._text(total_steps - step), file=sys.stderr, flush=True)
         if self._watcher is not None:
             self._watcher.on_start(step=step, total_steps=total_steps)
 

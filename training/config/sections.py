@@ -128,8 +128,9 @@ class DeviceChoice(BaseModel):
     )
 
     name: str = "gaussian"
-    """A name of `opusim device list`, or the path of a TOML file; any other key of this section, such as
-    device.noise.sigma, overrides that key of the description. Refused if the run opens no device."""
+    """A name of `opusim device list`, the path of a TOML file, or the address of a served device (remote://HOST:PORT);
+    any other key of this section, such as device.noise.sigma, overrides that key of the description. Refused if the run
+    opens no device."""
 
     certificate: str | None = None
     """Path of the device's certificate (`opusim device calibrate`). The guarantee then rests on its limits instead of
@@ -497,6 +498,10 @@ class TrainerSection(KindSection):
     def uses_device(self, protection: ProtectionSection) -> bool:
         """Whether the run opens its device."""
         return False
+
+    def readings_per_record(self) -> int:
+        """Return how many readings of the device a step takes of each record; 0 if that is not known in advance."""
+        return 0
 
     def divides_by_batch_size(self, protection: ProtectionSection) -> bool:
         """Whether a full batch's sum is divided by sampler.batch_size unless protection.divisor is given."""

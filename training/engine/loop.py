@@ -405,7 +405,8 @@ def _require_finite(figures: Mapping[str, Any]) -> None:
 
 def _rounded(usage: Usage) -> dict[str, float]:
     """Return usage to the microsecond and microjoule, so that the order of additions does not show."""
-    return {"frames": usage.frames, "seconds": round(usage.seconds, 6), "joules": round(usage.joules, 6)}
+    times = {"seconds": usage.seconds, "joules": usage.joules, "host_seconds": usage.host_seconds}
+    return {"frames": usage.frames, **{name: round(amount, 6) for name, amount in times.items()}}
 
 
 class _EpochSums:

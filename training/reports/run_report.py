@@ -141,6 +141,9 @@ def summary_row(run: Run, label: str) -> dict[str, str]:
         "training time": duration(wall),
         "device frames": f"{figures_of_run.get('frames', 0):,}",
         "device time": duration(figures_of_run.get("seconds", 0.0)),
+        "with its host": duration(
+            figures_of_run.get("seconds", 0.0) + figures_of_run.get("host_seconds", 0.0)
+        ),
         "device energy": energy(figures_of_run.get("joules", 0.0)),
     }
     if run.config.mode == "release":  # its folder holds none of them

@@ -1,0 +1,126 @@
+"""What does a call of a served device cost over loopback, against the same call of the local device?
+
+784 inputs, 1,024 outputs, batch 256, ternary projections; server and client are processes of their own with one thread
+each, the connection is encrypted. Required on `camera`: at most 1.3 times the local call; `gaussian`, whose reading
+takes a few milliseconds, is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.markdown import Row, command, markdown
+from benchmarks.results_file import load_results, save_results
+from benchmarks.timing import interleaved
+from opusim import open_device
+from opusim.serving.keys import make_key
+from opusim.tables import print_table
+
+MODULE, NAME = "benchmarks.speed.served", "served"
+N_INPUTS, N_OUTPUTS, BATCH = 784, 1024, 256
+REQUIRED = {"camera": 1.3, "gaussian": None}
+SERVED, LOCAL = "over loopback", "local"
+START = "from training.cli import main; main()"
+
+
+@contextlib.contextmanager
+def serving(name: str, folder: Path) -> Iterator[str]:
+    """Serve a device from a process of its own; yields its address."""
+    keys, journal = folder / "server", folder / "usage.jsonl"
+    ends = ["--bind", "tcp://127.0.0.1:*", "--keys", str(keys), "--journal", str(journal)]
+    server = subprocess.Popen(
+        [sys.executable, "-c", START, "device", "serve", name, *ends],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        line = "" if server.stdout is None else server.stdout.readline()
+        found = re.search(r" at tcp://(\S+);", line)
+        if found is None:
+            raise RuntimeError(f"the server said {line!r}")
+        yield f"remote://{found[1]}"
+    finally:
+        server.terminate()
+        server.communicate()
+
+
+def make_keys(folder: Path) -> None:
+    """Make the server's and the user's keys, and let this process be the user."""
+    own = folder / "user" / "opusim" / "keys"
+    make_key("server", folder / "server")
+    make_key("user", own)
+    shutil.copy(folder / "server" / "server.pub", own)
+    shutil.copy(own / "user.pub", folder / "server")
+    os.environ["XDG_CONFIG_HOME"] = str(folder / "user")
+
+
+def measure(name: str, folder: Path, repeats: int) -> dict[str, Any]:
+    """Return median seconds of a call, and their ratio."""
+    x = torch.randint(-1, 2, (BATCH, N_INPUTS), generator=torch.Generator().manual_seed(0)).float()
+    window = {"n_inputs": N_INPUTS, "n_outputs": N_OUTPUTS}
+    with (
+        serving(name, folder) as address,
+        open_device(address, **window) as remote,
+        open_device(name, **window) as local,
+    ):
+        work = {SERVED: lambda: remote.project(x), LOCAL: lambda: local.project(x)}
+        seconds = interleaved(work, repeats=repeats, inner=5)
+    ratio = seconds[SERVED] / seconds[LOCAL]
+    return {"device": name, "seconds": seconds, "time_ratio": ratio, "required": REQUIRED[name]}
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return a device's figures as text."""
+    times = (f"{1e3 * row['seconds'][each]:.1f} ms" for each in (SERVED, LOCAL))
+    return (row["device"], *times, f"{row['time_ratio']:.2f}")
+
+
+HEADER = ("device", "a call over loopback", "the local call", "ratio")
+
+
+def docs_table() -> str:
+    """Return the table of docs/serving.md."""
+    return markdown(HEADER, [cells(row) for row in load_results(NAME).get("rows", [])])
+
+
+def speed_rows() -> list[Row]:
+    """Return the time of a call over loopback over that of the local call."""
+    return [
+        (
+            f"time of a call of a served `{row['device']}`, {BATCH} vectors, {N_OUTPUTS:,} outputs, over loopback",
+            f"{row['time_ratio']:.2f} of the local call",
+            command(MODULE),
+        )
+        for row in load_results(NAME).get("rows", [])
+    ]
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=11)
+    repeats = parser.parse_args().repeats
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        make_keys(Path(name))
+        rows = [measure(device, Path(name), repeats) for device in REQUIRED]
+    print_table("A served device", HEADER, [cells(row) for row in rows])
+    shape = {"n_inputs": N_INPUTS, "n_outputs": N_OUTPUTS, "batch": BATCH, "repeats": repeats}
+    save_results(NAME, {"shape": shape, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

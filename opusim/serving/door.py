@@ -1,0 +1,133 @@
+"""The door of a server: an encrypted socket that says whose key each message came under."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from typing import Any
+
+from opusim.errors import ConfigError
+from opusim.serving.keys import Key, Users
+from opusim.serving.zeromq import require_zmq, zmq
+
+_LOG = logging.getLogger("opusim.serving")
+_HANDSHAKE_MS = 10_000
+_BELL = "inproc://bell"
+_DOMAIN = "opusim"
+_MESSAGES_AT_ONCE = 256
+
+
+class Door:
+    """Listens for users whose keys are known; used by one thread.
+
+    Args:
+        users: who they are.
+        bind: where to listen, such as ``tcp://*:5555``; ``tcp://127.0.0.1:*`` takes a free port.
+        largest: bytes of a frame beyond which libzmq hangs up before it takes memory.
+        silence_s: seconds without a sign of life after which libzmq closes a connection.
+
+    Attributes:
+        endpoint: where it listens, with the port.
+
+    Raises:
+        DeviceUnavailable: pyzmq is missing.
+        ConfigError: the address cannot be bound.
+    """
+
+    def __init__(self, users: Users, bind: str, *, largest: int, silence_s: float) -> None:
+        require_zmq()
+        _allow_many_connections()
+        self._users = users
+        self._context = zmq.Context()
+        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
+        self._authenticator.start()  # before the first connection, which would be let in without it
+        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=users)
+        self._router: Any = self._context.socket(zmq.ROUTER)
+        self._bell: Any = self._context.socket(zmq.PULL)
+        self._bell.bind(_BELL)
+        self._events = self._configured(largest, silence_s)
+        try:
+            self._router.bind(bind)
+        except zmq.ZMQError as error:
+            self.close()
+            reason = f"cannot be bound ({error.strerror}); give tcp://HOST:PORT"
+            raise ConfigError("--bind", bind, reason) from error
+        self.endpoint: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._poller = zmq.Poller()
+        for socket in (self._router, self._bell, self._events):
+            self._poller.register(socket, zmq.POLLIN)
+
+    def _configured(self, largest: int, silence_s: float) -> Any:
+        """Set the socket's options and return its events."""
+        router, key = self._router, self._users.own
+        router.curve_server = True
+        router.curve_publickey, router.curve_secretkey = key.public.encode(), (key.secret or "").encode()
+        router.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        router.setsockopt(zmq.MAXMSGSIZE, largest)
+        router.setsockopt(zmq.RCVHWM, 8)  # messages of each client
+        router.setsockopt(zmq.SNDHWM, 64)
+        router.setsockopt(zmq.BACKLOG, 4096)
+        router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        router.setsockopt(zmq.HEARTBEAT_IVL, int(500 * silence_s))
+        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * silence_s))
+        failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        return router.get_monitor_socket(failures | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+
+    def wait(self, most_ms: int) -> list[tuple[bytes, Key | None, list[memoryview]]]:
+        """Wait for messages, or for the bell, and return what came.
+
+        Args:
+            most_ms: milliseconds to wait at most.
+
+        Returns:
+            For each message its route, the user (None if the key was removed meanwhile) and its frames.
+        """
+        ready = dict(self._poller.poll(most_ms))
+        if self._bell in ready:
+            self._bell.recv()
+        if self._events in ready:
+            event = zmq.utils.monitor.recv_monitor_message(self._events)["event"]
+            known = (
+                "its key is not known" if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else "it spoke no CURVE"
+            )
+            _LOG.warning("refused a connection: %s", known)
+        return self._messages() if self._router in ready else []
+
+    def _messages(self) -> list[tuple[bytes, Key | None, list[memoryview]]]:
+        found: list[tuple[bytes, Key | None, list[memoryview]]] = []
+        while len(found) < _MESSAGES_AT_ONCE:
+            try:
+                route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            if frames:
+                user = self._users.find(str(frames[-1].get("User-Id")))
+                found.append((route.bytes, user, [frame.buffer for frame in frames]))
+        return found
+
+    def bell(self) -> Any:
+        """Return a socket for another thread, which ends `wait` by sending on it, and closes it in the end."""
+        bell = self._context.socket(zmq.PUSH)
+        bell.connect(_BELL)
+        return bell
+
+    def send(self, route: bytes, frames: list[Any]) -> None:
+        """Send a message; nothing happens if its route is gone."""
+        self._router.send_multipart([route, *frames], copy=False)
+
+    def close(self) -> None:
+        """Send what is under way for up to a second, and close."""
+        self._router.disable_monitor()
+        self._events.close(linger=0)
+        self._bell.close(linger=0)
+        self._router.close(linger=1000)
+        self._authenticator.stop()
+        self._context.term()
+
+
+def _allow_many_connections() -> None:
+    """Raise this process's limit of open files to what the system lets it have; each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

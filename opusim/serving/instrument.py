@@ -1,0 +1,349 @@
+"""What a server serves: one piece of hardware that its clients share, or a simulation of which each has its own noise.
+
+| the description | what a client gets | noise |
+| --- | --- | --- |
+| has ``[medium]``, is not exclusive | a device with the client's own mode, seed and window | that of the local device |
+| any other | outputs of the one device that the server holds | the device's; never repeated, never shared |
+
+A view is the part of the instrument that one client sees: its first `n_inputs` inputs, and `n_outputs` outputs from
+`first` on. Its readings are those columns of the readings of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from opusim import checks
+from opusim.description.schema import DeviceDescription
+from opusim.devices.base import NoisyDevice
+from opusim.devices.baseline import Baseline, reference_vectors
+from opusim.devices.certificate import digest_of, load_certificate
+from opusim.devices.inputs import drawn_shape
+from opusim.devices.kinds import Capability, capabilities_of
+from opusim.devices.registry import open_described
+from opusim.devices.usage import Usage
+from opusim.errors import CapabilityMissing, ConfigError
+from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
+
+SERVED: tuple[Capability, ...] = ("project", "draw", "intensities", "matrix")
+"""Capabilities that a client may use; programming a shared device would change it under the others."""
+_FINGERPRINT = 8, 32, 64
+"""Reference vectors, outputs and readings of each of a fingerprint."""
+SAME_MEDIUM = 0.25
+"""Share of a fingerprint's bits in which two readings of one medium differ at most; two media differ in one half."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The part of an instrument that a client opens.
+
+    Attributes:
+        n_inputs: inputs, from the first on.
+        first: first output.
+        n_outputs: outputs.
+        mode: ``experiment`` or ``release``.
+        seed: seed of the noise of a simulation in ``experiment``.
+    """
+
+    n_inputs: int
+    first: int
+    n_outputs: int
+    mode: str
+    seed: int
+
+    def overlaps(self, other: Window) -> bool:
+        """Whether two windows share outputs."""
+        return self.first < other.first + other.n_outputs and other.first < self.first + self.n_outputs
+
+
+class View:
+    """What one client sees; used by the thread that owns the instrument.
+
+    Args:
+        device: the open device.
+        window: the client's part of it.
+        shared: whether other views use the same device; it is not closed then, and steps are not the client's.
+    """
+
+    def __init__(self, device: NoisyDevice, window: Window, *, shared: bool) -> None:
+        self.window = window
+        self.shared = shared
+        self.device = device
+        self._columns = slice(window.first, window.first + window.n_outputs)
+        self._whole = (window.first, window.n_outputs) == (0, device.n_outputs)
+        self._spent = Usage() if shared else device.usage
+        self.law = self._law()
+
+    def _law(self) -> NoiseModel | None:
+        """Return the law of the view's outputs, or None if it is unknown."""
+        law = self.device.stated_noise
+        if law is None or self._whole:
+            return law
+        return law_of_outputs(law, self._columns)
+
+    @property
+    def usage(self) -> Usage:
+        """What this client has used."""
+        return self._spent
+
+    @property
+    def baseline(self) -> Baseline | None:
+        """What the monitor of the client's own device compares with; None for a shared one, whose server watches it."""
+        return None if self.shared or not self._whole else self.device.baseline
+
+    def count(self, act: Callable[[], Any]) -> Any:
+        """Return what an act returns, and count what the device spends in it for this client."""
+        before = self.device.usage
+        try:
+            return act()
+        finally:
+            self._spent += self.device.usage - before
+
+    def project(self, x: np.ndarray) -> np.ndarray:  # (batch, n_inputs) -> (batch, n_outputs)
+        """Return `NoisyDevice.project` of the view."""
+        y: np.ndarray = self.count(lambda: self.device.project(self._shown(x)))
+        return self._seen(y)
+
+    def intensities(self, x: np.ndarray) -> np.ndarray:  # (frames, n_inputs) -> (frames, n_outputs)
+        """Return `NoisyDevice.intensities` of the view."""
+        y: np.ndarray = self.count(lambda: self.device.intensities(self._shown(x)))
+        return self._seen(y)
+
+    def draw(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return `NoisyDevice.draw` of the view: numbers of its outputs only, in whole readings."""
+        if self._whole:
+            drawn: np.ndarray = self.count(lambda: self.device.draw(shape).cpu().numpy())
+            return drawn
+        law = self.device.stated_noise
+        uniform = isinstance(law, GaussianNoise) and law.is_uniform
+        lengths = drawn_shape(shape, self.window.n_outputs, uniform=uniform)
+        readings = -(-math.prod(lengths) // self.window.n_outputs)
+        drawn = self.count(lambda: self.device.draw((readings, self.device.n_outputs)).cpu().numpy())
+        return drawn[:, self._columns].reshape(-1)[: math.prod(lengths)].reshape(lengths)
+
+    def matrix(self) -> np.ndarray:  # (n_outputs, n_inputs)
+        """Return `TellsMatrix.matrix` of the view."""
+        matrix = self.device.require("matrix").matrix().cpu().numpy()
+        return matrix[self._columns, : self.window.n_inputs]
+
+    def seek(self, step: int) -> None:
+        """Position the noise, and let the device's monitor look if a check is due."""
+        self.count(lambda: self.device.seek(step))
+
+    def compare(self, baseline: np.ndarray) -> None:
+        """Compare the client's own device with an earlier baseline."""
+        self.count(lambda: self.device.compare_with(Baseline.from_array(baseline)))
+
+    def close(self) -> None:
+        """Close the client's own device; a shared one stays open."""
+        if not self.shared:
+            self.device.close()
+
+    def _shown(self, x: np.ndarray) -> np.ndarray:
+        """Return vectors of the view as vectors of the device, whose other inputs stay dark."""
+        checks.shape((None, self.window.n_inputs), x=x)
+        missing = self.device.n_inputs - self.window.n_inputs
+        return np.pad(x, ((0, 0), (0, missing))) if missing else x
+
+    def _seen(self, y: np.ndarray) -> np.ndarray:
+        return y if self._whole else y[:, self._columns]
+
+
+def law_of_outputs(law: NoiseModel, outputs: slice) -> NoiseModel | None:
+    """Return the law of some outputs, or None for a law of another package, of which nothing is known.
+
+    Numbers that are told for each output are cut; numbers for all outputs stay.
+    """
+    if not isinstance(law, GaussianNoise | PhotonCountNoise):
+        return None
+    count = outputs.stop - outputs.start
+    numbers: dict[str, Any] = {}
+    for field in fields(law):
+        value = getattr(law, field.name)
+        is_cut = isinstance(value, np.ndarray) and value.ndim > 0 and value.shape[-1] == law.n_outputs
+        numbers[field.name] = value[..., outputs] if is_cut else value
+    if isinstance(law, GaussianNoise):
+        return GaussianNoise(**{**numbers, "n_outputs": count})
+    return PhotonCountNoise(**numbers)
+
+
+class Instrument:
+    """A device as a server holds it, used by one thread.
+
+    Args:
+        description: the device's.
+        n_inputs: inputs that clients may open, None for all.
+        n_outputs: outputs that clients may open, likewise.
+        certificate: path of the certificate whose limits every client is told as the noise; None for the description's.
+        torch_device: on which a simulation computes.
+
+    Raises:
+        ConfigError, DeviceError: as `opusim.open_device`.
+    """
+
+    def __init__(
+        self,
+        description: DeviceDescription,
+        *,
+        n_inputs: int | None = None,
+        n_outputs: int | None = None,
+        certificate: str | Path | None = None,
+        torch_device: str = "cpu",
+    ) -> None:
+        self.description = description
+        self.digest = digest_of(description)
+        self.can = [each for each in capabilities_of(description) if each in SERVED]
+        self.n_inputs = min(n_inputs or description.n_inputs, description.n_inputs)
+        self.n_outputs = min(n_outputs or description.n_outputs, description.n_outputs)
+        access = description.access
+        self.shared = description.medium is None or (access is not None and access.exclusive)
+        self._certificate = None if certificate is None else load_certificate(certificate)
+        self._torch_device = torch_device
+        self._seeks = 0
+        self._device: NoisyDevice | None = None
+        if self.shared:
+            self._device = self._opened(
+                Window(n_inputs=self.n_inputs, first=0, n_outputs=self.n_outputs, mode="release", seed=0)
+            )
+        self.fingerprint = self._fingerprint()
+
+    def check(self, window: Window) -> None:
+        """Refuse a window that is no part of the instrument.
+
+        Raises:
+            TypeError, ValueError, ConfigError: it is not.
+        """
+        checks.integer(n_inputs=window.n_inputs, n_outputs=window.n_outputs, minimum=1)
+        checks.integer(outputs_from=window.first, minimum=0)
+        checks.integer(seed=window.seed, minimum=0, maximum=2**64 - 1)
+        checks.choice(("experiment", "release"), mode=window.mode)
+        for key, wanted, most in (
+            ("n_inputs", window.n_inputs, self.n_inputs),
+            ("n_outputs", window.first + window.n_outputs, self.n_outputs),
+        ):
+            if wanted > most:
+                reason = f"a window up to {wanted} is wanted, {most} are served; open a smaller one"
+                raise ConfigError(self.description.name, key, reason)
+
+    def view(self, window: Window) -> View:
+        """Open the part of the instrument that a client asks for."""
+        if self._device is not None:
+            return View(self._device, window, shared=True)
+        whole = Window(
+            n_inputs=window.n_inputs,
+            first=0,
+            n_outputs=window.first + window.n_outputs,
+            mode=window.mode,
+            seed=window.seed,
+        )
+        return View(self._opened(whole), window, shared=False)
+
+    def seek(self, view: View, step: int) -> None:
+        """Begin a client's step; on a shared device the steps of all clients count, for its monitor."""
+        if view.shared:
+            step, self._seeks = self._seeks, self._seeks + 1
+        view.seek(step)
+
+    def close(self) -> None:
+        """Close the device that clients share."""
+        if self._device is not None:
+            self._device.close()
+
+    def _opened(self, window: Window) -> NoisyDevice:
+        device = open_described(
+            self.description,
+            mode=window.mode,
+            seed=window.seed,
+            torch_device=self._torch_device,
+            n_inputs=window.n_inputs,
+            n_outputs=window.n_outputs,
+        )
+        if self._certificate is not None:
+            try:
+                device.attach_certificate(self._certificate)
+            except BaseException:
+                device.close()
+                raise
+        return device
+
+    def _fingerprint(self) -> str:
+        """Return the signs of mean readings of fixed vectors, 256 bits in hexadecimal; no data is shown.
+
+        Noise turns the sign of an output whose mean signal is small; another medium turns every second one.
+        """
+        vectors, outputs, readings = _FINGERPRINT
+        window = Window(
+            n_inputs=min(64, self.n_inputs),
+            first=0,
+            n_outputs=min(outputs, self.n_outputs),
+            mode="experiment",
+            seed=0,
+        )
+        view = self.view(window)
+        try:
+            shown = reference_vectors(vectors, window.n_inputs).to(torch.int8).numpy()
+            means = (
+                view.project(np.repeat(shown, readings, axis=0)).reshape(vectors, readings, -1).mean(axis=1)
+            )
+        finally:
+            view.close()
+        return np.packbits(means > 0).tobytes().hex()
+
+
+def same_medium(one: str, other: str) -> bool:
+    """Whether two fingerprints are of one medium: at most `SAME_MEDIUM` of their bits differ.
+
+    Two media of 256 bits agree so well with probability 1e-15 or less.
+    """
+    try:
+        first, second = (np.frombuffer(bytes.fromhex(text), dtype=np.uint8) for text in (one, other))
+    except ValueError:
+        return False
+    if first.size != second.size or not first.size:
+        return False
+    return float(np.unpackbits(first ^ second).mean()) <= SAME_MEDIUM
+
+
+def packed_law(law: NoiseModel | None) -> tuple[dict[str, Any] | None, list[np.ndarray]]:
+    """Return a law as JSON values, and the arrays that stand in them as ``{"array": position}``."""
+    if law is None:
+        return None, []
+    arrays: list[np.ndarray] = []
+    values: dict[str, Any] = {}
+    for name, value in law.to_json().items():
+        if isinstance(value, list):
+            arrays.append(np.asarray(value, dtype=np.float64))
+            value = {"array": len(arrays) - 1}
+        values[name] = value
+    return values, arrays
+
+
+def unpacked_law(values: dict[str, Any] | None, arrays: Sequence[np.ndarray]) -> NoiseModel | None:
+    """Return what `packed_law` packed.
+
+    Raises:
+        ValueError, TypeError: it is no law that is known here.
+        LookupError: an array is missing.
+    """
+    if values is None:
+        return None
+    plain = {
+        name: arrays[value["array"]].tolist() if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+    return NoiseModel.from_json(plain)
+
+
+def require_capability(can: list[Capability], capability: str) -> None:
+    """Refuse what the instrument cannot do, or does not offer to clients."""
+    if capability not in can:
+        raise CapabilityMissing(
+            f"the served device lacks the capability {capability!r}; it has {', '.join(can)}"
+        )

@@ -1,0 +1,193 @@
+"""Who used a served device how much: one JSON line for each client and minute of work, and their sums."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from opusim.devices.usage import Usage
+from opusim.errors import ConfigError
+from opusim.files import make_private_folder, open_to_read, open_to_write, parse_json, write_all
+from opusim.tables import duration, energy
+
+_SCHEMA = 1
+
+
+def journal_file(name: str) -> Path:
+    """Return where a device's journal is by default: opusim/NAME.usage.jsonl in $XDG_STATE_HOME or ~/.local/state."""
+    chosen = os.environ.get("XDG_STATE_HOME")
+    state = Path(chosen) if chosen else Path.home() / ".local" / "state"
+    return state / "opusim" / f"{name}.usage.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a client used between its last entry and this one.
+
+    Attributes:
+        time: when it was written, ISO 8601, UTC.
+        device: the served device.
+        user: whose key was shown.
+        run: what the client called its run.
+        calls: calls answered.
+        used: frames, device time and energy, as the description gives them.
+        busy_s: seconds that the server worked for it; for a simulation, the simulation's own time.
+    """
+
+    time: str
+    device: str
+    user: str
+    run: str
+    calls: int
+    used: Usage
+    busy_s: float
+
+    @classmethod
+    def now(cls, device: str, user: str, run: str, *, calls: int, used: Usage, busy_s: float) -> Entry:
+        """Return an entry of this moment."""
+        time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return cls(
+            time=time, device=device, user=user, run=run, calls=calls, used=used, busy_s=round(busy_s, 6)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as JSON values."""
+        return {"schema": _SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Entry:
+        """Return what `to_json` wrote.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is no entry.
+        """
+        values = dict(content)
+        if values.pop("schema") != _SCHEMA:
+            raise ValueError("another version's entry")
+        entry = cls(**{**values, "used": Usage.from_json(values["used"])})
+        datetime.datetime.fromisoformat(entry.time)
+        return entry
+
+
+class Journal:
+    """Appends entries to a file; each is one write of a whole line.
+
+    Args:
+        path: the file; its folder is made, closed to other users.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            if not path.parent.is_dir():
+                make_private_folder(path.parent)
+            _drop_torn_line(path)
+            os.close(self._opened())
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror}); name another file"
+            raise ConfigError("--journal", str(path), reason) from error
+
+    def write(self, entry: Entry) -> None:
+        """Append an entry."""
+        descriptor = self._opened()
+        try:
+            write_all(descriptor, json.dumps(entry.to_json()).encode() + b"\n")
+        finally:
+            os.close(descriptor)
+
+    def _opened(self) -> int:
+        return open_to_write(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what follows the last whole line: a crash amid a write left it."""
+    if path.exists():
+        with path.open("rb+") as file:
+            content = file.read()
+            file.truncate(content.rfind(b"\n") + 1)
+
+
+def read_journal(path: Path) -> list[Entry]:
+    """Read a journal; a last line that a crash cut off is left out.
+
+    Raises:
+        ConfigError: it cannot be read, or another line is no entry.
+    """
+    try:
+        with os.fdopen(open_to_read(path), "rb") as file:
+            lines = file.read().split(b"\n")
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror}); the server writes it, or name one with --journal"
+        raise ConfigError("journal", str(path), reason) from error
+    entries = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            entries.append(Entry.from_json(parse_json(line)))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ConfigError(str(path), f"line {number}", "is no entry; remove the line") from None
+    return entries
+
+
+USAGE_COLUMNS = ("user", "run", "calls", "frames", "device time", "energy", "with the host", "server's time")
+
+
+def usage_rows(entries: Iterable[Entry]) -> list[tuple[str, ...]]:
+    """Return a row for each user and run, those of most device time first, and one for all."""
+    sums: dict[tuple[str, str], list[Any]] = defaultdict(lambda: [0, Usage(), 0.0])
+    for entry in entries:
+        for key in ((entry.user, entry.run), ("all", "")):
+            found = sums[key]
+            found[0], found[1], found[2] = (
+                found[0] + entry.calls,
+                found[1] + entry.used,
+                found[2] + entry.busy_s,
+            )
+    total = sums.pop(("all", ""), None)
+    ordered = sorted(sums.items(), key=lambda item: -item[1][1].seconds)
+    if total is not None:
+        ordered.append((("all", ""), total))
+    return [
+        (
+            *key,
+            f"{calls:,}",
+            f"{used.frames:,}",
+            duration(used.seconds),
+            energy(used.joules),
+            duration(used.seconds + used.host_seconds),
+            duration(busy_s),
+        )
+        for key, (calls, used, busy_s) in ordered
+    ]
+
+
+def usage_figure(entries: Iterable[Entry]) -> Figure:
+    """Draw hours of device time, the host's included, of each user over days, stacked."""
+    hours: dict[str, dict[datetime.date, float]] = defaultdict(lambda: defaultdict(float))
+    for entry in entries:
+        day = datetime.datetime.fromisoformat(entry.time).date()
+        hours[entry.user][day] += (entry.used.seconds + entry.used.host_seconds) / 3600
+    days = sorted({day for of_user in hours.values() for day in of_user})
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    below = np.zeros(len(days))
+    for user in sorted(hours):
+        heights = np.array([hours[user].get(day, 0.0) for day in days])
+        axes.bar([day.isoformat() for day in days], heights, bottom=below, label=user)
+        below += heights
+    axes.set_ylabel("device time, host included [h]")
+    axes.tick_params(axis="x", rotation=45)
+    if days:
+        axes.legend(title="user")
+    return figure

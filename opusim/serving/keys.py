@@ -1,0 +1,239 @@
+"""Keys of users and servers: who may use a served device, and until when.
+
+A key pair is two TOML files: ``NAME.key`` with the secret (mode 0600, it stays where it was made) and ``NAME.pub``,
+which the other side gets. The pairs are CurveZMQ's (rfc.zeromq.org/spec/26): X25519 for the key exchange, XSalsa20
+with Poly1305 for every message, new keys for every connection.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import re
+import stat
+import time
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from opusim import checks
+from opusim.description.section import StrictSection, first_problem
+from opusim.errors import ConfigError
+from opusim.files import make_private_folder, parse_toml, read_text
+from opusim.serving.zeromq import zmq
+
+KEY_VARIABLE = "OPUSIM_KEY"
+SERVER_NAME = "server"
+"""The name of a server's own pair: ``server.key`` in its folder, ``server.pub`` in those of its users."""
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+_Z85 = r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}$"
+_FRESH_S = 1.0
+_LOG = logging.getLogger("opusim.serving")
+
+
+class Key(StrictSection):
+    """The content of a key file.
+
+    Attributes:
+        schema_version: version of the keys' meaning; ``schema`` in files.
+        name: the user's name, or the server's.
+        public: the public key, 40 characters in Z85.
+        secret: the secret key, or None in a public file.
+        expires: last day on which it is accepted.
+    """
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    name: str = Field(pattern=f"^{_NAME}$")
+    public: str = Field(pattern=_Z85)
+    secret: str | None = Field(default=None, pattern=_Z85, repr=False)
+    expires: datetime.date
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether its last day is over, by this machine's clock in UTC."""
+        return datetime.datetime.now(datetime.UTC).date() > self.expires
+
+    def text(self, *, with_secret: bool) -> str:
+        """Return the file's content."""
+        lines = ["schema = 1", f'name = "{self.name}"', f'public = "{self.public}"']
+        if with_secret:
+            lines.append(f'secret = "{self.secret}"')
+        return "\n".join([*lines, f"expires = {self.expires.isoformat()}", ""])
+
+
+def keys_folder() -> Path:
+    """Return where a user's keys are: opusim/keys in $XDG_CONFIG_HOME, or in ~/.config."""
+    chosen = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(chosen) if chosen else Path.home() / ".config") / "opusim" / "keys"
+
+
+def make_key(name: str, folder: Path, *, days: int = 365) -> Key:
+    """Make a key pair and write its two files.
+
+    Args:
+        name: the user's name: letters, digits, dot, dash and underscore; "server" for a server's own pair.
+        folder: where; one that is made here is closed to other users.
+        days: until it expires, at least 1.
+
+    Raises:
+        TypeError, ValueError: an argument out of range.
+        ConfigError: there is a key of that name, or the folder cannot be written.
+    """
+    checks.instance(str, name=name)
+    checks.integer(days=days, minimum=1, maximum=36_500)
+    if not re.fullmatch(_NAME, name):
+        raise ValueError(
+            f"name = {name!r}: must be letters, digits, '.', '-' and '_', at most 64; rename the key"
+        )
+    public, secret = (part.decode() for part in zmq.curve_keypair())
+    expires = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=days)
+    key = Key(name=name, public=public, secret=secret, expires=expires)
+    try:
+        if not folder.is_dir():
+            make_private_folder(folder)
+        _write_new(folder / f"{name}.key", key.text(with_secret=True), 0o600)
+        _write_new(folder / f"{name}.pub", key.text(with_secret=False), 0o644)
+    except FileExistsError as error:
+        reason = "is there already; choose another name, or remove both its files"
+        raise ConfigError(str(folder), name, reason) from error
+    except OSError as error:
+        raise ConfigError(str(folder), name, f"cannot be written ({error.strerror})") from error
+    return key
+
+
+def read_key(path: Path, *, secret: bool) -> Key:
+    """Read a key file.
+
+    Args:
+        path: the file.
+        secret: whether it must hold the secret; such a file may be readable by its owner only.
+
+    Raises:
+        ConfigError: it cannot be read, is no key file, or others may read the secret.
+    """
+    file = str(path)
+    try:
+        if secret and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigError(file, "mode", f"others may read this secret; run: chmod 600 {file}")
+        key = Key.model_validate(parse_toml(read_text(path, at_most=4096)))
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror}); make one with: opusim device keys new NAME"
+        raise ConfigError(file, "path", reason) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(file, "syntax", f"not a key file: {error}") from None
+    except ValidationError as error:
+        raise first_problem(error, Key, file, whole="key") from None
+    if secret and key.secret is None:
+        raise ConfigError(file, "secret", "missing; this is a public file, give the one that ends in .key")
+    return key
+
+
+def own_key(chosen: str | None = None) -> Key:
+    """Return the key pair that this user shows to servers.
+
+    Args:
+        chosen: a path, or a name in `keys_folder`; None takes $OPUSIM_KEY, else the only pair in `keys_folder`.
+
+    Raises:
+        ConfigError: there is none, there are several, or it has expired.
+    """
+    wanted, folder = chosen or os.environ.get(KEY_VARIABLE), keys_folder()
+    if wanted:
+        path = Path(wanted) if "/" in wanted or wanted.endswith(".key") else folder / f"{wanted}.key"
+    else:
+        found = sorted(path for path in folder.glob("*.key") if path.stem != SERVER_NAME)
+        if len(found) != 1:
+            many = f"holds {len(found)} keys; name one in {KEY_VARIABLE}"
+            none = "holds no key; make one with: opusim device keys new NAME"
+            raise ConfigError(str(folder), "key", many if found else none)
+        path = found[0]
+    key = read_key(path, secret=True)
+    if key.has_expired:
+        raise ConfigError(
+            str(path), "expires", f"the key of {key.name!r} expired on {key.expires}; make a new one"
+        )
+    return key
+
+
+def server_key(host: str, port: int) -> Key:
+    """Return the public key of a server: ``HOST_PORT.pub`` in `keys_folder`, else ``server.pub``.
+
+    Raises:
+        ConfigError: there is none, or it has expired.
+    """
+    folder = keys_folder()
+    path = next(
+        (file for file in (folder / f"{host}_{port}.pub", folder / f"{SERVER_NAME}.pub") if file.exists()),
+        None,
+    )
+    if path is None:
+        reason = f"is missing; ask the laboratory for its server.pub and save it as {host}_{port}.pub"
+        raise ConfigError(str(folder), "server.pub", reason)
+    key = read_key(path, secret=False)
+    if key.has_expired:
+        raise ConfigError(
+            str(path), "expires", f"the server's key expired on {key.expires}; ask for its new one"
+        )
+    return key
+
+
+class Users:
+    """The users that a server knows: every ``*.pub`` of its folder but its own, read again every second.
+
+    A file that is no key is left out, with a line in the log.
+
+    Args:
+        folder: the server's keys.
+
+    Raises:
+        ConfigError: the server's own pair is missing, unreadable or expired.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        path = folder / f"{SERVER_NAME}.key"
+        if not path.exists():
+            command = f"opusim device keys new {SERVER_NAME} --folder {folder}"
+            raise ConfigError(str(folder), path.name, f"is missing; make it with: {command}")
+        self.own = read_key(path, secret=True)
+        if self.own.has_expired:
+            raise ConfigError(str(path), "expires", f"expired on {self.own.expires}; make a new pair")
+        self._known: dict[str, Key] = {}
+        self._read_at = -float("inf")
+        self._unusable: set[str] = set()
+
+    def find(self, public: str) -> Key | None:
+        """Return the user of a public key, expired or not; None if the key is unknown."""
+        if time.monotonic() - self._read_at > _FRESH_S:
+            self._known = self._read()
+            self._read_at = time.monotonic()
+        return self._known.get(public)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a connection with this public key, in Z85, is let in; called by pyzmq's authenticator."""
+        return self.find(key.decode("ascii", "replace")) is not None
+
+    def _read(self) -> dict[str, Key]:
+        known = {}
+        for path in sorted(self._folder.glob("*.pub")):
+            if path.stem == SERVER_NAME:
+                continue
+            try:
+                key = read_key(path, secret=False)
+            except ConfigError as error:
+                if str(path) not in self._unusable:
+                    self._unusable.add(str(path))
+                    _LOG.warning("left out a key: %s", error)
+                continue
+            known[key.public] = key
+        return known
+
+
+def _write_new(path: Path, text: str, mode: int) -> None:
+    """Write a new file with a mode from the first byte on."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)

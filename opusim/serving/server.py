@@ -1,0 +1,450 @@
+"""The server: one thread talks to clients, one owns the instrument, and every refusal is one line in the log."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from opusim import checks
+from opusim.devices.usage import Usage
+from opusim.errors import ConfigError, DeviceError, DeviceFault, DeviceUnavailable, NoiseBelowCertificate
+from opusim.serving.door import Door
+from opusim.serving.fair_queue import FairQueue
+from opusim.serving.instrument import Instrument, Window, packed_law
+from opusim.serving.journal import Entry, Journal
+from opusim.serving.keys import Key, Users
+from opusim.serving.messages import MIB, BadMessage, Message, error_message, read_message
+from opusim.serving.sessions import Places, Session, Work, content_digest, require_room
+
+_LOG = logging.getLogger("opusim.serving")
+_TICK_MS = 200
+_JOURNAL_EVERY_S = 60.0
+SESSION_LOST = "SessionLost"
+"""How an answer names that the server does not know the session of a call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a server takes.
+
+    Attributes:
+        clients: clients at once, at least 1.
+        request_mib: size of a message from a client, MiB, above 0.
+        reply_mib: size of a reading, MiB, above 0.
+        silence_s: seconds after which a client that was not heard loses its place, above 0.
+    """
+
+    clients: int = 256
+    request_mib: float = 64.0
+    reply_mib: float = 256.0
+    silence_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        checks.integer(clients=self.clients, minimum=1)
+        checks.positive(request_mib=self.request_mib, reply_mib=self.reply_mib, silence_s=self.silence_s)
+
+
+class Server:
+    """Serves an instrument until it is stopped.
+
+    Args:
+        instrument: what is served; used by the server's own thread only from `run` on.
+        users: who may use it.
+        bind: where to listen, such as ``tcp://*:5555``; ``tcp://127.0.0.1:*`` takes a free port.
+        journal: where usage is written.
+        limits: what it takes.
+
+    Attributes:
+        endpoint: where it listens, with the port.
+
+    Raises:
+        DeviceUnavailable: pyzmq is missing.
+        ConfigError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        instrument: Instrument,
+        users: Users,
+        *,
+        bind: str,
+        journal: Journal,
+        limits: Limits | None = None,
+    ) -> None:
+        self._instrument = instrument
+        self._users = users
+        self._journal = journal
+        self._limits = limits or Limits()
+        self._request_limit = int(self._limits.request_mib * MIB)
+        self._queue: FairQueue[str, Work] = FairQueue()
+        self._places = Places(self._limits.clients, patience_s=self._limits.silence_s)
+        self._done: deque[tuple[Work, Any]] = deque()
+        self._failed: DeviceError | None = None
+        self._working: Work | None = None
+        self._door = Door(
+            users, bind, largest=2 * self._request_limit + MIB, silence_s=self._limits.silence_s
+        )
+        self.endpoint = self._door.endpoint
+
+    # Running
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set; the batch under way is finished, and its client told."""
+        owner = threading.Thread(target=self._own, name="opusim-instrument", daemon=True)
+        owner.start()
+        try:
+            self._serve(stop)
+        finally:
+            self._queue.close()
+            owner.join()
+            self._say_end()
+            self._door.close()
+            self._instrument.close()
+
+    def _serve(self, stop: threading.Event) -> None:
+        written = time.monotonic()
+        while not stop.is_set():
+            messages = self._door.wait(_TICK_MS)
+            while self._done:
+                self._finish(*self._done.popleft())
+            for route, user, frames in messages:
+                self._let_in(route, user, frames)
+            for session in self._places.silent(self._limits.silence_s):
+                self._end(session, f"was silent for {self._limits.silence_s:g} s")
+            if time.monotonic() - written > _JOURNAL_EVERY_S:
+                self._write_journal()
+                written = time.monotonic()
+
+    def _own(self) -> None:
+        """Do batch after batch; the only thread that touches the instrument."""
+        bell = self._door.bell()
+        while (taken := self._queue.take()) is not None:
+            token, work = taken
+            self._working, started = work, time.perf_counter()
+            try:
+                found: Any = self._advance(work)
+            except BaseException as error:  # handed to the client
+                found = error
+            work.session.busy_s += time.perf_counter() - started
+            self._working = None
+            if found is None and not work.dropped:
+                self._queue.put(token, work)
+                continue
+            self._done.append((work, found))
+            bell.send(b"")
+        bell.close(linger=0)
+
+    def _advance(self, work: Work) -> tuple[np.ndarray, ...] | None:
+        """Do a batch; what the monitor of a shared device finds, and noise below the law, stops all clients."""
+        if self._failed is not None:
+            raise type(self._failed)(str(self._failed))
+        try:
+            return work.advance(self._instrument)
+        except (NoiseBelowCertificate, DeviceFault) as error:
+            found_by_monitor = self._instrument.shared and work.message.kind == "call" and not work.begun
+            if found_by_monitor or isinstance(error, NoiseBelowCertificate):
+                self._failed = error
+                _LOG.error("stopped for all clients until the server is restarted: %s", error)
+            raise
+
+    # Messages
+
+    def _let_in(self, route: bytes, user: Key | None, frames: list[Any]) -> None:
+        """Take a message of a user whose key is known and has not expired."""
+        if user is None:
+            unknown = DeviceUnavailable("this key is not known any more; ask for a new one")
+            self._refuse(route, "a removed key", self._request_of(frames), unknown)
+        elif user.has_expired:
+            text = f"the key of {user.name!r} expired on {user.expires}; have a new one accepted"
+            self._refuse(route, user.name, self._request_of(frames), DeviceUnavailable(text))
+        else:
+            self._take_message(route, user.name, frames)
+
+    def _take_message(self, route: bytes, user: str, frames: list[Any]) -> None:
+        request = ""
+        try:
+            message = read_message(frames, limit=self._request_limit)
+            request = message.value("request", str, "")[:64]
+            handler = self._handlers().get(message.kind)
+            if handler is None:
+                raise BadMessage(
+                    f"unknown kind {message.kind[:40]!r}; install the same version of opusim on both sides"
+                )
+            handler(route, user, request, message)
+        except (DeviceError, ConfigError, BadMessage, ValueError, TypeError, OverflowError) as error:
+            self._refuse(route, user, request, error)
+
+    def _request_of(self, frames: list[Any]) -> str:
+        """Return the request of a refused user's message, so that its client learns why; "" if it has none."""
+        try:
+            message = read_message(frames, limit=self._request_limit)
+            return str(message.value("request", str, ""))[:64]
+        except BadMessage:
+            return ""
+
+    def _handlers(self) -> dict[str, Callable[[bytes, str, str, Message], None]]:
+        return {
+            "describe": self._describe,
+            "open": self._open,
+            "call": self._call,
+            "alive": self._alive,
+            "close": self._close,
+        }
+
+    def _describe(self, route: bytes, user: str, request: str, message: Message) -> None:
+        served = self._instrument
+        values = {
+            **self._identity(),
+            "description": served.description.dump(),
+            "can": served.can,
+            "n_inputs": served.n_inputs,
+            "n_outputs": served.n_outputs,
+        }
+        self._send(route, Message(kind="described", values={"request": request, **values}))
+
+    def _open(self, route: bytes, user: str, request: str, message: Message) -> None:
+        """Give a client a place, let it wait, or refuse it; the same ticket leads to the same place."""
+        ticket = message.value("ticket", str)
+        session = self._places.of_ticket(ticket, user)
+        if session is not None:
+            session.route, session.heard = route, time.monotonic()
+            opened = session.opened
+            self._send(
+                route, self._state(session, request) if opened is None else _with_request(opened, request)
+            )
+            return
+        window = Window(
+            n_inputs=message.value("n_inputs", int, self._instrument.n_inputs),
+            first=message.value("outputs_from", int, 0),
+            n_outputs=message.value("n_outputs", int, self._instrument.n_outputs),
+            mode=message.value("mode", str),
+            seed=message.value("seed", int, 0),
+        )
+        self._instrument.check(window)
+        reserves, exclusive = message.value("reserves", bool, False), message.value("exclusive", bool, False)
+        obstacle = self._places.obstacle(window, reserves=reserves)
+        position = self._places.queued(ticket, obstacle, waits=message.value("waits", bool, False))
+        if position:
+            values = {"request": request, "position": position, "reason": obstacle or "others wait"}
+            self._send(route, Message(kind="waiting", values=values))
+            return
+        label = "".join(c for c in message.value("run", str, "") if c.isprintable())[:100]
+        session = Session(
+            token=secrets.token_hex(16),
+            ticket=ticket,
+            user=user,
+            label=label,
+            window=window,
+            reserves=reserves,
+            exclusive=exclusive,
+            route=route,
+        )
+        self._places.add(session)
+        if exclusive:
+            self._queue.hold(session.token)
+        session.running = Work(session, message)
+        self._queue.put(session.token, session.running)
+
+    def _call(self, route: bytes, user: str, request: str, message: Message) -> None:
+        """Take a call, or answer a repeated one with the answer that it had."""
+        session = self._session(message, user)
+        if session is None:
+            self._send_lost(route, request)
+            return
+        session.route, session.heard = route, time.monotonic()
+        number, digest = message.value("number", int), content_digest(message)
+        if number < session.number or (number == session.number and digest != session.digest):
+            raise BadMessage(
+                f"replayed: call {number} of this session was made before; open the device again"
+            )
+        if number == session.number:
+            if session.reply is not None:
+                self._send_frames(route, session.reply)
+            return
+        require_room(message, session.window, most=int(self._limits.reply_mib * MIB))
+        if session.running is not None:
+            raise DeviceUnavailable("the session's earlier call is not finished; wait for it")
+        session.number, session.digest, session.reply = number, digest, None
+        session.running = Work(session, message)
+        self._queue.put(session.token, session.running)
+
+    def _alive(self, route: bytes, user: str, request: str, message: Message) -> None:
+        session = self._session(message, user)
+        if session is None:
+            if request:
+                self._send_lost(route, request)
+            return
+        session.heard = time.monotonic()
+        if message.value("has", int, 0) >= session.number:
+            session.reply = None
+        if request:
+            session.route = route
+            self._send(route, self._state(session, request))
+
+    def _state(self, session: Session, request: str) -> Message:
+        """Return how many clients have their turn before this one, and how far its last call is."""
+        position, holder = self._queue.position(session.token), self._queue.holder
+        others = (other.user for other in self._places if other.token == holder and other is not session)
+        values = {
+            "request": request,
+            "position": 0 if position is None else position + int(self._working is not None),
+            "number": session.number,
+            "answered": session.reply is not None,
+            "held_by": next(others, ""),
+        }
+        return Message(kind="state", values=values)
+
+    def _close(self, route: bytes, user: str, request: str, message: Message) -> None:
+        session = self._session(message, user)
+        if session is not None:
+            self._end(session, "closed the device")
+        self._places.forget(message.value("ticket", str, ""))
+        self._send(route, Message(kind="closed", values={"request": request}))
+
+    def _session(self, message: Message, user: str) -> Session | None:
+        return self._places.find(message.value("session", str), user)
+
+    # Answers
+
+    def _finish(self, work: Work, found: Any) -> None:
+        """Answer a call that is done."""
+        session = work.session
+        if session.running is work:
+            session.running = None
+        if work.dropped:
+            return
+        request = work.message.value("request", str, "")[:64]
+        try:
+            message = self._answer(work, found, request)
+            frames = message.frames()
+        except (ValueError, TypeError) as error:  # numbers of another package that JSON does not hold
+            message = error_message(DeviceFault(f"the answer cannot be sent: {error}"), request=request)
+            frames = message.frames()
+        if work.is_opening:
+            session.opened = message
+            if message.kind == "error":
+                self._end(session, "could not open the device")
+        else:
+            session.calls += 1
+            session.reply = frames
+        self._send_frames(session.route, frames)
+
+    def _answer(self, work: Work, found: Any, request: str) -> Message:
+        session = work.session
+        if isinstance(found, BaseException):
+            if not isinstance(found, (DeviceError, ConfigError, ValueError, TypeError)):
+                _LOG.error("a call of %s failed", session.user, exc_info=found)
+            return error_message(found, request=request)
+        if work.is_opening:
+            return self._opened(session, request)
+        usage = None if session.view is None else session.view.usage.to_json()
+        return Message(kind="answer", values={"request": request, "usage": usage}, arrays=found)
+
+    def _opened(self, session: Session, request: str) -> Message:
+        view = session.view
+        if view is None:
+            raise BadMessage("open: the session has no view")
+        law, arrays = packed_law(view.law)
+        baseline = view.baseline
+        values = {
+            **self._identity(),
+            "request": request,
+            "session": session.token,
+            "law": law,
+            "usage": view.usage.to_json(),
+            "repeats": not view.shared,
+            "request_mib": self._limits.request_mib,
+            "monitored": baseline is not None,
+        }
+        _LOG.info("%s opened %d outputs (%s)", session.user, session.window.n_outputs, session.label)
+        return Message(
+            kind="opened",
+            values=values,
+            arrays=(*arrays, *([] if baseline is None else [baseline.to_array()])),
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        return {"digest": self._instrument.digest, "fingerprint": self._instrument.fingerprint}
+
+    def _refuse(self, route: bytes, user: str, request: str, error: BaseException) -> None:
+        """Answer with an error and log one line."""
+        message = error_message(error, request=request)
+        _LOG.warning("refused %s: %s", user, " ".join(str(error).split())[:300])
+        self._send(route, message)
+
+    def _send_lost(self, route: bytes, request: str) -> None:
+        self._send(
+            route, Message(kind="error", values={"request": request, "class": SESSION_LOST, "parts": [""]})
+        )
+
+    def _send(self, route: bytes, message: Message) -> None:
+        self._send_frames(route, message.frames())
+
+    def _send_frames(self, route: bytes, frames: list[Any]) -> None:
+        self._door.send(route, frames)
+
+    # Ends
+
+    def _end(self, session: Session, why: str) -> None:
+        """Take a client's place away; its device is closed by the thread that owns it."""
+        self._places.remove(session)
+        self._queue.drop(session.token)
+        _LOG.info("%s %s (%s)", session.user, why, session.label)
+        if session.running is not None:
+            session.running.dropped = True
+        self._write(session)
+        closing = Work(session, Message(kind="close"))
+        closing.dropped = True
+        self._queue.put(session.token, closing)
+
+    def _say_end(self) -> None:
+        for session in self._places:
+            if session.running is not None:
+                request = session.running.message.value("request", str, "")[:64]
+                error = DeviceUnavailable("the server was stopped; start it, and resume")
+                self._send(session.route, error_message(error, request=request))
+            if session.view is not None:
+                session.view.close()
+        self._write_journal()
+
+    def _write_journal(self) -> None:
+        for session in self._places:
+            self._write(session)
+
+    def _write(self, session: Session) -> None:
+        """Write what a client has used since the last entry."""
+        usage = Usage() if session.view is None else session.view.usage
+        before, calls, busy_s = session.logged
+        if session.calls == calls and usage == before:
+            return
+        session.logged = usage, session.calls, session.busy_s
+        self._note(
+            Entry.now(
+                self._instrument.description.name,
+                session.user,
+                session.label,
+                calls=session.calls - calls,
+                used=usage - before,
+                busy_s=session.busy_s - busy_s,
+            )
+        )
+
+    def _note(self, entry: Entry) -> None:
+        """Write an entry; a full disk stops no reading."""
+        try:
+            self._journal.write(entry)
+        except OSError as error:
+            _LOG.error("the journal %s cannot be written: %s; lost: %s", self._journal.path, error, entry)
+
+
+def _with_request(message: Message, request: str) -> Message:
+    """Return an answer to a repeated request."""
+    return Message(kind=message.kind, values={**message.values, "request": request}, arrays=message.arrays)

@@ -1,0 +1,251 @@
+"""Clients as a server sees them: who is in, who waits for a place, and the one call that each may have under way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from opusim.devices.usage import Usage
+from opusim.errors import DeviceBusy
+from opusim.serving.instrument import Instrument, View, Window, require_capability
+from opusim.serving.messages import MIB, BadMessage, Message, raw_bytes
+
+ROWS_AT_ONCE = 1000
+"""Vectors of a call that a shared device reads before another client has its turn."""
+
+
+@dataclass(eq=False)
+class Session:
+    """A client that has a place.
+
+    Attributes:
+        token: its secret name, which its messages carry.
+        ticket: the number that the client chose for this opening.
+        user: whose key it showed.
+        label: what the client calls its run.
+        window: its part of the instrument.
+        reserves: whether no other client may read its outputs.
+        exclusive: whether the instrument serves no other client meanwhile.
+        route: where its last message came from.
+        heard: when that was, seconds of the monotonic clock.
+        view: its part of the instrument, once it is open.
+        opened: the answer to its opening, once it is known.
+        number: number of its last call.
+        digest: of that call's content.
+        reply: frames of that call's answer, kept until the client has it.
+        running: the call under way.
+        calls: calls done.
+        busy_s: seconds that the instrument's thread worked for it.
+        logged: usage, calls and seconds that the journal holds already.
+    """
+
+    token: str
+    ticket: str
+    user: str
+    label: str
+    window: Window
+    reserves: bool
+    exclusive: bool
+    route: bytes
+    heard: float = field(default_factory=time.monotonic)
+    view: View | None = None
+    opened: Message | None = None
+    number: int = 0
+    digest: bytes = b""
+    reply: list[Any] | None = None
+    running: Work | None = None
+    calls: int = 0
+    busy_s: float = 0.0
+    logged: tuple[Usage, int, float] = (Usage(), 0, 0.0)
+
+
+class Work:
+    """A call of a client, done batch by batch.
+
+    Args:
+        session: whose it is.
+        message: of kind "open", "call" with an act, or "close".
+    """
+
+    def __init__(self, session: Session, message: Message) -> None:
+        self.session = session
+        self.message = message
+        self.is_opening = message.kind == "open"
+        self.begun = self.dropped = False
+        self._done: list[np.ndarray] = []
+        self._rows = 0
+
+    def advance(self, instrument: Instrument) -> tuple[np.ndarray, ...] | None:
+        """Do the next batch; returns the results once all batches are done."""
+        view = self.session.view
+        if self.is_opening:
+            self.session.view = instrument.view(self.session.window)
+            return ()
+        if self.message.kind == "close":
+            if view is not None:
+                view.close()
+            return ()
+        if view is None:
+            raise BadMessage("call: the session is not open")
+        act, step = self.message.value("act", str), self.message.value("step", int, None)
+        if not self.begun and step is not None:
+            instrument.seek(view, step)
+        self.begun = True
+        if act in ("project", "intensities"):
+            return self._read(act, view, instrument)
+        if act == "draw":
+            require_capability(instrument.can, act)
+            return (view.draw(tuple(self.message.value("shape", list))),)
+        if act == "matrix":
+            require_capability(instrument.can, act)
+            return (view.matrix(),)
+        if act == "compare":
+            view.compare(self._array())
+        elif act != "seek":
+            raise BadMessage(
+                f"call: unknown act {act[:40]!r}; install the same version of opusim on both sides"
+            )
+        return ()
+
+    def _read(self, act: str, view: View, instrument: Instrument) -> tuple[np.ndarray, ...] | None:
+        """Read a batch; a simulation, whose noise belongs to the call as a whole, reads the call in one."""
+        require_capability(instrument.can, act)
+        x = self._array()
+        stop = min(len(x), self._rows + ROWS_AT_ONCE) if view.shared else len(x)
+        part = x[self._rows : stop]
+        self._done.append(view.project(part) if act == "project" else view.intensities(part))
+        self._rows = stop
+        if stop < len(x):
+            return None
+        return (self._done[0] if len(self._done) == 1 else np.concatenate(self._done),)
+
+    def _array(self) -> np.ndarray:
+        if len(self.message.arrays) != 1:
+            raise BadMessage(f"call: {len(self.message.arrays)} arrays came, one belongs to it")
+        return self.message.arrays[0]
+
+
+def require_room(message: Message, window: Window, *, most: int) -> None:
+    """Refuse a call whose answer would be larger than a server sends, before anything is read.
+
+    Args:
+        message: the call.
+        window: the client's.
+        most: bytes.
+
+    Raises:
+        ValueError: it would be.
+    """
+    act, arrays = message.value("act", str), message.arrays
+    numbers = window.n_inputs * window.n_outputs if act == "matrix" else 0
+    if act in ("project", "intensities") and arrays and arrays[0].ndim:
+        numbers = len(arrays[0]) * window.n_outputs
+    if act == "draw":
+        numbers = math.prod(abs(int(length)) for length in message.value("shape", list))
+    if 4 * numbers > most:
+        raise ValueError(
+            f"the answer would have {4 * numbers / MIB:,.4g} MiB, the server sends {most / MIB:,.4g} at most; ask for "
+            "less at once"
+        )
+
+
+def content_digest(message: Message) -> bytes:
+    """Return BLAKE2b of a message's values and arrays, by which a repeated call is told from another one."""
+    digest = hashlib.blake2b(json.dumps(message.values, sort_keys=True).encode(), digest_size=16)
+    for array in message.arrays:
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(raw_bytes(array))
+    return digest.digest()
+
+
+class Places:
+    """Who is in and who waits to get in.
+
+    Waiting clients ask again and again; one that has not asked for `patience_s` seconds loses its turn.
+
+    Args:
+        most: clients at once, at least 1.
+        patience_s: as above.
+    """
+
+    def __init__(self, most: int, *, patience_s: float) -> None:
+        self._most = most
+        self._patience_s = patience_s
+        self._sessions: dict[str, Session] = {}
+        self._tickets: dict[str, float] = {}
+
+    def __iter__(self) -> Any:
+        return iter(list(self._sessions.values()))
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def find(self, token: str, user: str) -> Session | None:
+        """Return the session of a token, if it is this user's."""
+        session = self._sessions.get(token)
+        return session if session is not None and session.user == user else None
+
+    def of_ticket(self, ticket: str, user: str) -> Session | None:
+        """Return the session that an opening led to, if it did."""
+        return next((each for each in self if each.ticket == ticket and each.user == user), None)
+
+    def add(self, session: Session) -> None:
+        """Give a client its place."""
+        self._sessions[session.token] = session
+
+    def remove(self, session: Session) -> None:
+        """Take a client's place away."""
+        self._sessions.pop(session.token, None)
+
+    def silent(self, limit_s: float) -> list[Session]:
+        """Return the clients that were not heard for some seconds."""
+        now = time.monotonic()
+        return [each for each in self if now - each.heard > limit_s]
+
+    def queued(self, ticket: str, obstacle: str | None, *, waits: bool) -> int:
+        """Return how many clients get in before this one; 0 if it gets in now.
+
+        Args:
+            ticket: of the opening.
+            obstacle: what keeps it out, or None.
+            waits: whether it waits.
+
+        Raises:
+            DeviceBusy: it is kept out and does not wait.
+        """
+        now = time.monotonic()
+        self._tickets = {
+            each: heard for each, heard in self._tickets.items() if now - heard <= self._patience_s
+        }
+        before = list(self._tickets).index(ticket) if ticket in self._tickets else len(self._tickets)
+        if obstacle is None and before == 0:
+            self._tickets.pop(ticket, None)
+            return 0
+        if not waits:
+            raise DeviceBusy(
+                f"{obstacle or f'{before} clients wait for it'}; wait for it with --wait SECONDS or OPUSIM_WAIT"
+            )
+        self._tickets[ticket] = now
+        return before + 1
+
+    def forget(self, ticket: str) -> None:
+        """Take a client that gave up out of those who wait."""
+        self._tickets.pop(ticket, None)
+
+    def obstacle(self, window: Window, *, reserves: bool) -> str | None:
+        """Return what keeps a client out, or None."""
+        for session in self:
+            if session.exclusive:
+                return f"{session.user} has the device to itself"
+            if (reserves or session.reserves) and session.window.overlaps(window):
+                first, last = session.window.first, session.window.first + session.window.n_outputs - 1
+                return f"{session.user} reads outputs {first} to {last}"
+        if len(self._sessions) >= self._most:
+            return f"it serves {self._most} clients, the most that it takes"
+        return None

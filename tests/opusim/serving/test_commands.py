@@ -1,0 +1,193 @@
+"""The commands of served devices, the examples of a service, and waiting for local devices."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from opusim import open_device
+from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse
+from opusim.errors import DeviceBusy
+from opusim.serving.zeromq import require_zmq
+from tests.support.command import ROOT, opusim
+from tests.support.served import Laboratory, ServerProcess, new_laboratory, serving
+
+EXAMPLES = ROOT / "examples" / "serving"
+
+
+def test_keys_are_made_by_one_command(tmp_path: Path) -> None:
+    done = opusim("device", "keys", "new", "alice", cwd=tmp_path, XDG_CONFIG_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    secret = tmp_path / "opusim" / "keys" / "alice.key"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert str(secret) in done.stdout
+    assert secret.read_text().split('secret = "')[1].split('"')[0] not in done.stdout
+    again = opusim("device", "keys", "new", "alice", cwd=tmp_path, XDG_CONFIG_HOME=str(tmp_path))
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert "alice: is there already; choose another name" in again.stderr
+
+
+def test_a_server_without_keys_says_how_to_make_them(tmp_path: Path) -> None:
+    done = opusim(
+        *("device", "serve", "gaussian", "--bind", "tcp://127.0.0.1:*", "--keys", tmp_path), cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert "server.key: is missing; make it with: opusim device keys new server --folder" in done.stderr
+
+
+def test_an_address_stands_for_a_device_in_every_command(lab: Laboratory, tmp_path: Path) -> None:
+    with serving(lab, "camera") as address:
+        shown = opusim("device", "show", address, cwd=tmp_path)
+        assert (shown.returncode, shown.stderr) == (0, "")
+        assert "can: project, draw, intensities, matrix" in shown.stdout
+    with serving(lab, "gaussian") as address:
+        out = tmp_path / "calibration"
+        done = opusim(
+            *("device", "calibrate", f"{address}?exclusive", "--out", out, "--outputs", 40, "--readings", 60),
+            cwd=tmp_path,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        certificate = out / "gaussian.certificate.toml"
+        window = {"n_inputs": 12, "n_outputs": 40}
+        with open_device("gaussian", certificate=certificate, **window) as local:
+            law = local.noise
+    with (
+        serving(lab, "gaussian", certificate=certificate) as address,
+        open_device(address, **window) as remote,
+    ):
+        assert remote.noise == law
+        assert law.beta > 0
+    gone = opusim("train", "pdfa", "--data", "digits", "--device", address, cwd=tmp_path)
+    assert gone.returncode == 3
+    assert re.fullmatch(r"opusim: device .*: no answer from its server for 5 s; check that .*\n", gone.stderr)
+
+
+def test_use_is_told_in_a_table_and_a_figure(lab: Laboratory, tmp_path: Path) -> None:
+    with serving(lab) as address, open_device(f"{address}?run=seven", n_inputs=12, n_outputs=40) as device:
+        device.project(torch.zeros(10, 12))
+    figure = tmp_path / "use.png"
+    done = opusim("device", "usage", "--journal", lab.journal, "--figure", figure, "--days", 2, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"alice\W+seven\W+1\W+20\W", done.stdout)
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    none = opusim("device", "usage", cwd=tmp_path)
+    assert "NAME: is missing; name the served device, or give --journal FILE" in none.stderr
+
+
+def test_the_container_and_the_unit_start_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both run the same command, which is started here with other paths, used, and stopped as systemd does."""
+    container = (EXAMPLES / "Containerfile").read_text()
+    words = json.loads(container.split("CMD ")[1])
+    unit = (EXAMPLES / "opusim-device.service").read_text()
+    (start,) = re.findall(r"^ExecStart=\S+/opusim (.*)$", unit, re.MULTILINE)
+    places = {"/etc/opusim/keys": "/keys", "/var/lib/opusim": "/state"}
+    for place, other in places.items():
+        start = start.replace(place, other)
+    assert ["opusim", *start.split()] == words
+    assert words[:4] == ["opusim", "device", "serve", "gaussian"]
+    assert "STOPSIGNAL SIGTERM" in container
+    assert "KillSignal=SIGTERM" in unit
+
+    lab = new_laboratory(tmp_path, "alice")
+    lab.become("alice", monkeypatch)
+    with (
+        ServerProcess(lab, "gaussian") as server,
+        open_device(server.address, n_inputs=12, n_outputs=40) as device,
+    ):
+        device.project(torch.zeros(3, 12))
+        assert server.terminate() == 0
+    assert "alice opened 40 outputs" in server.log.read_text()
+    assert json.loads(lab.journal.read_text().splitlines()[-1])["calls"] == 1
+
+
+def test_the_unit_is_one(tmp_path: Path) -> None:
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("systemd-analyze is not here")
+    unit = (EXAMPLES / "opusim-device.service").read_text().replace("/opt/opusim/bin/opusim", "/bin/true")
+    (tmp_path / "opusim-device.service").write_text(unit)
+    done = subprocess.run(
+        [program, "verify", tmp_path / "opusim-device.service"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (tmp_path / "opusim-device.service").write_text(unit.replace("RestartSec=2", "RestartSec=soon"))
+    bad = subprocess.run(
+        [program, "verify", tmp_path / "opusim-device.service"], capture_output=True, text=True
+    )
+    assert "Failed to parse sec value" in bad.stderr
+
+
+def test_help_fits_into_eighty_columns(tmp_path: Path) -> None:
+    for command in ("serve", "usage", "keys"):
+        done = opusim("device", command, "--help", cwd=tmp_path, COLUMNS="80")
+        assert done.returncode == 0
+        assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+# Local devices
+
+EXCLUSIVE = {"access": {"exclusive": True}, "n_inputs": 4, "n_outputs": 6}
+
+
+def test_a_local_device_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    holder = ExclusiveUse("gaussian")
+    holder.acquire()
+    started = time.monotonic()
+    with pytest.raises(DeviceBusy, match="is held by process .*; wait for it with --wait SECONDS, or end it"):
+        open_device("gaussian", access={"exclusive": True, "wait_s": 0.6}, n_inputs=4, n_outputs=6)
+    assert time.monotonic() - started >= 0.6
+    assert any("is held by process" in line and "waiting for up to 0.6 s" in line for line in caplog.messages)
+    threading.Timer(0.5, holder.release).start()
+    monkeypatch.setenv("OPUSIM_WAIT", "60")
+    open_device("gaussian", **EXCLUSIVE).close()
+    monkeypatch.setenv("OPUSIM_WAIT", "long")
+    with pytest.raises(ValueError, match="OPUSIM_WAIT = 'long': must be a number of seconds"):
+        open_device("gaussian", **EXCLUSIVE)
+
+
+def test_wait_is_an_option_of_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    description = tmp_path / "mine.toml"
+    text = (ROOT / "hw_configs" / "gaussian.toml").read_text()
+    description.write_text(text.replace("[medium]", "[access]\nexclusive = true\n[medium]"))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "locks"))
+    holder = ExclusiveUse("gaussian")
+    holder.acquire()
+    arguments = (
+        "device",
+        "calibrate",
+        description,
+        "--out",
+        tmp_path / "out",
+        "--outputs",
+        40,
+        "--readings",
+        60,
+    )
+    refused = opusim(*arguments, cwd=tmp_path)
+    assert (refused.returncode, refused.stderr.count("\n")) == (3, 1)
+    threading.Timer(0.5, holder.release).start()
+    assert opusim(*arguments, "--wait", "60", cwd=tmp_path).returncode == 0
+    wrong = opusim(*arguments, "--wait", "soon", cwd=tmp_path)
+    assert (wrong.returncode, wrong.stderr) == (
+        2,
+        "opusim: --wait 'soon': must be a number of seconds, at least 0; write --wait 600\n",
+    )
+
+
+def test_pyzmq_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opusim.serving.zeromq.zmq", None)
+    with pytest.raises(
+        Exception, match=r"need pyzmq, which is not installed: pip install 'opusim\[served\]'"
+    ):
+        require_zmq()

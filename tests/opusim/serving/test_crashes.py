@@ -1,0 +1,284 @@
+"""Clients, servers and networks that fail: nothing is lost, nothing hangs, and no reading changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from opusim import open_device, register_device
+from opusim.devices.base import NoisyDevice
+from opusim.devices.simulated import GaussianDevice
+from opusim.errors import DeviceBusy, DeviceFault, DeviceTimeout, DeviceUnavailable, NoiseBelowCertificate
+from opusim.serving.server import Limits
+from opusim.testing.faults import KIND, FaultyDevice, faulty_device
+from tests.support.killing import start_child
+from tests.support.served import ForkedServer, Laboratory, serving
+from tests.support.slow_network import slow_network
+
+X = torch.randint(-1, 2, (16, 12), generator=torch.Generator().manual_seed(5))
+WINDOW: dict[str, Any] = {"n_inputs": 12, "n_outputs": 40, "seed": 9}
+
+
+def local_readings(steps: int, calls: int, name: str = "gaussian") -> list[list[torch.Tensor]]:
+    with open_device(name, **WINDOW) as device:
+        found = []
+        for step in range(steps):
+            device.seek(step)
+            found.append([device.project(X) for _ in range(calls)])
+        return found
+
+
+@pytest.fixture
+def faulty() -> Iterator[None]:
+    register_device(KIND, faulty_device)
+    FaultyDevice.repaired = False
+    yield
+    FaultyDevice.repaired = False
+
+
+def train(steps: int, *devices: NoisyDevice) -> None:
+    """Read at every step, each by the next device."""
+    for step in range(steps):
+        device = devices[step % len(devices)]
+        device.seek(step)
+        device.project(X)
+
+
+# The server
+
+
+def test_a_killed_server_stops_a_step_and_a_restarted_one_repeats_it(lab: Laboratory) -> None:
+    expected = local_readings(4, 2)
+    with (
+        ForkedServer(lab) as server,
+        open_device(f"{server.address}?silence_s=4", **WINDOW) as device,
+    ):
+        device.seek(0)
+        assert [torch.equal(device.project(X), each) for each in expected[0]] == [True, True]
+        before = device.usage
+        server.kill()
+        with ForkedServer(lab, port=server.port) as second:
+            device.seek(1)  # between steps, the device is found again
+            assert torch.equal(device.project(X), expected[1][0])
+            second.kill()
+            with pytest.raises(DeviceUnavailable, match="no answer from its server for 4 s"):
+                device.project(X)
+            with ForkedServer(lab, port=server.port):
+                with pytest.raises(
+                    DeviceFault, match="its server was restarted, or dropped this client, amid a step"
+                ):
+                    device.project(X)
+                device.seek(1)  # as a resumed run does
+                assert [torch.equal(device.project(X), each) for each in expected[1]] == [True, True]
+                assert device.usage.frames == before.frames + 2 * 3 * len(X)
+
+
+# The client
+
+
+def hold_a_place(address: str) -> None:
+    open_device(address, n_inputs=12, n_outputs=40).draw((1, 40))
+    time.sleep(600)
+
+
+def test_a_killed_client_leaves_its_place_to_those_who_wait(
+    lab: Laboratory, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with serving(lab, limits=Limits(silence_s=6.0)) as address:
+        client = start_child(lambda: hold_a_place(f"{address}?outputs_from=0&run=doomed"))
+        try:
+            while "alice opened 40 outputs (doomed)" not in caplog.messages:
+                time.sleep(0.05)
+            with pytest.raises(DeviceBusy, match="alice reads outputs 0 to 39; waited 0.1 s, position 1"):
+                open_device(f"{address}?wait_s=0.1", **WINDOW)
+        finally:
+            os.kill(client, signal.SIGKILL)
+            os.waitpid(client, 0)
+        with open_device(f"{address}?wait_s=60", **WINDOW) as device:
+            assert torch.equal(device.project(X), local_readings(1, 1)[0][0])
+    assert "alice was silent for 6 s (doomed)" in caplog.messages
+    assert any("waiting for device" in line and "position 1" in line for line in caplog.messages)
+
+
+def test_a_living_client_keeps_its_place_while_it_computes(lab: Laboratory) -> None:
+    with serving(lab, limits=Limits(silence_s=5.0)) as address, open_device(address, **WINDOW) as device:
+        expected = local_readings(1, 2)[0]
+        device.seek(0)
+        assert torch.equal(device.project(X), expected[0])
+        time.sleep(7)
+        assert torch.equal(device.project(X), expected[1])
+
+
+def test_a_client_may_have_the_device_to_itself(lab: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(lab) as address, open_device(address, **WINDOW) as device:
+        found: list[torch.Tensor] = []
+        with open_device(f"{address}?exclusive", **WINDOW) as calibrating:
+            reading = threading.Thread(target=lambda: found.append(device.project(X)))
+            reading.start()
+            for _ in range(10):
+                calibrating.project(X)
+            with pytest.raises(DeviceBusy, match="alice has the device to itself"):
+                open_device(address, **WINDOW)
+            reading.join(1.0)
+            assert reading.is_alive()
+            monkeypatch.setenv("OPUSIM_WAIT", "60")
+            late = threading.Thread(target=lambda: open_device(address, **WINDOW).close())
+            late.start()
+        reading.join(30)
+        late.join(30)
+        assert not late.is_alive()
+        assert torch.equal(found[0], local_readings(1, 1)[0][0])
+
+
+def test_clients_take_turns_on_a_shared_device(lab: Laboratory) -> None:
+    served = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 200}
+    with (
+        serving(lab, "gaussian", served) as address,
+        open_device(address) as greedy,
+        open_device(address) as modest,
+    ):
+        long_call = threading.Thread(target=lambda: greedy.project(torch.zeros(60_000, 12)))
+        long_call.start()
+        time.sleep(0.3)
+        for _ in range(3):
+            modest.project(X)
+        assert long_call.is_alive()  # three calls went between its batches
+        long_call.join()
+
+
+# The network
+
+
+def test_a_slow_network_only_takes_longer(lab: Laboratory) -> None:
+    with serving(lab) as address, slow_network(address, 0.1) as (network, far):
+        with open_device(far, **WINDOW) as device:
+            for step, expected in enumerate(local_readings(2, 2)):
+                device.seek(step)
+                assert [torch.equal(device.project(X), each) for each in expected] == [True, True]
+        assert network.carried >= 1
+
+
+def test_a_call_repeated_after_a_broken_connection_has_its_own_reading(lab: Laboratory) -> None:
+    expected = local_readings(4, 2)
+    with serving(lab) as address, slow_network(address, 0.05) as (network, far):
+        with open_device(far, **WINDOW) as device, open_device(address, **{**WINDOW, "seed": 10}) as other:
+            for step in range(4):
+                device.seek(step)
+                cut = threading.Timer(0.03 * step, network.cut)
+                cut.start()
+                assert [torch.equal(device.project(X), each) for each in expected[step]] == [True, True]
+                assert not torch.equal(other.project(X), expected[step][0])
+                cut.join()
+            assert device.usage.frames == 4 * 2 * 2 * len(X)  # each reading counts once
+        assert network.carried >= 3
+
+
+def test_a_call_that_takes_too_long_is_given_up(lab: Laboratory) -> None:
+    class Slow(GaussianDevice):
+        def _project(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.0 if len(x) > 100 else 3.0)
+            return super()._project(x)
+
+    register_device("slow", Slow)
+    with (
+        serving(lab, "gaussian", {"kind": "slow"}) as address,
+        open_device(f"{address}?timeout_s=1", **WINDOW) as device,
+        pytest.raises(DeviceTimeout, match="did not finish a call within 1 s"),
+    ):
+        device.project(X)
+
+
+@pytest.mark.slow
+def test_an_abandoned_call_does_not_block_the_next(lab: Laboratory) -> None:
+    """`access.timeout_s` leaves a thread behind in its call, under whose connection the device is opened again."""
+    expected = local_readings(1, 1)[0][0]
+    with (
+        serving(lab) as address,
+        slow_network(address, 0.01) as (network, far),
+        open_device(far, access={"timeout_s": 3.0, "attempts": 30, "backoff_s": 0.0}, **WINDOW) as device,
+    ):
+        device.seek(0)
+        network.delay_s = 5.0
+        threading.Timer(6.0, lambda: setattr(network, "delay_s", 0.01)).start()
+        assert torch.equal(device.project(X), expected)
+        assert device.usage.frames == 2 * len(X)
+
+
+# The instrument
+
+
+def test_noise_below_the_law_stops_every_client(lab: Laboratory, faulty: None) -> None:
+    options = {"kind": "gaussian", "fault": "noise halved", "at_step": 3}
+    served = {"kind": KIND, "options": options, "monitor": {"every_steps": 1}}
+    with serving(lab, "gaussian", served) as address:
+        with open_device(address, **WINDOW) as one, open_device(address, **{**WINDOW, "seed": 1}) as other:
+            other.seek(1)
+            other.project(X)
+            with pytest.raises(NoiseBelowCertificate, match="blank frames scatter"):
+                train(60, one)
+            with pytest.raises(NoiseBelowCertificate, match="blank frames scatter"):
+                other.project(X)
+        with pytest.raises(NoiseBelowCertificate):
+            open_device(address, **WINDOW)
+
+
+def test_a_fault_of_a_shared_device_is_told_to_all(lab: Laboratory, faulty: None) -> None:
+    options = {"kind": "gaussian", "fault": "medium swapped", "at_step": 5}
+    access, monitor = {"exclusive": True}, {"every_steps": 1}
+    sizes = {"n_inputs": 12, "n_outputs": 256, "noise": {"sigma": 0.1}}
+    served = {"kind": KIND, "options": options, "access": access, "monitor": monitor, **sizes}
+    with (
+        serving(lab, "gaussian", served) as address,
+        open_device(address) as one,
+        open_device(address) as other,
+    ):
+        assert one.baseline is None
+        with pytest.raises(DeviceFault, match="medium decorrelated or was swapped"):
+            train(30, one, other)
+        for device in (one, other):
+            with pytest.raises(DeviceFault, match="medium decorrelated or was swapped"):
+                device.project(X)
+
+
+def test_one_bad_reading_of_a_shared_device_stops_one_step(lab: Laboratory, faulty: None) -> None:
+    options = {"kind": "gaussian", "fault": "NaN", "at_step": 0}
+    access, sizes = {"exclusive": True}, {"n_inputs": 12, "n_outputs": 40}
+    served = {"kind": KIND, "options": options, "access": access, **sizes}
+    with (
+        serving(lab, "gaussian", served) as address,
+        open_device(address) as one,
+        open_device(address) as other,
+    ):
+        one.seek(0)
+        with pytest.raises(DeviceFault, match="returned NaN or infinity"):
+            one.project(X)
+        FaultyDevice.repaired = True
+        assert one.project(X).shape == other.project(X).shape == (16, 40)
+
+
+def test_the_monitor_of_a_simulation_is_that_of_the_local_device(lab: Laboratory) -> None:
+    monitor = {"monitor": {"every_steps": 2}}
+    with (
+        serving(lab, "gaussian", monitor) as address,
+        open_device(address, **WINDOW) as remote,
+        open_device("gaussian", **monitor, **WINDOW) as local,
+    ):
+        assert remote.baseline is not None
+        assert local.baseline is not None
+        assert np.array_equal(remote.baseline.to_array(), local.baseline.to_array())
+        for device in (remote, local):
+            device.compare_with(local.baseline)
+        for step in range(4):
+            remote.seek(step)
+            local.seek(step)
+            assert torch.equal(remote.project(X), local.project(X))
+        assert remote.usage == local.usage

@@ -1,0 +1,310 @@
+"""The pieces of a served device, each without the network: keys, messages, turns, places, the journal."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from opusim.devices.usage import Usage
+from opusim.errors import (
+    ConfigError,
+    DeviceBusy,
+    DeviceError,
+    DeviceFault,
+    DeviceTimeout,
+    NoiseBelowCertificate,
+    NoiseUnknown,
+)
+from opusim.noise import GaussianNoise, PhotonCountNoise
+from opusim.serving.fair_queue import FairQueue
+from opusim.serving.instrument import Window, law_of_outputs, packed_law, unpacked_law
+from opusim.serving.journal import Entry, Journal, read_journal, usage_figure, usage_rows
+from opusim.serving.keys import Users, make_key, own_key, read_key, server_key
+from opusim.serving.messages import BadMessage, Message, error_message, read_message, told_error
+from opusim.serving.sessions import Places
+
+# Keys
+
+
+def test_a_secret_is_for_its_owner_only(tmp_path: Path) -> None:
+    key = make_key("alice", tmp_path / "keys")
+    secret, public = tmp_path / "keys" / "alice.key", tmp_path / "keys" / "alice.pub"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "keys").stat().st_mode & 0o777 == 0o700
+    assert read_key(secret, secret=True) == key
+    assert key.secret is not None
+    assert key.secret not in public.read_text() + repr(key)
+    public.chmod(0o600)
+    with pytest.raises(ConfigError, match="secret: missing; this is a public file"):
+        read_key(public, secret=True)
+    secret.chmod(0o640)
+    with pytest.raises(ConfigError, match="others may read this secret; run: chmod 600"):
+        read_key(secret, secret=True)
+    with pytest.raises(ConfigError, match="alice: is there already"):
+        make_key("alice", tmp_path / "keys")
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a b", "a" * 65, ".hidden"])
+def test_a_key_needs_a_plain_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="must be letters, digits"):
+        make_key(name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("schema = ", "syntax: not a key file"),
+        ('schema = 1\nname = "a"\npublic = "short"\nexpires = 2030-01-01', "public"),
+        ("schema = 2", "schema"),
+        ('schema = 1\nname = "a"\nextra = 1', "extra"),
+    ],
+)
+def test_a_file_that_is_no_key_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "bad.pub").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_key(tmp_path / "bad.pub", secret=False)
+
+
+def test_a_user_is_told_which_key_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "opusim" / "keys"
+    with pytest.raises(ConfigError, match="holds no key; make one with: opusim device keys new NAME"):
+        own_key()
+    alice = make_key("alice", folder)
+    assert own_key() == alice
+    make_key("bob", folder, days=1)
+    with pytest.raises(ConfigError, match="holds 2 keys; name one in OPUSIM_KEY"):
+        own_key()
+    assert own_key("alice") == own_key(str(folder / "alice.key")) == alice
+    with pytest.raises(ConfigError, match="server.pub: is missing; ask the laboratory"):
+        server_key("opu.lab", 5555)
+    make_key("server", tmp_path / "one")
+    other = make_key("server", tmp_path / "two")
+    for source, name in ((tmp_path / "one", "server.pub"), (tmp_path / "two", "opu.lab_5555.pub")):
+        (folder / name).write_bytes((source / "server.pub").read_bytes())
+    assert server_key("opu.lab", 5555).public == other.public
+    assert server_key("opu.lab", 5556).public != other.public
+
+
+def test_an_expired_key_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    make_key("alice", tmp_path / "opusim" / "keys")
+    for file in (tmp_path / "opusim" / "keys").iterdir():
+        expire(file)
+    with pytest.raises(ConfigError, match="the key of 'alice' expired on 2020-01-01"):
+        own_key()
+
+
+def expire(file: Path) -> None:
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(["expires = 2020-01-01" if "expires" in line else line for line in lines]))
+
+
+def test_a_server_leaves_out_what_is_no_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(
+        ConfigError, match="server.key: is missing; make it with: opusim device keys new server"
+    ):
+        Users(tmp_path)
+    make_key("server", tmp_path)
+    alice = make_key("alice", tmp_path)
+    (tmp_path / "bad.pub").write_text("nothing")
+    users = Users(tmp_path)
+    found = users.find(alice.public)
+    assert found is not None
+    assert (found.name, found.secret) == ("alice", None)
+    assert users.find(users.own.public) is None
+    assert users.callback("opusim", alice.public.encode())
+    assert not users.callback("opusim", b"\xff" * 40)
+    assert len([line for line in caplog.messages if "left out a key" in line]) == 1
+
+
+# Messages
+
+ARRAYS = (
+    np.arange(6, dtype=np.int8).reshape(2, 3),
+    np.arange(4, dtype=">f4"),
+    np.zeros((0, 5), dtype=np.float32),
+    np.float64([[1.5]]),
+)
+
+
+def test_a_message_comes_back() -> None:
+    message = Message(kind="call", values={"a": 1, "b": [True, None]}, arrays=ARRAYS)
+    found = read_message(message.frames(), limit=10_000)
+    assert (found.kind, found.values) == (message.kind, message.values)
+    assert all(np.array_equal(*pair) for pair in zip(found.arrays, ARRAYS, strict=True))
+    assert [array.dtype.str for array in found.arrays] == ["|i1", "<f4", "<f4", "<f8"]
+    with pytest.raises(TypeError, match="array has dtype int64"):
+        Message(kind="call", arrays=(np.arange(3),)).frames()
+
+
+def header(arrays: str = "[]", schema: int = 1, rest: str = '"kind": "call", "values": {}') -> bytes:
+    return f'{{"schema": {schema}, {rest}, "arrays": {arrays}}}'.encode()
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        ([], "no header"),
+        ([b""], "not JSON"),
+        ([b"\x00\xff" * 50], "not JSON"),
+        ([b"[" * 100_000], "oversized|no header"),
+        ([b"[" * 5000], "not JSON"),
+        ([b"[]"], "schema"),
+        ([header(schema=2)], "schema: this side speaks 1"),
+        ([header(rest='"kind": 1, "values": {}')], "lacks kind"),
+        ([header('[["|i1", [2]]]')], "1 arrays are announced, 0 came"),
+        ([header(), b"x"], "0 arrays are announced, 1 came"),
+        ([header('[["|i1", [1099511627777]]]'), b"x"], "impossible shape"),
+        ([header('[["|i1", [-1]]]'), b"x"], "impossible shape"),
+        ([header('[["|i1", [true]]]'), b"x"], "impossible shape"),
+        ([header('[["<f4", [1000000000, 1000000000]]]'), b"xxxx"], "an array of 4 bytes is announced"),
+        ([header('[["|O", [1]]]'), b"x" * 8], "unknown dtype"),
+        ([header('["|i1"]'), b"x"], "without dtype and shape"),
+        ([b"x"] * 18, "no header"),
+        ([header('[["|i1", [9000]]]'), b"x" * 9000], "oversized: 9,"),
+    ],
+)
+def test_bytes_that_are_no_message_are_refused(frames: list[bytes], message: str) -> None:
+    with pytest.raises(BadMessage, match=message):
+        read_message(frames, limit=9000 if len(frames) != 1 else 2**21)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DeviceFault("broken"),
+        DeviceBusy("taken"),
+        DeviceTimeout("late"),
+        NoiseBelowCertificate("weak"),
+        NoiseUnknown("no law"),
+        ConfigError("file", "key", "reason"),
+        ValueError("x = 3"),
+        TypeError("x"),
+    ],
+)
+def test_errors_come_back_as_they_were(error: Exception) -> None:
+    told = told_error(read_message(error_message(error, request="r1").frames(), limit=9000))
+    assert (type(told), str(told)) == (type(error), str(error))
+
+
+def test_an_error_of_another_class_becomes_its_kin_or_a_fault() -> None:
+    class Odd(DeviceError):
+        pass
+
+    assert type(told_error(error_message(Odd("odd")))) is DeviceError
+    told = told_error(error_message(RuntimeError("a\nb")))
+    assert (type(told), str(told)) == (DeviceFault, "the server failed: a b")
+
+
+def test_laws_cross_without_loss() -> None:
+    rates = np.linspace(1, 2, 8).reshape(2, 4)
+    laws = (
+        GaussianNoise(std=0.1, n_outputs=4),
+        GaussianNoise(std=np.linspace(1, 2, 4), n_outputs=4, beta=1e-6),
+        PhotonCountNoise(rate_low=rates, rate_high=2 * rates, weight=rates, added_variance=np.arange(4.0)),
+    )
+    for law in laws:
+        assert unpacked_law(*packed_law(law)) == law
+        half = law_of_outputs(law, slice(1, 3))
+        assert half is not None
+        assert half.n_outputs == 2
+        low, part = (np.broadcast_to(each.variance_bounds()[0], n) for each, n in ((law, 4), (half, 2)))
+        assert np.array_equal(low[1:3], part)
+    assert unpacked_law(*packed_law(None)) is None
+
+
+# Turns
+
+
+def test_clients_take_turns_batch_by_batch() -> None:
+    queue: FairQueue[str, int] = FairQueue()
+    for client, batches in (("a", [1, 2, 3]), ("b", [4]), ("c", [5, 6])):
+        for batch in batches:
+            queue.put(client, batch)
+    assert [queue.position(client) for client in "abcd"] == [0, 1, 2, None]
+    assert [queue.take() for _ in range(6)] == [("a", 1), ("b", 4), ("c", 5), ("a", 2), ("c", 6), ("a", 3)]
+
+
+def test_a_client_that_holds_the_queue_has_it_to_itself() -> None:
+    queue: FairQueue[str, int] = FairQueue()
+    queue.put("a", 1)
+    queue.hold("b")
+    assert queue.position("a") == 1
+    queue.put("b", 2)
+    assert queue.take() == ("b", 2)
+    waiting = threading.Thread(target=lambda: found.append(queue.take()))
+    found: list[Any] = []
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    assert queue.drop("b") == []
+    waiting.join(10)
+    assert found == [("a", 1)]
+    queue.put("a", 3)
+    queue.close()
+    assert queue.take() is None
+
+
+def test_places_are_given_in_the_order_of_asking() -> None:
+    places = Places(1, patience_s=100)
+    window = Window(n_inputs=1, first=0, n_outputs=4, mode="release", seed=0)
+    assert places.queued("t1", None, waits=False) == 0
+    assert places.queued("t2", "full", waits=True) == 1
+    assert places.queued("t3", "full", waits=True) == 2
+    assert places.queued("t3", None, waits=True) == 2  # t2 is first
+    with pytest.raises(DeviceBusy, match="2 clients wait for it; wait for it with --wait"):
+        places.queued("t4", None, waits=False)
+    assert places.queued("t2", None, waits=True) == 0
+    assert places.queued("t3", None, waits=True) == 0
+    assert places.obstacle(window, reserves=True) is None
+    hasty = Places(1, patience_s=-1)
+    assert hasty.queued("t1", "full", waits=True) == 1
+    assert hasty.queued("t2", None, waits=False) == 0  # t1 has not asked again in time
+
+
+# Journal
+
+
+def entry(user: str, run: str, day: int, frames: int) -> Entry:
+    return Entry(
+        time=f"2026-11-{day:02d}T10:00:00+00:00",
+        device="opu",
+        user=user,
+        run=run,
+        calls=2,
+        used=Usage(frames=frames, seconds=frames * 0.5, joules=frames * 15.0, host_seconds=frames * 3.8),
+        busy_s=0.25,
+    )
+
+
+def test_a_journal_adds_up_and_survives_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "usage.jsonl"
+    journal = Journal(path)
+    entries = [entry("alice", "one", 1, 100), entry("bob", "two", 1, 7), entry("alice", "one", 2, 100)]
+    for each in entries[:2]:
+        journal.write(each)
+    with path.open("a") as file:
+        file.write('{"schema": 1, "time": "2026')  # a crash amid a write
+    Journal(path).write(entries[2])
+    assert read_journal(path) == entries
+    rows = usage_rows(entries)
+    assert rows[0] == ("alice", "one", "4", "200", "1.7 min", "3,000 J", "14.3 min", "0.5 s")
+    assert [row[0] for row in rows] == ["alice", "bob", "all"]
+    bars = usage_figure(entries).axes[0].containers
+    assert [[round(float(bar.get_height()) * 3600) for bar in each] for each in bars] == [[430, 430], [30, 0]]
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_text('{"schema": 1}\n')
+    with pytest.raises(ConfigError, match="line 1: is no entry"):
+        read_journal(path)
+
+
+def test_an_entry_has_the_time_of_its_writing() -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    made = Entry.now("opu", "alice", "", calls=0, used=Usage(), busy_s=0.0)
+    assert abs(datetime.datetime.fromisoformat(made.time) - now) < datetime.timedelta(minutes=1)

@@ -1,0 +1,188 @@
+"""A served device is a device: the contract, and the readings of the local one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from opusim import open_device
+from opusim.description.loading import load_description
+from opusim.devices.base import NoisyDevice
+from opusim.errors import CapabilityMissing, ConfigError, DeviceFault
+from opusim.noise import GaussianNoise, PhotonCountNoise
+from opusim.serving.instrument import Instrument, same_medium
+from opusim.testing.contract import DeviceContract
+from tests.support.served import Laboratory, serving
+
+X = torch.randint(-1, 2, (16, 12), generator=torch.Generator().manual_seed(5))
+
+
+class OverLoopback(DeviceContract):
+    """The contract of a device behind a server."""
+
+    name = ""
+    overrides: ClassVar[dict[str, Any] | None] = None
+
+    address = ""
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _serve(cls, lab: Laboratory) -> Iterator[None]:
+        with serving(lab, cls.name, cls.overrides) as cls.address:
+            yield
+
+    def open_window(self, **options: Any) -> NoisyDevice:
+        return open_device(self.address, n_inputs=12, n_outputs=40, **options)
+
+
+class TestServedGaussian(OverLoopback):
+    name = "gaussian"
+
+
+class TestServedIdeal(OverLoopback):
+    name = "ideal"
+
+
+class TestServedCamera(OverLoopback):
+    name = "camera"
+
+
+class TestSharedGaussian(OverLoopback):
+    """One device for all clients, as hardware is, of which each sees a part."""
+
+    name = "gaussian"
+    overrides: ClassVar[dict[str, Any] | None] = {
+        "access": {"exclusive": True},
+        "n_inputs": 20,
+        "n_outputs": 64,
+    }
+    replayable = False
+
+
+@pytest.mark.parametrize("name", ["gaussian", "camera", "ideal", "gaussian_temperature"])
+def test_readings_are_those_of_the_local_device(lab: Laboratory, name: str) -> None:
+    options: dict[str, Any] = {"n_inputs": 12, "n_outputs": 40, "seed": 7}
+    with (
+        serving(lab, name) as address,
+        open_device(address, **options) as remote,
+        open_device(name, **options) as local,
+    ):
+        for step in (0, 3, 3):
+            remote.seek(step)
+            local.seek(step)
+            for _ in range(2):
+                assert torch.equal(remote.project(X), local.project(X))
+            assert torch.equal(remote.draw((2, 40)), local.draw((2, 40)))
+            bits = (X > 0).numpy()
+            assert np.array_equal(remote.intensities(bits), local.intensities(bits))
+        assert torch.equal(remote.require("matrix").matrix(), local.require("matrix").matrix())
+        assert remote.noise == local.noise
+        assert remote.usage == local.usage
+
+
+@pytest.mark.parametrize(("name", "law"), [("gaussian", GaussianNoise), ("camera", PhotonCountNoise)])
+def test_a_window_reads_the_columns_of_the_whole(lab: Laboratory, name: str, law: type) -> None:
+    with (
+        serving(lab, name) as address,
+        open_device(name, n_inputs=12, n_outputs=50, seed=2) as local,
+        open_device(f"{address}?outputs_from=30", n_inputs=12, n_outputs=20, seed=2) as remote,
+    ):
+        assert torch.equal(remote.project(X), local.project(X)[:, 30:])
+        low = np.broadcast_to(local.noise.variance_bounds()[0], 50)[30:]
+        assert isinstance(remote.noise, law)
+        assert np.array_equal(np.broadcast_to(remote.noise.variance_bounds()[0], 20), low)
+        assert torch.equal(remote.draw((3, 20)), local.draw((3, 50))[:, 30:])
+
+
+def test_a_shared_device_hides_the_inputs_and_outputs_of_others(lab: Laboratory) -> None:
+    served = {"access": {"exclusive": True}, "n_inputs": 16, "n_outputs": 64, "noise": {"sigma": 0.0}}
+    with (
+        serving(lab, "gaussian", served) as address,
+        open_device(f"{address}?outputs_from=40", n_inputs=12, n_outputs=24) as remote,
+    ):
+        read, told = remote.project(X), remote.require("matrix").matrix()
+    with open_device("gaussian", n_inputs=12, n_outputs=64, noise={"sigma": 0.0}) as local:
+        assert torch.equal(read, local.project(X)[:, 40:])
+        assert torch.equal(told, local.require("matrix").matrix()[40:])
+
+
+def test_long_calls_of_a_shared_device_come_back_whole(lab: Laboratory) -> None:
+    served = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 8, "noise": {"sigma": 0.0}}
+    x = torch.randint(-1, 2, (2500, 12), generator=torch.Generator().manual_seed(1))
+    with serving(lab, "gaussian", served) as address, open_device(address) as remote:
+        found = remote.project(x)
+        assert remote.usage.frames == 2 * 2500
+    with open_device("gaussian", n_inputs=12, n_outputs=8, noise={"sigma": 0.0}) as local:
+        assert torch.equal(found, local.project(x))
+
+
+def test_what_a_client_may_not_do_is_one_line(lab: Laboratory) -> None:
+    with serving(lab, "gaussian", {"n_outputs": 64}) as address:
+        with open_device(address, n_inputs=12, n_outputs=40) as remote:
+            with pytest.raises(CapabilityMissing, match="lacks the capability 'multiply'"):
+                remote.require("multiply")
+            with pytest.raises(ConfigError, match="certificate: belongs to the server"):
+                remote.attach_certificate(None)  # type: ignore[arg-type]
+            assert torch.equal(remote.project(X) * 0, torch.zeros(16, 40))
+        with pytest.raises(ConfigError, match="a window of 65 is wanted, the device has 64"):
+            open_device(address, n_outputs=65)
+        with pytest.raises(ConfigError, match="a window up to 70 is wanted, 64 are served"):
+            open_device(f"{address}?outputs_from=30", n_outputs=40)
+        with pytest.raises(ConfigError, match="noise: does nothing: the kind 'remote'"):
+            open_device(address, noise={"sigma": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("remote://nothing", "is no address; write remote://HOST:PORT"),
+        ("remote://h:1/path", "is no address"),
+        ("remote://h:99999", "is no address"),
+        ("remote://h:1?fast=1", "fast: is no option; known are outputs_from, exclusive"),
+        ("remote://h:1?wait_s=long", "wait_s: 'long' is no value for it"),
+        ("ftp://h:1", "'ftp' is not installed in opusim.description_schemes"),
+    ],
+)
+def test_a_wrong_address_is_refused(address: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_device(address)
+
+
+def test_another_description_or_medium_is_noticed(lab: Laboratory) -> None:
+    with serving(lab, "gaussian") as address:
+        port = address.rpartition(":")[2]
+        device = open_device(address, n_inputs=12, n_outputs=40)
+        stored = device.description
+        device.close()
+    bind = f"tcp://127.0.0.1:{port}"
+    other = {"noise": {"sigma": 0.2}}
+    with (
+        serving(lab, "gaussian", other, bind=bind),
+        pytest.raises(DeviceFault, match="another description now"),
+    ):
+        device.open()
+    options = {**stored.options, "fingerprint": "ff" * 32}
+    changed = stored.model_copy(update={"options": options})
+    with (
+        serving(lab, "gaussian", bind=bind),
+        pytest.raises(DeviceFault, match="its medium is another one now"),
+    ):
+        type(device)(changed, n_inputs=12, n_outputs=40).open()
+    with serving(lab, "gaussian", bind=bind), device.open():
+        assert device.project(X).shape == (16, 40)
+
+
+def test_the_fingerprint_tells_media_apart_and_not_noise() -> None:
+    def print_of(seed: int, sigma: float) -> str:
+        found = load_description("gaussian", {"medium": {"seed": seed}, "noise": {"sigma": sigma}})
+        return Instrument(found).fingerprint
+
+    base = print_of(1, 0.1)
+    assert same_medium(base, print_of(1, 3.0))
+    assert not same_medium(base, print_of(2, 0.1))
+    assert not same_medium(base, "no hexadecimal")
+    assert not same_medium(base, base[:-2])

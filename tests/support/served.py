@@ -1,0 +1,222 @@
+"""A laboratory for tests: keys of a server and its users, and servers in this process or in one of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opusim.description.loading import load_description
+from opusim.serving.instrument import Instrument
+from opusim.serving.journal import Journal
+from opusim.serving.keys import Users, make_key
+from opusim.serving.server import Limits, Server
+from tests.support.command import COMMAND, ROOT
+from tests.support.killing import start_child
+
+ALONE = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Laboratory:
+    """Where keys and journals are.
+
+    Attributes:
+        folder: All of it; holds `server` (the server's keys) and a folder of configuration for each user.
+    """
+
+    folder: Path
+
+    @property
+    def keys(self) -> Path:
+        """The server's folder of keys."""
+        return self.folder / "server"
+
+    @property
+    def journal(self) -> Path:
+        """The server's journal."""
+        return self.folder / "usage.jsonl"
+
+    def config_of(self, user: str) -> Path:
+        """Return what XDG_CONFIG_HOME is for a user."""
+        return self.folder / user
+
+    def add_user(self, user: str, *, days: int = 365, known: bool = True) -> None:
+        """Make a user's keys, and give the public ones to both sides."""
+        own = self.config_of(user) / "opusim" / "keys"
+        make_key(user, own, days=days)
+        shutil.copy(self.keys / "server.pub", own)
+        if known:
+            shutil.copy(own / f"{user}.pub", self.keys)
+
+    def become(self, user: str, patch: pytest.MonkeyPatch) -> None:
+        """Let this process be a user's."""
+        patch.setenv("XDG_CONFIG_HOME", str(self.config_of(user)))
+
+
+def new_laboratory(folder: Path, *users: str) -> Laboratory:
+    """Make a laboratory with some users."""
+    lab = Laboratory(folder)
+    make_key("server", lab.keys)
+    for user in users:
+        lab.add_user(user)
+    return lab
+
+
+@contextlib.contextmanager
+def serving(
+    lab: Laboratory,
+    name: str = "gaussian",
+    overrides: dict[str, Any] | None = None,
+    *,
+    bind: str = "tcp://127.0.0.1:*",
+    limits: Limits | None = None,
+    **options: Any,
+) -> Iterator[str]:
+    """Serve a device from a thread of this process; yields its address."""
+    instrument = Instrument(load_description(name, overrides), **options)
+    server = Server(instrument, Users(lab.keys), bind=bind, journal=Journal(lab.journal), limits=limits)
+    stop, failures = threading.Event(), []
+
+    def run() -> None:
+        try:
+            server.run(stop)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield server.endpoint.replace("tcp://", "remote://")
+    finally:
+        stop.set()
+        thread.join(30)
+        assert not thread.is_alive(), "the server does not end"
+        assert not failures, failures
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+class ForkedServer:
+    """A server in a forked process, which is there in a moment and may be killed.
+
+    Args:
+        lab: Its keys and journal.
+        name: The device's name.
+        port: Where it listens; 0 takes a free port.
+
+    Attributes:
+        port: Where it listens.
+    """
+
+    def __init__(self, lab: Laboratory, name: str = "gaussian", *, port: int = 0) -> None:
+        self.port = port or free_port()
+        self._child = start_child(lambda: self._serve(lab, name))
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5):
+                return
+            time.sleep(0.02)
+        raise AssertionError("the server does not listen")
+
+    def _serve(self, lab: Laboratory, name: str) -> None:
+        instrument, bind = Instrument(load_description(name)), f"tcp://127.0.0.1:{self.port}"
+        Server(instrument, Users(lab.keys), bind=bind, journal=Journal(lab.journal)).run(threading.Event())
+
+    @property
+    def address(self) -> str:
+        """Its address."""
+        return f"remote://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        if self._child:
+            os.kill(self._child, signal.SIGKILL)
+            os.waitpid(self._child, 0)
+            self._child = 0
+
+    def __enter__(self) -> ForkedServer:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.kill()
+
+
+class ServerProcess:
+    """`opusim device serve` in a process of its own.
+
+    Args:
+        lab: Its keys and journal.
+        arguments: The device's name and more options.
+        bind: Where it listens; a free port by default.
+
+    Attributes:
+        address: Its address.
+    """
+
+    def __init__(self, lab: Laboratory, *arguments: object, bind: str = "tcp://127.0.0.1:*") -> None:
+        command = [*COMMAND, "device", "serve", *map(str, arguments), "--bind", bind, "--keys", str(lab.keys)]
+        self.log = lab.folder / f"server-{time.monotonic_ns()}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, "--journal", str(lab.journal)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **ALONE, "PYTHONPATH": str(ROOT)},
+                cwd=lab.folder,
+            )
+        out = self.process.stdout
+        assert out is not None
+        ready, _, _ = select.select([out], [], [], 90)
+        line = out.readline() if ready else ""
+        found = re.search(r" at tcp://([\d.]+:\d+)", line)
+        if found is None:
+            self.kill()
+            raise AssertionError(f"the server said {line!r}; {self.log.read_text()}")
+        self.address = f"remote://{found[1]}"
+
+    @property
+    def bind(self) -> str:
+        """Where it listens."""
+        return self.address.replace("remote://", "tcp://")
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def terminate(self) -> int:
+        """End it as systemd does; returns its exit code."""
+        self.process.terminate()
+        code = self.process.wait(30)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return code
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.kill()

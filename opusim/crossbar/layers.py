@@ -13,7 +13,6 @@ magnitudes, which they take, grow with the noise.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -178,7 +177,7 @@ class DeviceConv2d(nn.Module):
             )
         flat = nn.Linear(patch_size(convolution), convolution.out_channels, bias=False, device="meta")
         flat.weight = nn.Parameter(convolution.weight.detach().flatten(1).clone())
-        flat.bias = convolution.bias
+        flat.register_parameter("bias", convolution.bias)
         self.product = DeviceLinear(flat, device, **options)
         self._unfold = nn.Unfold(
             convolution.kernel_size, convolution.dilation, convolution.padding, convolution.stride
@@ -263,6 +262,8 @@ def convert(
 ) -> DeviceModel:
     """Put a copy of a network on devices: one for each nn.Linear and nn.Conv2d; other layers stay digital.
 
+    Subclasses of these two stay digital too: torch's attention reads the weights of its projections itself.
+
         >>> import torch, opusim
         >>> with opusim.convert(torch.nn.Linear(4, 3), "pcm") as analog:
         ...     analog.wait(3600.0)
@@ -286,7 +287,7 @@ def convert(
         ValueError: the network has no layer that can run on a device.
     """
     converted = copy.deepcopy(model)
-    _remove_weight_noise(converted)
+    _without_parametrizations(converted)
     found = [
         (name, module) for name, module in converted.named_modules() if type(module) in (nn.Linear, nn.Conv2d)
     ]
@@ -382,18 +383,18 @@ def _programmable(device: str | Path, matrix: Tensor) -> ProgrammableDevice:
     )
 
 
-def _remove_weight_noise(model: nn.Module) -> None:
-    for module in _parametrized(model):
-        module.eval()
-        parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+def _without_parametrizations(model: nn.Module) -> None:
+    """Make parametrized layers of a copied model plain ones that hold their weights of evaluation mode.
 
-
-def _parametrized(model: nn.Module) -> Iterator[nn.Module]:
+    `torch.nn.utils.parametrize.remove_parametrizations` would also change the class of the layers that were copied.
+    """
     for module in list(model.modules()):
-        if parametrize.is_parametrized(module, "weight"):
-            parametrizations: Any = module.parametrizations
-            if any(isinstance(each, _WeightNoise) for each in parametrizations["weight"]):
-                yield module
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and parametrize.is_parametrized(module, "weight"):
+            module.eval()
+            weight = module.weight.detach().clone()
+            del module.parametrizations
+            module.__class__ = nn.Linear if isinstance(module, nn.Linear) else nn.Conv2d
+            module.register_parameter("weight", nn.Parameter(weight))
 
 
 def _replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:

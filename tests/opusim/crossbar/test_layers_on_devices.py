@@ -153,6 +153,11 @@ def test_injected_noise_has_the_stated_spread_in_training_only(kind: str) -> Non
     assert layer.parametrizations["weight"].original.grad is not None
     with convert(layer, "pcm", crossbar=EXACT) as analog:
         assert torch.equal(analog.layers[0].weight, clean)
+        assert torch.allclose(analog(torch.ones(1, 200)), layer.eval()(torch.ones(1, 200)), atol=2e-2)
+    again = torch.nn.utils.parametrizations.weight_norm(nn.Linear(5, 4))
+    with convert(nn.Sequential(layer, again), "pcm", crossbar=EXACT) as analog:
+        assert torch.equal(analog.layers[1].weight, again.weight)
+    assert not torch.equal(layer.train().weight, clean)  # the model that was converted is left as it is
 
 
 def test_what_cannot_run_on_a_device_is_refused() -> None:

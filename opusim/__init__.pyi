@@ -38,6 +38,13 @@ from accounting import mechanism_from_json as mechanism_from_json
 from accounting import read_ledger as read_ledger
 from accounting import require_poisson as require_poisson
 from accounting.records.additive_noise import AdditiveNoise as AdditiveNoise
+from opusim.crossbar.converter import Converter as Converter
+from opusim.crossbar.layers import DeviceConv2d as DeviceConv2d
+from opusim.crossbar.layers import DeviceLinear as DeviceLinear
+from opusim.crossbar.layers import DeviceModel as DeviceModel
+from opusim.crossbar.layers import convert as convert
+from opusim.crossbar.layers import noise_aware as noise_aware
+from opusim.crossbar.programmable import ProgrammableDevice as ProgrammableDevice
 from opusim.description.loading import load_description as load_description
 from opusim.description.schema import DeviceDescription as DeviceDescription
 from opusim.devices.base import NoisyDevice as NoisyDevice
@@ -64,10 +71,12 @@ from opusim.features.kernels import opu_kernel as opu_kernel
 from opusim.features.optical import OpticalFeatures as OpticalFeatures
 from opusim.features.optical import OpticalLayer as OpticalLayer
 from opusim.medium.transmission import Medium as Medium
+from opusim.noise import ConverterLatticeNoise as ConverterLatticeNoise
 from opusim.noise import FluctuatingCountNoise as FluctuatingCountNoise
 from opusim.noise import GaussianNoise as GaussianNoise
 from opusim.noise import NoiseModel as NoiseModel
 from opusim.noise import PhotonCountNoise as PhotonCountNoise
+from opusim.noise import SignalGaussianNoise as SignalGaussianNoise
 from opusim.randomness.streams import NoiseStream as NoiseStream
 from opusim.randomness.streams import SeededStream as SeededStream
 from opusim.randomness.streams import SystemStream as SystemStream

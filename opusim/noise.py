@@ -413,6 +413,127 @@ class FluctuatingCountNoise(NoiseModel):
         return f"{steady} at mean power; power of a frame {name}, {self.power_rms:.3%} rms"
 
 
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SignalGaussianNoise(NoiseModel):
+    """Independent Gaussian noise per output whose standard deviation depends on the input and on the weights.
+
+    A reading of x is m(x) + N(0, s(x)^2) at each output, with std_low <= s(x) <= std_high for every allowed x. Because
+    s depends on x, the noise itself tells something of x: theorems on Gaussian noise of fixed variance do not hold.
+
+    Attributes:
+        std_low: smallest standard deviation at any output for any input, units of the reading, at least 0.
+        std_high: largest one, at least std_low.
+        n_outputs: number of outputs, at least 1.
+        beta: as for `GaussianNoise`.
+    """
+
+    law: ClassVar[str] = "signal_gaussian"
+    std_low: float
+    std_high: float
+    n_outputs: int
+    beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_beta(self.beta)
+        checks.integer(n_outputs=self.n_outputs, minimum=1)
+        _check_ordered(self.std_low, self.std_high)
+
+    def variance_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """std_low^2 and std_high^2, shape ()."""
+        return np.asarray(self.std_low**2), np.asarray(self.std_high**2)
+
+    def describe(self) -> str:
+        """Return the law in one line of text."""
+        return (
+            f"Gaussian, standard deviation {self.std_low:g} to {self.std_high:g} by input and weights, at each of "
+            f"{self.n_outputs} outputs"
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ConverterLatticeNoise(NoiseModel):
+    """Signal-dependent Gaussian noise, read through converters whose codes are the multiples of a step.
+
+    A reading is the sum over `conversions` of step * round((m + z) / step), limited to the converter's range, with
+    independent z ~ N(0, s^2) and std_low <= s <= std_high; m and s depend on the input and on the weights. Readings lie
+    on a lattice and a limit may be met for one input and not for another, so that no theorem on added noise holds.
+
+    Attributes:
+        step: distance of neighbouring codes, units of the reading, above 0.
+        std_low: smallest standard deviation of z, units of the reading, at least 0.
+        std_high: largest one, at least std_low.
+        conversions: converted numbers that a reading adds up, at least 1.
+        clips: whether some input reaches the converter's limit, beyond which the noise is lost.
+        n_outputs: number of outputs, at least 1.
+        beta: as for `GaussianNoise`.
+    """
+
+    law: ClassVar[str] = "converter_lattice"
+    step: float
+    std_low: float
+    std_high: float
+    conversions: int
+    clips: bool
+    n_outputs: int
+    beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_beta(self.beta)
+        checks.positive(step=self.step)
+        checks.integer(n_outputs=self.n_outputs, conversions=self.conversions, minimum=1)
+        checks.instance(bool, clips=self.clips)
+        _check_ordered(self.std_low, self.std_high)
+
+    def variance_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the limits over all m and s, shape (): the rounded variance is extreme for m on a code and half-way.
+
+        At m half-way between two codes and s = 0 it is step^2 / 4; clipping only lowers it, down to 0.
+        """
+        low, high = self.std_low / self.step, self.std_high / self.step
+        least = 0.0 if self.clips else rounded_variance(0.0, low)
+        most = max(0.25, rounded_variance(0.5, high))
+        scale = self.conversions * self.step**2
+        return np.asarray(scale * least), np.asarray(scale * most)
+
+    def describe(self) -> str:
+        """Return the law in one line of text."""
+        return (
+            f"Gaussian, standard deviation {self.std_low:g} to {self.std_high:g} by input and weights, rounded to "
+            f"multiples of {self.step:g} in {self.conversions} conversions, at each of {self.n_outputs} outputs"
+        )
+
+
+def rounded_variance(mean: float, std: float) -> float:
+    """Variance of round(mean + std * N(0, 1)), by the sum over integers; s^2 + 1/12 to 30 digits for s above 2.
+
+    Args:
+        mean: any number.
+        std: at least 0.
+    """
+    if std > 2.0:
+        return std**2 + 1 / 12
+    centre = round(mean)
+    if std == 0.0:
+        return 0.25 if abs(mean - centre) == 0.5 else 0.0
+    reach = math.ceil(9 * std) + 2
+    codes = np.arange(centre - reach, centre + reach + 1)
+    edges = np.array(
+        [math.erf((edge - mean) / (std * math.sqrt(2))) for edge in (*(codes - 0.5), codes[-1] + 0.5)]
+    )
+    masses = np.diff(edges) / 2
+    return float(masses @ (codes - masses @ codes) ** 2)
+
+
+def _check_ordered(std_low: float, std_high: float) -> None:
+    checks.non_negative(std_low=std_low, std_high=std_high)
+    if std_high < std_low:
+        raise ValueError(
+            f"std_high = {std_high:g}: must be at least std_low = {std_low:g}; exchange the two?"
+        )
+
+
 def _check_beta(beta: float) -> None:
     if not (isinstance(beta, (int, float)) and 0 <= beta < 1):
         raise ValueError(f"beta = {beta}: must be a probability in [0, 1)")

@@ -61,6 +61,7 @@ ORDER = {
         ("description", "medium"),
         ("camera",),
         ("devices",),
+        ("crossbar",),
         ("calibration", "testing", "features", "serving"),
         ("lightonml",),
         ("cli",),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from benchmarks.analog import lifetimes, product
 from benchmarks.any_module import images, language_model
 from benchmarks.any_module import private as protected_modules
 from benchmarks.attacks import self_test
@@ -115,6 +116,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             for part in (sigma_tables, memory, drift, sst2_head, sst2_lora, membership, mnist)
         ),
     ),
+    "analog": ("Analog devices", (lifetimes.page_section, product.page_section)),
     "devices": ("Devices", (learning.page_section, real_opu.page_section, mnist_features.page_section)),
     "attacks": ("Audits", (self_test.page_section,)),
     "curves": ("Sweeps", tuple(partial(sweep_section, name) for name in SWEEPS)),

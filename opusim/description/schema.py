@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from opusim.description.camera import CameraSettings, DoublingSettings
+from opusim.description.crossbar import CrossbarSettings
 from opusim.description.section import StrictSection, flat
 from opusim.temperature import TemperatureLaw
 
@@ -84,10 +85,18 @@ class MonitorSettings(StrictSection):
 
 
 Status = Literal["measured", "datasheet", "fitted", "assumed", "override"]
-Number = int | float | list[float]
+Number = int | float | list[float] | list[list[float]]
 EXEMPT_FROM_PROVENANCE = ("schema", "medium", "access", "monitor")
 """Numbers that describe the file, the simulation or its use, not a physical device."""
-_OWN_SECTION = {"camera": "camera", "gaussian": None, "ideal": None, "lighton": "lighton"}
+_STAGES = ("camera.", "crossbar.")
+"""Sections of stages that 0 switches off."""
+_OWN_SECTION = {
+    "camera": "camera",
+    "crossbar": "crossbar",
+    "gaussian": None,
+    "ideal": None,
+    "lighton": "lighton",
+}
 """The section that each of opusim's kinds needs beyond the shared ones; a registered kind may use either."""
 
 LARGEST_SIGMA = 1e12
@@ -233,7 +242,7 @@ class DeviceDescription(StrictSection):
     Attributes:
         schema_version: version of the keys' meaning; written ``schema`` in files.
         name: the device's name.
-        kind: which class runs it: ``ideal``, ``gaussian``, ``camera``, or a registered kind.
+        kind: which class runs it: ``ideal``, ``gaussian``, ``camera``, ``crossbar``, or a registered kind.
         title: what the device is, in one line.
         n_inputs: largest number of inputs; a caller may open a smaller window.
         n_outputs: largest number of outputs, likewise.
@@ -242,6 +251,8 @@ class DeviceDescription(StrictSection):
         noise: noise of a reading, or None if the kind has no noise or defines its own.
         camera: the physical twin's numbers, for the kind ``camera`` and registered subclasses of `CameraDevice`.
         lighton: which OPU lightonml drives, for the kind ``lighton`` and registered subclasses of `LightonDevice`.
+        crossbar: conductances, noise and converters, for the kind ``crossbar`` and registered subclasses of
+            `CrossbarDevice`.
         access: time-outs, retries and exclusive use.
         monitor: how the device is monitored, or None if it is not.
         options: keys of a registered kind, checked by its factory.
@@ -259,6 +270,7 @@ class DeviceDescription(StrictSection):
     noise: NoiseSettings | None = None
     camera: CameraSettings | None = None
     lighton: LightonSettings | None = None
+    crossbar: CrossbarSettings | None = None
     access: AccessSettings | None = None
     monitor: MonitorSettings | None = None
     options: dict[str, Any] = Field(default_factory=dict)
@@ -268,7 +280,7 @@ class DeviceDescription(StrictSection):
     def _every_number_has_provenance(self) -> Self:
         found = {k: v for k, v in self.numbers().items() if k.split(".")[0] not in EXEMPT_FROM_PROVENANCE}
         numbers = set(found)
-        switched_off = {key for key, value in found.items() if key.startswith("camera.") and value == 0}
+        switched_off = {key for key, value in found.items() if key.startswith(_STAGES) and value == 0}
         missing = sorted(numbers - switched_off - set(self.provenance))
         if missing:
             raise ValueError(
@@ -283,14 +295,16 @@ class DeviceDescription(StrictSection):
     @model_validator(mode="after")
     def _sections_fit_the_kind(self) -> Self:
         if self.kind in _OWN_SECTION:
-            for section in ("camera", "lighton"):
+            for section in ("camera", "lighton", "crossbar"):
                 if (getattr(self, section) is not None) != (_OWN_SECTION[self.kind] == section):
                     raise ValueError(
                         f'a section [{section}] and kind = "{section}" belong together; give both or neither, '
                         "or the kind that your class is registered under"
                     )
-        elif self.camera is not None and self.lighton is not None:
-            raise ValueError("sections [camera] and [lighton] describe two devices; remove one")
+        elif sum(section is not None for section in (self.camera, self.lighton, self.crossbar)) > 1:
+            raise ValueError(
+                "sections [camera], [lighton] and [crossbar] describe different devices; keep one"
+            )
         return self
 
     @model_validator(mode="after")

@@ -33,8 +33,10 @@ from opusim.devices.kinds import (
     Capability,
     Draws,
     Multiplies,
+    MultipliesTransposed,
     Programmable,
     TellsMatrix,
+    Waits,
     devices_that,
 )
 from opusim.devices.monitor import BEFORE_ALL, Monitor
@@ -151,6 +153,10 @@ class NoisyDevice(ABC):
     def require(self, capability: Literal["program"]) -> Programmable: ...
     @overload
     def require(self, capability: Literal["multiply"]) -> Multiplies: ...
+    @overload
+    def require(self, capability: Literal["multiply_transposed"]) -> MultipliesTransposed: ...
+    @overload
+    def require(self, capability: Literal["wait"]) -> Waits: ...
     def require(self, capability: Capability) -> Any:
         """Return this device as one that has a capability, as in ``device.require("matrix").matrix()``.
 
@@ -514,12 +520,21 @@ class NoisyDevice(ABC):
         shape: tuple[int, ...],
         *,
         frames_per_reading: int | None = None,
+        readings: int | None = None,
     ) -> torch.Tensor:
-        """Return a checked reading, with the retries that the description asks for, and count its frames."""
+        """Return a checked reading, with the retries that the description asks for, and count its frames.
+
+        Args:
+            act: reads.
+            shape: of the reading.
+            frames_per_reading: or None for the description's frames_per_projection.
+            readings: how many it holds, or None if it holds n_outputs numbers for each.
+        """
         with torch.no_grad():
             y = act() if self._access is None else self._access.call(act)
         check_reading(y, shape, self.name)
-        readings = -(-math.prod(shape) // self._n_outputs)
+        if readings is None:
+            readings = -(-math.prod(shape) // self._n_outputs)
         self._meter.count(readings * (frames_per_reading or self._description.frames.frames_per_projection))
         return y
 

@@ -39,6 +39,32 @@ def ternary_batch(x: torch.Tensor | np.ndarray, n_inputs: int, device: torch.dev
     return tensor.to(device=device, dtype=torch.float32)
 
 
+def real_batch(x: torch.Tensor | np.ndarray, width: int, device: torch.device) -> torch.Tensor:
+    """Return a checked batch of real inputs as a float32 tensor on the device's torch device.
+
+    Args:
+        x: shape (batch, width), any real, integer or boolean dtype, entries in [-1, 1].
+        width: the inputs of the product.
+        device: torch device the simulation runs on.
+
+    Returns:
+        float32, shape (batch, width); may share memory with x.
+
+    Raises:
+        TypeError: x is no tensor or array, or is complex.
+        ValueError: wrong shape, a tensor that requires a gradient, or an entry outside [-1, 1].
+    """
+    tensor = _real_rows(x, width).to(device=device, dtype=torch.float32)
+    if tensor.numel():
+        low, high = (float(end) for end in torch.aminmax(tensor))
+        if not -1 <= low <= high <= 1:  # NaN included
+            raise ValueError(
+                f"x holds values from {low:g} to {high:g}: must lie in [-1, 1]; divide by the largest magnitude, and "
+                "multiply the product by it"
+            )
+    return tensor
+
+
 def _real_rows(x: torch.Tensor | np.ndarray, n_inputs: int) -> torch.Tensor:
     """Return rows of real numbers as a tensor; it shares memory with x if x can be written."""
     checks.instance((torch.Tensor, np.ndarray), x=x)

@@ -12,8 +12,10 @@ What a device can do is a set of capabilities. Every device can `project`; the r
 | draw | fresh noise only, of the law that `project` adds |
 | intensities | abs(R x)^2 + fresh noise for binary x; digital numbers of a device with a camera |
 | matrix | the B that readings are noisy readings of, as numbers |
-| program | a matrix W, entries in [-1, 1], is written; the returned matrix is what the device realised |
-| multiply | W x + fresh noise for real x in [-1, 1], W as it was programmed last |
+| program | a matrix, entries in [-1, 1], is written; the returned W is what the device realised |
+| multiply | W x + fresh noise for real x in [-1, 1], through the converter that the device states |
+| multiply_transposed | x W + fresh noise for real x in [-1, 1] |
+| wait | time passes; W drifts as the device does, and `matrix` tells the drifted one |
 
 A caller that needs more than `project` asks for it by name: ``device.require("matrix").matrix()``.
 """
@@ -21,7 +23,7 @@ A caller that needs more than `project` asks for it by name: ``device.require("m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
@@ -32,8 +34,10 @@ from opusim.description.section import did_you_mean
 from opusim.errors import ConfigError, DeviceUnavailable
 
 ENTRY_POINT_GROUP = "opusim.devices"
-Capability = Literal["project", "draw", "intensities", "matrix", "program", "multiply"]
-CAPABILITIES: tuple[Capability, ...] = ("project", "draw", "intensities", "matrix", "program", "multiply")
+Capability = Literal[
+    "project", "draw", "intensities", "matrix", "program", "multiply", "multiply_transposed", "wait"
+]
+CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
 
 DeviceFactory = Callable[..., Any]
 """Called as factory(description, n_inputs=, n_outputs=, mode=, seed=, torch_device=) and returns a `NoisyDevice`; a
@@ -64,7 +68,8 @@ class Programmable(TellsMatrix, Protocol):
             matrix: real, shape (n_outputs, n_inputs), entries in [-1, 1].
 
         Returns:
-            float32, same shape: the matrix that `multiply` uses from now on, rounded and limited as the device does.
+            float32, same shape: the matrix W that `multiply` uses from now on, with the device's rounding, limits and
+            programming noise, which may take entries out of [-1, 1].
         """
 
 
@@ -79,6 +84,31 @@ class Multiplies(Protocol):
 
         Returns:
             float32, shape (batch, n_outputs).
+        """
+
+
+class MultipliesTransposed(Protocol):
+    """A device with the capability `multiply_transposed`."""
+
+    def multiply_transposed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W + fresh noise, a row for each row of x.
+
+        Args:
+            x: real, shape (batch, n_outputs), entries in [-1, 1].
+
+        Returns:
+            float32, shape (batch, n_inputs).
+        """
+
+
+class Waits(TellsMatrix, Protocol):
+    """A device with the capability `wait`; afterwards `matrix` tells the drifted one."""
+
+    def wait(self, seconds: float) -> torch.Tensor:
+        """Let time pass and return the matrix that `multiply` uses from now on.
+
+        Args:
+            seconds: at least 0; they add up from the last programming.
         """
 
 

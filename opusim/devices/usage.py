@@ -1,4 +1,4 @@
-"""What a device has used: frames, seconds of device time, joules."""
+"""What a device has used: frames, programmings, seconds of device time, joules."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ class Usage:
 
     Attributes:
         frames: frames shown to the medium, at least 0.
-        seconds: the frames' periods, at least 0.
-        joules: seconds times the power drawn, at least 0.
+        seconds: the frames' periods and the time of programmings, at least 0.
+        joules: the frames' periods times the power drawn, and the energy of programmings, at least 0.
         host_seconds: what the host and its driver add to the frames' periods, as far as the description tells, at
             least 0. A call takes seconds + host_seconds end to end.
+        programmings: matrices written, at least 0.
     """
 
     frames: int = 0
     seconds: float = 0.0
     joules: float = 0.0
     host_seconds: float = 0.0
+    programmings: int = 0
 
     def __post_init__(self) -> None:
-        checks.integer(frames=self.frames, minimum=0)
+        checks.integer(frames=self.frames, programmings=self.programmings, minimum=0)
         checks.non_negative(seconds=self.seconds, joules=self.joules, host_seconds=self.host_seconds)
 
     def __add__(self, other: Usage) -> Usage:
@@ -40,6 +42,7 @@ class Usage:
             seconds=self.seconds + other.seconds,
             joules=self.joules + other.joules,
             host_seconds=self.host_seconds + other.host_seconds,
+            programmings=self.programmings + other.programmings,
         )
 
     def __sub__(self, earlier: Usage) -> Usage:
@@ -48,6 +51,7 @@ class Usage:
             seconds=max(0.0, self.seconds - earlier.seconds),
             joules=max(0.0, self.joules - earlier.joules),
             host_seconds=max(0.0, self.host_seconds - earlier.host_seconds),
+            programmings=self.programmings - earlier.programmings,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +80,7 @@ def expected_usage(frames: FrameSettings, *, readings: int, calls: int) -> Usage
 
 
 class UsageMeter:
-    """Counts frames and turns them into seconds and joules.
+    """Counts frames and programmings, and turns them into seconds and joules.
 
     Args:
         frame_period_us: time from frame to frame, in microseconds, above 0.
@@ -103,6 +107,9 @@ class UsageMeter:
         self._power_w = power_w
         self._frames = 0
         self._longer_s = 0.0
+        self._programmings = 0
+        self._programming_s = 0.0
+        self._programming_j = 0.0
 
     def count(self, frames: int, exposure_us: float = 0.0) -> None:
         """Add the frames of a call, at least 0; one whose exposure exceeds the period takes as long as its exposure."""
@@ -112,13 +119,21 @@ class UsageMeter:
         self._calls += 1
         self._longer_s += int(frames) * max(0.0, exposure_us * 1e-6 - self._period_s)
 
+    def count_programming(self, *, seconds: float, joules: float) -> None:
+        """Add the writing of a matrix: its time and its energy, at least 0."""
+        checks.non_negative(seconds=seconds, joules=joules)
+        self._programmings += 1
+        self._programming_s += seconds
+        self._programming_j += joules
+
     def snapshot(self) -> Usage:
         """Return what was spent so far."""
         seconds = self._frames * self._period_s + self._longer_s
         per_frame, per_call = self._host_s
         return Usage(
             frames=self._frames,
-            seconds=seconds,
-            joules=seconds * self._power_w,
+            seconds=seconds + self._programming_s,
+            joules=seconds * self._power_w + self._programming_j,
             host_seconds=self._frames * per_frame + self._calls * per_call,
+            programmings=self._programmings,
         )

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from opusim.crossbar.converter import Converter
+from opusim.crossbar.programmable import ProgrammableDevice
 from opusim.devices.base import NoisyDevice
 from opusim.devices.kinds import CAPABILITIES, Capability
 from opusim.errors import CapabilityMissing, DeviceUnavailable
@@ -105,12 +107,17 @@ class DeviceContract:
             _skip_without(device, "program")
             crossbar = device.require("program")
             wanted = _real_matrix()
+            spread = _programming_std(device, wanted)
             realised = crossbar.program(wanted)
             assert (realised.shape, realised.dtype) == ((N_OUTPUTS, N_INPUTS), torch.float32)
-            assert float(realised.abs().max()) <= 1
             assert torch.equal(crossbar.matrix(), realised)
-            assert float((realised * wanted).mean()) > 0.5 * float((wanted * wanted).mean())
-            assert torch.equal(crossbar.program(realised), realised)
+            assert float((realised.cpu() * wanted).mean()) > 0.5 * float((wanted * wanted).mean())
+            if bool((spread > 0).all()):
+                squares = ((realised.cpu() - wanted) / spread).square().double()
+                assert abs(float(squares.mean()) - 1) <= _SURE * math.sqrt(2 / squares.numel())
+            else:
+                assert float(realised.abs().max()) <= 1
+                assert torch.equal(crossbar.program(realised), realised)
             for wrong in (wanted[1:], 2 * wanted, wanted.index_fill(0, torch.tensor([1]), torch.nan)):
                 with pytest.raises(ValueError, match="matrix"):
                     crossbar.program(wrong)
@@ -126,12 +133,65 @@ class DeviceContract:
             assert (y.shape, y.dtype) == ((2 * _READINGS, N_OUTPUTS), torch.float32)
             self._check_scatter(device, y.double().cpu().numpy())
             if "matrix" in device.capabilities:
-                expected = (x[0] @ device.require("matrix").matrix().cpu().T).double().numpy()
-                high = float(np.mean(device.noise.variance_bounds()[1])) / (2 * _READINGS)
-                left = np.sqrt(np.mean((y.double().cpu().numpy().mean(0) - expected) ** 2))
-                assert left <= math.sqrt(high) * (1 + _SURE / math.sqrt(2 * N_OUTPUTS)) + 1e-5
+                matrix, converter = device.require("matrix").matrix().cpu(), _converter(device)
+                self._check_mean(y, converter.shown(x[0]) @ matrix.T, converter.output_step / 2)
             with pytest.raises(ValueError, match="x"):
                 device.require("multiply").multiply(1.5 * x)
+
+    def test_transposed_products_are_those_of_the_told_matrix(self) -> None:
+        with self.open_window() as device:
+            _skip_without(device, "multiply_transposed")
+            matrix = device.require("program").program(_real_matrix()).cpu()
+            x = torch.linspace(-1, 1, N_OUTPUTS).repeat(2 * _READINGS, 1)
+            device.seek(0)
+            y = device.require("multiply_transposed").multiply_transposed(x)
+            assert (y.shape, y.dtype) == ((2 * _READINGS, N_INPUTS), torch.float32)
+            converter = _converter(device)
+            self._check_mean(y, converter.shown(x[0]) @ matrix, converter.output_step / 2)
+            with pytest.raises(ValueError, match="x"):
+                device.require("multiply_transposed").multiply_transposed(1.5 * x)
+
+    def _check_mean(self, y: torch.Tensor, expected: torch.Tensor, bias: float) -> None:
+        """The mean over readings lies at the expected outputs, up to a bias of each, at their own standard errors."""
+        readings = y.double().cpu().numpy()
+        error = math.sqrt(float(readings.var(0, ddof=1).mean()) / len(readings))
+        left = np.sqrt(np.mean((readings.mean(0) - expected.double().numpy()) ** 2))
+        assert left <= error * (1 + _SURE / math.sqrt(2 * readings.shape[1])) + bias + 1e-5
+
+    def test_the_noise_of_a_product_is_the_one_told_for_its_input(self) -> None:
+        """A device that tells `reading_variance` tells it of every input, small and large."""
+        with self.open_window() as device:
+            if "multiply" not in device.capabilities or not hasattr(device, "reading_variance"):
+                pytest.skip(f"{device.name} tells no reading_variance of real inputs")
+            if "program" in device.capabilities:
+                device.require("program").program(_real_matrix())
+            device.seek(0)
+            for size in (0.05, 1.0):
+                x = torch.linspace(-1, 1, N_INPUTS).mul(size).repeat(2 * _READINGS, 1)
+                y = device.require("multiply").multiply(x).double().cpu().numpy()
+                told = device.reading_variance(x[:1]).double().cpu().numpy()[0]
+                assert scatter_fits((y[0::2] - y[1::2]) / math.sqrt(2), told, told)
+                low, high = device.noise.variance_bounds()
+                assert np.all((told >= low * (1 - 1e-6)) & (told <= high * (1 + 1e-6)))
+
+    def test_time_changes_the_told_matrix_and_nothing_else(self) -> None:
+        with self.open_window() as device:
+            _skip_without(device, "wait")
+            clock = device.require("wait")
+            programmed = device.require("program").program(_real_matrix())
+            assert torch.equal(clock.wait(0.0), programmed)
+            drifted = clock.wait(86400.0)
+            assert torch.equal(clock.matrix(), drifted)
+            assert float((drifted * programmed).mean()) > 0
+            x = torch.linspace(-1, 1, N_INPUTS).repeat(2 * _READINGS, 1)
+            device.seek(0)
+            y = device.require("multiply").multiply(x)
+            self._check_scatter(device, y.double().cpu().numpy())
+            converter = _converter(device)
+            self._check_mean(y, converter.shown(x[0]) @ drifted.cpu().T, converter.output_step / 2)
+            for wrong in (-1.0, math.nan, math.inf):
+                with pytest.raises(ValueError, match="seconds"):
+                    clock.wait(wrong)
 
     # Shapes and types
 
@@ -286,6 +346,7 @@ class DeviceContract:
 
     def test_usage_counts_the_frames_of_each_vector_and_survives_closing(self) -> None:
         with self.open_window() as device:
+            device.project(ternary_batch())  # a programmable device writes its matrix once
             opened = device.usage
             device.project(ternary_batch())
             device.draw((3, N_OUTPUTS))
@@ -372,6 +433,18 @@ def _mean(device: NoisyDevice, x: torch.Tensor) -> np.ndarray:
     rows = x.float().reshape(1, -1).repeat(_READINGS, 1)
     mean: np.ndarray = device.project(rows).double().numpy().mean(axis=0)
     return mean
+
+
+def _converter(device: NoisyDevice) -> Converter:
+    """Return the converter that a programmable device states; others show inputs as they are."""
+    return device.converter if isinstance(device, ProgrammableDevice) else Converter()
+
+
+def _programming_std(device: NoisyDevice, matrix: torch.Tensor) -> torch.Tensor:
+    """Return the spread of programming that a device states, 0 unless it is a `ProgrammableDevice`."""
+    if isinstance(device, ProgrammableDevice):
+        return device.programming_std(matrix).cpu()
+    return torch.zeros_like(matrix)
 
 
 def _real_matrix() -> torch.Tensor:

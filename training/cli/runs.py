@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,6 +43,16 @@ def evaluate(
         Path | None,
         typer.Option(help="An .npz file with arrays x (n, d) and y (n,), features as given to training."),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Run the model's products on this programmable device: pcm, hermes, reram or a .toml file."
+        ),
+    ] = None,
+    after: Annotated[
+        str, typer.Option(help="Time since the device was programmed, such as 1s, 30min, 1h, 1d or 1y.")
+    ] = "0s",
+    chip: Annotated[int, typer.Option(help="Seed of the device: which chips and which noise.", min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     trust_code: TrustCode = False,
 ) -> None:
@@ -50,7 +61,15 @@ def evaluate(
 
     if trust_code:
         _say_trusted([run])
-    figures = evaluate_run(run, data=data, arrays=arrays, trust_code=trust_code)
+    figures = evaluate_run(
+        run,
+        data=data,
+        arrays=arrays,
+        trust_code=trust_code,
+        device=device,
+        after_s=_seconds(after),
+        seed=chip,
+    )
     if as_json:
         typer.echo(json.dumps(figures))
     else:
@@ -58,6 +77,24 @@ def evaluate(
             f"{figures.pop('records'):,} records of {figures.pop('data')}: "
             f"{', '.join(_figure(name, figures[name]) for name in _FIGURES if name in figures)}"
         )
+
+
+_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "y": 31_557_600.0}
+
+
+def _seconds(duration: str) -> float:
+    """Return a duration such as 1h or 30min in seconds.
+
+    Raises:
+        BadParameter: It is no number with a unit.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", duration.strip())
+    if found is None or found[2] not in _UNITS_S:
+        raise typer.BadParameter(
+            f"{duration!r} is no duration; write a number and one of {', '.join(_UNITS_S)}, such as 1h",
+            param_hint="--after",
+        )
+    return float(found[1]) * _UNITS_S[found[2]]
 
 
 _FIGURES = ("accuracy", "bits_per_byte", "bits_per_token", "rmse", "r2", "loss")

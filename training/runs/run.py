@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accounting.guarantee import Guarantee
+from opusim.crossbar.layers import DeviceModel, convert
 from training.config.data import OWN_ARRAYS, DataConfig
 from training.config.run import LossName, RunConfig
 from training.config.sections import is_import_path
@@ -213,6 +214,28 @@ class Run:
         split = Split(self._prepared(records.x), records.y)
         return evaluate_split(self._network, split, self.config.loss, self.form.target)
 
+    def put_on_device(self, device: str | Path, *, after_s: float = 0.0, seed: int = 0) -> DeviceModel:
+        """Let the model's products run on programmable devices from now on; see `opusim.convert`.
+
+        Args:
+            device: Name or path of a description.
+            after_s: Seconds since the devices were programmed, at least 0.
+            seed: Which chips and which noise, in [0, 2^64).
+
+        Returns:
+            The model on its devices, which `predict` and `evaluate` use.
+
+        Raises:
+            CapabilityMissing: The device cannot be programmed, or does not drift and after_s is not 0.
+            ConfigError: The device cannot be used, or is smaller than a layer.
+            ValueError: The model has no layer that can run on a device.
+        """
+        analog = convert(self.model, device, seed=seed)
+        if after_s:
+            analog.wait(after_s)
+        self.model = self._network.model = analog
+        return analog
+
     @property
     def form(self) -> RecordForm:
         """What records hold and what is predicted of them, by which further ones are read."""
@@ -295,7 +318,14 @@ def read_standardisation(data_facts: dict[str, Any]) -> Standardisation:
 
 
 def evaluate_run(
-    path: Path, *, data: str | None = None, arrays: Path | None = None, trust_code: bool = False
+    path: Path,
+    *,
+    data: str | None = None,
+    arrays: Path | None = None,
+    trust_code: bool = False,
+    device: str | Path | None = None,
+    after_s: float = 0.0,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Measure loss and accuracy of the model in a run folder.
 
@@ -305,6 +335,9 @@ def evaluate_run(
             ``text:PATH``), all of whose records are used; None takes the run's own test records.
         arrays: An .npz file with x (n, d) and y (n,) to use instead.
         trust_code: See `load_run`.
+        device: Name or path of a programmable device that the model's products run on, or None for digital ones.
+        after_s: Seconds since the device was programmed, at least 0.
+        seed: Which chips and which noise, in [0, 2^64).
 
     Returns:
         {"data": name, "records": n, "loss": ..., "accuracy": ...}; other targets than classes have other
@@ -313,13 +346,17 @@ def evaluate_run(
     Raises:
         DataError: The records cannot be read, or the run was trained on user-supplied arrays and none are given.
         RunFolderError: There is no run there.
-        ValueError: Both data and arrays are given.
+        ValueError: Both data and arrays are given, or after_s without a device.
     """
     if data is not None and arrays is not None:
         raise ValueError(
             f"data = {data!r} and arrays = {str(arrays)!r}: only one of them can be used; leave the other out"
         )
+    if device is None and after_s:
+        raise ValueError(f"after_s = {after_s:g}: only a device drifts; name one with device")
     run = load_run(path, trust_code=trust_code)
+    if device is not None:
+        run.put_on_device(device, after_s=after_s, seed=seed)
     if arrays is not None:
         x, y = read_npz(arrays)[:2]
         figures = run.evaluate(x, y)  # checks the arrays before their length is taken

@@ -1,0 +1,1 @@
+"""What do programmable analog devices do? Crossbars of memory devices, and layers whose product runs on one."""

@@ -1,0 +1,229 @@
+"""Sections of the kind ``crossbar``: conductances, their programming, drift and noise, and the converters.
+
+g = G / g_max is a relative conductance in [0, 1]; a weight w = g+ - g- is held by a pair of devices. Quantities of a
+product are in units of w x with weights and inputs in [-1, 1]. `opusim.crossbar` has the laws.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from opusim.description.section import StrictSection
+
+
+class PiecewiseSettings(StrictSection):
+    """A fitted function of g: a clipped logarithm below `branch`, a polynomial from there on.
+
+    f(g) = clip(slope ln g + offset, lowest, highest) for g < branch, else sum_k polynomial[k] g^k.
+
+    Attributes:
+        slope: of the logarithm.
+        offset: its value at g = 1.
+        lowest: smallest value of the logarithmic part.
+        highest: its largest value.
+        branch: where the polynomial begins, or None if the logarithm holds for every g.
+        polynomial: coefficients, lowest power first, or None without a branch.
+    """
+
+    slope: float
+    offset: float
+    lowest: float = Field(ge=0)
+    highest: float = Field(ge=0)
+    branch: float | None = Field(default=None, gt=0, le=1)
+    polynomial: list[float] | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.lowest > self.highest:
+            raise ValueError(f"lowest = {self.lowest:g}: must not exceed highest = {self.highest:g}")
+        if (self.branch is None) != (self.polynomial is None):
+            raise ValueError("branch and polynomial belong together; give both or neither")
+        return self
+
+
+class PowerSettings(StrictSection):
+    """A fitted function of g: min(coefficient g^exponent, highest).
+
+    Attributes:
+        coefficient: value at g = 1.
+        exponent: usually negative.
+        highest: largest value.
+    """
+
+    coefficient: float = Field(ge=0)
+    exponent: float
+    highest: float = Field(ge=0)
+
+
+class ConverterSettings(StrictSection):
+    """The converters in front of and behind every tile.
+
+    Attributes:
+        dac_bits: of the inputs, sign included, or None for exact inputs.
+        adc_bits: of the outputs, sign included, or None for exact outputs.
+        adc_bound: largest output that the ADC shows, units of w x, or None without an ADC.
+    """
+
+    dac_bits: int | None = Field(default=None, ge=2, le=16)
+    adc_bits: int | None = Field(default=None, ge=2, le=16)
+    adc_bound: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _bound_with_bits(self) -> Self:
+        if (self.adc_bits is None) != (self.adc_bound is None):
+            raise ValueError("adc_bits and adc_bound belong together; give both or neither")
+        return self
+
+
+class ProductSettings(StrictSection):
+    """Noise drawn for every product and tile, and the drop of voltage along the wires.
+
+    The noise of output i of a tile is N(0, output_std^2 + weight_std^2 sum_j x_j^2 + current_std^2 sum_j |w_ij| x_j^2).
+
+    Attributes:
+        output_std: of the output, units of w x.
+        weight_std: of every weight, independent of it.
+        current_std: of a weight of 1; the variance grows with the weight's magnitude.
+        ir_drop: scale of the voltage drop; 0 switches it off.
+        ir_drop_conductance_ratio: conductance of the wire from one cell to the next over the largest one of a device.
+    """
+
+    output_std: float = Field(default=0.0, ge=0)
+    weight_std: float = Field(default=0.0, ge=0)
+    current_std: float = Field(default=0.0, ge=0)
+    ir_drop: float = Field(default=0.0, ge=0)
+    ir_drop_conductance_ratio: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _ratio_with_drop(self) -> Self:
+        if self.ir_drop and self.ir_drop_conductance_ratio is None:
+            raise ValueError("ir_drop_conductance_ratio: missing; ir_drop needs it")
+        return self
+
+
+class RelaxationSettings(StrictSection):
+    """Spread of the conductance about its target at several times after programming.
+
+    Attributes:
+        times_s: seconds after programming, increasing.
+        polynomials_us: for each time the standard deviation in microsiemens, coefficients of g, lowest power first.
+    """
+
+    times_s: list[float] = Field(min_length=1)
+    polynomials_us: list[list[float]] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.times_s[0] <= 0 or any(late <= early for early, late in pairwise(self.times_s)):
+            raise ValueError("times_s: must be above 0 and increasing; sort them, with their polynomials")
+        if len(self.times_s) != len(self.polynomials_us):
+            raise ValueError(
+                f"polynomials_us: {len(self.polynomials_us)} given for {len(self.times_s)} times; give one for each"
+            )
+        return self
+
+
+class ConductanceDriftSettings(StrictSection):
+    """Drift g(t) = g(0) ((t0 + t) / t0)^-nu with nu = |N(mean(g), std(g)^2)|, drawn once for each programmed device.
+
+    Attributes:
+        t0_s: time from programming to the first reading, seconds.
+        mean: mean of nu.
+        std: standard deviation of nu.
+    """
+
+    t0_s: float = Field(gt=0)
+    mean: PiecewiseSettings
+    std: PiecewiseSettings
+
+
+class LowFrequencySettings(StrictSection):
+    """Noise of 1/f accumulated since programming: g (1 + N(0, q(g)^2 ln((t0 + t + t_read) / (2 t_read)))).
+
+    Attributes:
+        t_read_s: time of a reading, seconds.
+        power: q as a power law, or None.
+        pieces: q in pieces, or None; exactly one of the two is given.
+    """
+
+    t_read_s: float = Field(gt=0)
+    power: PowerSettings | None = None
+    pieces: PiecewiseSettings | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.power is None) == (self.pieces is None):
+            raise ValueError("give exactly one of power and pieces")
+        return self
+
+
+class WorkSettings(StrictSection):
+    """Time and energy of programming.
+
+    Attributes:
+        programming_us_per_row: time to write and verify the devices of one input, microseconds.
+        programming_nj_per_device: energy to write and verify one device, nanojoules.
+    """
+
+    programming_us_per_row: float = Field(ge=0)
+    programming_nj_per_device: float = Field(ge=0)
+
+
+class CrossbarSettings(StrictSection):
+    """A crossbar of differential pairs; what is left out is ideal.
+
+    Attributes:
+        g_max_us: conductance of a weight of 1, microsiemens.
+        tile_inputs: inputs of a tile, which has converters of its own.
+        converter: DAC and ADC.
+        product: noise of every product.
+        programming_us: standard deviation of the programmed conductance, microsiemens, coefficients of g, lowest power
+            first; None for exact programming, or with `relaxation`.
+        relaxation: that standard deviation by time, or None.
+        drift: drift by a power law, or None.
+        low_frequency: accumulated 1/f noise, or None; needs `drift`.
+        work: time and energy of programming, or None if they are not counted.
+    """
+
+    g_max_us: float = Field(gt=0)
+    tile_inputs: int = Field(default=512, ge=1, le=512)
+    converter: ConverterSettings = ConverterSettings()
+    product: ProductSettings = ProductSettings()
+    programming_us: list[float] | None = Field(default=None, min_length=1)
+    relaxation: RelaxationSettings | None = None
+    drift: ConductanceDriftSettings | None = None
+    low_frequency: LowFrequencySettings | None = None
+    work: WorkSettings | None = None
+
+    @model_validator(mode="after")
+    def _laws_fit(self) -> Self:
+        if self.programming_us is not None and self.relaxation is not None:
+            raise ValueError(
+                "programming_us and relaxation both give the spread after programming; give one of them"
+            )
+        if self.low_frequency is not None and self.drift is None:
+            raise ValueError("low_frequency: needs drift, whose t0_s it counts from; add drift, or remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _spreads_are_not_negative(self) -> Self:
+        for polynomial in self.spreads_us():
+            if min(polynomial_value(polynomial, k / 100) for k in range(101)) < 0:
+                raise ValueError(
+                    f"programming polynomial {polynomial}: is below 0 for some g in [0, 1]; check its signs"
+                )
+        return self
+
+    def spreads_us(self) -> list[list[float]]:
+        """Return the polynomials of the programmed spread: one, one for each time of the relaxation, or none."""
+        if self.relaxation is not None:
+            return self.relaxation.polynomials_us
+        return [] if self.programming_us is None else [self.programming_us]
+
+
+def polynomial_value(coefficients: list[float], g: float) -> float:
+    """Return sum_k coefficients[k] g^k."""
+    return sum(c * g**k for k, c in enumerate(coefficients))

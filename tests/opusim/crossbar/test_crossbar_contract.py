@@ -1,0 +1,162 @@
+"""Crossbars keep to the published contract, and the contract finds those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from opusim.crossbar.device import CrossbarDevice
+from opusim.description.loading import load_description
+from opusim.devices.base import NoisyDevice
+from opusim.devices.registry import open_device
+from opusim.testing.contract import DeviceContract
+
+
+class TestPcm(DeviceContract):
+    def open_window(self, **options: Any) -> NoisyDevice:
+        return open_device("pcm", n_inputs=12, n_outputs=40, **options)
+
+
+class TestHermes(DeviceContract):
+    def open_window(self, **options: Any) -> NoisyDevice:
+        return open_device("hermes", n_inputs=12, n_outputs=40, **options)
+
+
+class TestReram(DeviceContract):
+    def open_window(self, **options: Any) -> NoisyDevice:
+        return open_device("reram", n_inputs=12, n_outputs=40, **options)
+
+
+class TestExactCrossbar(DeviceContract):
+    """Without converters and programming noise: signal-dependent Gaussian noise on an exact matrix."""
+
+    def open_window(self, **options: Any) -> NoisyDevice:
+        converter = {"dac_bits": None, "adc_bits": None, "adc_bound": None}
+        exact = {"converter": converter, "relaxation": None}
+        return open_device("reram", n_inputs=12, n_outputs=40, crossbar=exact, **options)
+
+
+class Wishful(CrossbarDevice):
+    """Tells half of its programming noise."""
+
+    def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
+        return super().programming_std(matrix) / 2
+
+
+class Flattering(CrossbarDevice):
+    """Tells the noise of a blank input for every input."""
+
+    def reading_variance(self, x: torch.Tensor) -> torch.Tensor:
+        return super().reading_variance(torch.zeros_like(x))
+
+
+class Coarse(CrossbarDevice):
+    """States a finer converter than it has."""
+
+    @property
+    def converter(self) -> Any:
+        return type(self._converter)()
+
+
+class Timeless(CrossbarDevice):
+    """Tells a drifted matrix and multiplies by the one that was programmed."""
+
+    def _wait(self, elapsed_s: float) -> torch.Tensor:
+        product = self._forward()
+        weights = super()._wait(elapsed_s)
+        self._product = product
+        return weights
+
+
+class Skewed(CrossbarDevice):
+    """Multiplies by another matrix in the transposed direction."""
+
+    def _multiply_transposed(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._multiply_transposed(x.flip(1))
+
+
+@pytest.mark.parametrize(
+    ("broken", "changed", "test"),
+    [
+        (Wishful, {}, "test_a_programmed_matrix_is_told_as_realised"),
+        (Flattering, {}, "test_the_noise_of_a_product_is_the_one_told_for_its_input"),
+        (Coarse, {"dac_bits": 3}, "test_products_are_those_of_the_told_matrix"),
+        (Timeless, {}, "test_time_changes_the_told_matrix_and_nothing_else"),
+        (Skewed, {}, "test_transposed_products_are_those_of_the_told_matrix"),
+    ],
+)
+def test_a_crossbar_that_breaks_the_contract_is_found(
+    broken: type[CrossbarDevice], changed: dict[str, Any], test: str
+) -> None:
+    class Contract(DeviceContract):
+        def open_window(self, **options: Any) -> NoisyDevice:
+            description = load_description("pcm", {"crossbar": {"converter": changed}} if changed else None)
+            return broken(description, n_inputs=12, n_outputs=40, **options).open()
+
+    with pytest.raises(AssertionError):
+        getattr(Contract(), test)()
+
+
+def test_a_chip_holds_the_same_matrix_whenever_it_is_opened() -> None:
+    for mode in ("experiment", "release"):
+        with open_device("pcm", n_inputs=20, n_outputs=30, mode=mode, seed=1) as one:
+            with open_device("pcm", n_inputs=20, n_outputs=30, mode=mode, seed=2) as other:
+                assert torch.equal(one.matrix(), other.matrix())
+                assert torch.equal(one.wait(3600.0), other.wait(3600.0))
+            with open_device("pcm", n_inputs=20, n_outputs=30, medium={"seed": 5}) as another:
+                assert not torch.equal(one.matrix(), another.matrix())
+
+
+def test_programming_again_draws_again_and_starts_the_clock() -> None:
+    matrix = torch.linspace(-1, 1, 600).reshape(30, 20)
+    with open_device("pcm", n_inputs=20, n_outputs=30) as device:
+        first = device.program(matrix)
+        device.wait(60.0)
+        assert device.elapsed_s == 60.0
+        second = device.program(matrix)
+        assert device.elapsed_s == 0.0
+        assert not torch.equal(first, second)
+        assert device.usage.programmings == 2
+
+
+def test_usage_counts_programmings_products_and_their_cost() -> None:
+    with open_device("pcm", n_inputs=20, n_outputs=30) as device:
+        device.program(torch.zeros(30, 20))
+        written = device.usage
+        assert (written.programmings, written.frames) == (1, 0)
+        assert written.seconds == pytest.approx(20 * 100e-6)
+        assert written.joules == pytest.approx(2 * 600 * 10e-9)
+        device.multiply(np.zeros((7, 20)))
+        device.require("multiply_transposed").multiply_transposed(torch.zeros(5, 30))
+        spent = device.usage - written
+        assert (spent.programmings, spent.frames) == (0, 12)
+        assert spent.seconds == pytest.approx(12 * 0.133e-6)
+        assert device.usage.from_json(device.usage.to_json()) == device.usage
+
+
+def test_ternary_products_do_not_depend_on_the_batch() -> None:
+    """Their sums are exact, so that not even a code at a rounding edge moves."""
+    x = torch.randint(-1, 2, (64, 700), generator=torch.Generator().manual_seed(1)).float()
+    quiet = {"product": {"output_std": 0.0, "current_std": 0.0, "ir_drop": 0.0}}
+    with open_device("pcm", n_inputs=700, n_outputs=90, crossbar=quiet) as device:
+        together = device.project(x)
+        assert torch.equal(together, torch.cat([device.project(part) for part in x.split(7)]))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"tile_inputs": 513}, "crossbar.tile_inputs: .*512"),
+        ({"converter": {"adc_bound": None}}, "adc_bits and adc_bound belong together"),
+        ({"product": {"ir_drop_conductance_ratio": None}}, "missing; ir_drop needs it"),
+        ({"programming_us": [-1.0]}, "is below 0 for some g"),
+        ({"drift": None}, "needs drift, whose t0_s"),
+        ({"relaxation": {"times_s": [1.0], "polynomials_us": [[1.0]]}}, "give one of them"),
+    ],
+)
+def test_a_description_that_contradicts_itself_is_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_description("pcm", {"crossbar": section})

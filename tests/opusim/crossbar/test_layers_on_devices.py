@@ -1,0 +1,186 @@
+"""Layers whose product runs on a device: forward, straight-through backward, drift, programming and noise injection."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import opusim
+from opusim.crossbar.layers import DeviceConv2d, DeviceLinear, DeviceModel, convert, noise_aware
+from opusim.devices.registry import open_device
+from opusim.errors import CapabilityMissing, ConfigError
+
+SURE = 5.0
+EXACT = {
+    "product": {"output_std": 0.0, "current_std": 0.0, "ir_drop": 0.0},
+    "converter": {"dac_bits": None, "adc_bits": None, "adc_bound": None},
+    "programming_us": None,
+    "drift": None,
+    "low_frequency": None,
+}
+"""A crossbar without any imperfection: what runs on it must be the digital product."""
+
+
+def network(seed: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(2, 5, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(5 * 4 * 6, 7),
+        nn.Tanh(),
+        nn.Linear(7, 3, bias=False),
+    )
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(4, 2, 8, 8, generator=torch.Generator().manual_seed(2))
+
+
+def test_a_network_on_an_exact_crossbar_is_the_network() -> None:
+    model = network()
+    with convert(model, "pcm", crossbar=EXACT) as analog:
+        assert [
+            type(layer) for layer in analog.model if not isinstance(layer, (nn.ReLU, nn.Flatten, nn.Tanh))
+        ] == [
+            DeviceConv2d,
+            DeviceLinear,
+            DeviceLinear,
+        ]
+        assert torch.allclose(analog(batch()), model(batch()), atol=2e-3)  # weights are multiples of 2^-14
+        assert analog.usage.programmings == 3
+        assert analog.usage.frames == 4 * 4 * 6 + 2 * 4 + 3 * 64
+        tokens = analog.model[3](torch.randn(2, 9, 120))
+        assert tokens.shape == (2, 9, 7)
+    assert all(not layer.device.is_open for layer in analog.layers)
+
+
+def test_the_backward_pass_is_straight_through() -> None:
+    """Gradients at an exact device are those of the digital network."""
+    model = network()
+    with convert(model, "pcm", crossbar=EXACT) as analog:
+        for net in (model, analog):
+            x = batch().requires_grad_()
+            net(x).square().sum().backward()
+            net.seen = x.grad
+        pairs = [
+            (model.seen, analog.seen),
+            (model[0].weight.grad.flatten(1), analog.model[0].product.weight.grad),
+            (model[0].bias.grad, analog.model[0].product.bias.grad),
+            (model[3].weight.grad, analog.model[3].weight.grad),
+            (model[3].bias.grad, analog.model[3].bias.grad),
+            (model[5].weight.grad, analog.model[5].weight.grad),
+        ]
+        for digital, found in pairs:
+            assert torch.allclose(digital, found, atol=5e-3 * float(digital.abs().max()))
+            assert not torch.allclose(digital, 1.05 * found, atol=5e-3 * float(digital.abs().max()))
+
+
+def test_chips_follow_from_the_seed_and_differ_by_layer() -> None:
+    with convert(network(), "pcm", seed=1) as one, convert(network(), "pcm", seed=1) as same:
+        assert torch.equal(one(batch()), same(batch()))
+        with convert(network(), "pcm", seed=2) as other:
+            assert not torch.equal(one(batch()), other(batch()))
+        seeds = {layer.device.description.medium.seed for layer in one.layers}
+        assert len(seeds) == 3
+
+
+def test_compensation_gives_back_what_drift_takes() -> None:
+    """A year takes half of the conductance; the mean output is compensated and single weights are not."""
+    torch.manual_seed(1)
+    layer = nn.Linear(300, 200, bias=False)
+    x = torch.rand(50, 300)
+    expected = layer(x).detach()
+    ratios = {}
+    for compensate in (True, False):
+        with convert(layer, "pcm", compensate_drift=compensate) as analog:
+            analog.wait(365.25 * 86400.0)
+            found = analog(x).detach()
+            ratios[compensate] = float((found * expected).sum() / expected.square().sum())
+    assert abs(ratios[True] - 1) < 0.1
+    assert ratios[False] < 0.6
+
+
+def test_training_in_place_programs_when_a_weight_has_moved_a_step() -> None:
+    torch.manual_seed(1)
+    with convert(nn.Linear(6, 4), "reram", programming_step=0.05) as analog:
+        (layer,) = analog.layers
+        x, matrix = torch.randn(5, 6), layer.device.require("matrix").matrix()
+        analog.train()
+        analog(x)
+        assert analog.usage.programmings == 1
+        scale = layer.weight.detach().abs().amax(1, keepdim=True)
+        with torch.no_grad():
+            layer.weight[0, 0] += 0.04 * scale[0, 0] * (-1 if layer.weight[0, 0] > 0 else 1)
+        analog(x)
+        assert analog.usage.programmings == 1
+        assert torch.equal(layer.device.require("matrix").matrix(), matrix)
+        with torch.no_grad():
+            layer.weight[0, 0] *= 0.5
+            layer.weight[0] *= 0.8
+        analog.eval()(x)
+        assert analog.usage.programmings == 1  # only training programs by itself
+        analog.train()(x)
+        assert analog.usage.programmings == 2
+        analog.program()
+        assert analog.usage.programmings == 3
+
+
+@pytest.mark.parametrize("kind", ["number", "device"])
+def test_injected_noise_has_the_stated_spread_in_training_only(kind: str) -> None:
+    torch.manual_seed(1)
+    layer = nn.Linear(200, 150)
+    clean, noise = layer.weight.detach().clone(), 0.07 if kind == "number" else "pcm"
+    noise_aware(layer, noise, seed=3)
+    layer.eval()
+    assert torch.equal(layer.weight, clean)
+    layer.train()
+    one, other = layer.weight.detach().clone(), layer.weight.detach().clone()
+    assert not torch.equal(one, other)
+    scale = clean.abs().amax(1, keepdim=True)
+    std = torch.full_like(clean, 0.07)
+    if kind == "device":
+        with open_device("pcm", n_inputs=200, n_outputs=150) as device:
+            std = device.programming_std(clean / scale)
+    ratio = ((one - clean) / (scale * std)).square()
+    error = math.sqrt(2 / ratio.numel())
+    assert abs(float(ratio.mean()) - 1) <= SURE * error
+    assert abs(1.06 * float(ratio.mean()) - 1) > SURE * error
+    layer(torch.ones(1, 200)).sum().backward()
+    assert layer.parametrizations["weight"].original.grad is not None
+    with convert(layer, "pcm", crossbar=EXACT) as analog:
+        assert torch.equal(analog.layers[0].weight, clean)
+        assert torch.allclose(analog(torch.ones(1, 200)), layer.eval()(torch.ones(1, 200)), atol=2e-2)
+    again = torch.nn.utils.parametrizations.weight_norm(nn.Linear(5, 4))
+    with convert(nn.Sequential(layer, again), "pcm", crossbar=EXACT) as analog:
+        assert torch.equal(analog.layers[1].weight, again.weight)
+    assert not torch.equal(layer.train().weight, clean)  # the model that was converted is left as it is
+
+
+def test_what_cannot_run_on_a_device_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model = ReLU: has no nn.Linear and no nn.Conv2d"):
+        convert(nn.ReLU(), "pcm")
+    with pytest.raises(ValueError, match=r"model = ReLU: has no nn.Linear"):
+        noise_aware(nn.ReLU(), 0.1)
+    with pytest.raises(ValueError, match=r"noise = -0.1"):
+        noise_aware(nn.Linear(2, 2), -0.1)
+    with pytest.raises(ConfigError, match=r"'gaussian' tells no programming noise"):
+        noise_aware(nn.Linear(2, 2), "gaussian")
+    with pytest.raises(ValueError, match="one group and zero padding"):
+        convert(nn.Conv2d(2, 2, 3, groups=2), "pcm")
+    with pytest.raises(CapabilityMissing, match="lacks the capability 'program'; hermes, pcm, reram can"):
+        convert(nn.Linear(2, 2), "gaussian")
+    with pytest.raises(ConfigError, match="a window of 20000 is wanted"):
+        convert(nn.Linear(20_000, 1), "pcm")
+    with (
+        open_device("pcm", n_inputs=3, n_outputs=2) as device,
+        pytest.raises(ConfigError, match="layer's size"),
+    ):
+        DeviceLinear(nn.Linear(2, 2), device)
+
+
+def test_public_names_lead_here() -> None:
+    assert (opusim.convert, opusim.DeviceModel) == (convert, DeviceModel)

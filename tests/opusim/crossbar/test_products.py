@@ -1,0 +1,177 @@
+"""Products of a crossbar against a plain loop, and their noise against the masses of every code."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from opusim.crossbar import products
+from opusim.crossbar.converter import Converter
+from opusim.crossbar.products import TiledProduct, add_codes
+from opusim.description.crossbar import ProductSettings
+from opusim.noise import rounded_variance
+from opusim.randomness.streams import NoiseStream, SeededStream
+
+SURE = 5.0
+CONVERTER = Converter(input_bits=6, output_bits=7, output_bound=2.7, tile_inputs=7)
+SETTINGS = ProductSettings(
+    output_std=0.05, weight_std=0.03, current_std=0.08, ir_drop=1.3, ir_drop_conductance_ratio=270.0
+)
+
+
+class Given(NoiseStream):
+    """Gives the same numbers that the loop below uses."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers, self.tile = numbers, -1
+
+    def normal(self, shape: Any, **_: Any) -> torch.Tensor:
+        self.tile += 1
+        return self.numbers[self.tile]
+
+    def seek(self, step: int) -> None:
+        self.tile = -1
+
+
+def looped(x: np.ndarray, w: np.ndarray, normal: np.ndarray) -> np.ndarray:
+    """One output after the other, one tile after the other, in the order of the effects; float64."""
+    total = np.zeros((len(x), len(w)))
+    for row, out in np.ndindex(*total.shape):
+        for tile, start in enumerate(range(0, x.shape[1], 7)):
+            shown = np.round(x[row, start : start + 7] * 31) / 31
+            weights, n = w[out, start : start + 7], len(w[out, start : start + 7])
+            a = n / 270.0 * sum(abs(u) * abs(v) for u, v in zip(weights, shown, strict=True))
+            c = 0.05 * a**3 - 0.2 * a**2 + 0.5 * a
+            drop = sum(
+                u * v * (1 - (1 - j / n) ** 2) for j, (u, v) in enumerate(zip(weights, shown, strict=True))
+            )
+            mean = sum(u * v for u, v in zip(weights, shown, strict=True)) - 1.3 * c * drop
+            variance = 0.05**2 + 0.03**2 * sum(v * v for v in shown)
+            variance += 0.08**2 * sum(abs(u) * v * v for u, v in zip(weights, shown, strict=True))
+            code = round((mean + math.sqrt(variance) * normal[tile, row, out]) / (2.7 / 63))
+            total[row, out] += min(max(code, -63), 63) * 2.7 / 63
+    return total
+
+
+def data(rows: int = 9, n: int = 17, outputs: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    x, w = (torch.rand(shape, generator=generator) * 2 - 1 for shape in ((rows, n), (outputs, n)))
+    return x, w, torch.randn((3, rows, outputs), generator=generator)
+
+
+def test_a_product_is_that_of_the_plain_loop() -> None:
+    x, w, normal = data()
+    found = TiledProduct(w, CONVERTER, SETTINGS).read(x, Given(normal)).double().numpy()
+    expected = looped(x.double().numpy(), w.double().numpy(), normal.double().numpy())
+    moved = np.abs(found - expected) > 1e-5
+    assert moved.sum() <= 1  # a sum at a rounding edge may take the other code
+    assert np.abs(found - expected).max() < 1.01 * 2.7 / 63
+    assert np.abs(expected).max() > 2.7  # several tiles add up
+    wrong = TiledProduct(w, CONVERTER, SETTINGS.model_copy(update={"ir_drop": 1.0}))
+    assert (np.abs(wrong.read(x, Given(normal)).numpy() - expected) > 1e-5).sum() > 5
+
+
+def test_without_converters_and_noise_the_product_is_exact() -> None:
+    x, w, _ = data()
+    found = TiledProduct(w, Converter(), ProductSettings()).read(x, SeededStream(1, "t"))
+    assert torch.allclose(found, x @ w.T, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [None, 7])
+def test_the_variance_told_is_that_of_readings(bits: int | None) -> None:
+    x, w, _ = data(rows=1, outputs=4)
+    converter = Converter(output_bits=bits, output_bound=None if bits is None else 2.7, tile_inputs=7)
+    product = TiledProduct(w, converter, SETTINGS)
+    n = 40_000
+    readings = product.read(x.repeat(n, 1), SeededStream(5, "t")).double()
+    told = product.variance(x)[0]
+    centred = readings - readings.mean(0)
+    fourth = (centred**4).mean(0)
+    error = ((fourth - told**2) / n).sqrt()
+    assert bool(((centred**2).mean(0) - told).abs().max() <= SURE * error.max())
+    assert bool(((centred**2).mean(0) - 1.1 * told).abs().max() > SURE * error.max())
+
+
+def test_the_kernel_and_the_torch_operations_agree() -> None:
+    x, w, normal = data()
+    product = TiledProduct(w, CONVERTER, SETTINGS)
+    parts = next(product._tiles(CONVERTER.shown(x)))
+    total = torch.zeros(9, 11)
+    add_codes(
+        total.numpy(),
+        *(part.numpy() for part in (*parts, normal[0])),
+        0.08**2,
+        np.float32(2.7 / 63),
+        np.float32(63),
+    )
+    mean, constant, current = parts
+    read = mean + (constant[:, None] + 0.08**2 * current).sqrt() * normal[0]
+    assert torch.allclose(total, (read / (2.7 / 63)).round().clamp(-63, 63) * (2.7 / 63), atol=1e-6)
+
+
+@pytest.mark.compiled
+def test_threads_do_not_change_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randint(-1, 2, (64, 20), generator=torch.Generator().manual_seed(1)).float()
+    w = (torch.rand(300, 20, generator=torch.Generator().manual_seed(2)) * 2**14).round() / 2**14
+    product, found = TiledProduct(w, CONVERTER, SETTINGS.model_copy(update={"ir_drop": 0.0})), []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            monkeypatch.setattr(products, "_ELEMENTS_PER_THREAD", 64)
+            found.append(product.read(x, SeededStream(5, "t")))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+def test_the_limits_of_the_noise_hold_for_every_input() -> None:
+    x, w, _ = data(rows=400)
+    product = TiledProduct(w, Converter(tile_inputs=17), SETTINGS)
+    low, high = product.std_limits()
+    inputs = torch.cat([x, torch.zeros(1, 17), torch.ones(1, 17)])
+    variance = product.variance(inputs)
+    assert float(variance.min()) == pytest.approx(low**2, rel=1e-6)
+    assert float(variance.max()) == pytest.approx(high**2, rel=1e-5)
+    assert product.largest_output() == pytest.approx(float(w.abs().sum(1).max()))
+
+
+def test_rounded_variance_is_extreme_on_a_code_and_half_way() -> None:
+    """The limits that the lattice law states, checked on a grid of means and spreads."""
+    stds = np.concatenate([[0.0], np.geomspace(0.02, 3.0, 40)])
+    grid = np.array([[rounded_variance(mean, std) for mean in np.linspace(0, 0.5, 26)] for std in stds])
+    assert np.all(grid >= grid[:, :1] - 1e-12)
+    assert np.all(grid <= grid[:, -1:] + 1e-12)
+    assert np.all(np.diff(grid[:, 0]) >= -1e-12)  # on a code it grows with the spread
+    running = np.maximum.accumulate(grid[:, -1])
+    assert np.all(running <= np.maximum(0.25, grid[:, -1]) + 1e-12)
+    draws = np.random.default_rng(1).normal(0.3, 0.4, 200_000).round()
+    error = math.sqrt(((draws - draws.mean()) ** 4).mean() / draws.size)
+    assert abs(draws.var() - rounded_variance(0.3, 0.4)) <= SURE * error
+    assert abs(draws.var() - rounded_variance(0.0, 0.4)) > SURE * error
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"input_bits": 1}, "input_bits = 1: must be an integer in \\[2, 16\\]"),
+        ({"output_bits": 8}, "output_bits and output_bound belong together"),
+        ({"output_bits": 8, "output_bound": 0.0}, "output_bound = 0.0: must be finite and above 0"),
+        ({"tile_inputs": 0}, "tile_inputs = 0: must be at least 1"),
+    ],
+)
+def test_a_converter_that_cannot_be_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Converter(**wrong)
+
+
+def test_a_converter_shows_its_codes() -> None:
+    converter = Converter(input_bits=3)
+    assert converter.input_step == pytest.approx(1 / 3)
+    x = torch.tensor([-1.0, -0.4, 0.1, 0.0, 0.2, 1.0])
+    assert torch.allclose(converter.shown(x), torch.tensor([-1.0, -1 / 3, 0.0, 0.0, 1 / 3, 1.0]))
+    assert Converter(input_bits=8).shown(torch.tensor([-1.0, 0.0, 1.0])).tolist() == [-1.0, 0.0, 1.0]

@@ -1,0 +1,67 @@
+"""Runs that use a crossbar: as the projector of photonic DFA, and under a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import training
+from opusim.errors import CapabilityMissing, ConfigError
+from tests.support.command import opusim
+from training.runs.run import evaluate_run, load_run
+
+CONFIG: dict[str, Any] = {"epochs": 20, "threads": 1, "data": {"name": "digits"}, "model": {"hidden": [32]}}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of photonic DFA whose projector is a crossbar of phase-change memory."""
+    path = tmp_path_factory.mktemp("crossbar") / "run"
+    training.train({**CONFIG, "trainer": {"kind": "pdfa"}, "device": {"name": "pcm"}}, folder=path)
+    return path
+
+
+def test_photonic_dfa_learns_on_a_crossbar(run: Path, tmp_path: Path) -> None:
+    found = load_run(run)
+    assert found.summary is not None
+    assert found.summary["test_accuracy"] > 0.85
+    assert found.facts["device"]["name"] == "pcm"
+    config = {**CONFIG, "epochs": 1, "trainer": {"kind": "pdfa"}, "device": {"name": "pcm"}}
+    one, other = (training.train(config, folder=tmp_path / name) for name in ("one", "other"))
+    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)  # noise and programming are replayed
+
+
+def test_protection_by_the_noise_of_a_crossbar_is_refused(tmp_path: Path) -> None:
+    config = {
+        **CONFIG,
+        "trainer": {"kind": "pdfa"},
+        "device": {"name": "pcm"},
+        "protection": {"kind": "label-budget", "noise": "device", "epsilon": 3.0},
+    }
+    with pytest.raises(ConfigError, match="'device' credits the noise of device 'pcm'.*takes a Gaussian law"):
+        training.train(config, folder=tmp_path)
+
+
+def test_a_model_is_evaluated_on_a_device_over_time(run: Path) -> None:
+    digital = evaluate_run(run)["accuracy"]
+    figures = [evaluate_run(run, device="pcm", after_s=time, seed=1) for time in (1.0, 365.25 * 86400)]
+    assert figures[0] == evaluate_run(run, device="pcm", after_s=1.0, seed=1)
+    assert figures[0]["loss"] != evaluate_run(run, device="pcm", after_s=1.0, seed=2)["loss"]
+    assert digital - 0.1 < figures[0]["accuracy"] < 1
+    assert figures[1]["loss"] != figures[0]["loss"]
+    with pytest.raises(ValueError, match="after_s = 1: only a device drifts"):
+        evaluate_run(run, after_s=1.0)
+    with pytest.raises(CapabilityMissing, match="lacks the capability 'program'"):
+        evaluate_run(run, device="gaussian")
+
+
+def test_the_command_evaluates_on_a_device(run: Path) -> None:
+    result = opusim("evaluate", str(run), "--device", "reram", "--after", "1h", "--json", cwd=run.parent)
+    assert '"accuracy"' in result.stdout
+    refused = opusim("evaluate", str(run), "--device", "reram", "--after", "soon", cwd=run.parent)
+    assert refused.returncode == 2
+    assert "'soon' is no duration" in refused.stderr

@@ -177,8 +177,9 @@ class DeviceConv2d(nn.Module):
             )
         flat = nn.Linear(patch_size(convolution), convolution.out_channels, bias=False, device="meta")
         flat.weight = nn.Parameter(convolution.weight.detach().flatten(1).clone())
-        bias = None if convolution.bias is None else nn.Parameter(convolution.bias.detach().clone())
-        flat.register_parameter("bias", bias)
+        flat.register_parameter(
+            "bias", next((p for n, p in convolution.named_parameters() if n == "bias"), None)
+        )
         self.product = DeviceLinear(flat, device, **options)
         self._unfold = nn.Unfold(
             convolution.kernel_size, convolution.dilation, convolution.padding, convolution.stride

@@ -34,6 +34,7 @@ ENTRY_POINT_GROUPS = (
     "opusim.protections",
     "opusim.mechanisms",
     "opusim.noise_laws",
+    "opusim.accountants",
 )
 
 BANNED = (

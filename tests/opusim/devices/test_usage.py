@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from opusim import open_device
+from opusim.description.loading import load_description
 from opusim.devices.usage import Usage, UsageMeter
 from opusim.tables import duration, energy
 from tests.support.command import ROOT, opusim
@@ -33,6 +34,21 @@ def test_a_call_of_a_thousand_vectors_takes_what_the_hardware_took() -> None:
         assert spent.seconds == pytest.approx(0.5)
         assert 4.33 / 2 < spent.seconds + spent.host_seconds < 4.33 * 2
         assert spent.host_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("overhead", "right"),
+    [({}, True), ({"host_us_per_frame": 0.0}, False), ({"frame_period_us": 5000.0}, False)],
+)
+@pytest.mark.parametrize("name", ["camera", "camera_fitted", "lighton_appliance"])
+def test_descriptions_predict_the_measured_call_within_a_factor_of_two(
+    name: str, overhead: dict[str, float], right: bool
+) -> None:
+    description = load_description(name, {"frames": overhead})
+    assert (4.33 / 2 < description.frames.call_seconds(1000) < 4.33 * 2) is right
+    source = load_description(name).dump()["provenance"]["frames.host_us_per_frame"]
+    assert source["status"] == "measured"
+    assert "opu_time.npy" in source["source"]
 
 
 def test_the_host_adds_to_frames_and_calls() -> None:

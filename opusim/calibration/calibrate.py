@@ -125,6 +125,10 @@ def _saturating_photons(take: TakeFrames) -> float:
     for _ in range(_MOST_DOUBLINGS):
         mean = float(np.mean(take(_PILOT_FRAMES, photons=photons)))
         if before - dark > 4 and mean - before < 0.75 * (before - dark):
+            if mean <= dark:
+                raise ValueError(
+                    f"photons = {photons:g}: frames are as dark as without light; are frames lost?"
+                )
             return 0.5 * photons * (mean - dark) / (before - dark)
         photons, before = 2 * photons, mean
     raise ValueError(f"photons = {photons:g}: do not saturate the sensor; does the device see the light?")

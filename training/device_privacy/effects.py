@@ -179,7 +179,7 @@ class EffectTable:
             learning = _alignment(device, effect.step)
         with self._opened(effect) as device:
             law = device.stated_noise
-            found = calibrate(device, plan=Plan(frames=64), readings=_READINGS, beta=BETA).certificate
+            found = certificate_of(device, BETA)
         sound = self._sound
         certified, refusal = self._certified(found, law)
         return EffectRow(
@@ -220,8 +220,10 @@ class EffectTable:
         dimming = math.exp(float(brentq(excess, -25.0, 0.0, xtol=1e-3))) if excess(0.0) > 0 else 1.0
         return _Sound(ideal=ideal.numpy(), noise=noise, learning=learning, dimming=dimming)
 
-    def _certified(self, certificate: Certificate, law: NoiseModel | None) -> tuple[float | None, str]:
+    def _certified(self, certificate: Certificate | str, law: NoiseModel | None) -> tuple[float | None, str]:
         """Return the certified epsilon in the dimmed light, or why there is none."""
+        if isinstance(certificate, str):
+            return None, certificate
         if certificate.noise is None:
             return None, refusal_of(certificate)
         if law is None:
@@ -275,6 +277,14 @@ def _alignment(device: CameraDevice, step: int) -> float:
     updates = [h.T @ ((1 - z**2) * feedback) for feedback in (device.project(shown), ideal)]
     noisy, exact = (update.flatten() for update in updates)
     return float(torch.cosine_similarity(noisy, exact, dim=0))
+
+
+def certificate_of(device: CameraDevice, beta: float) -> Certificate | str:
+    """Return the certificate of a calibration of some 2 s of computing, or why its frames cannot be evaluated."""
+    try:
+        return calibrate(device, plan=Plan(frames=64), readings=_READINGS, beta=beta).certificate
+    except ValueError as error:
+        return f"frames cannot be evaluated: {error}"
 
 
 def refusal_of(certificate: Certificate) -> str:

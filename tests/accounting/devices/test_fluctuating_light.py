@@ -54,8 +54,8 @@ class Instance:
 
 
 def exceeds(random: np.random.Generator, *, scaled_dark: bool = False, beta_counts: bool = True) -> bool:
-    """Whether any of 40 mixtures exceeds the bound anywhere, in either direction."""
-    for _ in range(40):
+    """Whether any of 25 mixtures exceeds the bound anywhere, in either direction."""
+    for _ in range(25):
         instance = Instance(random)
         for brightest, factor, first in product((1.3, 2.5), FACTORS, (0, 1)):
             most = instance.bound(brightest, factor, first, scaled_dark=scaled_dark)

@@ -173,7 +173,7 @@ def test_only_the_power_is_taken_off(seed: int) -> None:
     assert p_value(frames + 3 * random.standard_normal((200, 1))) < 1e-9
 
 
-@pytest.mark.parametrize("runs", [12, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [6, pytest.param(400, marks=pytest.mark.slow)])
 def test_limits_hold_together_at_the_stated_rate(runs: int, seed: int) -> None:
     """At beta = 0.05, 128 outputs; failures are at most binomial, since Bonferroni's share is an upper limit."""
     missed = 0

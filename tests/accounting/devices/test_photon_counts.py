@@ -363,7 +363,9 @@ def test_the_argmax_is_pure_but_for_beta() -> None:
     one = LabelArgmax(step_epsilon=1.3, n_classes=10)
     (found,) = guarantees([one], delta=0.0)
     assert (found.epsilon, found.status) == (1.3, Status.PROVEN_UNDER_DEVICE_MODEL)
-    assert any("an attacker who sees them is not covered" in assumption.text for assumption in found.assumptions)
+    assert any(
+        "an attacker who sees them is not covered" in assumption.text for assumption in found.assumptions
+    )
     assert any("permutation" in assumption.text for assumption in found.assumptions)
     plain = guarantees([replace(one, symmetrised=False)], delta=0.0)[0]
     assert not any("permutation" in assumption.text for assumption in plain.assumptions)

@@ -239,7 +239,7 @@ def readable_law(device: NoisyDevice) -> GaussianNoise:
     Raises:
         ConfigError: See `creditable_law`, or its matrix is not known.
     """
-    if isinstance(device.stated_noise, PhotonCountNoise):
+    if isinstance(device.noise, PhotonCountNoise):
         reason = f"'device' takes a Gaussian law, and device {device.name!r} counts photons; use 'counts' or 'argmax'"
         raise ConfigError("configuration", "protection.noise", reason)
     law = creditable_law(device)

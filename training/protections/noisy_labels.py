@@ -256,7 +256,7 @@ def readable_law(device: NoisyDevice, credit: Mapping[str, Any] | None = None) -
     Raises:
         ConfigError: See `creditable_law`, or its matrix is not known.
     """
-    if isinstance(device.stated_noise, (PhotonCountNoise, FluctuatingCountNoise)):
+    if isinstance(device.noise, (PhotonCountNoise, FluctuatingCountNoise)):
         reason = f"'device' takes a Gaussian law, and device {device.name!r} counts photons; use 'counts' or 'argmax'"
         raise ConfigError("configuration", "protection.noise", reason)
     law = creditable_law(device, credit=credit)

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import AccessSettings, DeviceDescription
+from opusim.devices.access import Access
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline, reference_vectors
 from opusim.devices.certificate import digest_of, load_certificate
@@ -70,9 +71,18 @@ class View:
         device: the open device.
         window: the client's part of it.
         shared: whether other views use the same device; it is not closed then, and steps are not the client's.
+        once: makes a call of the device, with a time-out if it needs one.
     """
 
-    def __init__(self, device: NoisyDevice, window: Window, *, shared: bool) -> None:
+    def __init__(
+        self,
+        device: NoisyDevice,
+        window: Window,
+        *,
+        shared: bool,
+        once: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        self._once = once
         self.window = window
         self.shared = shared
         self.device = device
@@ -102,7 +112,7 @@ class View:
         """Return what an act returns, and count what the device spends in it for this client."""
         before = self.device.usage
         try:
-            return act()
+            return self._once(act)
         finally:
             self._spent += self.device.usage - before
 
@@ -183,6 +193,8 @@ class Instrument:
         n_outputs: outputs that clients may open, likewise.
         certificate: path of the certificate whose limits every client is told as the noise; None for the description's.
         torch_device: on which a simulation computes.
+        call_timeout_s: seconds after which a call of a shared device is abandoned, unless its description says so, so
+            that one that hangs does not keep all clients waiting.
 
     Raises:
         ConfigError, DeviceError: as `opusim.open_device`.
@@ -196,7 +208,9 @@ class Instrument:
         n_outputs: int | None = None,
         certificate: str | Path | None = None,
         torch_device: str = "cpu",
+        call_timeout_s: float = 60.0,
     ) -> None:
+        checks.positive(call_timeout_s=call_timeout_s)
         self.description = description
         self.digest = digest_of(description)
         self.can = [each for each in capabilities_of(description) if each in SERVED]
@@ -204,6 +218,9 @@ class Instrument:
         self.n_outputs = min(n_outputs or description.n_outputs, description.n_outputs)
         access = description.access
         self.shared = description.medium is None or (access is not None and access.exclusive)
+        watched = self.shared and (access is None or access.timeout_s is None)
+        patience = AccessSettings(timeout_s=float(call_timeout_s) if watched else None)
+        self._access = Access(patience, description.name, lambda: None)
         self._certificate = None if certificate is None else load_certificate(certificate)
         self._torch_device = torch_device
         self._seeks = 0
@@ -235,7 +252,7 @@ class Instrument:
     def view(self, window: Window) -> View:
         """Open the part of the instrument that a client asks for."""
         if self._device is not None:
-            return View(self._device, window, shared=True)
+            return View(self._device, window, shared=True, once=self._access.once)
         whole = Window(
             n_inputs=window.n_inputs,
             first=0,
@@ -243,7 +260,7 @@ class Instrument:
             mode=window.mode,
             seed=window.seed,
         )
-        return View(self._opened(whole), window, shared=False)
+        return View(self._opened(whole), window, shared=False, once=self._access.once)
 
     def seek(self, view: View, step: int) -> None:
         """Begin a client's step; on a shared device the steps of all clients count, for its monitor."""
@@ -253,6 +270,7 @@ class Instrument:
 
     def close(self) -> None:
         """Close the device that clients share."""
+        self._access.release()
         if self._device is not None:
             self._device.close()
 

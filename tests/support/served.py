@@ -27,7 +27,7 @@ from opusim.serving.server import Limits, Server
 from tests.support.command import COMMAND, ROOT
 from tests.support.killing import start_child
 
-ALONE = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+ONE_THREAD = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class ServerProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, **ALONE, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)},
                 cwd=lab.folder,
             )
         out = self.process.stdout

@@ -265,6 +265,27 @@ def test_one_bad_reading_of_a_shared_device_stops_one_step(lab: Laboratory, faul
         assert one.project(X).shape == other.project(X).shape == (16, 40)
 
 
+def test_a_shared_device_that_hangs_does_not_hang_its_server(lab: Laboratory, faulty: None) -> None:
+    options = {"kind": "gaussian", "fault": "time-out", "at_step": 0}
+    served = {
+        "kind": KIND,
+        "options": options,
+        "access": {"exclusive": True},
+        "n_inputs": 12,
+        "n_outputs": 40,
+    }
+    with (
+        serving(lab, "gaussian", served, call_timeout_s=2.0) as address,
+        open_device(address) as one,
+        open_device(address) as other,
+    ):
+        one.seek(0)
+        with pytest.raises(DeviceTimeout, match="did not answer within 2 s; check its cables and power"):
+            one.project(X)
+        FaultyDevice.repaired = True
+        assert other.project(X).shape == (16, 40)
+
+
 def test_the_monitor_of_a_simulation_is_that_of_the_local_device(lab: Laboratory) -> None:
     monitor = {"monitor": {"every_steps": 2}}
     with (

@@ -123,7 +123,7 @@ def test_a_missing_server_is_one_line(lab: Laboratory) -> None:
             open_device(address)
 
 
-def test_garbage_on_the_wire_disturbs_nobody(lab: Laboratory, caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_on_the_wire_disturbs_no_client(lab: Laboratory, caplog: pytest.LogCaptureFixture) -> None:
     with serving(lab) as address:
         host, _, port = address.removeprefix("remote://").partition(":")
         for garbage in (

@@ -58,7 +58,7 @@ def test_a_released_run_keeps_no_private_figure(tmp_path: Path) -> None:
     assert "proven" in result.stdout
     assert "not for release" not in result.stdout
     (row,) = [line for line in result.stdout.splitlines() if "pdfa on digits" in line]
-    assert row.count("–") == 7  # nothing that was withheld is shown as 0
+    assert row.count("–") == 8  # nothing that was withheld is shown as 0
     run = tmp_path / "run"
     for record in (run / "metrics.jsonl").read_text().splitlines():
         assert set(json.loads(record)) == {"schema_version", "epoch", "step"}

@@ -20,7 +20,7 @@ from benchmarks.devices import effects, faults, learning, mnist_features, monito
 from benchmarks.markdown import Row, markdown, section
 from benchmarks.pages.headlines import headline_rows, protection_rows
 from benchmarks.pages.sweeps import SWEEPS, sweep_section
-from benchmarks.pdfa import demo, private, readings
+from benchmarks.pdfa import counts, demo, private, readings
 from benchmarks.pdfa import table1 as pdfa_table1
 from benchmarks.results_file import FOLDER as RESULTS
 from benchmarks.results_file import load_results
@@ -102,7 +102,13 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
     ),
     "pdfa": (
         "Photonic direct feedback alignment",
-        (demo.page_section, pdfa_table1.page_section, readings.page_section, private.page_section),
+        (
+            demo.page_section,
+            pdfa_table1.page_section,
+            readings.page_section,
+            private.page_section,
+            counts.page_section,
+        ),
     ),
     "ulr": (
         "Likelihood ratio training",

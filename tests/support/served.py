@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import re
 import select
@@ -104,6 +105,8 @@ def serving(
     finally:
         stop.set()
         thread.join(30)
+        if thread.is_alive():
+            faulthandler.dump_traceback()
         assert not thread.is_alive(), "the server does not end"
         assert not failures, failures
 

@@ -70,7 +70,7 @@ def test_binary_frames_are_shown_as_they_are() -> None:
             electrons + torch.from_numpy(exposure.offset_e)
         )
         torch.testing.assert_close(shown, expected, rtol=1e-5, atol=1e-3)
-        with pytest.raises(ValueError, match=r"encode real values first, by .* binarize"):
+        with pytest.raises(ValueError, match=r"encode real values first, by .*binarize"):
             device.intensities(REAL)
     for wrong, message in (
         (torch.tensor([torch.nan]), "no binary code"),

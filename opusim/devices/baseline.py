@@ -342,7 +342,7 @@ class SingleOutputTest:
         self._looks = np.zeros((len(SHRUNK), n_outputs), dtype=int)
 
     def observe(self, ratio: np.ndarray) -> bool:
-        """Take the outputs' variances over the law's in a look, shape (n_outputs,); return whether it gives an alarm."""
+        """Take each variance over the law's in a look, shape (n_outputs,); return whether it gives an alarm."""
         gain = -np.log(self._ratios) - ratio * (1 / self._ratios - 1)
         fresh = self._sums <= 0
         self._sums = np.where(fresh, 0.0, self._sums) + 0.5 * self._power * self._degrees * gain

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from accounting.composition import Budget
 from accounting.guarantee import Status
 from accounting.ledger.ledger import read_ledger
 from opusim.devices.kinds import register_device
-from opusim.errors import DeviceError, DeviceFault, NoiseBelowCertificate
+from opusim.errors import DeviceError, NoiseBelowCertificate
 from tests.training.engine.test_certified_runs import (
     OUTPUTS,
     SIGMA,
@@ -22,8 +23,9 @@ from tests.training.engine.test_certified_runs import (
     description_file,
     train,
 )
+from training.config.run import RunConfig
 from training.engine.loop import Engine
-from training.errors import RunFolderError
+from training.errors import RunFolderError, TrainingDiverged
 
 FALL = 23
 """Step at which the noise changes."""
@@ -93,12 +95,12 @@ def configured(folder: Path, *, every_steps: int, **changes: Any) -> dict[str, A
     return config(file, certify(folder, file), **changes)
 
 
-def killed_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+def stopped_after(monkeypatch: pytest.MonkeyPatch, steps: int, error: BaseException) -> None:
     advance = Engine._advance
 
     def step(engine: Engine) -> None:
         if engine.step == steps:
-            raise Killed
+            raise error
         advance(engine)
 
     monkeypatch.setattr(Engine, "_advance", step)
@@ -115,7 +117,6 @@ def alarms(folder: Path) -> list[tuple[int, int, bool]]:
         (one_silent, 1, (23, 22, False)),
     ],
 )
-@pytest.mark.slow
 def test_each_output_keeps_to_the_certificate(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -133,13 +134,12 @@ def test_each_output_keeps_to_the_certificate(
 
 
 @pytest.mark.parametrize(("mode", "every_steps", "since"), [("release", 30, 0), ("experiment", 10, 20)])
-@pytest.mark.slow
 def test_a_killed_run_remembers_the_last_check_that_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, every_steps: int, since: int
 ) -> None:
     become(monkeypatch, weak)
     with monkeypatch.context() as patch:
-        killed_after(patch, 28)
+        stopped_after(patch, 28, Killed())
         chosen = configured(tmp_path, every_steps=every_steps, mode=mode, checkpoint={"every_steps": 1})
         with pytest.raises(Killed):
             train(chosen, folder=tmp_path / "run")
@@ -154,13 +154,13 @@ def test_a_killed_run_remembers_the_last_check_that_passed(
         train(folder=tmp_path / "run", resume=True)
 
 
-@pytest.mark.slow
 def test_labels_that_no_check_followed_are_in_doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    labels = {"kind": "label-readout", "epsilon": 2.0, "noise": "device", "noise_multiplier": None}
+    chosen = configured(tmp_path, every_steps=10)
+    chosen["protection"] = {"kind": "label-readout", "epsilon": 2.0, "noise": "device"}
     with monkeypatch.context() as patch:
-        killed_after(patch, 0)
+        stopped_after(patch, 0, Killed())
         with pytest.raises(Killed):
-            train(configured(tmp_path, every_steps=10, protection=labels), folder=tmp_path / "run")
+            train(chosen, folder=tmp_path / "run")
     assert read_ledger(tmp_path / "run").guarantees()[0].is_proven
     become(monkeypatch, always_weak)
     with pytest.raises(NoiseBelowCertificate):
@@ -170,18 +170,23 @@ def test_labels_that_no_check_followed_are_in_doubt(tmp_path: Path, monkeypatch:
     assert found.status is Status.NONE
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"optimizer": {"lr": 1e38}}, {"protection": {"budget_epsilon": 0.5}}],
-    ids=["diverged", "budget"],
-)
-@pytest.mark.slow
+def spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunConfig, "budget", property(lambda _: Budget(epsilon=0.5, delta=1e-5)))
+
+
+def diverged(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped_after(monkeypatch, 18, TrainingDiverged("loss is nan, so the training diverged"))
+
+
+@pytest.mark.parametrize("end", [spent, diverged])
 def test_every_end_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     become(monkeypatch, weak, begins=1)
-    with pytest.raises((DeviceFault, NoiseBelowCertificate), match="from step 0 on"):
-        train(configured(tmp_path, every_steps=1000, **changes), folder=tmp_path / "run")
+    chosen = configured(tmp_path, every_steps=1000)
+    end(monkeypatch)
+    with pytest.raises(NoiseBelowCertificate, match="weaker than certified from step 0 on"):
+        train(chosen, folder=tmp_path / "run")
     ((step, since, covered),) = alarms(tmp_path / "run")
     assert (since, covered) == (0, False)
     assert 1 < step < 40

@@ -38,9 +38,13 @@ class Killed(BaseException):
 class Uneven(DrawingBench):
     """A device whose outputs have noise of their own, which changes during the run."""
 
+    can: ClassVar = frozenset({"project", "draw", "matrix"})
     stds: ClassVar[Callable[[bool], torch.Tensor]]
     begins: ClassVar[int] = FALL
     step = 0
+
+    def matrix(self) -> torch.Tensor:
+        return self._matrix.T
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         noise = self._stream.add_to(torch.zeros(x.shape[0], self.n_outputs), 1.0)

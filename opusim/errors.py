@@ -32,7 +32,15 @@ class ConfigError(OpusimError, ValueError):
 
 
 class DeviceError(OpusimError):
-    """Base of every failure of a device."""
+    """Base of every failure of a device.
+
+    Attributes:
+        alarm: whether a check of the device's monitor raised it.
+        covered: whether that check found the noise of every output as strong as certified.
+    """
+
+    alarm = False
+    covered = False
 
 
 class DeviceUnavailable(DeviceError):

@@ -33,7 +33,9 @@ class CertificateFacts:
         remarks: What it takes on trust and does not cover.
         every_steps: Steps from one check of the monitor to the next.
         finds: Loss of the noise's variance against the certified one, as a share, that a single check finds with
-            probability 0.99.
+            probability 0.99, in the mean over the outputs.
+        finds_output: The same for a single output whose others lose nothing; None if a check finds none, or if
+            a ledger of an earlier version does not say.
     """
 
     digest: str
@@ -45,6 +47,7 @@ class CertificateFacts:
     remarks: tuple[str, ...]
     every_steps: int
     finds: float
+    finds_output: float | None = None
 
     def __post_init__(self) -> None:
         checks.in_unit_interval(closed="neither", beta=self.beta)
@@ -56,11 +59,17 @@ class CertificateFacts:
         """What a statement that rests on it takes on trust."""
         age = f"{self.age_days} day{'' if self.age_days == 1 else 's'} old when first used"
         looks = "every step" if self.every_steps == 1 else f"every {self.every_steps}th step"
+        single = (
+            "no loss at a single output"
+            if self.finds_output is None
+            else f"{100 * self.finds_output:.2g} % less at a single output"
+        )
         texts = (
             f"certificate {self.digest[:_SHOWN]} of device {self.device!r}, dated {self.date}, {age}: {self.law}; it "
             f"is wrong with probability {self.beta:g}, which delta includes once",
             "the noise stayed at least as strong as certified from the calibration to the last step; the monitor "
-            f"looked before {looks}, and one look finds {100 * self.finds:.2g} % less variance with probability 0.99",
+            f"looked before {looks}, and with probability 0.99 one look finds {100 * self.finds:.2g} % less variance "
+            f"in the mean over the outputs, and {single}",
             *self.remarks,
         )
         return tuple(Assumption(text=text) for text in texts)

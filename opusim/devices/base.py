@@ -461,8 +461,17 @@ class NoisyDevice(ABC):
         """First step whose noise may have been weaker than certified, after an alarm; see `Monitor.doubtful_from`."""
         return None if self._monitor is None else self._monitor.doubtful_from
 
-    def compare_with(self, baseline: Baseline) -> None:
+    @property
+    def vouched(self) -> int:
+        """Step of the last check that speaks for the noise of all before; see `Monitor.vouched`. -1: there is none."""
+        return BEFORE_ALL if self._monitor is None else self._monitor.vouched
+
+    def compare_with(self, baseline: Baseline, step: int = BEFORE_ALL) -> None:
         """Compare with an earlier baseline than this opening's, such as that of a run that is resumed.
+
+        Args:
+            baseline: the earlier one.
+            step: the step that follows.
 
         Raises:
             DeviceFault, NoiseBelowCertificate: the device has changed since.
@@ -470,7 +479,7 @@ class NoisyDevice(ABC):
         """
         self._require_open()
         self._begin_monitor(baseline)
-        self.inspect()
+        self.inspect(step)
 
     # For subclasses
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.special import ndtri
+from scipy.special import chdtri, ndtri
 
 _SEED = 20261121
 """Of the reference vectors, which are the same for every device and run."""
@@ -161,6 +161,8 @@ _FOUND = 0.99
 """Probability with which a test finds its smallest change."""
 SURE = 6.0
 """Standard errors of the first look that are allowed on top of a tolerance."""
+SHRUNK = (0.95, 0.8, 0.5, 0.1, 0.01)
+"""Variances over the law's, for each of which a CUSUM of every single output is tuned."""
 _MOST_TILT = 3.0
 _LEAST_ROOM = 0.25
 
@@ -216,6 +218,11 @@ class ShiftTest:
         """Number of looks of the CUSUM that is furthest; 0 if none is above 0."""
         best = int(np.argmax(self._sums))
         return int(self._looks[best]) if self._sums[best] > 0 else 0
+
+    @property
+    def suspect_looks(self) -> int:
+        """The same, but 0 if no CUSUM is past half the level of an alarm."""
+        return self.looks if np.max(self._sums) >= 0.5 * self._level else 0
 
     def smallest(self, looks: int) -> float:
         """Return the smallest statistic that is found within so many checks after the change, with probability 0.99."""
@@ -310,6 +317,59 @@ class ResponseTest:
             return -math.inf
         kept = np.partition(factors, factors.size - self._tolerated - 1)[: factors.size - self._tolerated]
         return float(np.sum(kept))
+
+
+class SingleOutputTest:
+    """Whether a single output's variance is below the law's: CUSUMs of log e for each output and each ratio c.
+
+    With S_j the sum of squares of output j's readings about their mean over the law's variance, and df one less than
+    their number, log e = k (-df log c - S_j (1/c - 1)) / 2: for k = 1 the likelihood ratio of c times the variance.
+    k = 2 / spread^2, at most 1, allows for squares that scatter more than Gaussian ones; E e^k <= (E e)^k. A CUSUM
+    restarts at 0 from below, and rings at `level`, to which the number of outputs and ratios is added here.
+
+    Args:
+        n_outputs: Outputs that are tested.
+        readings: Readings of each output in a look, at least 2.
+        spread: See `Baseline`.
+        level: As for `ShiftTest`.
+    """
+
+    def __init__(self, n_outputs: int, readings: int, spread: float, level: float) -> None:
+        self._ratios = np.array(SHRUNK)[:, None]
+        self._degrees, self._power = readings - 1, min(1.0, 2 / spread**2)
+        self._level = level + math.log(len(SHRUNK) * max(n_outputs, 1))
+        self._sums = np.zeros((len(SHRUNK), n_outputs))
+        self._looks = np.zeros((len(SHRUNK), n_outputs), dtype=int)
+
+    def observe(self, ratio: np.ndarray) -> bool:
+        """Take each variance over the law's in a look, shape (n_outputs,); return whether it gives an alarm."""
+        gain = -np.log(self._ratios) - ratio * (1 / self._ratios - 1)
+        fresh = self._sums <= 0
+        self._sums = np.where(fresh, 0.0, self._sums) + 0.5 * self._power * self._degrees * gain
+        self._looks = np.where(fresh, 0, self._looks) + 1
+        return bool(self._sums.size) and float(self._sums.max()) >= self._level
+
+    @property
+    def output(self) -> int:
+        """The output that speaks most against the law."""
+        return int(np.argmax(self._sums.max(axis=0)))
+
+    @property
+    def suspect_looks(self) -> int:
+        """Looks of the CUSUM that is furthest if it is past half the level of an alarm, else 0."""
+        best = np.unravel_index(int(np.argmax(self._sums)), self._sums.shape) if self._sums.size else None
+        return 0 if best is None or self._sums[best] < 0.5 * self._level else int(self._looks[best])
+
+    def smallest(self, looks: int) -> float:
+        """Return the smallest loss of one output's variance that is found, with probability 0.99; NaN: none is.
+
+        The loss is relative to the law's variance, and the readings are Gaussian or of the spread that was measured.
+        """
+        degrees = looks * self._degrees
+        most = float(chdtri(max(degrees * self._power, 1.0), 1 - _FOUND)) / self._power
+        found = (-degrees * np.log(self._ratios) - 2 * self._level / self._power) / (1 / self._ratios - 1)
+        largest = float(np.max(found)) / most
+        return 1 - largest if largest > 0 else math.nan
 
 
 def log_level(false_alarm: float, looks: int, tests: int) -> float:

@@ -13,10 +13,11 @@ the anchor included.
 | medium | mean square difference from the first readings over the signal, 2 (1 - correlation) | `least_correlation` |
 | frames | readings far off among others that are not, once a test of light or medium fails | names lost frames |
 | outputs | slope of each output; how many lost more than light and medium may | `silent_outputs` |
-| law | blank variance over the least that the law states, from below | nothing |
+| law | blank variance over the least that the law states, from below, in the mean over outputs | nothing |
+| output | the same of each single output, under a certificate, whose law holds at every output | nothing |
 | noise | blank variance over its first value | `noise_tolerance` |
 
-The last five are sequential (`opusim.devices.baseline`): small changes add up over checks. Within its tolerances is
+The last six are sequential (`opusim.devices.baseline`): small changes add up over checks. Within its tolerances is
 a device of which each output, but for `silent_outputs` of them, keeps a slope of 1 - `gain_tolerance` -
 (1 - `least_correlation`). A medium at `least_correlation` moves single slopes by more, by sqrt(2 (1 -
 `least_correlation`) / `reference_vectors`) or 7 % rms at the defaults: if noise is low, the outputs' test stops it
@@ -37,6 +38,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from scipy.special import chdtri
 
 from opusim import checks as check_arguments
 from opusim.description.schema import MonitorSettings
@@ -45,6 +47,7 @@ from opusim.devices.baseline import (
     Baseline,
     ResponseTest,
     ShiftTest,
+    SingleOutputTest,
     blank_readings,
     log_level,
     measure_baseline,
@@ -52,7 +55,7 @@ from opusim.devices.baseline import (
     reference_vectors,
     relative_error,
 )
-from opusim.errors import DeviceFault, NoiseBelowCertificate
+from opusim.errors import DeviceError, DeviceFault, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, NoiseModel
 
 _DARK = 0.05
@@ -65,6 +68,10 @@ _LOST, _SURELY = 3.0, 0.2
 """How far beyond the tolerated difference a reading that lost a frame lies, and the noise's share in that tolerance."""
 _NUMBERS_IF_CERTIFIED = 2**15
 """The same under a certificate: one check then finds a tenth less variance than certified with probability 0.99."""
+_READINGS_IF_CERTIFIED = 32
+"""Readings of nothing in a check under a certificate, at least: an output without noise then shows in one check."""
+_CONFIRMING = 2**10
+"""Readings of nothing that tell, after an alarm under a certificate, whether each output is as noisy as certified."""
 _MOST_READINGS_OF_A_CHECK = 2**12
 """Windows of fewer than 8 outputs would take more; `Monitor.smallest_changes` says what fewer find."""
 BEFORE_ALL = -1
@@ -118,7 +125,7 @@ class Monitor:
         self._vectors = reference_vectors(settings.reference_vectors, n_inputs)
         self._last: np.ndarray | None = None
         self._checked: list[int] = []
-        self._is_below, self._changed = True, False
+        self._is_below, self._changed, self._certified = True, False, certified
         if baseline is None:
             baseline = measure_baseline(read, self._vectors, settings.baseline_readings)
         if len(baseline.reference) != settings.reference_vectors:
@@ -129,6 +136,7 @@ class Monitor:
         self.baseline = baseline
         numbers = _NUMBERS_IF_CERTIFIED if certified else _NUMBERS
         enough = min(-(-numbers // baseline.weights.size), _MOST_READINGS_OF_A_CHECK)
+        enough = max(enough, _READINGS_IF_CERTIFIED if certified else 0)
         self._blank = torch.zeros(max(settings.blank_readings, enough), n_inputs)
         self._level = log_level(settings.false_alarm_per_run, settings.checks, _TESTS)
         self._make_light_tests()
@@ -170,7 +178,10 @@ class Monitor:
         half = blank_readings(self._settings.baseline_readings, outputs) // 2
         first_error = relative_error(first.spread, (half - 1, outputs))
         numbers, let_pass = 2 / max(error, 1e-12) ** 2, self._settings.noise_tolerance
-        self._weaker = ShiftTest(0.0, error, 0.0, level, numbers)
+        shared = level + (math.log(2) if self._certified else 0.0)  # two tests of the law share its part
+        self._weaker = ShiftTest(0.0, error, 0.0, shared, numbers)
+        judged = outputs if self._certified else 0
+        self._single = SingleOutputTest(judged, len(self._blank), first.spread, shared)
         self._louder = ShiftTest(let_pass, error, first_error, level, numbers)
         self._quieter = ShiftTest(let_pass, error, first_error, level, numbers)
 
@@ -187,13 +198,27 @@ class Monitor:
     def doubtful_from(self) -> int | None:
         """After an alarm: the first step whose noise may have been weaker than the law.
 
-        That is the step of the last check before those in which the test of the law found less and less; the last
-        check but one, if another test gave the alarm. None if the alarm's own readings show noise as strong as the law.
+        That is the step of the last check before those in which a test of the law found less and less; the last check
+        but one, if another test gave the alarm. None if the noise was found as strong as the law at every output.
         """
         if not self._is_below:
             return None
-        looks = max(self._weaker.looks, 1)
-        before = self._checked[:-looks]
+        return self._last_before(max(self._weaker.looks, self._single.suspect_looks, 1))
+
+    @property
+    def vouched(self) -> int:
+        """The step of the last check that speaks for the noise of all steps before it; `BEFORE_ALL` if there is none.
+
+        After an alarm it is `doubtful_from`. A check in which a test of the law is past half its way to an alarm does
+        not speak for them, nor do those in which it came there.
+        """
+        if self._changed and self._is_below:
+            return self._last_before(max(self._weaker.looks, self._single.suspect_looks, 1))
+        return self._last_before(max(self._weaker.suspect_looks, self._single.suspect_looks))
+
+    def _last_before(self, looks: int) -> int:
+        """Return the step of the last check before so many."""
+        before = self._checked[: len(self._checked) - looks]
         return before[-1] if before else BEFORE_ALL
 
     def check(self, step: int = BEFORE_ALL) -> None:
@@ -208,6 +233,15 @@ class Monitor:
         """
         self._checked.append(step)
         self._is_below, self._changed = True, True  # until the end of this check
+        try:
+            self._look()
+        except DeviceError as error:
+            error.alarm, error.covered = True, not self._is_below
+            raise
+        self._changed = False
+
+    def _look(self) -> None:
+        """Take readings and test them; see `check`."""
         blank, reference = self._read(self._blank), self._read(self._vectors)
         law = self._law()
         noisy = law is None or bool(np.any(law.variance_bounds()[1] > 0))
@@ -219,8 +253,7 @@ class Monitor:
             variance = noise_variance(blank)
             if law is not None:
                 self._check_law(variance, law)
-            self._check_change(variance, blank)
-        self._changed = False
+            self._check_change(variance, blank, law)
 
     def smallest_changes(self, checks: int) -> dict[str, float]:
         """Return the smallest change that each sequential test finds within some checks, with probability 0.99.
@@ -229,8 +262,9 @@ class Monitor:
             checks: at least 1.
 
         Returns:
-            Relative loss and gain of light, correlation of the medium, share of silent outputs (NaN if none is found),
-            and relative loss and gain of the noise's variance.
+            Relative loss and gain of light, correlation of the medium, share of silent outputs, and relative loss and
+            gain of the noise's variance: in the mean over outputs, and of one output below a certified law. NaN: no
+            change is found.
 
         Raises:
             TypeError, ValueError: checks is no number of checks.
@@ -242,6 +276,9 @@ class Monitor:
             "correlation": 1 - self._other.smallest(checks) / 2,
             "silent outputs": self._responses.smallest(checks),
             "variance below the law": self._weaker.smallest(checks),
+            "variance of one output below the law": self._single.smallest(checks)
+            if self._certified
+            else math.nan,
             "variance lost": self._quieter.smallest(checks),
             "variance gained": self._louder.smallest(checks),
         }
@@ -342,17 +379,41 @@ class Monitor:
         )
 
     def _check_law(self, variance: np.ndarray, law: NoiseModel) -> None:
-        """Compare the noise with the smallest variance that the law admits, by the mean over outputs."""
-        low = np.broadcast_to(law.variance_bounds()[0], variance.shape)
-        ratio = variance[low > 0] / low[low > 0]
-        self._is_below = not ratio.size or float(ratio.mean()) < 1 + SURE * self._weaker.error
-        if ratio.size and self._weaker.observe(1 - float(ratio.mean())):
+        """Compare the noise with the smallest variance that the law admits: the mean over outputs, then each output."""
+        ratio = _over_law(variance, law)
+        judged = ratio[np.isfinite(ratio)]
+        if judged.size and self._weaker.observe(1 - float(judged.mean())):
             raise NoiseBelowCertificate(
                 f"device {self._name!r}: blank frames scatter {math.sqrt(max(1 - self._weaker.mean, 0)):.3g} times as "
                 "much as its law states; stop private work and calibrate it again"
             )
+        if self._certified and self._single.observe(ratio):
+            output = self._single.output
+            raise NoiseBelowCertificate(
+                f"device {self._name!r}: output {output} scatters {math.sqrt(ratio[output]):.3g} times as much in "
+                "blank frames as its law states; stop private work and calibrate it again"
+            )
 
-    def _check_change(self, variance: np.ndarray, blank: np.ndarray) -> None:
+    def _as_strong(self, law: NoiseModel | None) -> bool:
+        """Return whether fresh blank readings show noise above the law's at every output.
+
+        Each output's lower confidence limit for its variance, of the chi-squared law, must exceed the law's. All limits
+        hold together with probability 1 - `false_alarm_per_run` (Bonferroni).
+        """
+        if law is None or not self._certified:
+            return False
+        blocks = -(-_CONFIRMING // len(self._blank))
+        try:
+            variance = np.mean([noise_variance(self._read(self._blank)) for _ in range(blocks)], axis=0)
+        except DeviceError:  # the alarm is the error to report
+            return False
+        ratio = _over_law(variance, law)
+        degrees = blocks * (len(self._blank) - 1)
+        power = min(1.0, 2 / self.baseline.spread**2)  # squares that scatter more count as fewer
+        limit = chdtri(power * degrees, self._settings.false_alarm_per_run / ratio.size) / (power * degrees)
+        return bool(np.all(ratio > limit))
+
+    def _check_change(self, variance: np.ndarray, blank: np.ndarray, law: NoiseModel | None) -> None:
         """Compare the noise with its first value; this needs no law."""
         if not np.any(self.baseline.weights * self.baseline.variance):
             return
@@ -361,6 +422,7 @@ class Monitor:
         if louder and _stand_out(blank):
             raise self._lost_frames()
         if louder or quieter:
+            self._is_below = not self._as_strong(law)
             found = 1 + self._louder.mean if louder else 1 - self._quieter.mean
             raise self._fault(
                 f"has {found:.3g} times the noise variance that it had at the beginning",
@@ -369,6 +431,12 @@ class Monitor:
 
     def _fault(self, what: str, remedy: str) -> DeviceFault:
         return DeviceFault(f"device {self._name!r} {what}; {remedy}")
+
+
+def _over_law(variance: np.ndarray, law: NoiseModel) -> np.ndarray:
+    """Return each output's variance over the least that the law states; infinite where the law states none."""
+    low = np.broadcast_to(law.variance_bounds()[0], variance.shape)
+    return np.divide(variance, low, out=np.full(variance.shape, np.inf), where=low > 0)
 
 
 def _stand_out(blank: np.ndarray) -> bool:

@@ -119,10 +119,10 @@ class SharedDevice(NoisyDevice):
         """See NoisyDevice.baseline; None on the other processes."""
         return None if self.held is None else self.held.baseline
 
-    def compare_with(self, baseline: Baseline) -> None:
+    def compare_with(self, baseline: Baseline, step: int = BEFORE_ALL) -> None:
         """See NoisyDevice.compare_with; does nothing on the other processes."""
         if self.held is not None:
-            self.held.compare_with(baseline)
+            self.held.compare_with(baseline, step)
 
     def inspect(self, step: int = BEFORE_ALL) -> None:
         """See NoisyDevice.inspect; does nothing on the other processes."""
@@ -138,6 +138,11 @@ class SharedDevice(NoisyDevice):
     def doubtful_from(self) -> int | None:
         """See NoisyDevice.doubtful_from; None on the other processes."""
         return None if self.held is None else self.held.doubtful_from
+
+    @property
+    def vouched(self) -> int:
+        """See NoisyDevice.vouched; -1 on the other processes."""
+        return BEFORE_ALL if self.held is None else self.held.vouched
 
     # Reading
 

@@ -26,6 +26,7 @@ from opusim.devices.access import patience_s
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.certificate import Certificate
+from opusim.devices.monitor import BEFORE_ALL
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError, DeviceBusy, DeviceFault, NoiseUnknown
 from opusim.noise import NoiseModel
@@ -231,8 +232,11 @@ class RemoteDevice(NoisyDevice):
         """See NoisyDevice.baseline; None if the server watches one device for all its clients."""
         return self._first_look
 
-    def compare_with(self, baseline: Baseline) -> None:
-        """See NoisyDevice.compare_with; nothing happens if the server watches one device for all its clients."""
+    def compare_with(self, baseline: Baseline, step: int = BEFORE_ALL) -> None:
+        """See NoisyDevice.compare_with; nothing happens if the server watches one device for all its clients.
+
+        The server takes no step: a run under a certificate, which needs it, opens its device itself.
+        """
         self._require_open()
         if self._first_look is not None:
             self._first_look = self._compared = baseline

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from accounting.ledger.evidence import Alarm, CertificateFacts
-from accounting.ledger.ledger import LedgerContent
+from accounting.ledger.ledger import Ledger, LedgerContent
 from opusim.description.schema import DeviceDescription, MonitorSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, load_certificate
-from opusim.errors import ConfigError, DeviceError
+from opusim.errors import ConfigError, DeviceError, DeviceFault, NoiseBelowCertificate
 from training.config.run import RunConfig
 from training.errors import RunFolderError
+from training.runs.checkpoints import list_checkpoints, read_checkpoint, reseal_checkpoint
 from training.runs.folder import RunFolder
+
+VOUCHED = "noise_vouched"
+"""Key of a checkpoint's progress: step of the last check that spoke for the noise of all steps before it, or -1."""
 
 
 def certificate_of(
@@ -85,6 +92,8 @@ def facts_of(certificate: Certificate, device: NoisyDevice) -> CertificateFacts:
         device: The open device, which states the certified law and is monitored.
     """
     monitor = device.description.monitor or MonitorSettings()
+    found = device.smallest_changes(1)
+    single = found["variance of one output below the law"]
     return CertificateFacts(
         digest=certificate.digest,
         device=certificate.device,
@@ -94,26 +103,81 @@ def facts_of(certificate: Certificate, device: NoisyDevice) -> CertificateFacts:
         law=device.noise.describe(),
         remarks=tuple(certificate.remarks),
         every_steps=monitor.every_steps,
-        finds=device.smallest_changes(1)["variance below the law"],
+        finds=found["variance below the law"],
+        finds_output=None if math.isnan(single) else single,
     )
 
 
-def alarm_of(error: DeviceError, device: NoisyDevice, *, step: int, first_step: int) -> Alarm | None:
+def alarm_of(error: DeviceError, device: NoisyDevice, *, step: int, vouched: int) -> Alarm | None:
     """Return what the ledger says of an error, or None if it is no alarm of the monitor.
 
     Args:
         error: What the device raised.
         device: The device.
         step: The step before which it was raised.
-        first_step: The step from which this process began; the device was checked when it was opened for it.
+        vouched: The step of the last check of an earlier process that spoke for the noise before it, or -1.
     """
     if not device.changed:
         return None
-    since, found = device.doubtful_from, str(error).split("; ")[0]  # the remedy stands behind it
-    if since is None:
+    found = _without_remedy(error)
+    if device.doubtful_from is None:
         return Alarm(step=step, since=step, found=found, covered=True)
-    at_opening = not 0 <= since <= step  # labels are read under a step number beyond all others
-    return Alarm(step=step, since=first_step or -1 if at_opening else since, found=found, covered=False)
+    return Alarm(step=step, since=vouched_step(device, step, vouched), found=found, covered=False)
+
+
+def vouched_step(device: NoisyDevice, step: int, earlier: int) -> int:
+    """Return the step of the last check that speaks for the device's noise in all steps before it.
+
+    Args:
+        device: The device.
+        step: Steps done; labels are read under a step number beyond all others, and their checks do not count.
+        earlier: What this process found in the checkpoint that it resumed from; -1 in a new run.
+    """
+    found = device.vouched
+    return found if 0 <= found <= step else min(earlier, step)
+
+
+def _without_remedy(error: DeviceError) -> str:
+    return str(error).split("; ")[0]
+
+
+@contextmanager
+def noted_alarms(folder: RunFolder, ledger: Callable[[], Ledger]) -> Iterator[None]:
+    """Note an alarm in the ledger that stops a certified run outside its steps, as at the opening of a resumed one.
+
+    What is in doubt then begins at the check that the newest checkpoint records as passed.
+
+    Args:
+        folder: The run's, whose lock is held.
+        ledger: Opens its ledger.
+    """
+    try:
+        yield
+    except DeviceError as error:
+        checkpoints = list_checkpoints(folder.checkpoints)
+        judged = error.alarm and isinstance(
+            error, DeviceFault | NoiseBelowCertificate
+        )  # not a cable that fell out
+        if not judged or not checkpoints or not folder.ledger_file.exists():
+            raise
+        newest = read_checkpoint(checkpoints[-1])
+        since = newest.step if error.covered else min(newest.progress.get(VOUCHED, -1), newest.step)
+        alarm = Alarm(step=newest.step, since=since, found=_without_remedy(error), covered=error.covered)
+        content = folder.read_ledger()
+        if not content.payments or content.doubts or not alarm.doubts:  # a line would undo a clean stop
+            raise
+        with ledger() as opened:
+            opened.note_alarm(alarm)
+            reseal_checkpoint(checkpoints[-1], replace(newest.header.seal, ledger=opened.position))
+        raise type(error)(f"{error}. {doubt_text(alarm, folder)}") from error
+
+
+def doubt_text(alarm: Alarm, folder: RunFolder) -> str:
+    """Return what a user is told of an alarm that leaves steps in doubt."""
+    return (
+        f"Its noise may have been weaker than certified from step {max(alarm.since, 0)} on; see what is covered "
+        f"with: opusim account run {folder.path}"
+    )
 
 
 def require_undoubted(content: LedgerContent, folder: RunFolder) -> None:

@@ -24,7 +24,7 @@ from opusim.devices.usage import Usage
 from opusim.errors import DeviceError
 from opusim.processes.ranks import Ranks
 from training.data import Split
-from training.engine.certified import alarm_of
+from training.engine.certified import VOUCHED, alarm_of, doubt_text, vouched_step
 from training.engine.leading import lead
 from training.engine.plan import RunPlan, to_device
 from training.engine.trainer import StepRecord, Trainer
@@ -102,12 +102,18 @@ class Engine:
         self._keep = config.checkpoint.keep
         self._watcher = watcher
         self._ranks = ranks or Ranks.one()
-        self._step = self._first_step = 0
+        self._step = 0
+        self._vouched = -1
         self._sums = _EpochSums(self._dataset.train.x.device)
         self._earlier_usage = Usage()
         self._epoch_started = time.perf_counter()
         self._files: Mapping[str, str | None] = {}
         self._ledger: Ledger | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._step
 
     def begin(self, configuration: bytes) -> None:
         """Write the first checkpoint of a new run.
@@ -141,6 +147,7 @@ class Engine:
             )
         restore(self._trainer, self._average, checkpoint, checkpoints[-1])
         self._step = checkpoint.step
+        self._vouched = int(checkpoint.progress.get(VOUCHED, -1))
         self._sums.load(checkpoint.progress["sums"])
         self._earlier_usage = Usage.from_json(checkpoint.progress["usage"])
         if seal is not None:
@@ -170,15 +177,15 @@ class Engine:
         if self._watcher:
             self._watcher.on_start(step=self._step, total_steps=self.total_steps)
         self._epoch_started = time.perf_counter()
-        self._first_step = self._step
         if mechanisms:
             ledger.require_covers(self._step)
         self._seal_what_was_paid(ledger)
         try:
             self._train(ledger, mechanisms, interrupted)
-        except Exception:
+        except Exception as error:
             with suppress(OSError):  # the error that ended the run is the one to report
                 ledger.return_unused()
+            self._looked_after(ledger, error)
             raise
         summary = self._summary()
         self._folder.finish(summary, ledger.position)
@@ -215,15 +222,36 @@ class Engine:
             self._stop_cleanly(ledger, paid_at_start=paid_at_start, error=error)
             raise type(error)(f"{error}. {self._state_after(error)}") from error
 
+    def _looked_after(self, ledger: Ledger, error: Exception) -> None:
+        """Check the certified device after an error that is not its own, such as a divergence, and write no checkpoint.
+
+        Raises:
+            DeviceError: It has changed; the ledger says from which step on. The step that broke off counts as done.
+        """
+        if self._certified is None or isinstance(error, (DeviceError, RunInterrupted, BudgetExceeded)):
+            return
+        step = min(self._step + 1, self.total_steps)
+        try:
+            self._certified.inspect(step)
+        except DeviceError as found:
+            alarm = alarm_of(found, self._certified, step=step, vouched=self._vouched)
+            if alarm is None:
+                return
+            with suppress(OSError):
+                ledger.note_alarm(alarm)
+            raise type(found)(
+                f"{found}. It was looked at because the run ended: {error}. {self._text_of(alarm)}"
+            ) from error
+
     def _state_after(self, error: DeviceError) -> str:
         """Return what an alarm under a certificate means for the steps that were done."""
-        alarm = None if self._certified is None else self._alarm_of(error)
+        return self._text_of(None if self._certified is None else self._alarm_of(error))
+
+    def _text_of(self, alarm: Alarm | None) -> str:
+        """Return what a user is told of an alarm, or of a device that failed without one."""
         if alarm is None or not alarm.doubts:
             return f"When the device is back, resume with: {self._folder.resume_command}"
-        return (
-            f"Its noise may have been weaker than certified from step {max(alarm.since, 0)} on; see what is covered "
-            f"with: opusim account run {self._folder.path}"
-        )
+        return doubt_text(alarm, self._folder)
 
     def _seal_what_was_paid(self, ledger: Ledger) -> None:
         """Seal labels and payments that are newer than the newest checkpoint into it, before a step is computed.
@@ -250,7 +278,7 @@ class Engine:
         """Return what the ledger of a run under a certificate says of a device's error, or None."""
         if self._certified is None:
             return None
-        return alarm_of(error, self._certified, step=self._step, first_step=self._first_step)
+        return alarm_of(error, self._certified, step=self._step, vouched=self._vouched)
 
     def _stop_cleanly(self, ledger: Ledger, *, paid_at_start: bool, error: DeviceError | None = None) -> None:
         """Return what was reserved, keep the steps done, and tell the ledger, so that a resumed run does not pay twice.
@@ -269,6 +297,7 @@ class Engine:
         try:
             ledger.pay(self._step, *mechanisms, until=self.total_steps)
         except BudgetExceeded as error:
+            self._looked_at(ledger, paid_at_start=False)
             self.checkpoint()
             self._folder.finish(self._summary() | {"stopped": str(error)}, ledger.position)
             raise BudgetExceeded(
@@ -369,11 +398,18 @@ class Engine:
                 "identity": self._identity,
                 "sums": self._sums.dump(),
                 "usage": self._usage().to_json(),
+                **self._vouched_for(),
             },
             seal=self._seal(),
             keep=self._keep,
         )
         return header.digest
+
+    def _vouched_for(self) -> dict[str, int]:
+        """Return up to where checks speak for the noise, which an alarm after a kill needs; nothing if uncertified."""
+        if self._certified is None:
+            return {}
+        return {VOUCHED: vouched_step(self._certified, self._step, self._vouched)}
 
     def _usage(self) -> Usage:
         """Return the device's usage; nothing in a private run, since it reveals batch sizes."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from training.config.run import RunConfig
 from training.data import Dataset
 from training.data.tables import OwnData, OwnTest
 from training.engine.callbacks import Callback, Watchers
-from training.engine.certified import facts_of, require_undoubted
+from training.engine.certified import facts_of, noted_alarms, require_undoubted
 from training.engine.leading import (
     end,
     follow,
@@ -200,7 +201,9 @@ def _train_in(
     if ranks.world > 1:
         ranks = ranks if leads_steps(plan.config) else Ranks.one()
         require_same(plan, ranks)
-    with torch_threads(plan.config.threads) as threads, plan.opened_device(ranks) as device:
+    ledger_of = partial(_ledger, plan.config, folder)
+    notes = nullcontext() if plan.certificate is None else noted_alarms(folder, partial(ledger_of, None))
+    with notes, torch_threads(plan.config.threads) as threads, plan.opened_device(ranks) as device:
         plan = plan.started(threads=threads, device=device)
         plan.network.model.to(plan.config.torch_device)
         algorithm, protection = plan.algorithm, plan.protection
@@ -214,13 +217,13 @@ def _train_in(
                     require_undoubted(folder.read_ledger(), folder)
                 resumed_from = engine.resume(moved=moved)
                 if device is not None and folder.baseline_file.exists():
-                    device.compare_with(Baseline.from_array(read_array(folder.baseline_file)))
+                    device.compare_with(Baseline.from_array(read_array(folder.baseline_file)), engine.step)
             else:
                 algorithm.initialise(trainer)
                 _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
             share_state(trainer, ranks)
             ranks.on_first(folder.path.resolve)
-            with deferred_interrupt() as interrupted, _ledger(plan.config, folder, resumed_from) as ledger:
+            with deferred_interrupt() as interrupted, ledger_of(resumed_from) as ledger:
                 if plan.certificate is not None and device is not None:
                     ledger.note_certificate(facts_of(plan.certificate, device))
                 protection.pay_upfront(ledger, device, folder)

@@ -1,0 +1,196 @@
+"""What an alarm leaves in doubt: single outputs, killed and resumed runs, ends other than the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from accounting.composition import Budget
+from accounting.guarantee import Status
+from accounting.ledger.ledger import read_ledger
+from opusim.devices.kinds import register_device
+from opusim.errors import DeviceError, NoiseBelowCertificate
+from tests.training.engine.test_certified_runs import (
+    OUTPUTS,
+    SIGMA,
+    DrawingBench,
+    certify,
+    config,
+    description_file,
+    train,
+)
+from training.config.run import RunConfig
+from training.engine.loop import Engine
+from training.errors import RunFolderError, TrainingDiverged
+
+FALL = 23
+"""Step at which the noise changes."""
+
+
+class Killed(BaseException):
+    """Stands for a signal that ends the process: no handler of the engine runs."""
+
+
+class Uneven(DrawingBench):
+    """A device whose outputs have noise of their own, which changes during the run."""
+
+    can: ClassVar = frozenset({"project", "draw", "matrix"})
+    stds: ClassVar[Callable[[bool], torch.Tensor]]
+    begins: ClassVar[int] = FALL
+    step = 0
+
+    def matrix(self) -> torch.Tensor:
+        return self._matrix.T
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        noise = self._stream.add_to(torch.zeros(x.shape[0], self.n_outputs), 1.0)
+        return x @ self._matrix + noise * type(self).stds(self.begins <= self.step < 2**63)
+
+    def _seek(self, step: int) -> None:
+        self.step = step
+        super()._seek(step)
+
+
+def even(changed: bool, factor: float) -> torch.Tensor:
+    return torch.full((OUTPUTS,), SIGMA * (factor if changed else 1.0))
+
+
+def halves(changed: bool) -> torch.Tensor:
+    """Half of the outputs have the certified noise, the others twice as much; all lose a fifth."""
+    return torch.where(torch.arange(OUTPUTS) < OUTPUTS // 2, SIGMA, 2 * SIGMA) * (0.8 if changed else 1.0)
+
+
+def one_silent(changed: bool) -> torch.Tensor:
+    stds = even(changed, 1.0)
+    stds[0] = 0.0 if changed else SIGMA
+    return stds
+
+
+def weak(changed: bool) -> torch.Tensor:
+    return even(changed, 0.5)
+
+
+def always_weak(changed: bool) -> torch.Tensor:
+    return even(True, 0.5)
+
+
+def sound(changed: bool) -> torch.Tensor:
+    return even(changed, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_device("uneven", Uneven)
+    monkeypatch.setattr(Uneven, "stds", staticmethod(sound), raising=False)
+
+
+def become(monkeypatch: pytest.MonkeyPatch, stds: Callable[[bool], torch.Tensor], begins: int = FALL) -> None:
+    monkeypatch.setattr(Uneven, "stds", staticmethod(stds))
+    monkeypatch.setattr(Uneven, "begins", begins)
+
+
+def configured(folder: Path, *, every_steps: int, **changes: Any) -> dict[str, Any]:
+    file = description_file(folder, "bench", every_steps=every_steps)
+    file.write_text(file.read_text().replace('kind = "bench"', 'kind = "uneven"'))
+    return config(file, certify(folder, file), **changes)
+
+
+def stopped_after(monkeypatch: pytest.MonkeyPatch, steps: int, error: BaseException) -> None:
+    advance = Engine._advance
+
+    def step(engine: Engine) -> None:
+        if engine.step == steps:
+            raise error
+        advance(engine)
+
+    monkeypatch.setattr(Engine, "_advance", step)
+
+
+def alarms(folder: Path) -> list[tuple[int, int, bool]]:
+    return [(one.step, one.since, one.covered) for one in read_ledger(folder).alarms]
+
+
+@pytest.mark.parametrize(
+    ("stds", "every_steps", "expected"),
+    [
+        (halves, 10, (30, 20, False)),  # the mean over outputs stays far above the certified noise
+        (one_silent, 1, (23, 22, False)),
+    ],
+)
+def test_each_output_keeps_to_the_certificate(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stds: Callable[[bool], torch.Tensor],
+    every_steps: int,
+    expected: tuple[int, int, bool],
+) -> None:
+    become(monkeypatch, stds)
+    with pytest.raises(DeviceError, match=f"weaker than certified from step {expected[1]} on"):
+        train(configured(tmp_path, every_steps=every_steps), folder=tmp_path / "run")
+    assert alarms(tmp_path / "run") == [expected]
+    rest, early = read_ledger(tmp_path / "run").guarantees()
+    assert (rest.status, early.status) == (Status.NONE, Status.PROVEN_UNDER_DEVICE_MODEL)
+    assert "% less at a single output" in " ".join(one.text for one in early.assumptions)
+
+
+@pytest.mark.parametrize(("mode", "every_steps", "since"), [("release", 30, 0), ("experiment", 10, 20)])
+def test_a_killed_run_remembers_the_last_check_that_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, every_steps: int, since: int
+) -> None:
+    become(monkeypatch, weak)
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 28, Killed())
+        chosen = configured(tmp_path, every_steps=every_steps, mode=mode, checkpoint={"every_steps": 1})
+        with pytest.raises(Killed):
+            train(chosen, folder=tmp_path / "run")
+    assert alarms(tmp_path / "run") == []
+    become(monkeypatch, always_weak)
+    with pytest.raises(NoiseBelowCertificate, match=f"weaker than certified from step {since} on; see what"):
+        train(folder=tmp_path / "run", resume=True)
+    assert alarms(tmp_path / "run") == [(28, since, False)]
+    assert read_ledger(tmp_path / "run").guarantees()[0].status is Status.NONE
+    become(monkeypatch, sound)
+    with pytest.raises(RunFolderError, match="cannot be resumed under its guarantee"):
+        train(folder=tmp_path / "run", resume=True)
+
+
+def test_labels_that_no_check_followed_are_in_doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = configured(tmp_path, every_steps=10)
+    chosen["protection"] = {"kind": "label-readout", "epsilon": 2.0, "noise": "device"}
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 0, Killed())
+        with pytest.raises(Killed):
+            train(chosen, folder=tmp_path / "run")
+    assert read_ledger(tmp_path / "run").guarantees()[0].is_proven
+    become(monkeypatch, always_weak)
+    with pytest.raises(NoiseBelowCertificate):
+        train(folder=tmp_path / "run", resume=True)
+    assert alarms(tmp_path / "run") == [(0, -1, False)]
+    (found,) = read_ledger(tmp_path / "run").guarantees()
+    assert found.status is Status.NONE
+
+
+def spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunConfig, "budget", property(lambda _: Budget(epsilon=0.5, delta=1e-5)))
+
+
+def diverged(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped_after(monkeypatch, 18, TrainingDiverged("loss is nan, so the training diverged"))
+
+
+@pytest.mark.parametrize("end", [spent, diverged])
+def test_every_end_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    become(monkeypatch, weak, begins=1)
+    chosen = configured(tmp_path, every_steps=1000)
+    end(monkeypatch)
+    with pytest.raises(NoiseBelowCertificate, match="weaker than certified from step 0 on"):
+        train(chosen, folder=tmp_path / "run")
+    ((step, since, covered),) = alarms(tmp_path / "run")
+    assert (since, covered) == (0, False)
+    assert 1 < step < 40

@@ -377,7 +377,17 @@ def confusion_at(
         groups: Pixels of each label, shape (labels, pixels of a group).
         lowest: Expected electrons of each label's frame, shape (labels, pixels).
         highest: The same, at least as large.
+
+    Raises:
+        ConfigError: The camera sees ambient light, of which no amount is the worst for every matrix.
     """
+    if np.any(law.ambient_e):
+        raise ConfigError(
+            "configuration",
+            "camera.light.ambient_flux_per_s",
+            f"{float(np.max(law.ambient_e)):.4g} electrons a frame may be gone tomorrow, and the argmax would tell "
+            "more or less then; switch the light off, or keep the counts, whose guarantee does not credit it",
+        )
     pixels, places = groups.ravel(), list(np.arange(groups.size).reshape(groups.shape))
     rates = lowest if lowest is highest else np.concatenate([lowest, highest])
     sums = number_law(rates[:, pixels], law.offset_e[pixels], law.sensor).sums(places)

@@ -391,3 +391,10 @@ def test_contradictory_limits_are_refused(low: np.ndarray, high: np.ndarray, mes
 def test_counts_that_are_no_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="counts: must be whole numbers"):
         certified_confusion(np.eye(2), beta=0.1)
+
+
+@pytest.mark.parametrize("gap", [1e-15, 1e-13, 1e-9])
+def test_rates_that_doubles_barely_tell_apart_cost_nothing(gap: float) -> None:
+    rates = np.array([[5.0, 5.0], [5.0 * (1 + gap), 5.0]])
+    found = known_counts_guarantee(rates, delta=DELTA)
+    assert (found.epsilon, found.epsilon_lower) == (0.0, 0.0)

@@ -317,7 +317,8 @@ class FluctuatingCountNoise(NoiseModel):
     `at_most` gives the boxes of steady counts that a guarantee rests on. W's own noise earns no privacy.
 
     Attributes:
-        rate_low: least dark rate of each pixel and frame, electrons, at least 0; frames first, any shape.
+        rate_low: least dark rate of each pixel and frame, electrons, at least 0, shape (frames, pixels); a number is
+            one pixel in one frame.
         rate_high: rate_low plus the brightest light at power 1, of the same shape.
         power_law: the law of W, a key of `POWER_LAWS`.
         power_rms: relative standard deviation of W; an upper limit if it was measured.
@@ -339,6 +340,11 @@ class FluctuatingCountNoise(NoiseModel):
 
     def __post_init__(self) -> None:
         steady = self._steady(1.0, self.beta)
+        shape = np.shape(steady.rate_low)
+        if len(shape) not in (0, 2):
+            raise ValueError(
+                f"rate_low: shape {shape} does not tell frames from pixels; give (frames, pixels), or one number"
+            )
         for name in ("rate_low", "rate_high", "weight", "added_variance", "added_variance_high"):
             object.__setattr__(self, name, getattr(steady, name))
         object.__setattr__(self, "power_rms", self.power.rms)
@@ -355,9 +361,9 @@ class FluctuatingCountNoise(NoiseModel):
 
     @property
     def frames(self) -> int:
-        """Frames of one reading: the length of the rates' first axis if they have two, else 1."""
+        """Frames of one reading: the length of the rates' first axis, 1 without axes."""
         shape = np.shape(self.rate_low)
-        return int(shape[0]) if len(shape) > 1 else 1
+        return int(shape[0]) if shape else 1
 
     def at_most(self, frames: int, beta: float) -> PhotonCountNoise:
         """Return the steady counts that bound these, but for a probability beta.

@@ -26,9 +26,9 @@ from accounting.devices.readings import epsilon_of_divergence, pattern_rdp
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Unit
 from accounting.mechanisms import (
-    ErrorProbability,
-    Mechanism,
+    CertifiedMechanism,
     Positive,
+    certificate_errors,
     counted,
     proven_guarantee,
     proven_status,
@@ -174,7 +174,7 @@ def _patterns(**rates: tuple[tuple[float, ...], ...]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelCounts(Mechanism):
+class LabelCounts(CertifiedMechanism):
     """Every label shown once to a camera, and the counts of its pixels kept; `steps` counts how often."""
 
     light: Annotated[
@@ -188,9 +188,9 @@ class LabelCounts(Mechanism):
         _expected,
     ]
     brightest: Annotated[Positive, Doc("Most light, as a multiple of that of `light`.")] = 1.0
-    beta: ErrorProbability = 0.0
 
     kind: ClassVar[str] = "label_counts"
+    taken_upfront: ClassVar[bool] = True
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "brightest"
     noise_is_inverse: ClassVar[bool] = True
@@ -204,10 +204,14 @@ class LabelCounts(Mechanism):
             )
 
     @classmethod
-    def of(cls, light: np.ndarray, dark: np.ndarray, *, beta: float = 0.0) -> LabelCounts:
+    def of(
+        cls, light: np.ndarray, dark: np.ndarray, *, beta: float = 0.0, certificate: str = ""
+    ) -> LabelCounts:
         """Return the mechanism of arrays, shapes (labels, pixels) and (pixels,)."""
         rows = tuple(tuple(row) for row in np.asarray(light, dtype=float).tolist())
-        return cls(light=rows, dark=tuple(np.asarray(dark, dtype=float).tolist()), beta=beta)
+        return cls(
+            light=rows, dark=tuple(np.asarray(dark, dtype=float).tolist()), beta=beta, certificate=certificate
+        )
 
     @property
     def rates(self) -> np.ndarray:
@@ -235,7 +239,7 @@ class LabelCounts(Mechanism):
         rates = np.concatenate([one.rates for one in mechanisms], axis=1)
         bounds, reason = spend_certificates(
             delta,
-            [one.steps * one.beta for one in mechanisms],
+            certificate_errors(mechanisms, repeated=True),
             lambda left: _known_bounds(rates, left) if left > 0 else _NOTHING,
         )
         return [
@@ -254,7 +258,7 @@ class LabelCounts(Mechanism):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelArgmax(Mechanism):
+class LabelArgmax(CertifiedMechanism):
     """Every label shown once to a camera, and only the brightest of as many groups of pixels as labels kept."""
 
     step_epsilon: Annotated[
@@ -267,9 +271,9 @@ class LabelArgmax(Mechanism):
     symmetrised: Annotated[
         bool, Doc("Whether each record's labels were permuted at random, secretly, and the answer back.")
     ] = True
-    beta: ErrorProbability = 0.0
 
     kind: ClassVar[str] = "label_argmax"
+    taken_upfront: ClassVar[bool] = True
     unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "step_epsilon"
     noise_is_inverse: ClassVar[bool] = True
@@ -290,7 +294,7 @@ class LabelArgmax(Mechanism):
         """Return epsilon of all answers for one label together."""
         bounds, reason = spend_certificates(
             delta,
-            [one.steps * one.beta for one in mechanisms],
+            certificate_errors(mechanisms, repeated=True),
             lambda left: _argmax_bounds(mechanisms, left),
         )
         permuted = any(one.symmetrised for one in mechanisms)
@@ -315,7 +319,11 @@ def _argmax_bounds(mechanisms: Sequence[LabelArgmax], delta: float) -> EpsilonBo
     """The sum of pure epsilons; equal symmetrised answers compose as randomized response."""
     pure = math.fsum(one.steps * one.step_epsilon for one in mechanisms)
     first, steps = mechanisms[0], sum(one.steps for one in mechanisms)
-    if delta > 0 and first.symmetrised and len({replace(one, steps=1, beta=0.0) for one in mechanisms}) == 1:
+    if (
+        delta > 0
+        and first.symmetrised
+        and len({replace(one, steps=1, beta=0.0, certificate="") for one in mechanisms}) == 1
+    ):
         return numerics.response_bounds(
             first.keep_probability, first.n_classes, first.step_epsilon, steps, delta
         )
@@ -373,7 +381,8 @@ def confusion_matrix(lowest: np.ndarray, highest: np.ndarray) -> tuple[np.ndarra
     """
     checks.shape((None, None, None), lowest=lowest)
     checks.shape(np.shape(lowest), highest=highest)
-    return _wins(own=lowest, others=highest), _wins(own=highest, others=lowest)
+    low, high = _wins(own=lowest, others=highest), _wins(own=highest, others=lowest)
+    return np.minimum(low, high), np.maximum(low, high)  # near 0 and 1 rounding may exchange them
 
 
 def _wins(*, own: np.ndarray, others: np.ndarray) -> np.ndarray:

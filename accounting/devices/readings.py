@@ -213,17 +213,23 @@ def least_epsilon(noise: FluctuatingCountNoise, readings: int, delta: float) -> 
         readings: How many, at least 1; each takes `noise.frames` frames.
         delta: In (0, 1), without the certificate's beta.
     """
-    frames, best = readings * noise.frames, None
-    for share in (0.0,) if noise.power_rms == 0 else tuple(2.0 ** (-0.5 * k) for k in range(1, 31)):
-        beta = share * delta
-        epsilon = _box_epsilon(noise.at_most(frames, beta), readings, delta - beta)
-        found = BrightestLight(
-            epsilon=epsilon, beta=beta, brightest=noise.power.limit(beta / frames) if beta else 1.0
+    frames = readings * noise.frames
+
+    def found(beta: float) -> BrightestLight:
+        return BrightestLight(
+            epsilon=_box_epsilon(noise.at_most(frames, beta), readings, delta - beta),
+            beta=beta,
+            brightest=noise.power.limit(beta / frames) if beta else 1.0,
         )
-        if best is not None and epsilon > 1.02 * best.epsilon:
+
+    if noise.power_rms == 0:
+        return found(0.0)
+    best = found(delta * 2**-0.5)
+    for k in range(2, 31):
+        other = found(delta * 2.0 ** (-0.5 * k))
+        if other.epsilon > 1.02 * best.epsilon:
             break
-        best = found if best is None or epsilon < best.epsilon else best
-    assert best is not None
+        best = other if other.epsilon < best.epsilon else best
     return best
 
 

@@ -218,9 +218,10 @@ def _routed(pair: _Pair, jumps: np.ndarray, interval: float) -> _OnGrid | None:
     places = np.searchsorted(jumps[order], (grid[:-1] + 0.5) * interval)
     tails = [np.append(np.cumsum(rates[order][::-1])[::-1], 0.0)[places] for rates in (pair.a, pair.b)]
     total_a, total_b = float(np.sum(pair.a)), float(np.sum(pair.b))
-    found = polygon_below(
-        np.exp(grid * interval) * (total_b / total_a), tails[0] / total_a, tails[1] / total_b
-    )
+    points = np.exp(grid * interval) * (total_b / total_a)
+    if not np.all(np.diff(points) > 0):  # doubles do not tell neighbouring ratios apart
+        return None
+    found = polygon_below(points, tails[0] / total_a, tails[1] / total_b)
     if found is None:
         return None
     first, masses = found

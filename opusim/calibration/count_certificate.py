@@ -102,9 +102,11 @@ class AnchorLight:
 
 
 _ANCHOR_FRAMES = 100
-_PARTS_OF_BETA = (
-    9  # two limits each of the gain, the anchor, its zero and the dark charge, one of the light's noise
-)
+_PARTS_OF_BETA = 12
+"""Two limits each of the gain, the anchor, its zero, the mean dark charge and a pixel's deviation from it; one each of
+the light's noise and of the spread over pixels."""
+_MOST_PIXELS = 1_000_000
+"""Outputs of a window of which every one's dark charge lies within its limits."""
 _BRIGHTEST = (
     8.0  # standard deviations above its mean that no frame of a Gaussian light reaches (1e-15 a frame)
 )
@@ -177,7 +179,7 @@ def _conclude(
     limit = light.upper(share)
     failed = [test.text for test in tests if test.needed and not test.holds]
     failed += [] if power is None else power.obstacles
-    remarks = [_assumed(power, limit)]
+    remarks = [_assumed(power, limit), _UNEVEN]
     if ambient_e:
         remarks.append(
             f"the described ambient light, {ambient_e:.4g} electrons, is taken off the dark charge: it may be gone"
@@ -194,6 +196,12 @@ def _conclude(
         light_noise=Estimate(value=light.estimate, low=0.0, high=limit),
         remarks=tuple(remarks),
     )
+
+
+_UNEVEN = (
+    "the dark charge's limits hold at each of up to 1,000,000 outputs, if dark currents differ by a normal or "
+    "log-normal law over pixels; more frames or outputs narrow them"
+)
 
 
 def _assumed(power: NamedPower | None, limit: float) -> str:
@@ -257,9 +265,10 @@ def _law(
     zero_more, dark_more = shared["zero_dn"], shared["dark_current_e_per_s"]
     lowest = (means.mean() - margin - zero.high - zero_more) / gain.high / anchor.described
     highest = (means.mean() + margin - zero.low + zero_more) / gain.low / anchor.described
+    uneven = -float(ndtri(share / _MOST_PIXELS)) * transfer.dark_spread_limit(share) / gain.low
     limits: dict[str, Any] = {
-        "dark_e_low": max(0.0, (dark.low - dark_more) * seconds - ambient_e),
-        "dark_e_high": max(0.0, (dark.high + dark_more) * seconds),
+        "dark_e_low": max(0.0, (dark.low - dark_more - uneven) * seconds - ambient_e),
+        "dark_e_high": max(0.0, (dark.high + dark_more + uneven) * seconds),
         "light_ratio_low": max(0.0, float(lowest)),
     }
     if power is None:

@@ -213,6 +213,16 @@ class PhotonTransfer:
         error = (found.high - found.low) / 2 / t.isf((1 - _HALF) / 2, freedom)
         return 2 * float(t.sf(abs(found.value) / max(error, 1e-300), freedom))
 
+    def dark_spread_limit(self, beta: float) -> float:
+        """Return the limit, DN/s, that the standard deviation of the pixels' dark slopes exceeds with probability beta.
+
+        For normal slopes, the sum of their squared deviations over s^2 + v is chi-squared, with v the variance of a
+        measured slope by chance.
+        """
+        slopes, variance = _at_pixels(self.dark, _seconds(self.dark), slice(None))[1]
+        most = float(np.sum(np.square(slopes - slopes.mean())) / chi2.ppf(beta, slopes.size - 1))
+        return max(most - variance, 0.0) ** 0.5
+
     def _dark_deviates(self) -> np.ndarray:
         """Return each looked-at pixel's dark slope less their mean, in standard errors."""
         slopes, variance = _at_pixels(self.dark, _seconds(self.dark), slice(None))[1]

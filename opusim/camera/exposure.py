@@ -308,7 +308,9 @@ class OperatingPoint:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CountLaw:
-    """Poisson counts with rates exposure (light L + bias + dark(T)) in every frame of every vector.
+    """Poisson counts with rates exposure (light L + bias + ambient + dark(T)) in every frame of every vector.
+
+    A guarantee rests on `credited_rates`, without the ambient light, which may be gone tomorrow.
 
     Var[y] = Var of the recovery / (light exposure)^2, since the recovery divides by the anchor's intensity.
 
@@ -323,6 +325,8 @@ class CountLaw:
         sensor: the stages behind the light.
         recovery: with the anchor known exactly.
         dark_scale: dark current of each output's pixel as a multiple of that, shape (n_outputs,) or one number.
+        ambient_e: described ambient light at each output, electrons, shape (n_outputs,) or one number.
+        nonlinearity: q of the read-out, as for `opusim.camera.imperfect.ImperfectExposure`.
     """
 
     light_e: np.ndarray
@@ -335,6 +339,8 @@ class CountLaw:
     sensor: Sensor
     recovery: Recovery
     dark_scale: np.ndarray | float = 1.0
+    ambient_e: np.ndarray | float = 0.0
+    nonlinearity: float = 0.0
 
     def dark_e(self, point: OperatingPoint) -> float:
         """Return the dark charge of a frame, electrons.
@@ -348,7 +354,11 @@ class CountLaw:
         return float(self.dark.current_e_per_s(wanted) * self.exposure_us * point.exposure * 1e-6)
 
     def rates(self, point: OperatingPoint) -> np.ndarray:
-        """Return the expected electrons, shape (4, vectors, n_outputs)."""
+        """Return the expected electrons, ambient light included, shape (4, vectors, n_outputs)."""
+        return np.asarray(self.credited_rates(point) + point.exposure * self.ambient_e)
+
+    def credited_rates(self, point: OperatingPoint) -> np.ndarray:
+        """Return the expected electrons without ambient light: those that a guarantee may rest on."""
         light = point.light * self.light_e + self.bias_e + point.bias_e * self.response
         return np.asarray(point.exposure * light + self.dark_e(point) * self.dark_scale)
 

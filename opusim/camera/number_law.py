@@ -1,8 +1,9 @@
 """The exact law of a digital number: the masses of every code, given the expected electrons.
 
-DN = clip(round(b + K min(N, well) + K r z), 0, top) with N ~ Poisson(rate), z ~ N(0, 1) and b the black level with the
-pixel's offset (`opusim.camera.stages.Sensor`). Given N, the code d has the mass Phi((d + 1/2 - c) / s) -
-Phi((d - 1/2 - c) / s), c = b + K min(N, well), s = K r; masses of codes beyond an end of the converter lie on the end.
+DN = clip(round(b + K f(min(N, well)) + K r z), 0, top) with N ~ Poisson(rate), z ~ N(0, 1), b the black level with the
+pixel's offset (`opusim.camera.stages.Sensor`) and the read-out f(n) = n (1 - q min(n / saturation, 1)). Given N, the
+code d has the mass Phi((d + 1/2 - c) / s) - Phi((d - 1/2 - c) / s), c = b + K f(min(N, well)), s = K r; masses of
+codes beyond an end of the converter lie on the end.
 """
 
 from __future__ import annotations
@@ -71,19 +72,23 @@ class NumberLaw:
         return total
 
 
-def number_law(rates: np.ndarray, offset_e: np.ndarray, sensor: Sensor) -> NumberLaw:
+def number_law(
+    rates: np.ndarray, offset_e: np.ndarray, sensor: Sensor, nonlinearity: float = 0.0
+) -> NumberLaw:
     """Return the law of the digital numbers of some pixels.
 
     Args:
         rates: Expected electrons, shape (inputs, pixels), at least 0.
         offset_e: Fixed offset of each pixel, electrons, shape (pixels,).
         sensor: The stages behind the light, with shot noise and a converter.
+        nonlinearity: q of the read-out, in [0, 0.25], so that numbers rise with the count.
 
     Raises:
         ValueError: The sensor has no shot noise, or no converter that makes numbers discrete.
     """
     checks.shape((None, None), rates=rates)
     checks.non_negative(rates=rates)
+    checks.in_range(0, 0.25, nonlinearity=nonlinearity)
     if not sensor.shot_noise or sensor.adc_bits is None:
         raise ValueError(
             "sensor: needs shot noise and a converter (sensor.adc_bits), whose codes have masses"
@@ -91,16 +96,20 @@ def number_law(rates: np.ndarray, offset_e: np.ndarray, sensor: Sensor) -> Numbe
     black, gain, std = sensor.black_level_dn, sensor.gain_dn_per_e, sensor.gain_dn_per_e * sensor.read_noise_e
     well = math.inf if sensor.full_well_e is None else sensor.full_well_e
     base = black + gain * np.asarray(offset_e, dtype=float)
+    slope = gain * (1 - nonlinearity)  # least mean slope, at saturation
     full = math.ceil(
-        min(well, (sensor.top_dn + 1 + _FAR * std - float(base.min())) / gain)
+        min(well, (sensor.top_dn + 1 + _FAR * std - float(base.min())) / slope)
     )  # more change no code
     least = min(_electrons(float(np.min(rates)), -1), full)
     most = min(_electrons(float(np.max(rates)), 1), full)
-    low = float(base.min()) + gain * min(least, well) - _FAR * std
+    low = float(base.min()) + slope * min(least, well) - _FAR * std
     high = float(base.max()) + gain * min(most, well) + _FAR * std
     first, last = (int(np.clip(np.rint(end), 0, sensor.top_dn)) for end in (low, high))
     electrons = np.arange(least, most + 1)
-    centres = gain * np.minimum(electrons, well)
+    centres = np.minimum(electrons, well).astype(float)
+    if nonlinearity:
+        centres *= 1 - nonlinearity * np.minimum(centres / sensor.saturation_e, 1)
+    centres *= gain
     masses = np.empty((*np.shape(rates), last - first + 1))
     for pixel in range(np.shape(rates)[1]):
         rate = np.asarray(rates)[:, pixel, None]

@@ -120,6 +120,7 @@ class NoisyDevice(ABC):
         )
         self._is_open = False
         self._certified: NoiseModel | None = None
+        self._certificate: Certificate | None = None
         self._access = (
             None
             if description.access is None
@@ -225,6 +226,11 @@ class NoisyDevice(ABC):
         return self.described_noise if self._certified is None else self._certified
 
     @property
+    def certificate(self) -> Certificate | None:
+        """The certificate that `noise` rests on, or None if it is the description's."""
+        return self._certificate
+
+    @property
     def stated_noise(self) -> NoiseModel | None:
         """`noise`, or None if it is not known yet."""
         try:
@@ -252,7 +258,7 @@ class NoisyDevice(ABC):
             if not isinstance(certificate.noise, GaussianLaw):
                 raise
             described = GaussianNoise(std=0.0, n_outputs=self._n_outputs)
-        self._certified = certificate.certified(described)
+        self._certified, self._certificate = certificate.certified(described), certificate
 
     # Opening and closing
 

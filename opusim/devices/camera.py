@@ -120,12 +120,7 @@ class CameraDevice(NoisyDevice):
         Raises:
             NoiseUnknown: the medium drifts, so no box holds the rates, or frames are dropped or repeated.
         """
-        self._require_lawful_readings()
-        if self._settings.drift is not None:
-            raise NoiseUnknown(
-                f"device {self.name!r}: its medium drifts, so no box holds its rates for a whole run; switch "
-                "camera.drift off to state a law"
-            )
+        self._require_fixed_rates()
         exposure = self.exposure
         low = np.broadcast_to(exposure.floor_e, (FRAMES_PER_TERNARY, self.n_outputs))
         highest = exposure.dark_e + exposure.light_of(np.square(self._speckle.largest_fields()))
@@ -159,6 +154,19 @@ class CameraDevice(NoisyDevice):
             added_variance=boxes.added_variance,
             added_variance_high=boxes.added_variance_high,
         )
+
+    def _require_fixed_rates(self) -> None:
+        """Refuse to state a law for a whole run of a medium that moves, or of frames that may be lost.
+
+        Raises:
+            NoiseUnknown: the medium drifts, or frames are dropped or repeated.
+        """
+        self._require_lawful_readings()
+        if self._settings.drift is not None:
+            raise NoiseUnknown(
+                f"device {self.name!r}: its medium drifts, so no box holds its rates for a whole run; switch "
+                "camera.drift off to state a law"
+            )
 
     def _require_lawful_readings(self) -> None:
         """Refuse to state moments or a law of readings that may lack a frame.
@@ -267,11 +275,11 @@ class CameraDevice(NoisyDevice):
         Raises:
             ConfigError: the description switches shot noise off, or lets the light fluctuate, and counts then have no
                 such law.
-            NoiseUnknown: frames are dropped or repeated.
+            NoiseUnknown: the medium drifts, or frames are dropped or repeated.
             DeviceUnavailable: the device is closed.
         """
         self._require_open()
-        self._require_lawful_readings()
+        self._require_fixed_rates()
         exposure, settings = self.exposure, self._settings
         if self._laser is not None:
             raise ConfigError(
@@ -285,8 +293,10 @@ class CameraDevice(NoisyDevice):
             )
         return CountLaw(
             light_e=self.frame_rates(x) - exposure.dark_e,
-            bias_e=(exposure.light.bias_e + exposure.light.ambient_e) * exposure.response,
+            bias_e=exposure.light.bias_e * exposure.response,
+            ambient_e=exposure.light.ambient_e * exposure.response,
             dark_scale=exposure.dark_scale if isinstance(exposure, ImperfectExposure) else 1.0,
+            nonlinearity=exposure.nonlinearity if isinstance(exposure, ImperfectExposure) else 0.0,
             response=exposure.response,
             offset_e=exposure.offset_e,
             exposure_us=exposure.light.exposure_us,

@@ -58,8 +58,7 @@ class PhotonCountLaw(StrictSection):
     """Poisson counts at the pixels.
 
     Attributes:
-        dark_e_low: lower limit of the dark charge of a frame, electrons, bias light
-            included.
+        dark_e_low: lower limit of the dark charge of a frame at every output, electrons, bias light included.
         dark_e_high: upper limit of it.
         light_ratio_low: lower limit of the light over the description's.
         light_ratio_high: upper limit of any frame's light over the description's; more light is less private.
@@ -147,7 +146,7 @@ class Certificate(StrictSection):
         remarks: what the certificate does not cover, as text.
     """
 
-    schema_version: Literal[2] = Field(default=2, alias="schema")
+    schema_version: Literal[3] = Field(default=3, alias="schema")
     device: str
     description_digest: str
     date: str
@@ -297,6 +296,12 @@ def _certified_counts(
     }
 
 
+_EARLIER = {
+    "1": "1 rests on tests that miss light that varies and noise that repeats",
+    "2": "2 states the mean dark charge of counts, which single outputs may fall below",
+}
+
+
 def load_certificate(path: str | Path) -> Certificate:
     """Read what `Certificate.write` wrote.
 
@@ -305,12 +310,9 @@ def load_certificate(path: str | Path) -> Certificate:
     """
     try:
         content = parse_toml(read_text(path))
-        if content.get("schema") == 1:
-            raise ConfigError(
-                str(path),
-                "schema",
-                "1 rests on tests that miss light that varies and noise that repeats; calibrate the device again",
-            )
+        weakness = _EARLIER.get(str(content.get("schema")))
+        if weakness is not None:
+            raise ConfigError(str(path), "schema", f"{weakness}; calibrate the device again")
         return Certificate.model_validate(content)
     except OSError as error:
         raise ConfigError(str(path), "path", f"cannot be read: {error.strerror or error}") from None

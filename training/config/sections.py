@@ -117,8 +117,8 @@ class DeviceChoice(BaseModel):
         ),
         Effect(
             keys=("device.certificate",),
-            needs="a guarantee that rests on the device's noise: protection.noise = 'device'",
-            holds=lambda run: run.protection.noise == "device",
+            needs="a guarantee that rests on the device's noise: protection.noise = 'device', 'counts' or 'argmax'",
+            holds=lambda run: run.protection.credits_device,
         ),
         Effect(
             keys=("device.certificate_days",),
@@ -437,6 +437,11 @@ class ProtectionSection(KindSection):
             for name, value in _COMMON.items():
                 if name not in cls.model_fields and not any(name in vars(base) for base in own):
                     setattr(cls, name, value)
+
+    @property
+    def credits_device(self) -> bool:
+        """Whether the guarantee rests on the noise of the run's device."""
+        return self.noise != "digital"
 
     @property
     def clip(self) -> float:

@@ -5,6 +5,7 @@ readings are kept and reused. Epsilon is accounted on the electron counts of the
 simulated device knows their rates, so the divergence of the Poisson laws is exact. Epsilon therefore holds even against
 an attacker who sees the frames; sigma, the noise of the recovered projection, is what learning sees. Dark charge and
 bias light add counts that do not depend on the label; less laser light or a shorter exposure leaves fewer that do.
+Ambient light is in sigma and in no epsilon: it may be gone tomorrow.
 Source: docs/privacy.md, section 9; opusim.camera.exposure for the rates.
 """
 
@@ -84,7 +85,7 @@ class LabelCounts:
     def guarantee(self, point: OperatingPoint) -> Guarantee:
         """Return the guarantee of one reading of every label."""
         self.on_evaluation()
-        rates = self.law.rates(point)
+        rates = self.law.credited_rates(point)
         if self.kept == "argmax":
             epsilon = argmax_epsilon(
                 *confusion_at(self.law, self._pixels, rates[0], rates[0]), symmetrised=True

@@ -79,7 +79,7 @@ def monitored(
 
 def credit_of(config: RunConfig, certificate: Certificate | None) -> Mapping[str, Any]:
     """Return the keywords of a mechanism that rests on the device's noise under a certificate."""
-    if certificate is None or config.protection.noise != "device":
+    if certificate is None or not config.protection.credits_device:
         return {}
     return {"beta": certificate.beta, "certificate": certificate.digest}
 

@@ -27,6 +27,7 @@ from opusim.camera.exposure import CountLaw, OperatingPoint
 from opusim.camera.number_law import NumberLaw, number_law
 from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
+from opusim.devices.certificate import PhotonCountLaw
 from opusim.errors import ConfigError
 from opusim.noise import PhotonCountNoise
 from opusim.randomness.streams import SystemUniforms
@@ -55,41 +56,49 @@ class LabelFrames:
     Attributes:
         device: The open camera.
         law: Of its counts; the first frame of a reading is the one-hot vector's own.
-        beta: Probability that a certificate of the law is wrong.
-        excess: Most light, as a multiple of the law's, that a certificate allows; 1 without one.
-        dark: Least expected electrons without light at each pixel, shape (pixels,).
+        dark: Least expected electrons without light that are credited at each pixel, shape (pixels,).
+        certified: Limits of the device's certificate, or None without one.
+        beta: Probability that these are wrong, 0 without one.
+        certificate: Digest of the certificate, or empty.
     """
 
     device: CameraDevice
     law: CountLaw
-    beta: float
-    excess: float
     dark: np.ndarray
+    certified: PhotonCountLaw | None = None
+    beta: float = 0.0
+    certificate: str = ""
 
     @classmethod
     def of(cls, device: NoisyDevice, n_classes: int) -> LabelFrames:
-        """Return how an open device sees the labels.
+        """Return how an open device sees the labels, within the limits of its certificate if it has one.
 
         Raises:
-            ConfigError: It is no simulated camera, or states no law of its counts.
+            ConfigError: It is no simulated camera, its light fluctuates, or it states no law of its counts.
         """
         if not isinstance(device, CameraDevice) or device.stated_noise is None:
             reason = (
-                f"device {device.name!r} counts no photons at rates that are known; use a camera without drift, or "
-                "'digital'"
+                f"device {device.name!r} counts no photons at rates that are known; use a camera without drift and "
+                "lost frames, or 'digital'"
             )
             raise ConfigError("configuration", _KEY, reason)
         law = device.count_law(torch.eye(n_classes))
-        stated, described = device.noise, device.described_noise
+        stated, certificate = device.noise, device.certificate
         if not isinstance(stated, PhotonCountNoise):
             raise ConfigError(
                 "configuration", _KEY, f"{stated.law!r} is no law of photon counts; use 'digital'"
             )
-        dark = np.asarray(stated.rate_low)[0]
-        range_stated = np.asarray(stated.rate_high)[0] - dark
-        range_described = np.asarray(described.rate_high)[0] - np.asarray(described.rate_low)[0]
-        excess = float(np.max(range_stated / range_described)) if stated.beta > 0 else 1.0
-        return cls(device=device, law=law, beta=stated.beta, excess=excess, dark=dark)
+        found = cls(device=device, law=law, dark=np.asarray(stated.rate_low)[0])
+        if certificate is None or not isinstance(certificate.noise, PhotonCountLaw):
+            return found
+        return replace(
+            found, certified=certificate.noise, beta=certificate.beta, certificate=certificate.digest
+        )
+
+    @property
+    def excess(self) -> float:
+        """Most light, as a multiple of the law's, that the certificate allows; 1 without one."""
+        return 1.0 if self.certified is None else self.certified.light_ratio_high
 
     @cached_property
     def light(self) -> np.ndarray:
@@ -102,7 +111,8 @@ class LabelFrames:
 
     def numbers(self, rates: np.ndarray, pixels: np.ndarray) -> NumberLaw:
         """Return the law of the digital numbers of some pixels at rates of all."""
-        return number_law(rates[:, pixels], self.law.offset_e[pixels], self.law.sensor)
+        law = self.law
+        return number_law(rates[:, pixels], law.offset_e[pixels], law.sensor, law.nonlinearity)
 
     def taken(self, labels: Tensor, light: float) -> np.ndarray:
         """Take a frame of each label, digital numbers, shape (n, pixels)."""
@@ -134,7 +144,9 @@ class CountsReadout:
             NoGuarantee: No light does.
         """
         pixels = equidistant_pixels(frames.light)
-        start = LabelCounts.of(frames.light[:, pixels], frames.dark[pixels], beta=frames.beta)
+        start = LabelCounts.of(
+            frames.light[:, pixels], frames.dark[pixels], beta=frames.beta, certificate=frames.certificate
+        )
         found = calibrated_once(
             replace(start, brightest=_START_LIGHT * frames.excess), epsilon=epsilon, delta=delta
         )
@@ -266,20 +278,24 @@ class ArgmaxReadout:
         while excess(low) > 0:
             high, low = low, low - 1.0
             if low < math.log(LEAST_LIGHT):
+                limits = "" if frames.certified is None else " within the limits of device.certificate"
                 raise ConfigError(
                     "configuration",
                     "protection.epsilon",
-                    f"{epsilon:g} is below what any light gives; allow more, or use {_KEY} = 'digital'",
+                    f"{epsilon:g} is below what any light gives{limits}; allow more, or use {_KEY} = 'digital'",
                 )
         found = low if low == high else float(brentq(excess, low, high, xtol=_TOLERANCE))
         while excess(found) > 0:
             found -= _TOLERANCE
         light = math.exp(found)
-        limits = confusion(frames, groups, light)
         mechanism = LabelArgmax(
-            step_epsilon=argmax_epsilon(*limits, symmetrised=True), n_classes=len(groups), beta=frames.beta
+            step_epsilon=argmax_epsilon(*confusion(frames, groups, light), symmetrised=True),
+            n_classes=len(groups),
+            beta=frames.beta,
+            certificate=frames.certificate,
         )
-        own = confusion(replace(frames, beta=0.0), groups, light)[0]
+        rates = frames.rates(light)
+        own = confusion_at(frames.law, groups, rates, rates)[0]
         return cls(
             frames=frames,
             groups=groups,
@@ -352,19 +368,19 @@ def label_groups(light: np.ndarray) -> np.ndarray:
 
 
 def confusion(frames: LabelFrames, groups: np.ndarray, light: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return limits of the confusion matrix of the argmax at a light: between dark and all light under a certificate.
+    """Return limits of the confusion matrix of the argmax over all dark and light that a certificate allows.
 
     Args:
         frames: The camera.
         groups: Pixels of each label, shape (labels, pixels of a group).
         light: Multiple of the described light.
     """
-    rates = frames.rates(light)
-    if frames.beta == 0:
+    rates, certified = frames.rates(light), frames.certified
+    if certified is None:
         return confusion_at(frames.law, groups, rates, rates)
-    dark = np.broadcast_to(frames.dark, rates.shape)
-    highest = np.maximum(rates, dark) + (frames.excess - 1) * light * frames.light
-    return confusion_at(frames.law, groups, dark, highest)
+    lowest = certified.dark_e_low + certified.light_ratio_low * light * frames.light
+    highest = certified.dark_e_high + certified.light_ratio_high * light * frames.light
+    return confusion_at(frames.law, groups, np.minimum(lowest, rates), np.maximum(highest, rates))
 
 
 def confusion_at(
@@ -377,10 +393,20 @@ def confusion_at(
         groups: Pixels of each label, shape (labels, pixels of a group).
         lowest: Expected electrons of each label's frame, shape (labels, pixels).
         highest: The same, at least as large.
+
+    Raises:
+        ConfigError: The camera sees ambient light, of which no amount is the worst for every matrix.
     """
+    if np.any(law.ambient_e):
+        raise ConfigError(
+            "configuration",
+            "camera.light.ambient_flux_per_s",
+            f"{float(np.max(law.ambient_e)):.4g} electrons a frame may be gone tomorrow, and the argmax would tell "
+            "more or less then; switch the light off, or keep the counts, whose guarantee does not credit it",
+        )
     pixels, places = groups.ravel(), list(np.arange(groups.size).reshape(groups.shape))
     rates = lowest if lowest is highest else np.concatenate([lowest, highest])
-    sums = number_law(rates[:, pixels], law.offset_e[pixels], law.sensor).sums(places)
+    sums = number_law(rates[:, pixels], law.offset_e[pixels], law.sensor, law.nonlinearity).sums(places)
     return confusion_matrix(sums[: len(lowest)], sums[-len(highest) :])
 
 

@@ -168,6 +168,7 @@ def test_the_law_survives_json_and_bounds_its_variance(seed: int) -> None:
         ({"rms": 0.3, "power_law": "gaussian"}, "power_rms"),
         ({"rate_high": np.full((4, 8), 1.0)}, "rate_high"),
         ({"beta": 1.0}, "beta"),
+        ({"rate_low": np.full(4, 3.0), "rate_high": np.full(4, 3.4)}, "does not tell frames from pixels"),
     ],
 )
 def test_bad_numbers_are_named(changes: dict[str, object], message: str) -> None:

@@ -25,6 +25,7 @@ from accounting.devices.counts import (
 from accounting.devices.readings import epsilon_of_divergence, pattern_rdp
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Status
+from accounting.mechanisms import CertifiedMechanism, mechanism_from_json
 from accounting.numerics import poisson_loss
 
 DELTA = 1e-5
@@ -391,3 +392,24 @@ def test_contradictory_limits_are_refused(low: np.ndarray, high: np.ndarray, mes
 def test_counts_that_are_no_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="counts: must be whole numbers"):
         certified_confusion(np.eye(2), beta=0.1)
+
+
+@pytest.mark.parametrize("gap", [1e-15, 1e-13, 1e-9])
+def test_rates_that_doubles_barely_tell_apart_cost_nothing(gap: float) -> None:
+    rates = np.array([[5.0, 5.0], [5.0 * (1 + gap), 5.0]])
+    found = known_counts_guarantee(rates, delta=DELTA)
+    assert (found.epsilon, found.epsilon_lower) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("one", [COUNTS, LabelArgmax(step_epsilon=1.0, n_classes=4)])
+def test_one_certificate_costs_its_beta_once(one: CertifiedMechanism) -> None:
+    named = replace(one, beta=4e-6, certificate="a" * 32)
+    together = [named, named.repeated(2)]
+    assert math.isfinite(guarantees(together, delta=DELTA)[0].epsilon)
+    unnamed = [
+        replace(each, certificate="") for each in together
+    ]  # each look may rest on its own calibration
+    assert math.isinf(guarantees(unnamed, delta=DELTA)[0].epsilon)
+    assert named.taken_upfront
+    old = {key: value for key, value in one.to_json().items() if key != "certificate"}
+    assert mechanism_from_json(old) == one

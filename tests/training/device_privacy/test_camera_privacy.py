@@ -15,6 +15,7 @@ from accounting.labels.mechanisms import LabelReadout
 from opusim.camera.exposure import OperatingPoint
 from opusim.description.loading import load_description
 from opusim.devices.registry import open_device
+from opusim.errors import ConfigError
 from training.cli.app import app
 from training.device_privacy.camera import (
     MIN_SHARE,
@@ -187,3 +188,24 @@ def test_kept_counts_are_for_cameras_only() -> None:
     ):
         refused = CliRunner().invoke(app, ["account", "device", *call])
         assert message in str(refused.exception)
+
+
+@pytest.mark.parametrize("kept", ["reading", "counts"])
+def test_ambient_light_that_may_be_gone_buys_no_epsilon(kept: str) -> None:
+    def found(flux: float | None) -> LabelCounts:
+        description = load_description(
+            "camera_low_light", {"camera": {"light": {"ambient_flux_per_s": flux}}}
+        )
+        return label_counts(description, n_classes=3, n_outputs=16, delta=DELTA, kept=kept)  # type: ignore[arg-type]
+
+    point = OperatingPoint(light=0.05)
+    dark, lit = found(None), found(1e3)
+    assert lit.epsilon(point) == pytest.approx(dark.epsilon(point), rel=1e-6)
+    assert lit.law.std(point) > 2 * dark.law.std(point)
+
+
+def test_the_argmax_under_ambient_light_is_refused() -> None:
+    description = load_description("camera_low_light", {"camera": {"light": {"ambient_flux_per_s": 100.0}}})
+    found = label_counts(description, n_classes=3, n_outputs=16, delta=DELTA, kept="argmax")
+    with pytest.raises(ConfigError, match="ambient_flux_per_s: .* may be gone tomorrow"):
+        found.epsilon(OperatingPoint())

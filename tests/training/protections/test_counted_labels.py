@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,20 @@ from accounting.composition import guarantees
 from accounting.devices.counts import LabelArgmax, LabelCounts
 from accounting.errors import BudgetExceeded
 from accounting.ledger.ledger import read_ledger
-from accounting.mechanisms import Mechanism
+from accounting.mechanisms import CertifiedMechanism, Mechanism
 from opusim import open_device
+from opusim.camera.number_law import number_law
+from opusim.devices.base import NoisyDevice
+from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of
 from opusim.errors import ConfigError
-from opusim.noise import PhotonCountNoise
 from opusim.randomness.streams import SeededStream
 from training.protections import counted_labels
 from training.protections.counted_labels import (
     ArgmaxReadout,
     CountsReadout,
     LabelFrames,
+    confusion,
+    confusion_at,
     equidistant_pixels,
     label_groups,
     read_argmax,
@@ -195,30 +201,93 @@ def test_groups_are_disjoint_and_lit_by_their_label() -> None:
         label_groups(light[:, :4])
 
 
-def certified(frames: LabelFrames, beta: float) -> LabelFrames:
-    """The frames of a device whose certificate allows 10 % more light and 5 % less dark charge."""
-    device, described = frames.device, frames.device.described_noise
-    low = 0.95 * np.asarray(described.rate_low)
-    high = low + 1.1 * (np.asarray(described.rate_high) - np.asarray(described.rate_low))
-    device._certified = PhotonCountNoise(rate_low=low, rate_high=high, beta=beta)
-    try:
-        return LabelFrames.of(device, K)
-    finally:
-        device._certified = None
+LIMITS = {"dark_e_low": 5.7, "dark_e_high": 6.3, "light_ratio_low": 0.9, "light_ratio_high": 1.1}
+"""Of a device whose dark charge is 6 electrons."""
+
+
+def certificate_of(device: NoisyDevice, beta: float = 1e-3, **limits: float) -> Certificate:
+    return Certificate(
+        device=device.name,
+        description_digest=digest_of(device.description),
+        date=datetime.date.today().isoformat(),
+        n_inputs=device.n_inputs,
+        n_outputs=device.n_outputs,
+        frames=1000,
+        confidence=0.95,
+        beta=beta,
+        noise=PhotonCountLaw(**LIMITS | limits),
+    )
+
+
+@contextmanager
+def certified(camera: dict[str, Any] | None = None, **limits: float) -> Iterator[LabelFrames]:
+    with open_device("camera_low_light", n_inputs=K, n_outputs=48, camera=camera or {}) as device:
+        device.attach_certificate(certificate_of(device, **limits))
+        yield LabelFrames.of(device, K)
 
 
 def test_a_certificate_dims_the_light_and_takes_its_beta(
-    frames: LabelFrames, counts: CountsReadout, answers: ArgmaxReadout
+    counts: CountsReadout, answers: ArgmaxReadout
 ) -> None:
-    limits = certified(frames, 1e-3)
-    assert limits.excess == pytest.approx(1.1)
-    found = CountsReadout.within(limits, epsilon=EPSILON, delta=DELTA)
-    assert found.mechanism.beta == 1e-3
-    assert 0.8 * counts.light < found.light < counts.light / 1.05
-    channel = ArgmaxReadout.within(limits, epsilon=EPSILON)
-    assert channel.mechanism.beta == 1e-3
-    assert channel.light < answers.light
-    assert channel.keep < channel.mechanism.keep_probability
+    with certified() as limits:
+        assert limits.excess == 1.1
+        found = CountsReadout.within(limits, epsilon=EPSILON, delta=DELTA)
+        assert 0.8 * counts.light < found.light < counts.light / 1.05
+        channel = ArgmaxReadout.within(limits, epsilon=EPSILON)
+        assert channel.light < answers.light
+        assert channel.keep < channel.mechanism.keep_probability
+        for mechanism in (found.mechanism, channel.mechanism):
+            assert mechanism.beta == 1e-3
+            assert mechanism.certificate == certificate_of(limits.device).digest
+
+
+def test_certified_answers_allow_for_all_dark_light_of_the_certificate(answers: ArgmaxReadout) -> None:
+    groups, light = answers.groups, answers.light
+    with certified(dark_e_high=7.0) as frames:
+        lower, upper = confusion(frames, groups, light)
+        for group in range(K):
+            dark = np.full(48, 5.7)
+            dark[groups[group]] = 7.0  # the dark light that this group gains by
+            rates = dark + light * frames.light
+            found = confusion_at(frames.law, groups, rates, rates)[0]
+            assert np.all((lower <= found + 1e-12) & (found <= upper + 1e-12))
+    with certified() as narrow:  # planted: limits that the dark light exceeds
+        assert np.any(found > confusion(narrow, groups, light)[1])
+
+
+def test_dead_pixels_tell_nothing_under_a_certificate_either() -> None:
+    with certified({"pixels": {"dead_share": 0.1}}) as frames:
+        assert np.any(np.all(frames.light == 0, axis=0))
+        found = CountsReadout.within(frames, epsilon=EPSILON, delta=DELTA)
+        assert 0 < found.light < 1
+        assert np.all(np.isfinite(found.log_likelihood(torch.arange(K))))
+
+
+def test_answers_of_a_faulty_instrument_have_the_stated_law(seed: int) -> None:
+    """Cross-talk, stuck mirrors, hot, dead and uneven pixels, and a read-out that bends."""
+    pixels = {"hot_share": 0.05, "hot_factor": 3.0, "dead_share": 0.05, "dcnu": 0.2, "crosstalk": 0.1}
+    faults = {
+        "pixels": pixels | {"nonlinearity": 0.2},
+        "mirrors": {"stuck_on": 0.1, "contrast": 100.0},
+        "sensor": {"full_well_e": 60.0},
+        "anchor": {"most_saturated": 1.0},
+    }
+    n, light = 4000, 0.04
+    with open_device("camera_low_light", n_inputs=K, n_outputs=48, camera=faults, seed=seed) as device:
+        frames = LabelFrames.of(device, K)
+        groups, own = label_groups(frames.light), np.repeat(np.arange(K), n)
+        taken = frames.taken(torch.from_numpy(own), light).astype(np.float64)
+        sums = taken[:, groups].sum(axis=2) + np.random.default_rng(seed).random((len(own), K))
+        law = confusion(frames, groups, light)[0]
+        straight = number_law(frames.rates(light), frames.law.offset_e, frames.law.sensor)
+    found = np.zeros((K, K))
+    np.add.at(found, (own, sums.argmax(axis=1)), 1 / n)
+    assert np.max(np.abs(found - law) / np.sqrt(law * (1 - law) / n)) < norm.isf(norm.sf(5.0) / K**2)
+    codes = straight.first + np.arange(straight.masses.shape[2])
+    means = straight.masses[0] @ codes
+    errors = np.sqrt((straight.masses[0] @ codes**2 - means**2) / n)
+    off = np.abs(taken[:n].mean(axis=0) - means) / errors
+    assert off.max() > 5  # planted: numbers of a straight read-out
 
 
 @pytest.mark.parametrize(
@@ -229,6 +298,16 @@ def test_a_certificate_dims_the_light_and_takes_its_beta(
             "camera_low_light",
             {"camera": {"drift": {"decorrelation_s": 1e5, "seconds_per_step": 1.0}}},
             "counts no photons at rates that are known; use a camera without drift",
+        ),
+        (
+            "camera_low_light",
+            {"camera": {"transfer": {"dropped": 0.01}}},
+            "use a camera without drift and lost frames",
+        ),
+        (
+            "camera_low_light",
+            {"camera": {"light": {"power": {"law": "log_normal", "rms": 0.01}}}},
+            "camera.light.power: fluctuates, so counts have no fixed rates",
         ),
     ],
 )
@@ -276,6 +355,21 @@ def test_a_run_states_and_pays_for_one_look(
     scores = read_array(run.folder.labels_file)
     assert scores.shape == (54, 3)
     assert (len(np.unique(scores)) == 2) == (noise == "argmax")
+
+
+@pytest.mark.parametrize(("noise", "kind"), [("counts", LabelCounts), ("argmax", LabelArgmax)])
+def test_a_run_under_a_certificate_names_it_and_pays_its_beta_once(
+    noise: str, kind: type[CertifiedMechanism], tmp_path: Path
+) -> None:
+    with open_device("camera_low_light", n_inputs=3, n_outputs=24) as device:
+        certificate = certificate_of(device, beta=1e-6, dark_e_low=5.9, dark_e_high=6.1)
+    certificate.write(tmp_path / "certificate.toml")
+    chosen = {"name": "camera_low_light", "certificate": str(tmp_path / "certificate.toml")}
+    run = training.train(config_of(noise, device=chosen), data=data(), folder=tmp_path / "run")
+    assert 2.9 < run.guarantees[0].epsilon <= 3.0
+    (mechanism,) = read_ledger(run.folder.ledger_file).mechanisms
+    assert isinstance(mechanism, kind)
+    assert (mechanism.beta, mechanism.certificate) == (1e-6, certificate.digest)
 
 
 def test_experiments_repeat_and_releases_do_not(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from opusim.description.schema import DeviceDescription, MonitorSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, load_certificate
 from opusim.errors import ConfigError, DeviceError, DeviceFault, NoiseBelowCertificate
-from training.config.run import RunConfig
+from training.config.sections import DeviceChoice, ProtectionSection
 from training.errors import RunFolderError
 from training.runs.checkpoints import list_checkpoints, read_checkpoint, reseal_checkpoint
 from training.runs.folder import RunFolder
@@ -26,20 +26,20 @@ VOUCHED = "noise_vouched"
 
 
 def certificate_of(
-    config: RunConfig, description: DeviceDescription | None, folder: RunFolder | None
+    chosen: DeviceChoice, delta: float, description: DeviceDescription | None, folder: RunFolder | None
 ) -> Certificate | None:
     """Return the certificate that a run rests on, once it fits the device, the day and the run's delta.
 
     Args:
-        config: The run.
-        description: That of its device, or None without one.
+        chosen: The run's device.
+        delta: That of its statement.
+        description: The device's, or None without one.
         folder: The folder of a run to resume, which keeps the certificate, so that its file may be gone.
 
     Raises:
         ConfigError: It is another device's or description's, too old, without a law, or its beta leaves no delta.
         RunFolderError: The file now holds another certificate than the run was started with.
     """
-    chosen = config.device
     if chosen.certificate is None or description is None:
         return None
     if folder is None:
@@ -49,7 +49,6 @@ def certificate_of(
         _require_same(found, Path(chosen.certificate), folder)
     found.check_device(description, n_outputs=0)  # the window is checked when the device is opened
     found.require_fresh(chosen.certificate_days, date.today())
-    delta = config.protection.delta
     if found.beta >= delta:
         reason = (
             f"beta = {found.beta:g} is the certificate's own error and leaves nothing of protection.delta = {delta:g}; "
@@ -77,9 +76,9 @@ def monitored(
     return description.model_copy(update={"monitor": MonitorSettings(every_steps=1)})
 
 
-def credit_of(config: RunConfig, certificate: Certificate | None) -> Mapping[str, Any]:
+def credit_of(protection: ProtectionSection, certificate: Certificate | None) -> Mapping[str, Any]:
     """Return the keywords of a mechanism that rests on the device's noise under a certificate."""
-    if certificate is None or not config.protection.credits_device:
+    if certificate is None or not protection.credits_device:
         return {}
     return {"beta": certificate.beta, "certificate": certificate.digest}
 

@@ -108,7 +108,7 @@ class RunPlan:
         _require_named(config, dataset)
         require_target(config, dataset)
         description = _description(config, folder)
-        certificate = certificate_of(config, description, folder)
+        certificate = certificate_of(config.device, config.protection.delta, description, folder)
         dataset = with_maps(config, dataset, folder)
         plan = cls(
             config=config,
@@ -171,7 +171,7 @@ class RunPlan:
     @property
     def credit(self) -> Mapping[str, Any]:
         """Keywords `beta` and `certificate` of a mechanism that rests on the device's noise; empty without one."""
-        return credit_of(self.config, self.certificate)
+        return credit_of(self.config.protection, self.certificate)
 
     @property
     def total_steps(self) -> int:

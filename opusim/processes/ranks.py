@@ -196,6 +196,10 @@ class Ranks:
         """Return the sum of a whole number over all processes."""
         return sum(found for (found,) in self.rows([number]))
 
+    def before(self, number: int) -> int:
+        """Return the sum of a whole number over the processes of lower ranks."""
+        return sum(found for (found,) in self.rows([number])[: self.rank])
+
     def totals(self, values: Sequence[float]) -> list[float]:
         """Return sums over all processes, the same to the bit on each."""
         if self.world == 1:

@@ -80,6 +80,8 @@ class ModuleTrainer(Trainer):
         self._network, self._objective, self._feedback = network, objective, feedback
         self._seed, self._labels, self._private = seed, labels, private
         self._ranks = ranks or Ranks.one()
+        if feedback is not None and self._ranks.world > 1:
+            feedback.number_rows(self._ranks.before)
         device = None if feedback is None else feedback.device
         self._column_sum = (
             None if device is None else torch.zeros(device.n_outputs)

@@ -175,6 +175,7 @@ class FeedbackAlignment(nn.Module):
         self._encoding, self._threshold, self._planes = encoding, threshold, planes
         self._normalised, self.gain = normalised, gain
         self._seed, self._draw_seed = seed, draw_seed
+        self._rows_before: Callable[[int], int] | None = None
         self._view = View(batch_dim=batch_dim, channel_dim=channel_dim)
         self._device = device
         self.column_sum: Tensor | None = None
@@ -209,6 +210,7 @@ class FeedbackAlignment(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the model and its hooks; the copy reads the same device."""
         memo[id(self._device)] = self._device
+        memo[id(self._rows_before)] = self._rows_before
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
@@ -579,12 +581,25 @@ class FeedbackAlignment(nn.Module):
         return [signal if h.requires_grad else None for signal, h in zip(found, points, strict=True)]
 
     def read_nothing(self) -> None:
-        """Take part in the readings of a step in which this process has no records; only for a shared device."""
+        """Take part in the readings of a step in which this process has no records, if processes share a batch."""
         step, self._step = self._step, self._step + 1
-        if self._device is not None and self.gain:
+        if self.gain and (self._device is not None or self._draws_together()):
             projection = self._projector(torch.device("cpu"))
-            self._device.seek(step)
+            if self._device is not None:
+                self._device.seek(step)
             self._read(torch.zeros(0, self._n_inputs), projection, step)
+
+    def number_rows(self, before: Callable[[int], int]) -> None:
+        """Let the digital draws of a batch that processes share be those of one process.
+
+        Args:
+            before: A call of all processes that takes the rows of this one, and returns those of the processes before.
+        """
+        self._rows_before = before
+
+    def _draws_together(self) -> bool:
+        """Whether processes share a batch whose digital codes are drawn."""
+        return self._device is None and self._rows_before is not None and self._encoding == "stochastic"
 
     def _read(self, rows: Tensor, projection: Projection, step: int) -> Tensor:
         """Return B e for rows (n, n_inputs); a row of zeros is not shown, a row that is not finite reads NaN.
@@ -596,7 +611,11 @@ class FeedbackAlignment(nn.Module):
         shown = torch.nonzero(finite & (largest > 0)).squeeze(1)
         n_outputs = self._shape.n_outputs if self._device is None else self._device.n_outputs
         reading = rows.new_zeros(len(rows), n_outputs)
-        before, most = (0, len(shown)) if self._device is None else self._device.agree(len(shown))
+        before, most = 0, len(shown)
+        if self._device is not None:
+            before, most = self._device.agree(len(shown))
+        elif self._draws_together():
+            before = self._rows_before(len(shown)) if self._rows_before else 0
         projection.seek(step, before=before)
         at_once = max(1, _NUMBERS_AT_ONCE // max(rows.shape[1], n_outputs))
         for start in range(0, max(most, 1), at_once):

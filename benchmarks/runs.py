@@ -24,6 +24,18 @@ def train_or_read(config: dict[str, Any], path: Path) -> Run:
     return opusim.load_run(path) if folder.finished else opusim.train(folder=path, resume=True)
 
 
+def private_accuracy(run: Run) -> dict[str, Any]:
+    """Return accuracies of a finished run, per cent, and the epsilon of its one guarantee with its status."""
+    summary = run.summary or {}
+    (guarantee,) = run.guarantees
+    return {
+        "test": 100 * summary["test_accuracy"],
+        "validation": 100 * summary["validation_accuracy"],
+        "stated_epsilon": guarantee.epsilon,
+        "status": guarantee.status.value,
+    }
+
+
 def _require_same(config: dict[str, Any], folder: RunFolder) -> None:
     """Refuse a folder that holds another configuration; what the run resolved itself may differ."""
     kept = folder.read_config()

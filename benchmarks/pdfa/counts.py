@@ -19,7 +19,7 @@ import typer
 
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
-from benchmarks.runs import train_or_read
+from benchmarks.runs import private_accuracy, train_or_read
 from opusim.tables import print_table
 from training.config.reading import merged
 
@@ -63,16 +63,12 @@ def run_once(row: str, epsilon: float, seed: int) -> dict[str, Any]:
     """Train one run, resume it, or read it back."""
     tag = f"{row}-{epsilon:g}-{seed}".replace(", ", "-").replace(" °C", "c")
     run = train_or_read(configuration(row, epsilon, seed), FOLDER / tag)
-    summary = run.summary or {}
     (guarantee,) = run.guarantees
     return {
         "row": row,
         "epsilon": epsilon,
         "seed": seed,
-        "test": 100 * summary["test_accuracy"],
-        "validation": 100 * summary["validation_accuracy"],
-        "stated_epsilon": guarantee.epsilon,
-        "status": guarantee.status.value,
+        **private_accuracy(run),
         "mechanism": guarantee.mechanism,
     }
 

@@ -25,7 +25,7 @@ from joblib import Parallel, delayed
 
 from benchmarks.markdown import Row, command, markdown, section
 from benchmarks.results_file import load_results, save_results
-from benchmarks.runs import train_or_read
+from benchmarks.runs import private_accuracy, train_or_read
 from opusim.tables import print_table
 from training.config.reading import merged, parse_setting
 
@@ -108,16 +108,12 @@ def run_once(row: str, epsilon: float, point: Point, seed: int) -> dict[str, Any
         configuration(row, epsilon, point, seed), FOLDER / tag.replace(", ", "-").replace(" ", "-")
     )
     summary = run.summary or {}
-    (guarantee,) = run.guarantees
     return {
         "row": row,
         "epsilon": epsilon,
         "point": point,
         "seed": seed,
-        "validation": 100 * summary["validation_accuracy"],
-        "test": 100 * summary["test_accuracy"],
-        "stated_epsilon": guarantee.epsilon,
-        "status": guarantee.status.value,
+        **private_accuracy(run),
         "frames": summary["frames"],
         "joules": summary["joules"],
         "seconds": sum(record["wall_s"] for record in run.folder.read_timing()),

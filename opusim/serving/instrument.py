@@ -105,7 +105,7 @@ class View:
 
     @property
     def baseline(self) -> Baseline | None:
-        """What the monitor of the client's own device compares with; None for a shared one, whose server watches it."""
+        """What the monitor compares with if the client has a device of its own; the server watches a shared one."""
         return None if self.shared or not self._whole else self.device.baseline
 
     def count(self, act: Callable[[], Any]) -> Any:
@@ -167,7 +167,7 @@ class View:
 
 
 def law_of_outputs(law: NoiseModel, outputs: slice) -> NoiseModel | None:
-    """Return the law of some outputs, or None for a law of another package, of which nothing is known.
+    """Return the law of some outputs, or None if it is unknown how the law depends on outputs.
 
     Numbers that are told for each output are cut; numbers for all outputs stay.
     """

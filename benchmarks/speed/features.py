@@ -47,6 +47,8 @@ def status(key):
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 name, *sizes, share = sys.argv[1:]
 n, n_inputs, n_outputs = (int(size) for size in sizes)
+with open_device(name, n_inputs=n_inputs, n_outputs=1) as device:  # what a device imports when it is opened
+    device.intensities(np.ones((1, n_inputs), np.uint8))
 before = status("VmRSS")
 x = (np.random.default_rng(0).random((n, n_inputs), dtype=np.float32) < float(share)).astype(np.uint8)
 with tempfile.TemporaryDirectory() as folder:

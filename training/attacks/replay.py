@@ -93,7 +93,8 @@ class ReplayedStep:
 
     def records(self, index: Tensor) -> Records:
         """Return training records by number."""
-        return Records(x=self.dataset.train.x[index], y=self.dataset.train.y[index])
+        x, y = self.dataset.train.batch(index)
+        return Records(x=x, y=y)
 
     def step_of(self, trial: int) -> int:
         """Return the number of a trial's step, which keys its noise: no two trials share any."""
@@ -111,8 +112,7 @@ class ReplayedStep:
         return [*self._history, self._parameters()]
 
     def _step(self, index: Tensor, number: int) -> None:
-        train = self.dataset.train
-        self._trainer.step(train.x[index], train.y[index], step=number, observe=False, records=index)
+        self._trainer.step(*self.dataset.train.batch(index), step=number, observe=False, records=index)
 
     def _parameters(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self._trainer.tensors.items()}

@@ -28,9 +28,19 @@ class DataConfig(Section):
             holds=lambda run: run.data.components is not None,
         ),
         Effect(
-            keys=("data.n_features", "data.features_threshold"),
+            keys=("data.features_groups",),
             needs="data.features",
             holds=lambda run: run.data.features is not None,
+        ),
+        Effect(
+            keys=("data.features_threshold",),
+            needs="data.features = 'optical:DEVICE'",
+            holds=lambda run: run.data.features_kind == "optical",
+        ),
+        Effect(
+            keys=("data.n_features",),
+            needs="data.features = 'optical:DEVICE' or 'convolutions'",
+            holds=lambda run: run.data.features_kind in ("optical", "convolutions"),
         ),
         Effect(
             keys=("data.context", "data.tokenizer"),
@@ -99,12 +109,17 @@ class DataConfig(Section):
     std: float | None = Field(None, gt=0.0)
     """Another public constant to divide by instead; requires mean."""
     features: str | None = None
-    """Replace the features by a public map of them: optical:DEVICE for |R x|^2 of a device (`opusim device list`, or a
-    TOML file), where x is 1 for each feature above data.features_threshold, else 0."""
+    """Replace the features by a public map of them. optical:DEVICE: |R x|^2 of a device (`opusim device list`, or a
+    TOML file), where x is 1 for each feature above data.features_threshold, else 0. For images: scattering
+    (scattering:J for another scale than 2), hog, convolutions (random ones)."""
     n_features: int = Field(1000, ge=1)
-    """Number of features behind data.features."""
+    """Number of features behind data.features = optical:DEVICE or convolutions (a multiple of 32); the other maps have
+    their own."""
     features_threshold: float = 0.0
-    """What a standardised feature must exceed to be shown by data.features; a public number."""
+    """What a standardised feature must exceed to be shown by data.features = optical:DEVICE; a public number."""
+    features_groups: int | None = Field(None, ge=1)
+    """Give each of this many groups of neighbouring channels behind data.features the mean 0 and the variance 1 within
+    its record."""
     components: int | None = Field(None, ge=1)
     """Replace the features by this many principal components of the training records; only for public features."""
     whitening: float = Field(0.5, ge=0.0, le=1.0)
@@ -153,16 +168,30 @@ class DataConfig(Section):
         return self.name if self.file_kind is None else re.sub(r"[^\w.-]+", "-", self.file.stem)
 
     @property
-    def features_device(self) -> str:
-        """The device that data.features names; empty without one."""
+    def features_kind(self) -> str:
+        """The map that data.features names; empty without one."""
+        return (self.features or "").partition(":")[0]
+
+    @property
+    def features_argument(self) -> str:
+        """What follows the colon of data.features: a device, or the scale of scattering."""
         return (self.features or "").partition(":")[2]
 
     @model_validator(mode="after")
     def _check_features(self) -> Self:
-        if self.features is not None and (
-            not self.features.startswith("optical:") or not self.features_device
-        ):
-            raise ValueError(f"features = {self.features!r}: must be optical:DEVICE, such as optical:ideal")
+        argument, kind = self.features_argument, self.features_kind
+        fits = {
+            "": self.features is None,
+            "optical": bool(argument),
+            "scattering": argument in ("1", "2", "3", "4") or self.features == kind,
+            "hog": self.features == kind,
+            "convolutions": self.features == kind,
+        }
+        if not fits.get(kind, False):
+            raise ValueError(
+                f"features = {self.features!r}: must be optical:DEVICE (such as optical:ideal), scattering, "
+                "scattering:J with J from 1 to 4, hog or convolutions"
+            )
         return self
 
     @model_validator(mode="after")

@@ -120,7 +120,8 @@ class Split:
     """Some records of a data set, in a fixed order.
 
     Attributes:
-        x: Features, shape (n, d), float32; or tokens, shape (n, T), int64, counted from 0.
+        x: Features, shape (n, d), float32, or float16 behind a public map, which halves their memory (`batch` gives
+            float32); or tokens, shape (n, T), int64, counted from 0.
         y: What to predict: classes, shape (n,), int64, counted from 0; tokens, shape (n, T), int64, some of them
             `PADDING`; real numbers or labels 0 and 1, shape (n, k), float32.
     """
@@ -130,9 +131,10 @@ class Split:
 
     def __post_init__(self) -> None:
         x, y = self.x, self.y
-        if x.ndim != 2 or x.dtype not in (torch.float32, torch.int64):
+        if x.ndim != 2 or x.dtype not in (torch.float32, torch.float16, torch.int64):
             raise ValueError(
-                f"x must be float32 of shape (n, d), or int64 for tokens, got {x.dtype} of shape {tuple(x.shape)}"
+                f"x must be float32 or float16 of shape (n, d), or int64 for tokens, got {x.dtype} of shape "
+                f"{tuple(x.shape)}"
             )
         if y.ndim == 2 and (y.dtype == torch.float32 or y.dtype == x.dtype) and len(y) == len(x):
             return
@@ -144,6 +146,19 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.x)
+
+    def batch(self, records: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Return x, float32 or int64, and y of some records.
+
+        Args:
+            records: Their numbers, on the torch device of x.
+        """
+        return in_single_precision(self.x[records]), self.y[records]
+
+
+def in_single_precision(x: Tensor) -> Tensor:
+    """Return features in float32, and tokens as they are."""
+    return x.float() if x.is_floating_point() else x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +174,7 @@ class Dataset:
         test: Records that were never in the training set, or None if there are none.
         standardisation: The map already applied to all parts.
         components: The map that replaced the standardised features by fewer ones, or None if there was none.
-        optical: What `config.json` says of the public map that replaced the standardised features
+        public_map: What `config.json` says of the public map that replaced the standardised features
             (`training.data.features`), or None if there was none.
         split: The rule that separated train from validation: index, content or id (see `from_arrays`); tail if
             validation is the last part of a text; given if the caller supplied both parts, so that a guarantee covers
@@ -180,7 +195,7 @@ class Dataset:
     test: Split | None
     standardisation: Standardisation
     components: PrincipalComponents | None = None
-    optical: Mapping[str, Any] | None = None
+    public_map: Mapping[str, Any] | None = None
     split: Literal["index", "content", "id", "tail", "given"] = "given"
     record_shape: tuple[int, ...] = ()
     target: Target = "class"

@@ -125,7 +125,7 @@ def lead(
         ranks: The processes.
     """
     if ranks.world == 1:
-        return trainer.step(split.x[records], split.y[records], step=step, observe=observe, records=records)
+        return trainer.step(*split.batch(records), step=step, observe=observe, records=records)
     rates = tuple(float(group["lr"]) for group in trainer.optimizer.param_groups)
     order = ranks.on_first(lambda: _Order(step=step, rates=rates, records=records.cpu()))
     return _do(order, trainer, split, ranks)
@@ -157,7 +157,7 @@ def _no_order() -> _Order | None:
 def _do(order: _Order, trainer: Trainer, split: Split, ranks: Ranks) -> StepRecord:
     """Do this process's part of a step; the sums in the record are those of all processes."""
     records = order.records[ranks.part(len(order.records))].to(split.x.device)
-    own = trainer.step(split.x[records], split.y[records], step=order.step, observe=False, records=records)
+    own = trainer.step(*split.batch(records), step=order.step, observe=False, records=records)
     judged = own.n_records if own.n_judged is None else own.n_judged
     loss, correct, judged_by_all = ranks.totals([float(own.loss_sum), float(own.n_correct), float(judged)])
     return StepRecord(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -28,7 +29,8 @@ from training.config.run import RunConfig
 from training.data import Dataset, Split
 from training.data.catalogue import build_dataset
 from training.data.dataset import PrincipalComponents, reduced
-from training.data.features import OpticalMap, with_optical_features
+from training.data.features import map_from_facts, named_map
+from training.data.public_map import with_public_features
 from training.data.samplers import PoissonSampler, Sampler, make_sampler
 from training.data.tables import OwnData, OwnTest, own_dataset
 from training.engine.algorithm import Algorithm, Arrays, require_applied, require_target
@@ -389,13 +391,13 @@ def with_maps(config: RunConfig, dataset: Dataset, folder: RunFolder | None) -> 
         dataset: The records as they were loaded, or behind the public map already, as an audit changes them.
         folder: The folder of a run that has started, whose maps are taken.
     """
-    if config.data.features is not None and dataset.optical is None:
-        optical = (
-            OpticalMap.named(config.data, dataset.n_features)
+    if config.data.features is not None and dataset.public_map is None:
+        public = (
+            named_map(config.data, dataset)
             if folder is None
-            else OpticalMap.from_facts(folder.read_facts()["data"]["features"])
+            else map_from_facts(folder.read_facts()["data"]["features"])
         )
-        dataset = with_optical_features(dataset, optical, cached=not config.data.is_own)
+        dataset = with_public_features(dataset, public, cached=not config.data.is_own)
     return with_principal_components(config, dataset, folder)
 
 
@@ -451,7 +453,7 @@ def fingerprint(split: Split) -> str:
     """Return BLAKE2b of the records, by which a run is not resumed or audited on other data."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in (split.x, split.y):
-        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+        digest.update(tensor.cpu().contiguous().numpy().view(np.uint8).data)
     return digest.hexdigest()
 
 

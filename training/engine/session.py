@@ -315,8 +315,8 @@ def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
         if dataset.origin:
             facts["origin"] = dict(dataset.origin)
     facts["standardisation"] = asdict(dataset.standardisation)
-    if dataset.optical is not None:
-        facts["features"] = dict(dataset.optical)
+    if dataset.public_map is not None:
+        facts["features"] = dict(dataset.public_map)
     if config.mode == "experiment":
         facts["fingerprint"] = fingerprint(dataset.train)
         if dataset.test is not None:

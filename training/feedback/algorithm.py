@@ -137,7 +137,7 @@ class FeedbackAlgorithm(
         place = self.network.parameters[0].device
         if self._clips_records:
             return invented_records(self.plan.dataset, place)[0][:2]
-        return self.plan.dataset.train.x[:1].to(place).expand(2, -1)
+        return self.plan.dataset.train.batch(slice(1))[0].to(place).expand(2, -1)
 
     @property
     def _clips_records(self) -> bool:

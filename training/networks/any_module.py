@@ -191,7 +191,7 @@ def _shape_taken(model: nn.Module, dataset: Dataset) -> tuple[int, ...]:
     for shape in dict.fromkeys([tuple(dataset.record_shape), (dataset.n_features,)]):
         network = AnyModule(model, n_inputs=dataset.n_features, record_shape=shape, recipe={})
         place = network.parameters[0].device
-        records = dataset.train.x[:1].to(place).expand(2, -1)
+        records = dataset.train.batch(slice(1))[0].to(place).expand(2, -1)
         try:
             with torch.no_grad():
                 output: object = network.outputs(records)

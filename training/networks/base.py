@@ -116,7 +116,7 @@ def build_module_network(model: nn.Module, dataset: Dataset) -> ModuleNetwork:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     network = ModuleNetwork(model, dataset.n_features)
     place = next(iter(network.tensors.values())).device
-    require_class_scores(model, dataset.train.x[:2].to(place), dataset.n_classes)
+    require_class_scores(model, dataset.train.batch(slice(2))[0].to(place), dataset.n_classes)
     return network
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from opusim.errors import ConfigError
 from training.config.sections import LOSS_NAMES
-from training.data.dataset import PADDING, Target
+from training.data.dataset import PADDING, Target, in_single_precision
 from training.networks.user_code import load_object
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -134,7 +134,7 @@ def measure(
     """
     losses, correct, judged, tokens, bits, squares = [], 0, 0, 0, 0.0, 0.0
     for records, targets in zip(x.split(at_once), y.split(at_once), strict=True):
-        output = outputs(records)
+        output = outputs(in_single_precision(records))
         losses.append(objective.per_record(output, targets))
         right, number = objective.correct(output, targets)
         correct, judged = correct + int(right), judged + number

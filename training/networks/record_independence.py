@@ -85,7 +85,7 @@ def batch_statistics(model: nn.Module) -> str | None:
 
 def probe_records(dataset: Dataset, place: torch.device) -> Tensor:
     """Return at most 33 training records to probe a model with, shape (count, n_features)."""
-    return dataset.train.x[: max(_BATCH_SIZES)].to(place)
+    return dataset.train.batch(slice(max(_BATCH_SIZES)))[0].to(place)
 
 
 def _probe(model: nn.Module, state: dict[str, Tensor], rows: Tensor) -> None:

@@ -67,11 +67,11 @@ class AmplifiedLabelProtection(PoissonProtection):
 
     def _reference(self) -> Tensor:
         """Return features of training records that stand for all: public, since only the labels are protected."""
-        config, x = self._plan.config, self._plan.dataset.train.x
+        config, train = self._plan.config, self._plan.dataset.train
         size = config.protection_as(LabelAmplifiedConfig).reference_size
         generator = torch.Generator().manual_seed(config.data.split_seed)
-        chosen = torch.randperm(len(x), generator=generator)[:size]
-        return x[chosen].to(config.torch_device)
+        chosen = torch.randperm(len(train), generator=generator)[:size]
+        return train.batch(chosen.to(train.x.device))[0].to(config.torch_device)
 
 
 class AmplifiedLabels(PrivateGradients):

@@ -22,8 +22,14 @@ from training.config.sections import is_import_path
 from training.data import Dataset, Split
 from training.data.arrays import RecordForm, standardised
 from training.data.catalogue import build_dataset
-from training.data.dataset import DataError, PrincipalComponents, Standardisation, Target
-from training.data.features import OpticalMap
+from training.data.dataset import (
+    DataError,
+    PrincipalComponents,
+    Standardisation,
+    Target,
+    in_single_precision,
+)
+from training.data.features import map_from_facts
 from training.data.formats import read_arrays
 from training.data.tables import Frame, feature_array, is_frame, read_frame, table_of
 from training.data.texts import bits_per_byte
@@ -97,7 +103,7 @@ class Run:
         self._network = network
         self.step = step
         features = self.facts["data"].get("features")
-        self._optical = None if features is None else OpticalMap.from_facts(features)
+        self._public_map = None if features is None else map_from_facts(features)
         self._components = None
         if self.config.data.components is not None:
             self._components = PrincipalComponents.from_array(read_array(folder.components_file))
@@ -105,8 +111,8 @@ class Run:
     @property
     def n_features(self) -> int:
         """Numbers per record, as the run takes them."""
-        if self._optical is not None:
-            return self._optical.n_inputs
+        if self._public_map is not None:
+            return self._public_map.n_inputs
         if self._components is not None:
             return self._components.n_features
         return int(self.facts["network"]["n_inputs"])
@@ -261,8 +267,8 @@ class Run:
     def _prepared(self, x: Tensor) -> Tensor:
         """Return records as the model takes them: standardised, behind the run's maps."""
         x = standardised(x, read_standardisation(self.facts["data"]))
-        if self._optical is not None:
-            x = self._optical.apply(x)
+        if self._public_map is not None:
+            x = in_single_precision(self._public_map.apply(x))
         return x if self._components is None else self._components.apply(x)
 
 

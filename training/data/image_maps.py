@@ -1,0 +1,174 @@
+"""Public maps of images: scattering, histograms of oriented gradients, and random convolutions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from opusim.errors import ConfigError
+from training.data.formats import required_library
+from training.data.public_map import PublicMap
+
+ANGLES, ORIENTATIONS = 8, 9
+GRID = 4
+"""Means of random convolutions are taken over GRID x GRID parts of an image."""
+_CELL, _CELLS, _FILTER, _SEED = 4, 2, 5, 20260102
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageMap(PublicMap):
+    """A map of images (c, h, w) to images."""
+
+    def __post_init__(self) -> None:
+        if len(self.record_shape) != 3 or min(self.record_shape[1:]) < self.least_side:
+            raise ConfigError(
+                "configuration",
+                "data.features",
+                f"{self.kind!r} is for images of at least {self.least_side} x {self.least_side} pixels, and records "
+                f"have the shape {self.record_shape}; take optical:DEVICE, or leave it out",
+            )
+        super().__post_init__()
+
+    @property
+    def least_side(self) -> int:
+        """Pixels of the shorter side, at least."""
+        return _CELL * _CELLS
+
+    @property
+    def own_facts(self) -> dict[str, Any]:
+        """Nothing else."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatteringMap(ImageMap):
+    """Wavelet scattering of order 2 with 8 angles (Oyallon and Mallat, CVPR 2015), computed by kymatio.
+
+    A channel of h x w pixels gives 1 + 8 J + 32 J (J - 1) channels of h / 2^J x w / 2^J.
+
+    Attributes:
+        scale: J, from 1; 2^J pixels are averaged over.
+    """
+
+    kind: ClassVar[str] = "scattering"
+    scale: int
+
+    @property
+    def least_side(self) -> int:
+        """2^J."""
+        return int(2**self.scale)
+
+    @property
+    def mapped_shape(self) -> tuple[int, ...]:
+        """(c (1 + 8 J + 32 J (J - 1)), h / 2^J, w / 2^J)."""
+        (channels, *sides), j = self.record_shape, self.scale
+        first_and_second = ANGLES * j + ANGLES**2 * j * (j - 1) // 2
+        return (channels * (1 + first_and_second), *(side // 2**j for side in sides))
+
+    @property
+    def own_facts(self) -> dict[str, Any]:
+        """J."""
+        return {"scale": self.scale}
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Hold the wavelets of one size of images."""
+        frontend = required_library(
+            "kymatio.scattering2d.frontend.torch_frontend",
+            "data.features = 'scattering' needs the library kymatio, which is missing: pip install 'opusim[features]'",
+        )
+        scatter = frontend.ScatteringTorch2D(J=self.scale, shape=self.record_shape[1:], L=ANGLES)
+
+        def read(x: Tensor) -> Tensor:
+            found: Tensor = scatter(x.contiguous())
+            return found
+
+        yield read
+
+
+@dataclass(frozen=True, kw_only=True)
+class HogMap(ImageMap):
+    """Histograms of oriented gradients (Dalal and Triggs, CVPR 2005), computed by scikit-image.
+
+    9 orientations in cells of 4 x 4 pixels, normalised over 2 x 2 cells; of several channels the one with the largest
+    gradient counts at each pixel.
+    """
+
+    kind: ClassVar[str] = "hog"
+
+    @property
+    def mapped_shape(self) -> tuple[int, ...]:
+        """(36, h / 4 - 1, w / 4 - 1)."""
+        return (ORIENTATIONS * _CELLS**2, *(side // _CELL - _CELLS + 1 for side in self.record_shape[1:]))
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Hold nothing."""
+        library = required_library(
+            "skimage.feature",
+            "data.features = 'hog' needs the library scikit-image, which is missing: pip install 'opusim[features]'",
+        )
+
+        def histograms(image: np.ndarray) -> np.ndarray:
+            found = library.hog(
+                image,
+                orientations=ORIENTATIONS,
+                pixels_per_cell=(_CELL, _CELL),
+                cells_per_block=(_CELLS, _CELLS),
+                feature_vector=False,
+                channel_axis=0,
+            )
+            return np.asarray(found).reshape(*self.mapped_shape[1:], -1).transpose(2, 0, 1)
+
+        def read(x: Tensor) -> Tensor:
+            return torch.from_numpy(np.stack([histograms(image) for image in x.numpy()]))
+
+        yield read
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomConvolutionMap(ImageMap):
+    """Means over 4 x 4 parts of an image of max(0, F * x) and max(0, -F * x), for random filters F of 5 x 5 pixels.
+
+    Entries of F are independent N(0, 1 / (25 c)) with a fixed seed (Coates, Lee and Ng, AISTATS 2011, with random
+    filters in place of learnt ones).
+
+    Attributes:
+        filters: Number of filters; 32 features each.
+    """
+
+    kind: ClassVar[str] = "convolutions"
+    filters: int
+
+    @property
+    def mapped_shape(self) -> tuple[int, ...]:
+        """(2 filters, 4, 4)."""
+        return (2 * self.filters, GRID, GRID)
+
+    @property
+    def own_facts(self) -> dict[str, Any]:
+        """The number of filters."""
+        return {"filters": self.filters}
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Hold the filters."""
+        channels = self.record_shape[0]
+        generator = torch.Generator().manual_seed(_SEED)
+        filters = torch.randn(self.filters, channels, _FILTER, _FILTER, generator=generator)
+        filters /= math.sqrt(channels * _FILTER**2)
+
+        def read(x: Tensor) -> Tensor:
+            found = functional.conv2d(x, filters)
+            both = torch.cat([found.clamp(min=0), found.neg_().clamp(min=0)], dim=1)
+            return functional.adaptive_avg_pool2d(both, GRID)
+
+        yield read

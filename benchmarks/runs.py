@@ -30,7 +30,7 @@ def private_accuracy(run: Run) -> dict[str, Any]:
     (guarantee,) = run.guarantees
     return {
         "test": 100 * summary["test_accuracy"],
-        "validation": 100 * summary["validation_accuracy"],
+        "validation": 100 * summary["validation_accuracy"] if "validation_accuracy" in summary else None,
         "stated_epsilon": guarantee.epsilon,
         "status": guarantee.status.value,
     }

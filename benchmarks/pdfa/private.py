@@ -15,23 +15,15 @@ Runs are ordinary run folders under runs/private; a second call resumes where th
 
 from __future__ import annotations
 
-import itertools
-import statistics
 from pathlib import Path
 from typing import Any
 
-import typer
-from joblib import Parallel, delayed
-
 from benchmarks.markdown import Row, command, markdown, section
-from benchmarks.results_file import load_results, save_results
-from benchmarks.runs import private_accuracy, train_or_read
-from opusim.tables import print_table
-from training.config.reading import merged, parse_setting
+from benchmarks.results_file import load_results
+from benchmarks.tuned_rows import COLUMN_NAMES, RowPlan, TunedRows, table_rows
+from training.config.reading import merged
 
-MODULE, NAME, FOLDER = "benchmarks.pdfa.private", "pdfa_private", Path("runs/private")
-COLUMN_NAMES = ("protection", "epsilon", "test [%]", "validation [%]", "frames", "kJ", "chosen point")
-TUNING_SEED, SEEDS = 100, (0, 1, 2)
+MODULE, NAME = "benchmarks.pdfa.private", "pdfa_private"
 RECORD_EPSILONS, LABEL_EPSILONS = (3.0, 1.0), (8.0, 3.0, 1.0)
 BASE: dict[str, Any] = {
     "threads": 1,
@@ -57,157 +49,28 @@ NOISE_GRID = {"optimizer.lr": (0.5, 1.0), "epochs": (5, 10), "protection.clip_no
 TABLE_GRID = {"optimizer.lr": (0.01, 0.02, 0.04), "epochs": (10,), "protection.flat_prior": (0.3, 1.0)}
 SMALL_BATCHES: dict[str, Any] = {"sampler": {"batch_size": 256, "scheme": "shuffled-epochs"}}
 
-ROWS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]], tuple[float, ...]]] = {
-    "record, pdfa, bit planes": (
-        merged(merged(RECORD, PHOTONIC), {"trainer": {"encoding": "planes"}}),
-        RECORD_GRID,
-        RECORD_EPSILONS,
-    ),
-    "record, pdfa, ternary": (merged(RECORD, PHOTONIC), RECORD_GRID, RECORD_EPSILONS),
-    "record, DP-SGD": (merged(RECORD, {"trainer": {"kind": "bp"}}), RECORD_GRID, RECORD_EPSILONS),
-    "label, budget": (merged(LABEL, {"protection": {"kind": "label-budget"}}), NOISE_GRID, LABEL_EPSILONS),
-    "label, amplified": (
-        merged(LABEL, {"protection": {"kind": "label-amplified"}}),
-        NOISE_GRID,
-        LABEL_EPSILONS,
-    ),
-    "label, readout": (
-        merged(merged(LABEL, SMALL_BATCHES), {"protection": {"kind": "label-readout"}}),
-        TABLE_GRID,
-        LABEL_EPSILONS,
-    ),
-    "label, randomized response": (
-        merged(merged(LABEL, SMALL_BATCHES), {"protection": {"kind": "label-randomized-response"}}),
-        TABLE_GRID,
-        LABEL_EPSILONS,
-    ),
+
+def _records(config: dict[str, Any]) -> RowPlan:
+    return RowPlan(config=merged(RECORD, config), grid=RECORD_GRID, epsilons=RECORD_EPSILONS)
+
+
+def _labels(kind: str, grid: dict[str, tuple[Any, ...]], config: dict[str, Any]) -> RowPlan:
+    config = merged(merged(LABEL, config), {"protection": {"kind": kind}})
+    return RowPlan(config=config, grid=grid, epsilons=LABEL_EPSILONS)
+
+
+ROWS = {
+    "record, pdfa, bit planes": _records(merged(PHOTONIC, {"trainer": {"encoding": "planes"}})),
+    "record, pdfa, ternary": _records(PHOTONIC),
+    "record, DP-SGD": _records({"trainer": {"kind": "bp"}}),
+    "label, budget": _labels("label-budget", NOISE_GRID, {}),
+    "label, amplified": _labels("label-amplified", NOISE_GRID, {}),
+    "label, readout": _labels("label-readout", TABLE_GRID, SMALL_BATCHES),
+    "label, randomized response": _labels("label-randomized-response", TABLE_GRID, SMALL_BATCHES),
 }
-"""Configuration, grid and epsilons of each row."""
-
-Point = dict[str, Any]
-
-
-def points(row: str) -> list[Point]:
-    """Every point of a row's grid."""
-    grid = ROWS[row][1]
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-
-
-def configuration(row: str, epsilon: float, point: Point, seed: int) -> dict[str, Any]:
-    """The run of one row, epsilon and point."""
-    config = merged(merged(BASE, ROWS[row][0]), {"seed": seed, "protection": {"epsilon": epsilon}})
-    for key, value in point.items():
-        config = merged(config, parse_setting(f"{key}={value}"))
-    return config
-
-
-def run_once(row: str, epsilon: float, point: Point, seed: int) -> dict[str, Any]:
-    """Train one point with one seed, resume it, or read it back."""
-    tag = "-".join([row, f"{epsilon:g}", *(f"{value:g}" for value in point.values()), str(seed)])
-    run = train_or_read(
-        configuration(row, epsilon, point, seed), FOLDER / tag.replace(", ", "-").replace(" ", "-")
-    )
-    summary = run.summary or {}
-    return {
-        "row": row,
-        "epsilon": epsilon,
-        "point": point,
-        "seed": seed,
-        **private_accuracy(run),
-        "frames": summary["frames"],
-        "joules": summary["joules"],
-        "seconds": sum(record["wall_s"] for record in run.folder.read_timing()),
-    }
-
-
-def tune(jobs: int = 2, rows: str = "") -> None:
-    """Try every point of every grid with one seed; the best by validation accuracy is kept."""
-    chosen = [row for row in ROWS if rows in row]
-    tasks = [
-        (row, epsilon, point, TUNING_SEED)
-        for row in chosen
-        for epsilon in ROWS[row][2]
-        for point in points(row)
-    ]
-    trials = [trial for trial in load_results(NAME).get("trials", []) if trial["row"] not in chosen]
-    for trial in Parallel(n_jobs=jobs, return_as="generator_unordered")(
-        delayed(run_once)(*task) for task in tasks
-    ):
-        trials.append({key: trial[key] for key in ("row", "epsilon", "point", "validation")})
-        _save(trials=trials)
-        print(
-            f"{len(trials)} trials; {trial['row']}, {trial['point']}: {trial['validation']:.2f}", flush=True
-        )
-
-
-def best_point(trials: list[dict[str, Any]], row: str, epsilon: float) -> Point:
-    """The point of the best validation accuracy."""
-    mine = [trial for trial in trials if (trial["row"], trial["epsilon"]) == (row, epsilon)]
-    if not mine:
-        raise ValueError(f"row {row!r} at epsilon {epsilon:g} has no trials; run: python -m {__name__} tune")
-    return dict(max(mine, key=lambda trial: trial["validation"])["point"])
-
-
-def measure(jobs: int = 2, rows: str = "") -> None:
-    """Train each row's best point with three seeds, and print the table."""
-    results = load_results(NAME)
-    trials = results.get("trials", [])
-    chosen = [row for row in ROWS if rows in row]
-    tasks = [
-        (row, epsilon, best_point(trials, row, epsilon), seed)
-        for row in chosen
-        for epsilon in ROWS[row][2]
-        for seed in SEEDS
-    ]
-    runs = [run for run in results.get("runs", []) if run["row"] not in chosen]
-    for run in Parallel(n_jobs=jobs, return_as="generator_unordered")(
-        delayed(run_once)(*task) for task in tasks
-    ):
-        runs.append(run)
-        runs.sort(key=lambda each: (list(ROWS).index(each["row"]), -each["epsilon"], each["seed"]))
-        _save(runs=runs, cells=cells_of(runs))
-    print_table("Test accuracy under protection", COLUMN_NAMES, table_rows(cells_of(runs)))
-
-
-def cells_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and standard error over seeds, by row and epsilon."""
-    cells = []
-    for row, (_, _, epsilons) in ROWS.items():
-        for epsilon in epsilons:
-            mine = [run for run in runs if (run["row"], run["epsilon"]) == (row, epsilon)]
-            if len(mine) < 2:
-                continue
-            test = [run["test"] for run in mine]
-            cells.append(
-                {
-                    "row": row,
-                    "epsilon": epsilon,
-                    "test": statistics.mean(test),
-                    "test_standard_error": statistics.stdev(test) / len(test) ** 0.5,
-                    "validation": statistics.mean(run["validation"] for run in mine),
-                    "point": mine[0]["point"],
-                    "frames": statistics.mean(run["frames"] for run in mine),
-                    "joules": statistics.mean(run["joules"] for run in mine),
-                    "seconds": statistics.mean(run["seconds"] for run in mine),
-                }
-            )
-    return cells
-
-
-def table_rows(cells: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a line for each cell, as text."""
-    return [
-        (
-            cell["row"],
-            f"{cell['epsilon']:g}",
-            f"{cell['test']:.2f} ± {cell['test_standard_error']:.2f}",
-            f"{cell['validation']:.2f}",
-            f"{cell['frames']:,.0f}",
-            f"{cell['joules'] / 1e3:.1f}",
-            ", ".join(f"{key.split('.')[-1]} {value:g}" for key, value in cell["point"].items()),
-        )
-        for cell in cells
-    ]
+TABLE = TunedRows(
+    module=MODULE, name=NAME, folder=Path("runs/private"), base=BASE, rows=ROWS, seeds=(0, 1, 2)
+)
 
 
 def page_section() -> str:
@@ -235,15 +98,5 @@ def headline_rows() -> list[Row]:
     return [(claim, figures, command(MODULE, "measure"))] if figures else []
 
 
-def _save(**parts: Any) -> None:
-    kept = load_results(NAME)
-    known: dict[str, Any] = {key: kept[key] for key in ("trials", "runs", "cells") if key in kept}
-    save_results(NAME, {"configuration": BASE, **known, **parts})
-
-
-app = typer.Typer(add_completion=False, help=__doc__)
-app.command()(tune)
-app.command()(measure)
-
 if __name__ == "__main__":
-    app()
+    TABLE.app()

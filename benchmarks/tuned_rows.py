@@ -1,0 +1,219 @@
+"""Tables of accuracy under protection: settings chosen on validation records, then measured with other seeds.
+
+`TunedRows.tune` tries a grid for each row and epsilon with one seed and keeps every trial's validation accuracy.
+`TunedRows.measure` trains the best point with other seeds and looks at the test set. Runs are ordinary run folders; a
+second call resumes where the first one stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+from joblib import Parallel, delayed
+
+from benchmarks.results_file import load_results, save_results
+from benchmarks.runs import private_accuracy, train_or_read
+from opusim.tables import print_table
+from training.config.reading import merged, parse_setting
+
+Point = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlan:
+    """What a row trains and tries.
+
+    Attributes:
+        config: Of its runs, over the table's own.
+        grid: Values of keys to try.
+        epsilons: Budgets.
+    """
+
+    config: Mapping[str, Any]
+    grid: Mapping[str, tuple[Any, ...]]
+    epsilons: tuple[float, ...]
+
+    @property
+    def points(self) -> list[Point]:
+        """Every point of the grid."""
+        return [
+            dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedRows:
+    """A table.
+
+    Attributes:
+        module: Of the benchmark.
+        name: Of its file of results.
+        folder: Where runs lie.
+        base: Configuration of every run.
+        rows: The plans, by the rows' names.
+        seeds: Of measured runs.
+        measured: Configuration of measured runs, over the row's.
+        tuning_seed: Of trials.
+    """
+
+    module: str
+    name: str
+    folder: Path
+    base: Mapping[str, Any]
+    rows: Mapping[str, RowPlan]
+    seeds: tuple[int, ...]
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    tuning_seed: int = 100
+
+    @property
+    def app(self) -> typer.Typer:
+        """The command line."""
+        app = typer.Typer(add_completion=False, no_args_is_help=True)
+        app.command()(self.tune)
+        app.command()(self.measure)
+        return app
+
+    def configuration(self, row: str, epsilon: float, point: Point, seed: int) -> dict[str, Any]:
+        """Return the run of one row, epsilon and point."""
+        config = merged(
+            merged(self.base, self.rows[row].config), {"seed": seed, "protection": {"epsilon": epsilon}}
+        )
+        for key, value in point.items():
+            config = merged(config, parse_setting(f"{key}={value}"))
+        return config if seed == self.tuning_seed else merged(config, self.measured)
+
+    def run_once(self, row: str, epsilon: float, point: Point, seed: int) -> dict[str, Any]:
+        """Train one point with one seed, resume it, or read it back."""
+        tag = "-".join([row, f"{epsilon:g}", *(f"{value:g}" for value in point.values()), str(seed)])
+        folder = self.folder / tag.replace(", ", "-").replace(" ", "-")
+        run = train_or_read(self.configuration(row, epsilon, point, seed), folder)
+        summary = run.summary or {}
+        return {
+            "row": row,
+            "epsilon": epsilon,
+            "point": point,
+            "seed": seed,
+            **private_accuracy(run),
+            "frames": summary["frames"],
+            "joules": summary["joules"],
+            "seconds": sum(record["wall_s"] for record in run.folder.read_timing()),
+        }
+
+    def tune(self, jobs: int = 2, rows: str = "", epsilon: float = 0.0) -> None:
+        """Try every point of every grid with one seed; the best by validation accuracy is kept."""
+        chosen = self._chosen(rows, epsilon)
+        tasks = [(*cell, point, self.tuning_seed) for cell in chosen for point in self.rows[cell[0]].points]
+        trials = [
+            trial
+            for trial in self.results.get("trials", [])
+            if (trial["row"], trial["epsilon"]) not in chosen
+        ]
+        for trial in self._runs(tasks, jobs):
+            trials.append({key: trial[key] for key in ("row", "epsilon", "point", "validation", "seconds")})
+            self._save(trials=trials)
+            print(
+                f"{trial['row']}, {trial['epsilon']:g}, {trial['point']}: {trial['validation']:.2f}",
+                flush=True,
+            )
+
+    def measure(self, jobs: int = 2, rows: str = "", epsilon: float = 0.0) -> None:
+        """Train each row's best point with the other seeds, and print the table."""
+        chosen = self._chosen(rows, epsilon)
+        tasks = [(*cell, self.best_point(*cell), seed) for cell in chosen for seed in self.seeds]
+        runs = [run for run in self.results.get("runs", []) if (run["row"], run["epsilon"]) not in chosen]
+        names = list(self.rows)
+        for run in self._runs(tasks, jobs):
+            runs.append(run)
+            runs.sort(key=lambda each: (names.index(each["row"]), -each["epsilon"], each["seed"]))
+            self._save(runs=runs, cells=self.cells_of(runs))
+        print_table("Test accuracy under protection", COLUMN_NAMES, table_rows(self.cells_of(runs)))
+
+    def best_point(self, row: str, epsilon: float) -> Point:
+        """Return the point of the best validation accuracy.
+
+        Raises:
+            ValueError: No trial was made.
+        """
+        trials = self.results.get("trials", [])
+        mine = [trial for trial in trials if (trial["row"], trial["epsilon"]) == (row, epsilon)]
+        if not mine:
+            raise ValueError(
+                f"row {row!r} at epsilon {epsilon:g} has no trials; run: python -m {self.module} tune"
+            )
+        return dict(max(mine, key=lambda trial: trial["validation"])["point"])
+
+    def cells_of(self, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return mean and standard error over seeds, by row and epsilon."""
+        cells = []
+        for row, plan in self.rows.items():
+            for epsilon in plan.epsilons:
+                mine = [run for run in runs if (run["row"], run["epsilon"]) == (row, epsilon)]
+                if len(mine) < 2:
+                    continue
+                test = [run["test"] for run in mine]
+                means = {
+                    key: statistics.mean(run[key] for run in mine)
+                    for key in ("validation", "frames", "joules", "seconds")
+                    if all(run[key] is not None for run in mine)
+                }
+                cells.append(
+                    {
+                        "row": row,
+                        "epsilon": epsilon,
+                        "test": statistics.mean(test),
+                        "test_standard_error": statistics.stdev(test) / len(test) ** 0.5,
+                        "point": mine[0]["point"],
+                        **means,
+                    }
+                )
+        return cells
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """What was measured so far."""
+        return load_results(self.name)
+
+    def _chosen(self, rows: str, epsilon: float) -> list[tuple[str, float]]:
+        """Return the cells whose row contains a text, at one epsilon or all."""
+        return [
+            (row, each)
+            for row, plan in self.rows.items()
+            for each in plan.epsilons
+            if rows in row and epsilon in (0.0, each)
+        ]
+
+    def _runs(self, tasks: Sequence[tuple[Any, ...]], jobs: int) -> Any:
+        """Yield the runs of some tasks, each as soon as it is there."""
+        return Parallel(n_jobs=jobs, return_as="generator_unordered")(
+            delayed(self.run_once)(*task) for task in tasks
+        )
+
+    def _save(self, **parts: Any) -> None:
+        kept = self.results
+        known: dict[str, Any] = {key: kept[key] for key in ("trials", "runs", "cells") if key in kept}
+        save_results(self.name, {"configuration": dict(self.base), **known, **parts})
+
+
+COLUMN_NAMES = ("protection", "epsilon", "test [%]", "validation [%]", "frames", "kJ", "chosen point")
+
+
+def table_rows(cells: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a line for each cell, as text."""
+    return [
+        (
+            cell["row"],
+            f"{cell['epsilon']:g}",
+            f"{cell['test']:.2f} ± {cell['test_standard_error']:.2f}",
+            f"{cell['validation']:.2f}" if "validation" in cell else "-",
+            f"{cell['frames']:,.0f}",
+            f"{cell['joules'] / 1e3:.1f}",
+            ", ".join(f"{key.split('.')[-1]} {value:g}" for key, value in cell["point"].items()),
+        )
+        for cell in cells
+    ]

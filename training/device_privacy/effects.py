@@ -36,7 +36,7 @@ from accounting.devices.readings import DeviceReadings, device_readings_guarante
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Unit
 from opusim import checks
-from opusim.calibration.calibrate import Plan, calibrate
+from opusim.calibration.calibrate import Calibration, Plan, calibrate
 from opusim.description.loading import load_description
 from opusim.description.schema import DeviceDescription
 from opusim.devices.camera import CameraDevice
@@ -179,7 +179,7 @@ class EffectTable:
             learning = _alignment(device, effect.step)
         with self._opened(effect) as device:
             law = device.stated_noise
-            found = certificate_of(device, BETA)
+            found = calibration_of(device, BETA)
         sound = self._sound
         certified, refusal = self._certified(found, law)
         return EffectRow(
@@ -220,10 +220,11 @@ class EffectTable:
         dimming = math.exp(float(brentq(excess, -25.0, 0.0, xtol=1e-3))) if excess(0.0) > 0 else 1.0
         return _Sound(ideal=ideal.numpy(), noise=noise, learning=learning, dimming=dimming)
 
-    def _certified(self, certificate: Certificate | str, law: NoiseModel | None) -> tuple[float | None, str]:
+    def _certified(self, found: Calibration | str, law: NoiseModel | None) -> tuple[float | None, str]:
         """Return the certified epsilon in the dimmed light, or why there is none."""
-        if isinstance(certificate, str):
-            return None, certificate
+        if isinstance(found, str):
+            return None, found
+        certificate = found.certificate
         if certificate.noise is None:
             return None, refusal_of(certificate)
         if law is None:
@@ -279,10 +280,10 @@ def _alignment(device: CameraDevice, step: int) -> float:
     return float(torch.cosine_similarity(noisy, exact, dim=0))
 
 
-def certificate_of(device: CameraDevice, beta: float) -> Certificate | str:
-    """Return the certificate of a calibration of some 2 s of computing, or why its frames cannot be evaluated."""
+def calibration_of(device: CameraDevice, beta: float) -> Calibration | str:
+    """Return a calibration of some 0.2 s of computing, or why its frames cannot be evaluated."""
     try:
-        return calibrate(device, plan=Plan(frames=64), readings=_READINGS, beta=beta).certificate
+        return calibrate(device, plan=Plan(frames=64), readings=_READINGS, beta=beta)
     except ValueError as error:
         return f"frames cannot be evaluated: {error}"
 

@@ -4,7 +4,7 @@ Readings: four inputs, 500 readings, 4,000 outputs. Frames: 64 of each level and
 camera_low_light. Each fault is planted at the strength that docs/camera.md states and at half of it; kept is the share
 of runs in which its own test fails at the family's alarm level. An argument selects the faults whose name contains it.
 
-`--attempts` instead lets devices of 128 outputs with broken noise ask for a certificate, at beta = 0.05 and 200 readings
+`--attempts` lets devices of 128 outputs with broken noise ask for a certificate, at beta = 0.05 and with 200 readings
 of an input, so many times each: copied outputs, a mixed law of the stated variance, a fine grid, a common mode and a
 drift; and sound devices, as a control. It resumes where it stopped.
 """

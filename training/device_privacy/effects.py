@@ -37,6 +37,7 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Unit
 from opusim import checks
 from opusim.calibration.calibrate import Calibration, Plan, calibrate
+from opusim.description.camera import CameraSettings
 from opusim.description.loading import load_description
 from opusim.description.schema import DeviceDescription
 from opusim.devices.camera import CameraDevice
@@ -102,6 +103,12 @@ def effects_of(description: DeviceDescription) -> tuple[Effect, ...]:
         Effect(name="dead pixels", size="3 %", camera={"pixels": {"dead_share": 0.03}}),
         Effect(name="cross-talk", size="1 % to each neighbour", camera={"pixels": {"crosstalk": 0.01}}),
         Effect(name="nonlinearity", size="2 % at saturation", camera={"pixels": {"nonlinearity": 0.02}}),
+        Effect(
+            name="vibration, pointing",
+            size="0.05 pixels rms",
+            camera={"vibration": {"pointing_rms_pixels": 0.05}},
+        ),
+        *_reference_effects(camera),
         Effect(name="dropped frames", size="1 %", camera={"transfer": {"dropped": 0.01}}),
         Effect(name="repeated frames", size="1 %", camera={"transfer": {"repeated": 0.01}}),
         Effect(name="moving medium", size="after 5 % of its time", camera={"drift": drift}, step=50),
@@ -117,6 +124,24 @@ def effects_of(description: DeviceDescription) -> tuple[Effect, ...]:
         found.insert(6, Effect(name="hot pixels", size="2 %, 30 times the dark current", camera=hot))
         found.insert(8, Effect(name="uneven dark current", size="10 % rms", camera={"pixels": {"dcnu": 0.1}}))
     return tuple(found)
+
+
+def _reference_effects(camera: CameraSettings) -> list[Effect]:
+    """Return the effects that need a reference beam."""
+    if camera.reference_beam is None:
+        return []
+    return [
+        Effect(
+            name="vibration, path",
+            size="0.1 rad rms (10 nm at 633 nm)",
+            camera={"vibration": {"phase_rms_rad": 0.1}},
+        ),
+        Effect(
+            name="phase steps",
+            size="2 % too long",
+            camera={"reference_beam": {"step_error": 0.02}},
+        ),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,14 +329,20 @@ def dimmed(law: NoiseModel, light: float) -> NoiseModel:
 
 
 def label_epsilon(law: NoiseModel) -> float:
-    """Return epsilon of one reading of a label: of the two frames that depend on it, x and its complement."""
+    """Return epsilon of one reading of a label: of the half of its frames that depend on it."""
     if not isinstance(law, PhotonCountNoise | FluctuatingCountNoise):
         raise NoGuarantee(f"noise law {law.law!r}: its frames are not known")
     frames = replace(
-        law, rate_low=np.asarray(law.rate_low)[:2], rate_high=np.asarray(law.rate_high)[:2], weight=None
+        law, rate_low=_label_frames(law.rate_low), rate_high=_label_frames(law.rate_high), weight=None
     )
     readings = DeviceReadings(noise=frames, readings=1, unit=Unit.LABEL)
     return device_readings_guarantee(readings, DELTA).epsilon
+
+
+def _label_frames(rates: np.ndarray | float) -> np.ndarray:
+    """Return the frames of the positive part, which a label is."""
+    frames = np.asarray(rates)
+    return frames[: len(frames) // 2]
 
 
 def effect_rows(rows: Iterable[EffectRow]) -> list[dict[str, str]]:

@@ -103,6 +103,8 @@ def as_records(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 _UNITS = {
     "us": "µs",
+    "rad": "rad",
+    "pixels": "pixels",
     "w": "W",
     "mib": "MiB",
     "c": "°C",

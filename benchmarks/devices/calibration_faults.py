@@ -3,19 +3,29 @@
 Readings: four inputs, 500 readings, 4,000 outputs. Frames: 64 of each level and 100 of the anchor, 4,000 pixels of
 camera_low_light. Each fault is planted at the strength that docs/camera.md states and at half of it; kept is the share
 of runs in which its own test fails at the family's alarm level. An argument selects the faults whose name contains it.
+
+`--attempts` lets devices of 128 outputs with broken noise ask for a certificate, at beta = 0.05 and with 200 readings
+of an input, so many times each: copied outputs, a mixed law of the stated variance, a fine grid, a common mode and a
+drift; and sound devices, as a control. It resumes where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import torch
 
-from benchmarks.results_file import save_results
+from benchmarks.results_file import load_results, save_results
+from opusim.calibration.calibrate import calibrate
 from opusim.calibration.gaussian_shape import shape_p_values
 from opusim.calibration.independence import independence_p_values
 from opusim.calibration.photon_transfer import LightNoise
+from opusim.description.loading import load_description
+from opusim.devices.certificate import GaussianLaw
+from opusim.devices.simulated import GaussianDevice
 from opusim.p_values import FAMILY_ALARM
 
 INPUTS, READINGS, OUTPUTS, LIGHT_RUNS = 4, 500, 4000, 400
@@ -138,11 +148,97 @@ def is_light_found(spread: float, number: int) -> bool:
     return noise.p_value < FAMILY_ALARM / CAMERA_PROPERTIES
 
 
+def copies(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
+    half = z.shape[1] // 2
+    return np.hstack([z[:, :half], z[:, :half]])
+
+
+def mixed_law(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """One reading of an output in 20 has twice the deviation of the others; the variance is the stated one."""
+    return z * np.where(random.random(z.shape) < 0.05, 2, 1) / 1.15**0.5
+
+
+def fine_grid(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
+    return np.round(z / 0.01) * 0.01
+
+
+def common_part(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """A tenth of the variance is common to all outputs, with signs that stay."""
+    signs = np.where(np.arange(z.shape[1]) % 3 == 0, -1.0, 1.0)
+    return 0.9**0.5 * z + 0.1**0.5 * random.standard_normal((len(z), 1)) * signs
+
+
+def slow_drift(random: Random, z: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """Readings rise by half a deviation in 200 readings."""
+    return z + time[:, None] / 400
+
+
+Broken = Callable[[Random, np.ndarray, np.ndarray], np.ndarray]
+BROKEN: dict[str, Broken | None] = {
+    "sound": None,
+    "copies": copies,
+    "mixed laws": mixed_law,
+    "fine grid": fine_grid,
+    "common mode": common_part,
+    "drift": slow_drift,
+}
+SIGMA, BETA, _AT_ONCE = 0.5, 0.05, 20
+
+
+class BrokenDevice(GaussianDevice):
+    """A device whose description states N(0, sigma^2) and whose noise is something else.
+
+    Args:
+        broken: what it makes of standard normal noise, shape (readings, n_outputs), and of the readings' numbers.
+        number: which device this is.
+    """
+
+    def __init__(self, broken: Broken | None, number: int) -> None:
+        description = load_description("gaussian", {"noise": {"sigma": SIGMA}})
+        super().__init__(description, n_inputs=10, n_outputs=128)
+        self._broken, self._random, self._taken = broken, np.random.default_rng([20261127, number]), 0
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        z = self._random.standard_normal((len(x), self.n_outputs))
+        if self._broken is not None:
+            z = self._broken(self._random, z, self._taken + np.arange(len(x)))
+        self._taken += len(x)
+        return (self.medium.project(x).double() + torch.from_numpy(SIGMA * z)).float()
+
+
+def attempt(broken: Broken | None, number: int) -> str:
+    """Ask for a certificate: holds, fails (its limit exceeds sigma), or refused."""
+    with BrokenDevice(broken, number).open() as device:
+        law = calibrate(device, readings=200, beta=BETA).certificate.noise
+    if not isinstance(law, GaussianLaw):
+        return "refused"
+    return "holds" if law.std <= SIGMA else "fails"
+
+
+def attempts(number: int) -> None:
+    """Count how the attempts of each noise end, and save after every few."""
+    found: dict[str, Any] = load_results("broken_noises").get("noises", {})
+    for name, broken in BROKEN.items():
+        entry = found.get(name, {"attempts": 0, "outcomes": {}})
+        for start in range(entry["attempts"], number, _AT_ONCE):
+            stop = min(start + _AT_ONCE, number)
+            for each in range(start, stop):
+                ended = attempt(broken, each)
+                entry["outcomes"][ended] = entry["outcomes"].get(ended, 0) + 1
+            entry["attempts"], found[name] = stop, entry
+            save_results("broken_noises", {"outputs": 128, "beta": BETA, "noises": found})
+        print(name, found[name], flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", nargs="?", default="")
     parser.add_argument("--runs", type=int, default=4)
+    parser.add_argument("--attempts", type=int, default=0)
     options = parser.parse_args()
+    if options.attempts:
+        attempts(options.attempts)
+        return
     part, rows = options.part, []
     for name, (_, _, strength) in FAULTS.items():
         if part in name:

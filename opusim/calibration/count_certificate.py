@@ -150,7 +150,9 @@ def certify_counts(device: CameraDevice, transfer: PhotonTransfer, beta: float) 
         anchor_light = AnchorLight.of(anchor, device.anchor_light_e, saturation_e, steady)
         power = NamedPower.of(camera.light.power, transfer, light, anchor.mean(axis=1) - blank_dn)
     tests = _tests(transfer, light, anchor_light, power)
-    return _conclude(tests, transfer, light, anchor_light, power, share, _ambient_e(device))
+    obstacles = [*_HOLOGRAMS] if device.is_holographic else []
+    obstacles += [] if power is None else power.obstacles
+    return _conclude(tests, transfer, light, anchor_light, power, share, _ambient_e(device), obstacles)
 
 
 def _steady_anchor(anchor: np.ndarray, blank: np.ndarray, transfer: PhotonTransfer) -> np.ndarray:
@@ -174,11 +176,11 @@ def _conclude(
     power: NamedPower | None,
     share: float,
     ambient_e: float,
+    obstacles: list[str],
 ) -> CountCertificate:
     """Certify limits if every needed test holds and nothing else forbids it."""
     limit = light.upper(share)
-    failed = [test.text for test in tests if test.needed and not test.holds]
-    failed += [] if power is None else power.obstacles
+    failed = [test.text for test in tests if test.needed and not test.holds] + obstacles
     remarks = [_assumed(power, limit), _UNEVEN]
     if ambient_e:
         remarks.append(
@@ -198,6 +200,9 @@ def _conclude(
     )
 
 
+_HOLOGRAMS = (
+    "readings are holograms (camera.reference_beam), and no frame that is tested holds the reference's light",
+)
 _UNEVEN = (
     "the dark charge's limits hold at each of up to 1,000,000 outputs, if dark currents differ by a normal or "
     "log-normal law over pixels; more frames or outputs narrow them"

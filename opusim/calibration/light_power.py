@@ -3,8 +3,8 @@
 In a frame of power w = 1 + c, pixel j reads b_j + w D_j + noise of variance v_j + c s_j, with D_j its light [DN] and
 s_j = K D_j. The powers c are found by weighted least squares over pixels and taken off, and what is left is scaled to
 the variance at mean power. The power itself hides the noise along D / sqrt v; that component is drawn anew from N(0, 1)
-by a fixed seed, so that every test of independence sees independent readings if, but for the power, they are. A
-reading of four frames has four powers.
+by a fixed seed, so that every test of independence sees independent readings if, but for the power, they are. Each
+frame of a reading has a power.
 
 The powers are tested by themselves: their law (logarithms, if it is log-normal), equal spread at all levels and at the
 anchor, and independence from frame to frame, on which the chi-squared limit of their spread rests.
@@ -70,7 +70,7 @@ def _deviations(variance: np.ndarray) -> np.ndarray:
 
 
 def readings_without_power(device: CameraDevice, inputs: torch.Tensor, samples: np.ndarray) -> np.ndarray:
-    """Return readings of constant inputs without the powers of their four frames; light as the description says.
+    """Return readings of constant inputs without the powers of their frames; light as the description says.
 
     Args:
         device: open, with a laser whose power fluctuates.
@@ -78,9 +78,9 @@ def readings_without_power(device: CameraDevice, inputs: torch.Tensor, samples: 
         samples: shape (inputs, readings, n_outputs).
     """
     exposure, scale = device.exposure, device.recovery.decode()[0]
-    light = (device.frame_rates(inputs) - exposure.dark_e).transpose(1, 0, 2)  # (inputs, 4, n_outputs)
+    light = (device.frame_rates(inputs) - exposure.dark_e).transpose(1, 0, 2)  # (inputs, frames, n_outputs)
     unit = exposure.sensor.gain_dn_per_e * scale
-    signed = light * unit * np.array([1.0, -1.0, -1.0, 1.0])[:, None]
+    signed = light * unit * device.recovery.weights[:, None]
     parts = zip(samples, signed, np.square(unit) * light, strict=True)
     steady = [without_power(part, change, shot) for part, change, shot in parts]
     return np.stack(steady).astype(samples.dtype)

@@ -33,6 +33,8 @@ from opusim.randomness.streams import NoiseStream
 from opusim.temperature import DarkCurrent
 
 FRAMES_PER_TERNARY = 4
+FRAME_SIGNS = np.array([1.0, -1.0, -1.0, 1.0])
+"""Of the frames p, a - p, n and a - n in a reading, in the order in which they are shown."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,6 +62,11 @@ class Recovery:
         """c: projection units for each square root of a DN."""
         return math.sqrt(2 * self.mirrors / self.unit_dn * self.mirrors / (self.mirrors - 1))
 
+    @property
+    def weights(self) -> np.ndarray:
+        """Weight of each frame in a reading, float64, shape (frames,)."""
+        return FRAME_SIGNS
+
     def decode(self) -> np.ndarray:
         """Return the scale [projection units per DN] and offset of each output, float64, shape (2, n_outputs)."""
         root = np.sqrt(np.asarray(self.anchor_dn, dtype=np.float64))
@@ -70,17 +77,18 @@ class Recovery:
         return np.asarray(sums, dtype=np.float64) / self.mirrors
 
     def variance(self, frame_variances_dn2: np.ndarray) -> np.ndarray:
-        """Var[y] = scale^2 times the sum of the four frames' variances.
+        """Var[y] = scale^2 times the sum of the frames' variances times their squared weights.
 
         The anchor counts as known: its error is the same for every reading, so it is a bias and no noise.
 
         Args:
-            frame_variances_dn2: DN squared, shape (4, ..., n_outputs).
+            frame_variances_dn2: DN squared, shape (frames, ..., n_outputs).
 
         Returns:
             Squared projection units, shape (..., n_outputs).
         """
-        return np.asarray(np.square(self.decode()[0]) * np.sum(frame_variances_dn2, axis=0))
+        total = np.tensordot(np.square(self.weights), frame_variances_dn2, axes=1)
+        return np.asarray(np.square(self.decode()[0]) * total)
 
 
 _NUMBERS_PER_THREAD = 2**14  # pixel-frames below which a second thread is not worth its start
@@ -157,8 +165,8 @@ class Exposure:
         """
         return self.sensor.moments(rates, self.offset_e)
 
-    def power_covariance(self) -> np.ndarray | None:
-        """Covariance of the powers of a reading's four frames, or None if the power is constant."""
+    def power_covariance(self, frames: int) -> np.ndarray | None:
+        """Covariance of the powers of a reading's frames, or None if the power is constant."""
         return None
 
     def expose(self, field: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
@@ -260,7 +268,9 @@ MOST_SATURATED = 0.01
 _OUTPUTS_LOOKED_AT = 1024
 
 
-def saturated_shares(exposure: Exposure, anchor: np.ndarray) -> dict[float, float]:
+def saturated_shares(
+    exposure: Exposure, anchor: np.ndarray, reference: np.ndarray | None = None
+) -> dict[float, float]:
     """Return the expected share of outputs whose mean light fills them, for frames with a share f of the mirrors on.
 
     The anchor's field u_a is known; given it, a frame's field is f u_a plus a circular Gaussian of variance
@@ -269,19 +279,24 @@ def saturated_shares(exposure: Exposure, anchor: np.ndarray) -> dict[float, floa
     Args:
         exposure: the camera's stages.
         anchor: field of the anchor, shape (2, n_outputs), mirror units.
+        reference: field of a reference beam in each of its steps, shape (2, steps), or None if there is none; the
+            fullest step then counts.
 
     Returns:
-        The share at f = 1, the anchor, over all outputs, and at `FRAME_SHARES` over the first 1,024.
+        The share at f = 1, the anchor without a reference, over all outputs, and at `FRAME_SHARES` over the first
+        1,024.
     """
     room_e = exposure.sensor.saturation_e - exposure.dark_e - exposure.offset_e
     with np.errstate(divide="ignore"):
         full = np.where(exposure.gain_e > 0, room_e / exposure.gain_e, np.inf)  # |u|^2 that fills the pixel
     intensity = np.sum(np.square(anchor), axis=0)
     shares = {1.0: float(np.mean(intensity >= full))}
-    some, limit = intensity[:_OUTPUTS_LOOKED_AT], np.maximum(full[:_OUTPUTS_LOOKED_AT], 0.0)
+    some, limit = anchor[:, None, :_OUTPUTS_LOOKED_AT], np.maximum(full[:_OUTPUTS_LOOKED_AT], 0.0)
+    beam = np.zeros((2, 1)) if reference is None else reference
     for f in FRAME_SHARES:
         scale = exposure.mirrors * f * (1 - f)
-        shares[f] = float(np.mean(ncx2.sf(limit / scale, 2, f * f * some / scale)))
+        middle = np.sum(np.square(f * some + beam[:, :, None]), axis=0)  # (steps, outputs)
+        shares[f] = float(np.max(np.mean(ncx2.sf(limit / scale, 2, middle / scale), axis=1)))
     return shares
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from opusim.camera.exposure import Exposure
-from opusim.camera.imperfect import CrossTalk, ImperfectExposure, PixelFaults, with_neighbours
+from opusim.camera.holography import ReferenceBeam
+from opusim.camera.imperfect import CrossTalk, ImperfectExposure, PixelFaults, Pointing, with_neighbours
 from opusim.camera.laser import Laser, LaserLaw
 from opusim.camera.mirrors import FaultyMirrors, MirrorFaults
 from opusim.camera.speckle import Speckle, SpeckleLaw
@@ -24,18 +25,19 @@ def speckle_law_of(description: DeviceDescription, n_inputs: int) -> SpeckleLaw:
     """Return the law of the fields for a window of n_inputs mirrors.
 
     The reference mirrors are as many as give them their share of the window: share / (1 - share) n_inputs, rounded.
+    With a reference beam no pixel is masked.
 
     Raises:
         ConfigError: the anchor would have fewer than two mirrors.
     """
     camera, medium = camera_sections(description)
-    share = camera.anchor.reference_share
+    share, masks = camera.anchor.reference_share, camera.reference_beam is None
     law = SpeckleLaw(
         n_inputs=n_inputs,
         reference=round(n_inputs * share / (1 - share)),
         seed=medium.seed,
-        lowest=camera.anchor.lowest,
-        highest=math.inf if camera.anchor.highest is None else camera.anchor.highest,
+        lowest=camera.anchor.lowest if masks else 0.0,
+        highest=math.inf if camera.anchor.highest is None or not masks else camera.anchor.highest,
         grain_correlation=camera.grain_correlation,
         grain_pixels=camera.grain_pixels or 1,
         dense_limit_mib=medium.dense_limit_mib,
@@ -51,12 +53,14 @@ def speckle_law_of(description: DeviceDescription, n_inputs: int) -> SpeckleLaw:
 def speckle_of(description: DeviceDescription, n_inputs: int, n_outputs: int) -> Speckle:
     """Return the medium as the camera sees it, with the faults of the mirrors.
 
-    With cross-talk its pixels are those of the outputs and their neighbours (`with_neighbours`).
+    With cross-talk, or an image that vibrates, its pixels are those of the outputs and their neighbours
+    (`with_neighbours`).
     """
     camera, medium = camera_sections(description)
     law, mirrors = speckle_law_of(description, n_inputs), camera.mirrors
-    pixels = None
-    if camera.pixels is not None and camera.pixels.crosstalk:
+    pixels, vibration = None, camera.vibration
+    spreads = camera.pixels is not None and camera.pixels.crosstalk > 0
+    if spreads or (vibration is not None and vibration.pointing_rms_pixels):
         pixels, _ = with_neighbours(Speckle(law, n_outputs, description.name).pixels)
         n_outputs = pixels.size
     if mirrors is None:
@@ -68,6 +72,31 @@ def speckle_of(description: DeviceDescription, n_inputs: int, n_outputs: int) ->
         seed=derive_seed(medium.seed, "stuck mirrors"),
     )
     return FaultyMirrors(law, faults, n_outputs, description.name, pixels)
+
+
+def reference_beam_of(description: DeviceDescription, mirrors: int, n_outputs: int) -> ReferenceBeam | None:
+    """Return the reference beam of a description, or None without one.
+
+    Its intensity over that of an anchor of so many mirrors, 2 mirrors in mirror units, is that of their fluxes.
+    """
+    camera, _ = camera_sections(description)
+    beam, vibration = camera.reference_beam, camera.vibration
+    if beam is None:
+        return None
+    return ReferenceBeam(
+        amplitude=math.sqrt(2 * mirrors * beam.flux_per_s / camera.light.anchor_flux_per_s),
+        steps=beam.steps,
+        step_error=beam.step_error,
+        phase_rms=0.0 if vibration is None else vibration.phase_rms_rad,
+        correlation=_frame_correlation(
+            description, n_outputs, None if vibration is None else vibration.correlation_us
+        ),
+    )
+
+
+def _frame_correlation(description: DeviceDescription, n_outputs: int, time_us: float | None) -> float:
+    """Return the correlation of successive frames of a process with a correlation time; None: they are independent."""
+    return 0.0 if time_us is None else math.exp(-description.frames.period_us(n_outputs) / time_us)
 
 
 def laser_of(description: DeviceDescription, n_outputs: int, seed: int | None) -> Laser | None:
@@ -82,11 +111,11 @@ def laser_of(description: DeviceDescription, n_outputs: int, seed: int | None) -
     power = camera.light.power
     if power is None:
         return None
-    period_us, drift_s = description.frames.period_us(n_outputs), power.drift_s
+    drift_s = power.drift_s
     law = LaserLaw(
         law=power.law,
         rms=power.rms,
-        correlation=0.0 if power.correlation_us is None else math.exp(-period_us / power.correlation_us),
+        correlation=_frame_correlation(description, n_outputs, power.correlation_us),
         drift_rms=power.drift_rms or 0.0,
         drift_per_step=0.0 if drift_s is None else (power.seconds_per_step or 0.0) / drift_s,
     )
@@ -125,7 +154,8 @@ def exposure_of(
         "response": pattern.response(*window)[pixels - window[0]],
         "offset_e": pattern.offset_e(*window)[pixels - window[0]],
     }
-    if laser is None and camera.pixels is None and camera.transfer is None:
+    pointing = _pointing(description, pixels)
+    if laser is None and camera.pixels is None and camera.transfer is None and pointing is None:
         return Exposure(**stages)
     settings, transfer = camera.pixels or PixelSettings(), camera.transfer or TransferSettings()
     faults = PixelFaults(
@@ -144,7 +174,18 @@ def exposure_of(
         nonlinearity=settings.nonlinearity,
         dropped=transfer.dropped,
         repeated=transfer.repeated,
+        pointing=pointing,
     )
+
+
+def _pointing(description: DeviceDescription, pixels: np.ndarray) -> Pointing | None:
+    """Return how the image vibrates at the outputs' pixels, or None if it rests."""
+    vibration = camera_sections(description)[0].vibration
+    if vibration is None or vibration.pointing_rms_pixels == 0:
+        return None
+    correlation = _frame_correlation(description, pixels.size, vibration.correlation_us)
+    places = with_neighbours(pixels)[1]
+    return Pointing(rms=vibration.pointing_rms_pixels, correlation=correlation, places=places)
 
 
 def _crosstalk(

@@ -1,13 +1,17 @@
 """Exposure by a real instrument: laser power that fluctuates, pixels that differ, frames that do not arrive.
 
 Order of the stages, with those of `opusim.camera.stages` between them:
-laser power of the frame -> cross-talk of photo-electrons -> dark current of each pixel (non-uniform, hot) -> count ->
-full well -> nonlinear read-out -> offset, read noise, gain, black level, converter -> dropped and repeated frames.
+laser power of the frame -> displacement of the image -> cross-talk of photo-electrons -> dark current of each pixel
+(non-uniform, hot) -> count -> full well -> nonlinear read-out -> offset, read noise, gain, black level, converter ->
+dropped and repeated frames.
 
 Cross-talk spreads single electrons, so counts stay independent Poisson counts: of mixed rates,
     light_j = (1 - 2 c) L_j + c (L_(j-1) + L_(j+1)),        neighbours by the pixels' numbers.
 Dark current is I exp(s z_j - s^2 / 2) at pixel j, s^2 = log(1 + dcnu^2), times `hot_factor` at hot pixels; dead pixels
-see neither light nor dark current. The read-out N (1 - q N / N_sat) is a function of the count and changes no
+see neither light nor dark current. A vibrating image is displaced by a number D of pixels common to the frame, D = 0 on
+average, normal, cut at 1, and a pixel collects from where it was and from the neighbour on that side,
+    light_j = (1 - |D|) L_j + |D| L_(j +- 1),       on average (1 - m) L_j + m (L_(j-1) + L_(j+1)) / 2,  m = E |D|.
+The read-out N (1 - q N / N_sat) is a function of the count and changes no
 guarantee. A dropped frame is black; a repeated one shows the numbers of the frame before, so that readings are no
 longer independent, and no law is stated.
 """
@@ -23,15 +27,13 @@ import torch
 from scipy.special import ndtr, ndtri
 
 from opusim import checks
-from opusim.camera.exposure import FRAMES_PER_TERNARY, Exposure
+from opusim.camera.exposure import FRAME_SIGNS, FRAMES_PER_TERNARY, Exposure
 from opusim.camera.kernels import fill_counts
-from opusim.camera.laser import Laser
+from opusim.camera.laser import Laser, frame_normals
 from opusim.camera.stages import pixel_normals
 from opusim.randomness.streams import NoiseStream
 
 _DCNU_PLANE, _FAULT_PLANE = 18, 19  # counter words that no medium uses
-FRAME_SIGNS = np.array([1.0, -1.0, -1.0, 1.0])
-"""Of the frames p, a - p, n and a - n in a reading, in the order in which they are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,37 @@ class CrossTalk:
     places: np.ndarray
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pointing:
+    """How the image is displaced from frame to frame.
+
+    Attributes:
+        rms: standard deviation of D, pixels, in (0, 0.2].
+        correlation: of D in successive frames, in [0, 1).
+        places: as for `CrossTalk`.
+    """
+
+    rms: float
+    correlation: float
+    places: np.ndarray
+
+    @property
+    def mean_size(self) -> float:
+        """Mean of |D|, m."""
+        return self.rms * math.sqrt(2 / math.pi)
+
+    def of_frames(self, light: np.ndarray, stream: NoiseStream) -> np.ndarray:
+        """Return the light of frames that are exposed in turn, shape (frames, n_outputs).
+
+        Args:
+            light: what each place gives, shape (3, frames, n_outputs).
+            stream: source of the noise; takes one reading of it.
+        """
+        d = self.rms * frame_normals(light.shape[1], self.correlation, stream)[:, None]
+        size = np.minimum(np.abs(d), 1.0)
+        return np.asarray(light[0] + size * (np.where(d < 0, light[1], light[2]) - light[0]))
+
+
 def with_neighbours(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return pixels with their neighbours, increasing, and the places of each pixel and of its two neighbours there.
 
@@ -109,6 +142,8 @@ class ImperfectExposure(Exposure):
         nonlinearity: q, in [0, 0.25]; the sensor's saturation is finite if it is above 0.
         dropped: probability that a frame is lost.
         repeated: probability that a frame repeats the one before.
+        pointing: displacement of the image, or None if it rests; not together with cross-talk; fields then have all its
+            pixels on their last axis.
     """
 
     laser: Laser | None = None
@@ -117,6 +152,7 @@ class ImperfectExposure(Exposure):
     nonlinearity: float = 0.0
     dropped: float = 0.0
     repeated: float = 0.0
+    pointing: Pointing | None = None
 
     @property
     def dark_charge_e(self) -> np.ndarray:
@@ -129,7 +165,12 @@ class ImperfectExposure(Exposure):
         return 1.0 if self.laser is None else self.laser.mean
 
     def parts(self) -> Iterator[tuple[float, np.ndarray | slice, np.ndarray]]:
-        """See `Exposure.parts`."""
+        """See `Exposure.parts`; on average, if the image vibrates."""
+        if self.pointing is not None:
+            m = self.pointing.mean_size
+            for share, place in zip((1 - m, m / 2, m / 2), self.pointing.places, strict=True):
+                yield share, place, self.gain_e
+            return
         if self.crosstalk is None:
             yield from super().parts()
             return
@@ -138,9 +179,9 @@ class ImperfectExposure(Exposure):
         for share, place in zip((1 - 2 * c, c, c), talk.places, strict=True):
             yield share, place, np.where(self.response > 0, gain[place], 0.0)
 
-    def power_covariance(self) -> np.ndarray | None:
-        """Covariance of the powers of a reading's four frames, or None if the power is constant."""
-        return None if self.laser is None else self.laser.covariance(FRAMES_PER_TERNARY)
+    def power_covariance(self, frames: int) -> np.ndarray | None:
+        """See `Exposure.power_covariance`."""
+        return None if self.laser is None else self.laser.covariance(frames)
 
     def moments(self, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See `Exposure.moments`; with a nonlinear read-out, rounding counts as 1/12 DN^2 and no end is met.
@@ -183,22 +224,28 @@ class ImperfectExposure(Exposure):
         """See `Exposure.recover`; a row's frames are exposed in the order p, a - p, n, a - n."""
         rows = y.shape[0]
         shown = field.numpy().reshape(2, 2, rows, -1)  # part, sign, row, pixel
-        frames = np.stack(
-            [shown, total[:, None, None, :] - shown], axis=2
-        )  # part, sign, frame or complement, row
-        light = self._light_now(frames).reshape(FRAMES_PER_TERNARY, rows, -1).transpose(1, 0, 2)
-        numbers = self._numbers(light.reshape(FRAMES_PER_TERNARY * rows, -1), stream)
+        frames = np.stack([shown, total[:, None, None, :] - shown], axis=2)
+        in_turn = frames.transpose(0, 3, 1, 2, 4).reshape(2, FRAMES_PER_TERNARY * rows, -1)
+        numbers = self._numbers(self._light_now(in_turn), stream)
         signed = np.tensordot(FRAME_SIGNS, numbers.reshape(rows, FRAMES_PER_TERNARY, -1), axes=(0, 1))
         y.copy_(torch.from_numpy(decode[0] * signed - shift[:, None] * decode[1]))
 
     def _light_now(self, field: np.ndarray) -> np.ndarray:
-        """Electrons of light at power 1 of fields of shape (2, ..., pixels)."""
-        return self.light_of(np.sum(np.square(field, dtype=np.float64), axis=0))
+        """Electrons of light at power 1 of fields of shape (2, frames, pixels).
+
+        Shape (frames, n_outputs), or (3, frames, n_outputs) if the image vibrates: of each place that a pixel sees.
+        """
+        intensity = np.sum(np.square(field, dtype=np.float64), axis=0)
+        if self.pointing is None:
+            return self.light_of(intensity)
+        return np.stack([self.gain_e * intensity[:, place] for place in self.pointing.places])
 
     def _numbers(self, light: np.ndarray, stream: NoiseStream) -> np.ndarray:
-        """Digital numbers of frames that are exposed in turn: light at power 1, shape (frames, n_outputs)."""
-        frames, sensor = len(light), self.sensor
+        """Digital numbers of frames that are exposed in turn; light as `_light_now` gives it, or without its places."""
+        frames, sensor = light.shape[-2], self.sensor
         shot, read = self._normal(2, frames, stream)
+        if self.pointing is not None and light.ndim == 3:
+            light = self.pointing.of_frames(light, stream)
         power = np.ones(frames) if self.laser is None else self.laser.powers(frames, stream)
         rates = np.ascontiguousarray(power[:, None] * light + self.dark_e)  # the kernel takes flat views
         counts = rates

@@ -88,10 +88,7 @@ class Laser:
             frames: at least 1.
             stream: source of the noise; takes one reading of it.
         """
-        g, rho = stream.normal((frames,)).double().numpy(), self.law.correlation
-        if rho > 0:
-            g[1:] *= math.sqrt(1 - rho * rho)
-            g = lfilter([1.0], [1.0, -rho], g)
+        g = frame_normals(frames, self.law.correlation, stream)
         if self.law.law == "gaussian":
             return np.maximum(0.0, self.mean + self.law.rms * g)
         return self.mean * self._fast.of_normal(g)
@@ -103,3 +100,18 @@ class Laser:
         if self.law.law == "gaussian":
             return np.asarray(self.law.rms**2 * shared)
         return np.asarray(self.mean**2 * np.expm1(self._fast.log_std**2 * shared))
+
+
+def frame_normals(frames: int, correlation: float, stream: NoiseStream) -> np.ndarray:
+    """Return standard normal numbers of frames that are exposed in turn, float64, shape (frames,).
+
+    Args:
+        frames: at least 1.
+        correlation: rho, in [0, 1); numbers of frames k apart correlate by rho^k.
+        stream: source of the noise; takes one reading of it.
+    """
+    g: np.ndarray = stream.normal((frames,)).double().numpy()
+    if correlation > 0:
+        g[1:] *= math.sqrt(1 - correlation**2)
+        g = lfilter([1.0], [1.0, -correlation], g)
+    return g

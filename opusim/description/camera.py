@@ -201,6 +201,35 @@ class AnchorSettings(StrictSection):
         return self
 
 
+class ReferenceBeamSettings(StrictSection):
+    """A reference beam: readings come from phase-shifted holograms; see `opusim.camera.holography`.
+
+    Attributes:
+        flux_per_s: photons per second of the reference alone on every pixel.
+        steps: frames of a binary pattern, each at its phase of the reference; a ternary vector takes twice as many.
+        step_error: relative error of the phase steps, in [-0.5, 0.5].
+    """
+
+    flux_per_s: float = Field(gt=0)
+    steps: int = Field(ge=3, le=4)
+    step_error: float = Field(default=0.0, ge=-0.5, le=0.5)
+
+
+class VibrationSettings(StrictSection):
+    """Vibration of the bench, the same for all pixels of a frame, stationary and Gaussian. What is not given is off.
+
+    Attributes:
+        pointing_rms_pixels: standard deviation of the image's displacement along the pixels' numbers, at most 0.2.
+        phase_rms_rad: standard deviation of the phase between field and reference beam, that is, of the path's length
+            times 2 pi over the wavelength; needs a reference beam.
+        correlation_us: correlation time of successive frames' states, or None if they are independent.
+    """
+
+    pointing_rms_pixels: float = Field(default=0.0, ge=0, le=0.2)
+    phase_rms_rad: float = Field(default=0.0, ge=0, le=3)
+    correlation_us: float | None = Field(default=None, gt=0)
+
+
 class DriftSettings(StrictSection):
     """Drift of the medium: entries are stationary Ornstein-Uhlenbeck processes (`opusim.camera.speckle`).
 
@@ -224,6 +253,8 @@ class CameraSettings(StrictSection):
         anchor: how the linear projection is recovered.
         dark: dark current, or None if it is off.
         drift: drift of the medium, or None if there is none.
+        reference_beam: a reference beam for holography, or None: the anchor's complements read the linear product.
+        vibration: vibration of the bench, or None if it rests.
         grain_pixels: pixels that a speckle grain spans, at least 1: the field of a pixel is the sum of so many
             independent ones over the root of their number, so that fields k pixels apart correlate by
             1 - k / grain_pixels.
@@ -242,8 +273,15 @@ class CameraSettings(StrictSection):
     transfer: TransferSettings | None = None
     dark: DarkSettings | None = None
     drift: DriftSettings | None = None
+    reference_beam: ReferenceBeamSettings | None = None
+    vibration: VibrationSettings | None = None
     grain_correlation: float = Field(default=0.0, ge=0, le=0.5)
     grain_pixels: int | None = Field(default=None, ge=1, le=64)
+
+    @property
+    def frames_per_projection(self) -> int:
+        """Frames that a ternary vector takes."""
+        return 4 if self.reference_beam is None else 2 * self.reference_beam.steps
 
     def dark_law(self) -> DarkCurrent | None:
         """Return the law of the dark current, or None if it is off.
@@ -257,6 +295,20 @@ class CameraSettings(StrictSection):
             return self.dark.doubling.dark_current()
         points = self.dark.table.model_dump() if self.dark.table is not None else {}
         return TableDarkCurrent(**{key: tuple(value) for key, value in points.items()})
+
+    @model_validator(mode="after")
+    def _a_path_has_a_reference(self) -> Self:
+        if self.vibration is not None and self.vibration.phase_rms_rad and self.reference_beam is None:
+            raise ValueError(
+                "vibration: phase_rms_rad is a phase to a reference beam, and there is none; give "
+                "pointing_rms_pixels, or a section [camera.reference_beam]"
+            )
+        crosstalk = 0.0 if self.pixels is None else self.pixels.crosstalk
+        if self.vibration is not None and self.vibration.pointing_rms_pixels and crosstalk:
+            raise ValueError(
+                "vibration: pointing_rms_pixels and pixels.crosstalk both mix neighbouring pixels; give one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _faults_have_a_stage(self) -> Self:

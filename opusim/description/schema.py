@@ -313,8 +313,12 @@ class DeviceDescription(StrictSection):
             return self
         if self.noise is not None:
             raise ValueError("noise: a camera's noise comes from its stages; remove it")
-        if self.frames.frames_per_projection != 4:
-            raise ValueError("frames.frames_per_projection: a camera shows 4 for a ternary vector; write 4")
+        shown = self.camera.frames_per_projection
+        if self.frames.frames_per_projection != shown:
+            how = "" if self.camera.reference_beam is None else " with this reference beam"
+            raise ValueError(
+                f"frames.frames_per_projection: a camera shows {shown} for a ternary vector{how}; write {shown}"
+            )
         if self.camera.light.exposure_us > self.frames.frame_period_us:
             raise ValueError(
                 f"camera.light.exposure_us = {self.camera.light.exposure_us:g}: is longer than "

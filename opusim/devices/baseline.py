@@ -19,10 +19,14 @@ import numpy as np
 import torch
 from scipy.special import chdtri, ndtri
 
+_FLOOR = 1e-6
+"""Least standard error: rounding of float32."""
 _SEED = 20261121
 """Of the reference vectors, which are the same for every device and run."""
 
 
+_LAGS = 4  # of looks that may follow each other; at least 8 looks are taken
+_SURELY_SHARED = 3.0
 _LEAST_NUMBERS = 2**16
 """Numbers that the blank readings of a first look hold at least, so that its error stays below a check's."""
 _MOST_READINGS = 4096
@@ -40,6 +44,11 @@ class Baseline:
         reference_variance: noise variance of each output in readings of the reference vectors, averaged over them.
         spread: standard deviation of the square of one blank reading over its mean, outputs weighed by `weights`;
             sqrt 2 for Gaussian noise of one variance, larger if outputs or tails differ.
+        shared_blank: standard deviation of the mean square over outputs of a blank reading, over its mean, that comes
+            from noise that outputs share, such as a fluctuating power's; 0 if no more scatter is seen than independent
+            outputs have. An upper limit, and larger if successive readings follow each other.
+        shared_slope: the same of the slope of a look's reference readings on their mean.
+        shared_difference: the same of a look's mean square difference from the mean, over `power`.
         repeat: logarithm of the probability that two blank readings agree at every output; large and negative but for
             narrow windows of coarse converters, and 0 without noise.
     """
@@ -51,6 +60,9 @@ class Baseline:
     reference_variance: np.ndarray
     spread: float
     repeat: float
+    shared_blank: float
+    shared_slope: float
+    shared_difference: float
 
     def noise_ratio(self, variance: np.ndarray) -> float:
         """New noise variance over the old.
@@ -61,8 +73,10 @@ class Baseline:
         return float((variance * self.weights).mean() / (self.variance * self.weights).mean())
 
     def to_array(self) -> np.ndarray:
-        """Return everything as one array, float64, shape (vectors + 6, n_outputs): to be kept with a run."""
-        rows = [np.full_like(self.weights, number) for number in (self.power, self.spread, self.repeat)]
+        """Return everything as one array, float64, shape (vectors + 9, n_outputs): to be kept with a run."""
+        shared = self.shared_blank, self.shared_slope, self.shared_difference
+        numbers = self.power, self.spread, self.repeat, *shared
+        rows = [np.full_like(self.weights, number) for number in numbers]
         return np.vstack([self.reference, *rows, self.weights, self.variance, self.reference_variance])
 
     @classmethod
@@ -72,16 +86,20 @@ class Baseline:
         Raises:
             ValueError: it has too few rows, as arrays of earlier versions have.
         """
-        if len(array) < 7:
+        if len(array) < 10:
             raise ValueError(
-                f"baseline has {len(array)} rows: must have at least 7; another version kept it, begin a new run"
+                f"baseline has {len(array)} rows: must have at least 10; another version kept it, begin a new run"
             )
-        *reference, power, spread, repeat, weights, variance, reference_variance = array
+        *reference, power, spread, repeat, blank, slope, difference = array[:-3]
+        weights, variance, reference_variance = array[-3:]
         return cls(
             reference=np.array(reference),
             power=float(power[0]),
             spread=float(spread[0]),
             repeat=float(repeat[0]),
+            shared_blank=float(blank[0]),
+            shared_slope=float(slope[0]),
+            shared_difference=float(difference[0]),
             weights=weights,
             variance=variance,
             reference_variance=reference_variance,
@@ -105,16 +123,72 @@ def measure_baseline(
     blank = read(torch.zeros(2 * half, vectors.shape[1]))
     first, second = blank[:half], blank[half:]
     weights = np.divide(1.0, noise_variance(first), out=np.zeros(outputs), where=noise_variance(first) > 0)
-    power = float(np.mean(reference**2)) - float(reference_variance.mean()) / readings
+    power = max(float(np.mean(reference**2)) - float(reference_variance.mean()) / readings, 1e-30)
+    spread = _spread(second, weights)
+    shared = {key: found for key, (found, _) in shared_scatter(taken, second, weights, spread, power).items()}
     return Baseline(
         reference=reference,
-        power=max(power, 1e-30),
+        power=power,
         weights=weights,
         variance=noise_variance(second),
         reference_variance=reference_variance,
-        spread=_spread(second, weights),
+        spread=spread,
         repeat=_log_repeat(second),
+        shared_blank=shared["blank"],
+        shared_slope=shared["slope"],
+        shared_difference=shared["difference"],
     )
+
+
+def shared_scatter(
+    taken: np.ndarray, blank: np.ndarray, weights: np.ndarray, spread: float, power: float
+) -> dict[str, tuple[float, float]]:
+    """Return how much the means over outputs scatter from look to look because outputs share noise, and their own.
+
+    Args:
+        taken: readings of the reference vectors, shape (looks, vectors, n_outputs).
+        blank: readings of nothing, shape (readings, n_outputs).
+        weights: of each output in the blank readings' mean square.
+        spread: as for `Baseline`.
+        power: mean square of the reference signal.
+
+    Returns:
+        For the keys blank, slope and difference: the numbers of `Baseline`, and the standard deviations that
+        independent outputs would have.
+    """
+    reference, noise = taken.mean(axis=0), taken.var(axis=0, ddof=1).mean(axis=0)
+    squares = np.mean(weights * np.square(blank - blank.mean(axis=0)), axis=1)
+    values = {
+        "blank": squares / max(float(squares.mean()), 1e-300),
+        "slope": np.mean(taken * reference, axis=(1, 2)) / power,
+        "difference": np.mean(np.square(taken - reference), axis=(1, 2)) / power,
+    }
+    own = {
+        "blank": spread / math.sqrt(blank.shape[1]),
+        "slope": math.sqrt(float(np.mean(np.square(reference) * noise)) / reference.size) / power,
+        "difference": math.sqrt(2 * float(np.mean(np.square(noise))) / reference.size) / power,
+    }
+    return {key: (_shared(values[key], own[key]), own[key]) for key in values}
+
+
+def _shared(values: np.ndarray, own: float) -> float:
+    """Return an upper limit of the standard deviation that numbers of successive looks have beyond their own.
+
+    Args:
+        values: one for each look.
+        own: standard deviation if outputs are independent. Up to three standard errors above it, nothing is shared.
+
+    Returns:
+        The root of the excess and two standard errors of the variance, times 1 + 2 (sum of the first `_LAGS`
+        autocorrelations) if that is above 1, so that over sqrt n it is the error of a mean of n looks.
+    """
+    centred = values - values.mean()
+    count, variance = len(values), float(values.var(ddof=1))
+    if variance <= own**2 * (1 + _SURELY_SHARED * math.sqrt(2 / count)) or variance < _FLOOR**2:
+        return 0.0
+    upper = variance - own**2 + 2 * float(np.square(centred).std()) / math.sqrt(count)
+    products = [float(centred[lag:] @ centred[:-lag]) for lag in range(1, _LAGS + 1)]
+    return math.sqrt(upper * max(1.0, 1 + 2 * sum(products) / max(float(centred @ centred), 1e-300)))
 
 
 def _log_repeat(blank: np.ndarray) -> float:
@@ -155,8 +229,6 @@ _INFLATION = 1.2
 """Factor on every standard error, which makes room for errors of the errors and for tails that are not Gaussian."""
 _TAIL = 0.35
 """Largest tilt over the square root of the numbers in a mean square: up to there its e-value has mean at most 1."""
-_FLOOR = 1e-6
-"""Least standard error: rounding of float32."""
 _FOUND = 0.99
 """Probability with which a test finds its smallest change."""
 SURE = 6.0
@@ -370,6 +442,20 @@ class SingleOutputTest:
         found = (-degrees * np.log(self._ratios) - 2 * self._level / self._power) / (1 / self._ratios - 1)
         largest = float(np.max(found)) / most
         return 1 - largest if largest > 0 else math.nan
+
+
+def least_numbers(own: float, shared: float, degrees: int) -> float:
+    """Return how many squares a mean square counts as, where outputs share noise of few degrees of freedom.
+
+    The cumulants of both parts add up; with b the shared part of the error, a tilt t is a tilt of b t for it.
+
+    Args:
+        own: standard error of the mean square if outputs are independent, relative.
+        shared: standard error that comes from what they share.
+        degrees: its degrees of freedom, at least 1.
+    """
+    error2 = max(own**2 + shared**2, 1e-24)
+    return 2 / error2 if shared == 0 else min(2 / error2, degrees * error2 / shared**2)
 
 
 def log_level(false_alarm: float, looks: int, tests: int) -> float:

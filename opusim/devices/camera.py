@@ -11,7 +11,6 @@ import torch
 
 from opusim import checks
 from opusim.camera.exposure import (
-    FRAMES_PER_TERNARY,
     MOST_SATURATED,
     CountLaw,
     Exposure,
@@ -22,10 +21,12 @@ from opusim.camera.from_description import (
     camera_sections,
     exposure_of,
     laser_of,
+    reference_beam_of,
     speckle_law_of,
     speckle_of,
 )
-from opusim.camera.imperfect import FRAME_SIGNS, ImperfectExposure
+from opusim.camera.holography import HologramRecovery
+from opusim.camera.imperfect import ImperfectExposure
 from opusim.camera.speckle import Speckle
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
@@ -44,7 +45,9 @@ class CameraDevice(NoisyDevice):
 
     `project` shows four frames for each ternary vector and recovers B x from their intensities
     (`opusim.camera.exposure`), with the noise that the camera's stages make (`opusim.camera.stages`). `draw` does the
-    same for the vector 0. `intensities` gives the digital numbers of binary frames: |R x|^2 through the stages.
+    same for the vector 0. `intensities` gives the digital numbers of binary frames: |R x|^2 through the stages. With a
+    section ``[camera.reference_beam]`` readings come from phase-shifted holograms instead (`opusim.camera.holography`);
+    `intensities`, frames of the anchor and flat frames are taken with that beam shut.
 
     The noise is Poisson counts, whose rates depend on what is shown; read noise is added. `noise` is the
     law of the counts with a box for each rate; `reading_variance` is the variance of a reading of a given x. Opening
@@ -73,6 +76,7 @@ class CameraDevice(NoisyDevice):
         self._speckle = speckle_of(description, self.n_inputs, self.n_outputs)
         seed = self._seed if self.mode == "experiment" else None
         self._laser = laser_of(description, self.n_outputs, seed)
+        self._beam = reference_beam_of(description, self._law.mirrors, self.n_outputs)
         self._anchored_at = 0
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
         self._recovery: Recovery | None = None
@@ -102,6 +106,11 @@ class CameraDevice(NoisyDevice):
         return self._speckle
 
     @property
+    def is_holographic(self) -> bool:
+        """Whether a reference beam reads the linear product, and not the complements of the anchor."""
+        return self._beam is not None
+
+    @property
     def recovery(self) -> Recovery:
         """How readings are decoded, with the anchor as it was measured when the device opened."""
         self._require_open()
@@ -111,24 +120,26 @@ class CameraDevice(NoisyDevice):
 
     @cached_property
     def described_noise(self) -> PhotonCountNoise | FluctuatingCountNoise:
-        """Counts of the four frames at each output, with boxes of rates that hold for every ternary x.
+        """Counts of a reading's frames at each output, with boxes of rates that hold for every ternary x.
 
-        Rates lie between bias light with dark current and the largest field of any binary frame, with ambient light.
-        The boxes rest on the exact anchor, not on its measurement, so that every opening tells the same. If the laser's
-        power fluctuates, they are those at mean power.
+        Rates lie between bias light with dark current and the largest field of any binary frame, with ambient light and
+        the reference beam, whose light earns nothing here (`count_law` has it exactly). The boxes rest on the exact
+        anchor, not on its measurement, so that every opening tells the same. If the laser's power fluctuates, they are
+        those at mean power.
 
         Raises:
-            NoiseUnknown: the medium drifts, so no box holds the rates, or frames are dropped or repeated.
+            NoiseUnknown: the medium drifts, so no box holds the rates, frames are dropped or repeated, or the bench
+                vibrates.
         """
         self._require_fixed_rates()
-        exposure = self.exposure
-        low = np.broadcast_to(exposure.floor_e, (FRAMES_PER_TERNARY, self.n_outputs))
-        highest = exposure.dark_e + exposure.light_of(np.square(self._speckle.largest_fields()))
-        high = np.concatenate([highest, highest])
-        scale = self.ideal_recovery().decode()[0]
-        weight = np.broadcast_to(exposure.sensor.gain_dn_per_e * scale, low.shape) * FRAME_SIGNS[:, None]
+        exposure, recovery = self.exposure, self.ideal_recovery()
+        low = np.broadcast_to(exposure.floor_e, (recovery.weights.size, self.n_outputs))
+        high = exposure.dark_e + exposure.light_of(np.square(self._largest_fields()))
+        scale = recovery.decode()[0]
+        weight = exposure.sensor.gain_dn_per_e * scale * recovery.weights[:, None]
         slope = exposure.least_slope if isinstance(exposure, ImperfectExposure) else 1.0
-        least, most = (FRAMES_PER_TERNARY * np.square(scale) * rest for rest in self._rest_of_a_frame())
+        frames = float(np.sum(np.square(recovery.weights)))
+        least, most = (frames * np.square(scale) * rest for rest in self._rest_of_a_frame())
         if slope < 1:  # variances of a read-out of slopes in [slope, 1] lie between these
             most = most + (1 - slope**2) * np.sum(np.square(weight) * high, axis=0)
         boxes = PhotonCountNoise(
@@ -139,6 +150,13 @@ class CameraDevice(NoisyDevice):
             added_variance_high=most,
         )
         return boxes if self._laser is None else self._fluctuating(boxes)
+
+    def _largest_fields(self) -> np.ndarray:
+        """Upper limits of the fields of a reading's frames, shape (frames, pixels)."""
+        largest = self._speckle.largest_fields()
+        if self._beam is None:
+            return np.concatenate([largest, largest])
+        return np.broadcast_to(largest[0] + self._beam.amplitude, (2 * self._beam.steps, largest.shape[1]))
 
     def _fluctuating(self, boxes: PhotonCountNoise) -> FluctuatingCountNoise:
         """Return the law whose counts at mean power have these boxes."""
@@ -169,12 +187,17 @@ class CameraDevice(NoisyDevice):
             )
 
     def _require_lawful_readings(self) -> None:
-        """Refuse to state moments or a law of readings that may lack a frame.
+        """Refuse to state moments or a law of readings that may lack a frame, or whose frames vibrate.
 
         Raises:
-            NoiseUnknown: frames are dropped or repeated.
+            NoiseUnknown: frames are dropped or repeated, or the bench vibrates.
         """
-        transfer = self._settings.transfer
+        transfer, vibration = self._settings.transfer, self._settings.vibration
+        if vibration is not None and (vibration.pointing_rms_pixels or vibration.phase_rms_rad):
+            raise NoiseUnknown(
+                f"device {self.name!r}: camera.vibration moves the light of all outputs together from frame to frame, "
+                "and its noise has no law here; still the bench, or set pointing_rms_pixels and phase_rms_rad to 0"
+            )
         if transfer is not None and (transfer.dropped or transfer.repeated):
             raise NoiseUnknown(
                 f"device {self.name!r}: camera.transfer drops or repeats frames, so a reading may hold another's frame "
@@ -205,6 +228,8 @@ class CameraDevice(NoisyDevice):
         """
         scale, offset = self.recovery.decode()
         total, exposure = self._speckle.total, self.exposure
+        if self._beam is not None:
+            total = np.broadcast_to(self._beam.carrier[:, None], total.shape)
         p, q = (self._speckle.responses(plane).T for plane in (REAL_PLANE, IMAGINARY_PLANE))
         rows = -torch.from_numpy(offset / self._law.mirrors)[:, None]
         for share, pixels, gain in exposure.parts():
@@ -216,20 +241,21 @@ class CameraDevice(NoisyDevice):
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
         """Var[y] of readings of x, squared projection units, float64; exact, rounding and clipping included.
 
-        Far from the ends, and with noise above 0.4 DN, it is scale^2 times the sum over the four frames of EMVA 1288's
-        eq. 9 (`opusim.camera.stages.Sensor.variance_dn2`). Fluctuating power with the covariance C between the frames
-        adds (scale K)^2 sum over frames f, g of s_f s_g C_fg light_f light_g; rounding and the ends are then those at
-        mean power.
+        Far from the ends, and with noise above 0.4 DN, it is scale^2 times the sum over frames of w_f^2 times EMVA
+        1288's eq. 9 (`opusim.camera.stages.Sensor.variance_dn2`). Fluctuating power with the covariance C between the
+        frames adds (scale K)^2 sum over frames f, g of w_f w_g C_fg light_f light_g; rounding and the ends are then
+        those at mean power.
 
         Raises:
-            NoiseUnknown: frames are dropped or repeated.
+            NoiseUnknown: frames are dropped or repeated, or the bench vibrates.
         """
         self._require_lawful_readings()
+        weights = self.recovery.weights
         variance = self.recovery.variance(self._frame_moments(x)[1])
-        covariance = self.exposure.power_covariance()
+        covariance = self.exposure.power_covariance(weights.size)
         if covariance is not None:
             light = (self.frame_rates(x) - self.exposure.dark_e) / self.exposure.mean_power
-            signed = FRAME_SIGNS[:, None, None] * light
+            signed = weights[:, None, None] * light
             power = np.einsum("fbj,fg,gbj->bj", signed, covariance, signed)
             variance += np.square(self.recovery.decode()[0] * self.exposure.sensor.gain_dn_per_e) * power
         return torch.from_numpy(variance)
@@ -240,29 +266,36 @@ class CameraDevice(NoisyDevice):
         It differs from B x by the biases of rounding and saturation: at most scale times half a step for each frame.
 
         Raises:
-            NoiseUnknown: frames are dropped or repeated.
+            NoiseUnknown: frames are dropped or repeated, or the bench vibrates.
         """
         self._require_lawful_readings()
         scale, offset = self.recovery.decode()
         shown = ternary_batch(x, self.n_inputs, self._torch_device)
         shift = self.recovery.shift(shown.sum(1, dtype=torch.float64).cpu().numpy())
-        total = np.tensordot(FRAME_SIGNS, self._frame_moments(x)[0], axes=1)
+        total = np.tensordot(self.recovery.weights, self._frame_moments(x)[0], axes=1)
         return torch.from_numpy(scale * total - shift[:, None] * offset)
 
     def _frame_moments(self, x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean and variance of the numbers of the four frames, each of shape (4, batch, n_outputs)."""
+        """Return the mean and variance of the numbers of all frames, each of shape (frames, batch, n_outputs)."""
         return self.exposure.moments(self.frame_rates(x))
 
     def frame_rates(self, x: torch.Tensor) -> np.ndarray:  # (batch, n_inputs)
-        """Return the expected electrons of the four frames of each vector, float64, shape (4, batch, n_outputs)."""
-        shown, rates = ternary_batch(x, self.n_inputs, self._torch_device), []
-        for part in (shown.clamp(min=0), shown.neg().clamp(min=0)):
-            field = self._speckle.fields(part).double().numpy()
-            rates += [
-                self.exposure.rates(field),
-                self.exposure.rates(self._speckle.total[:, None, :] - field),
-            ]
-        return np.stack(rates)
+        """Return the expected electrons of all frames of each vector, float64, shape (frames, batch, n_outputs)."""
+        shown = ternary_batch(x, self.n_inputs, self._torch_device)
+        fields = self._frame_fields(self._binary_fields(shown).double())
+        return np.stack([self.exposure.rates(fields[:, frame].numpy()) for frame in range(fields.shape[1])])
+
+    def _binary_fields(self, x: torch.Tensor) -> torch.Tensor:
+        """Return fields of the positive parts of vectors, then of the negative ones: (2, 2 batch, pixels)."""
+        return self._speckle.fields(torch.cat([x.clamp(min=0), x.neg().clamp_(min=0)]))
+
+    def _frame_fields(self, field: torch.Tensor) -> torch.Tensor:
+        """Return fields of all frames of readings, of `_binary_fields` and their type: (2, frames, batch, pixels)."""
+        if self._beam is not None:
+            return self._beam.shown(field)
+        parts = field.view(2, 2, 1, field.shape[1] // 2, -1)
+        total = torch.from_numpy(self._speckle.total).to(field.dtype)[:, None, None, None, :]
+        return torch.cat([parts, total - parts], dim=2).flatten(1, 2)
 
     @property
     def anchor_light_e(self) -> np.ndarray:
@@ -333,18 +366,31 @@ class CameraDevice(NoisyDevice):
 
     def ideal_recovery(self) -> Recovery:
         """Return how readings would be decoded if the anchor were known exactly."""
-        exposure, gain = self.exposure, self.exposure.sensor.gain_dn_per_e
-        above_blank = np.sum(np.square(self._speckle.anchor) - np.square(self._speckle.blank), axis=0)
-        return Recovery(
-            mirrors=self._law.mirrors,
-            anchor_dn=self._masked(gain * exposure.light_of(above_blank)),
-            unit_dn=gain * exposure.light.anchor_e,
-        )
+        gain = self.exposure.sensor.gain_dn_per_e
+        lit, blank = (np.sum(np.square(field), axis=0) for field in self._lit_and_blank())
+        return self._decoder(gain * self.exposure.light_of(lit - blank))
+
+    def _lit_and_blank(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the fields of the anchor, or of the reference, and of its blank frame: their intensities decode."""
+        if self._beam is None:
+            return self._speckle.anchor, self._speckle.blank
+        blank = np.zeros_like(self._speckle.anchor)
+        return blank + np.array([[self._beam.amplitude], [0.0]]), blank
+
+    def _decoder(self, anchor_dn: np.ndarray) -> Recovery:
+        """Return how readings are decoded by this intensity, DN."""
+        numbers: dict[str, Any] = {
+            "mirrors": self._law.mirrors,
+            "anchor_dn": self._masked(anchor_dn),
+            "unit_dn": self.exposure.sensor.gain_dn_per_e * self.exposure.light.anchor_e,
+        }
+        return Recovery(**numbers) if self._beam is None else HologramRecovery(**numbers, beam=self._beam)
 
     def _masked(self, anchor_dn: np.ndarray) -> np.ndarray:
         """Anchors no smaller than a quarter of the map's least one: a pixel far below is a faulty one."""
-        exposure = self.exposure
-        least = self._law.lowest / 4 * exposure.sensor.gain_dn_per_e * exposure.light.anchor_e
+        exposure, beam = self.exposure, self._beam
+        lowest = self._law.lowest if beam is None else beam.amplitude**2 / (2 * self._law.mirrors)
+        least = lowest / 4 * exposure.sensor.gain_dn_per_e * exposure.light.anchor_e
         return np.maximum(anchor_dn, least)
 
     # The camera itself
@@ -457,7 +503,7 @@ class CameraDevice(NoisyDevice):
         anchor = self._speckle.anchor
         if anchor.shape[1] != self.n_outputs:  # with the neighbours that cross-talk needs
             anchor = anchor[:, np.searchsorted(self._speckle.pixels, self.pixels)]
-        shares = saturated_shares(self.exposure, anchor)
+        shares = saturated_shares(self.exposure, anchor, None if self._beam is None else self._beam.fields())
         worst = max(shares, key=lambda f: shares[f])
         if shares[worst] <= allowed:
             return
@@ -481,26 +527,31 @@ class CameraDevice(NoisyDevice):
         return float((frames >= end - 0.5).float().mean(dim=1).max())
 
     def _projection_fields(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Fields of all frames of some vectors' projections and of the anchor: (2, 4 vectors + 1, n_outputs)."""
-        shown = vectors.to(self._torch_device)
-        field = self._speckle.fields(torch.cat([shown.clamp(min=0), shown.neg().clamp_(min=0)]))
-        total, anchor = (
-            torch.from_numpy(part.astype(np.float32))[:, None, :]
-            for part in (self._speckle.total, self._speckle.anchor)
-        )
-        return torch.cat([field, total - field, anchor], dim=1)
+        """Fields of all frames of some vectors' projections and of the anchor: (2, frames + 1, n_outputs)."""
+        fields = self._frame_fields(self._binary_fields(vectors.to(self._torch_device)))
+        anchor = torch.from_numpy(self._speckle.anchor.astype(np.float32))[:, None, :]
+        return torch.cat([fields.flatten(1, 2), anchor], dim=1)
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.empty((x.shape[0], self.n_outputs), dtype=torch.float32)
-        shift = self.recovery.shift(x.sum(1, dtype=torch.float64).cpu().numpy())
-        at_once = max(1, _NUMBERS_AT_ONCE // (2 * FRAMES_PER_TERNARY * self.n_outputs))
-        decode, total = self.recovery.decode(), self._speckle.total.astype(np.float32)
+        at_once = max(1, _NUMBERS_AT_ONCE // (2 * self.recovery.weights.size * self.n_outputs))
         for start in range(0, x.shape[0], at_once):
             part = x[start : start + at_once]
-            field = self._speckle.fields(torch.cat([part.clamp(min=0), part.neg().clamp_(min=0)]))
-            rows = slice(start, start + part.shape[0])
-            self.exposure.recover(y[rows], field, total, decode, shift[rows], self._stream)
+            self._read_rows(y[start : start + part.shape[0]], part)
         return y.to(self._torch_device)
+
+    def _read_rows(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """Read some vectors into y."""
+        field, decode = self._binary_fields(x), self.recovery.decode()
+        if self._beam is None:
+            shift = self.recovery.shift(x.sum(1, dtype=torch.float64).cpu().numpy())
+            total = self._speckle.total.astype(np.float32)
+            self.exposure.recover(y, field, total, decode, shift, self._stream)
+            return
+        in_turn = self._beam.shown(field, self._stream).transpose(1, 2).flatten(1, 2).contiguous()
+        numbers = self.exposure.expose(in_turn, self._stream).double().numpy()
+        frames = numbers.reshape(x.shape[0], -1, self.n_outputs)
+        y.copy_(torch.from_numpy(decode[0] * np.einsum("f,rfj->rj", self.recovery.weights, frames)))
 
     def _intensities(self, x: torch.Tensor) -> torch.Tensor:
         return self.exposure.expose(self._speckle.fields(x), self._stream).to(self._torch_device)
@@ -521,17 +572,15 @@ class CameraDevice(NoisyDevice):
     def _measure_anchor(self, step: int = 0) -> None:
         """Average anchor frames and blank frames, with noise of a separate stream at a training step."""
         self._anchored_at = step
-        ideal, frames = self.ideal_recovery(), self._settings.anchor.frames
+        frames = self._settings.anchor.frames
         if frames == 0:
-            self._recovery = ideal
+            self._recovery = self.ideal_recovery()
             return
         stream = noise_stream(self.mode, self._seed, f"anchor of device {self.kind}")
         stream.seek(step)
         lit, blank = (
             self.exposure.mean_of(torch.from_numpy(field.astype(np.float32))[:, None, :], frames, stream)
-            for field in (self._speckle.anchor, self._speckle.blank)
+            for field in self._lit_and_blank()
         )
         self._meter.count(2 * frames)
-        self._recovery = Recovery(
-            mirrors=ideal.mirrors, anchor_dn=self._masked(lit - blank), unit_dn=ideal.unit_dn
-        )
+        self._recovery = self._decoder(lit - blank)

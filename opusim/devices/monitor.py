@@ -12,6 +12,7 @@ the anchor included.
 | light | slope of the reference readings on their first ones | `gain_tolerance`; below also 1 - `least_correlation` |
 | medium | mean square difference from the first readings over the signal, 2 (1 - correlation) | `least_correlation` |
 | frames | readings far off among others that are not, once a test of light or medium fails | names lost frames |
+| steadiness | scatter over fresh looks that outputs share, once another test fails | names power or vibration |
 | outputs | slope of each output; how many lost more than light and medium may | `silent_outputs` |
 | law | blank variance over the least that the law states, from below, in the mean over outputs | nothing |
 | output | the same of each single output, under a certificate, whose law holds at every output | nothing |
@@ -22,6 +23,11 @@ a device of which each output, but for `silent_outputs` of them, keeps a slope o
 (1 - `least_correlation`). A medium at `least_correlation` moves single slopes by more, by sqrt(2 (1 -
 `least_correlation`) / `reference_vectors`) or 7 % rms at the defaults: if noise is low, the outputs' test stops it
 before the medium's does.
+
+Noise that outputs share, such as that of a laser's power, leaves a mean over outputs with the error of few numbers. The
+first look measures how much its means scatter beyond independent outputs (`Baseline.shared_blank` and its two
+companions), and every error includes that; so the statement below holds under a power whose values at different checks
+are independent, and the smallest changes grow with it.
 
 All tests together stop a device that stays within its tolerances with probability `false_alarm_per_run` at most in its
 first `checks` checks after an opening. The smallest change that a test finds in m checks with probability 0.99 is, with
@@ -49,11 +55,13 @@ from opusim.devices.baseline import (
     ShiftTest,
     SingleOutputTest,
     blank_readings,
+    least_numbers,
     log_level,
     measure_baseline,
     noise_variance,
     reference_vectors,
     relative_error,
+    shared_scatter,
 )
 from opusim.errors import DeviceError, DeviceFault, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, NoiseModel
@@ -72,6 +80,8 @@ _READINGS_IF_CERTIFIED = 32
 """Readings of nothing in a check under a certificate, at least: an output without noise then shows in one check."""
 _CONFIRMING = 2**10
 """Readings of nothing that tell, after an alarm under a certificate, whether each output is as noisy as certified."""
+_LOOKS_AFTER_AN_ALARM, _BLANKS_AFTER_AN_ALARM = 24, 8
+"""Of the reference vectors, and of the blank readings of a check: they tell whether it is noise that outputs share."""
 _MOST_READINGS_OF_A_CHECK = 2**12
 """Windows of fewer than 8 outputs would take more; `Monitor.smallest_changes` says what fewer find."""
 BEFORE_ALL = -1
@@ -149,7 +159,7 @@ class Monitor:
         power, noise = first.power, first.reference_variance
         weight = np.sum(np.square(first.reference), axis=0)  # (n_outputs,)
         slope = math.sqrt(float(np.sum(weight * noise))) / (size * power)
-        slope = math.hypot(slope, self._power_spread())
+        slope = math.hypot(slope, max(self._power_spread(), first.shared_slope))
         mean_noise, noise_share = float(noise.mean()), float(noise.mean()) / power
         first_slope = math.hypot(slope / math.sqrt(readings), noise_share / readings * math.sqrt(2 / size))
         pattern, level = 1 - settings.least_correlation, self._level
@@ -157,8 +167,11 @@ class Monitor:
         self._dimmer = ShiftTest(settings.gain_tolerance + pattern, slope, first_slope, level)
         squares = float(np.mean(2 * np.square(noise) + 8 * pattern * power * noise)) / (power**2 * size)
         found = relative_error(math.sqrt(2), (readings - 1, size)) + math.sqrt(2 / size) / readings
-        other = 2 * pattern + noise_share * settings.noise_tolerance
-        self._other = ShiftTest(other, math.sqrt(squares), noise_share * found, level, numbers=size)
+        other, shared = 2 * pattern + noise_share * settings.noise_tolerance, first.shared_difference
+        error = math.hypot(math.sqrt(squares), shared)
+        numbers = size if shared == 0 else min(size, len(first.reference) * error**2 / shared**2)
+        first_other = math.hypot(noise_share * found, shared / math.sqrt(readings))
+        self._other = ShiftTest(other, error, first_other, level, numbers=numbers)
         self._expected_difference = mean_noise * (1 + 1 / readings)
         with np.errstate(divide="ignore"):
             each = np.where(weight > 0, np.sqrt(noise / np.where(weight > 0, weight, 1.0)), np.inf)
@@ -174,10 +187,14 @@ class Monitor:
     def _make_noise_tests(self) -> None:
         """The tests of the blank readings: the law from below, change from above and below."""
         first, level, outputs = self.baseline, self._level, self.baseline.weights.size
-        error = relative_error(first.spread, (len(self._blank) - 1, outputs))
-        half = blank_readings(self._settings.baseline_readings, outputs) // 2
-        first_error = relative_error(first.spread, (half - 1, outputs))
-        numbers, let_pass = 2 / max(error, 1e-12) ** 2, self._settings.noise_tolerance
+        degrees, half = len(self._blank) - 1, blank_readings(self._settings.baseline_readings, outputs) // 2
+        own, shared_part = relative_error(first.spread, (degrees, outputs)), first.shared_blank / degrees**0.5
+        error = math.hypot(own, shared_part)
+        first_error = math.hypot(
+            relative_error(first.spread, (half - 1, outputs)), first.shared_blank / (half - 1) ** 0.5
+        )
+        numbers = least_numbers(own, shared_part, degrees)
+        let_pass = self._settings.noise_tolerance
         shared = level + (math.log(2) if self._certified else 0.0)  # two tests of the law share its part
         self._weaker = ShiftTest(0.0, error, 0.0, shared, numbers)
         judged = outputs if self._certified else 0
@@ -270,7 +287,7 @@ class Monitor:
             TypeError, ValueError: checks is no number of checks.
         """
         check_arguments.integer(minimum=1, checks=checks)
-        return {
+        found = {
             "light lost": self._dimmer.smallest(checks),
             "light gained": self._brighter.smallest(checks),
             "correlation": 1 - self._other.smallest(checks) / 2,
@@ -282,6 +299,8 @@ class Monitor:
             "variance lost": self._quieter.smallest(checks),
             "variance gained": self._louder.smallest(checks),
         }
+        losses = {key for key in found if not key.endswith(("gained", "correlation"))}
+        return {key: math.nan if key in losses and not value < 1 else value for key, value in found.items()}
 
     def _check_frozen(self, blank: np.ndarray) -> None:
         """Refuse readings that repeat more often than chance allows."""
@@ -322,6 +341,8 @@ class Monitor:
         if any(alarms):
             if self._few_rows_differ(reference):
                 raise self._lost_frames()
+            if self._fluctuates():
+                raise self._unsteady()
             raise self._light_fault(reference, *alarms)
 
     def _lost_frames(self) -> DeviceFault:
@@ -329,6 +350,33 @@ class Monitor:
             "loses or repeats frames: single readings are wholly off, others are not",
             "check the camera's link and its driver",
         )
+
+    def _unsteady(self) -> DeviceFault:
+        return self._fault(
+            "fluctuates: the noise of all its outputs rises and falls together",
+            "steady the laser's power and the bench, or calibrate it again",
+        )
+
+    def _fluctuates(self) -> bool:
+        """Return whether fresh readings scatter together at all outputs, by half more than at the beginning or more."""
+        first = self.baseline
+        try:
+            taken = np.stack([self._read(self._vectors) for _ in range(_LOOKS_AFTER_AN_ALARM)])
+            blank = np.vstack([self._read(self._blank) for _ in range(_BLANKS_AFTER_AN_ALARM)])
+        except DeviceError:  # the alarm is the error to report
+            return False
+        kept = ~self._responses.silent  # stuck outputs may all read one number
+        if not np.any(kept):
+            return False
+        found = shared_scatter(
+            taken[:, :, kept], blank[:, kept], first.weights[kept], first.spread, first.power
+        )
+        before = {
+            "blank": first.shared_blank,
+            "slope": first.shared_slope,
+            "difference": first.shared_difference,
+        }
+        return any(now > 1.5 * max(before[key], own) for key, (now, own) in found.items())
 
     def _few_rows_differ(self, reference: np.ndarray) -> bool:
         """Return whether some readings are far off and most are as before: frames that did not arrive."""
@@ -423,6 +471,8 @@ class Monitor:
             raise self._lost_frames()
         if louder or quieter:
             self._is_below = not self._as_strong(law)
+            if louder and self._fluctuates():
+                raise self._unsteady()
             found = 1 + self._louder.mean if louder else 1 - self._quieter.mean
             raise self._fault(
                 f"has {found:.3g} times the noise variance that it had at the beginning",

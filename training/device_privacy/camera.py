@@ -47,9 +47,6 @@ _EVALUATIONS_PER_TARGET = 55
 """Evaluations of epsilon for a target, on average, in four searches."""
 _EVALUATIONS_PER_FIGURE = 100
 """Evaluations of epsilon for the curves of the figure."""
-_LABEL_FRAMES = 2
-"""Frames that depend on the label: a one-hot vector and its complement. The negative part of a label is empty, so that
-its frames are the same for all labels."""
 _LEAST_EPSILON = 1e-9
 """What an argmax that tells nothing is stated as."""
 Kept = Literal["reading", "counts", "argmax"]
@@ -94,8 +91,8 @@ class LabelCounts:
             return guarantees([answer], delta=0.0)[0]  # pure, as training takes it
         if self.kept == "counts":
             return known_counts_guarantee(rates[0][:, self._pixels], delta=self.delta)
-        counts = rates[:_LABEL_FRAMES].transpose(1, 0, 2)
-        return known_counts_guarantee(counts.reshape(len(counts), -1), delta=self.delta)
+        shown = rates[: len(rates) // 2].transpose(1, 0, 2)  # the negative part, of the second half, is empty
+        return known_counts_guarantee(shown.reshape(len(shown), -1), delta=self.delta)
 
     @cached_property
     def _pixels(self) -> np.ndarray:
@@ -174,6 +171,12 @@ def label_counts(
         if not isinstance(device, CameraDevice):
             raise ConfigError(
                 description.name, "kind", f"{description.kind!r} counts no photons; use 'camera'"
+            )
+        if device.is_holographic and kept != "reading":
+            raise ConfigError(
+                description.name,
+                "camera.reference_beam",
+                f"reads holograms, and {kept!r} is kept of a frame without a reference; remove the section",
             )
         law = device.count_law(torch.eye(n_classes))
         return LabelCounts(

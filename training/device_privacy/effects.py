@@ -36,7 +36,8 @@ from accounting.devices.readings import DeviceReadings, device_readings_guarante
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Unit
 from opusim import checks
-from opusim.calibration.calibrate import Plan, calibrate
+from opusim.calibration.calibrate import Calibration, Plan, calibrate
+from opusim.description.camera import CameraSettings
 from opusim.description.loading import load_description
 from opusim.description.schema import DeviceDescription
 from opusim.devices.camera import CameraDevice
@@ -102,6 +103,12 @@ def effects_of(description: DeviceDescription) -> tuple[Effect, ...]:
         Effect(name="dead pixels", size="3 %", camera={"pixels": {"dead_share": 0.03}}),
         Effect(name="cross-talk", size="1 % to each neighbour", camera={"pixels": {"crosstalk": 0.01}}),
         Effect(name="nonlinearity", size="2 % at saturation", camera={"pixels": {"nonlinearity": 0.02}}),
+        Effect(
+            name="vibration, pointing",
+            size="0.05 pixels rms",
+            camera={"vibration": {"pointing_rms_pixels": 0.05}},
+        ),
+        *_reference_effects(camera),
         Effect(name="dropped frames", size="1 %", camera={"transfer": {"dropped": 0.01}}),
         Effect(name="repeated frames", size="1 %", camera={"transfer": {"repeated": 0.01}}),
         Effect(name="moving medium", size="after 5 % of its time", camera={"drift": drift}, step=50),
@@ -117,6 +124,24 @@ def effects_of(description: DeviceDescription) -> tuple[Effect, ...]:
         found.insert(6, Effect(name="hot pixels", size="2 %, 30 times the dark current", camera=hot))
         found.insert(8, Effect(name="uneven dark current", size="10 % rms", camera={"pixels": {"dcnu": 0.1}}))
     return tuple(found)
+
+
+def _reference_effects(camera: CameraSettings) -> list[Effect]:
+    """Return the effects that need a reference beam."""
+    if camera.reference_beam is None:
+        return []
+    return [
+        Effect(
+            name="vibration, path",
+            size="0.1 rad rms (10 nm at 633 nm)",
+            camera={"vibration": {"phase_rms_rad": 0.1}},
+        ),
+        Effect(
+            name="phase steps",
+            size="2 % too long",
+            camera={"reference_beam": {"step_error": 0.02}},
+        ),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +204,7 @@ class EffectTable:
             learning = _alignment(device, effect.step)
         with self._opened(effect) as device:
             law = device.stated_noise
-            found = certificate_of(device, BETA)
+            found = calibration_of(device, BETA)
         sound = self._sound
         certified, refusal = self._certified(found, law)
         return EffectRow(
@@ -220,10 +245,11 @@ class EffectTable:
         dimming = math.exp(float(brentq(excess, -25.0, 0.0, xtol=1e-3))) if excess(0.0) > 0 else 1.0
         return _Sound(ideal=ideal.numpy(), noise=noise, learning=learning, dimming=dimming)
 
-    def _certified(self, certificate: Certificate | str, law: NoiseModel | None) -> tuple[float | None, str]:
+    def _certified(self, found: Calibration | str, law: NoiseModel | None) -> tuple[float | None, str]:
         """Return the certified epsilon in the dimmed light, or why there is none."""
-        if isinstance(certificate, str):
-            return None, certificate
+        if isinstance(found, str):
+            return None, found
+        certificate = found.certificate
         if certificate.noise is None:
             return None, refusal_of(certificate)
         if law is None:
@@ -279,10 +305,10 @@ def _alignment(device: CameraDevice, step: int) -> float:
     return float(torch.cosine_similarity(noisy, exact, dim=0))
 
 
-def certificate_of(device: CameraDevice, beta: float) -> Certificate | str:
-    """Return the certificate of a calibration of some 2 s of computing, or why its frames cannot be evaluated."""
+def calibration_of(device: CameraDevice, beta: float) -> Calibration | str:
+    """Return a calibration of some 0.2 s of computing, or why its frames cannot be evaluated."""
     try:
-        return calibrate(device, plan=Plan(frames=64), readings=_READINGS, beta=beta).certificate
+        return calibrate(device, plan=Plan(frames=64), readings=_READINGS, beta=beta)
     except ValueError as error:
         return f"frames cannot be evaluated: {error}"
 
@@ -303,14 +329,20 @@ def dimmed(law: NoiseModel, light: float) -> NoiseModel:
 
 
 def label_epsilon(law: NoiseModel) -> float:
-    """Return epsilon of one reading of a label: of the two frames that depend on it, x and its complement."""
+    """Return epsilon of one reading of a label: of the half of its frames that depend on it."""
     if not isinstance(law, PhotonCountNoise | FluctuatingCountNoise):
         raise NoGuarantee(f"noise law {law.law!r}: its frames are not known")
     frames = replace(
-        law, rate_low=np.asarray(law.rate_low)[:2], rate_high=np.asarray(law.rate_high)[:2], weight=None
+        law, rate_low=_label_frames(law.rate_low), rate_high=_label_frames(law.rate_high), weight=None
     )
     readings = DeviceReadings(noise=frames, readings=1, unit=Unit.LABEL)
     return device_readings_guarantee(readings, DELTA).epsilon
+
+
+def _label_frames(rates: np.ndarray | float) -> np.ndarray:
+    """Return the frames of the positive part, which a label is."""
+    frames = np.asarray(rates)
+    return frames[: len(frames) // 2]
 
 
 def effect_rows(rows: Iterable[EffectRow]) -> list[dict[str, str]]:

@@ -321,8 +321,9 @@ class Engine:
                 self._note_alarm(ledger, error)
                 newest = list_checkpoints(self._folder.checkpoints)[-1]
                 kept = f"and broke off amid the parameters, so that those of {newest.stem} are kept"
+            undone = f"Step {self._step} of {self.total_steps} was not done, {kept}. "
             raise type(error)(
-                f"{error}. Step {self._step} of {self.total_steps} was not done, {kept}. {self._state_after(error)}"
+                f"{error}. {undone if self._step < self.total_steps else ''}{self._state_after(error)}"
             ) from error
 
     def _advance(self) -> None:
@@ -349,6 +350,10 @@ class Engine:
         if ends_epoch:
             self._end_epoch()
         if ends_epoch or self._step % self._checkpoint_every == 0:
+            if (
+                self._certified is not None
+            ):  # so that no step of a checkpoint rests on a device repaired after a kill
+                self._certified.inspect(self._step)
             self.checkpoint()
         if self._watcher:
             self._watcher.on_step(step=self._step)

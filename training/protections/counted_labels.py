@@ -82,6 +82,12 @@ class LabelFrames:
                 "lost frames, or 'digital'"
             )
             raise ConfigError("configuration", _KEY, reason)
+        if device.is_holographic:
+            reason = (
+                f"device {device.name!r} reads holograms, and counts are kept of frames without a reference beam; "
+                "remove camera.reference_beam, or use 'digital'"
+            )
+            raise ConfigError("configuration", _KEY, reason)
         law = device.count_law(torch.eye(n_classes))
         stated, certificate = device.noise, device.certificate
         if not isinstance(stated, PhotonCountNoise):

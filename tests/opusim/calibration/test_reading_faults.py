@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from benchmarks.devices.calibration_faults import BROKEN, attempt
 from opusim.calibration.independence import _product_variance, independence_p_values
 from opusim.calibration.reading_noise import ReadingNoise, evaluate_readings
 from opusim.p_values import FAMILY_ALARM, PropertyTest, decide
@@ -240,3 +241,9 @@ def test_sound_readings_alarm_at_the_stated_rate_at_most(seed: int) -> None:
 @pytest.mark.parametrize("codes", [False, True])
 def test_two_thousand_sound_calibrations_alarm_at_the_stated_rate_at_most(codes: bool, seed: int) -> None:
     assert_alarm_rate(least_p_values(seed, 2000, **({"codes": True} if codes else {})))
+
+
+def test_no_broken_device_is_certified_and_a_sound_one_is() -> None:
+    assert {name: attempt(broken, 9000) for name, broken in BROKEN.items()} == {
+        name: "refused" if broken else "holds" for name, broken in BROKEN.items()
+    }

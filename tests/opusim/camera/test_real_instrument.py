@@ -248,3 +248,42 @@ def test_faults_that_need_another_stage_say_so() -> None:
         device({"dark": None, "pixels": {"dcnu": 0.1}})
     with device(NOISY["power"]) as twin, pytest.raises(ConfigError, match=r"camera\.light\.power"):
         twin.count_law(torch.eye(20))
+
+
+@pytest.mark.compiled
+def test_a_vibrating_image_moves_all_pixels_together_by_its_law(seed: int) -> None:
+    """Frames of the anchor: (1 - |D|) L_j + |D| L_(j +- 1), one D for a frame, correlated from frame to frame."""
+    rms, frames, rho = 0.1, 4000, 0.6
+    vibration = {"pointing_rms_pixels": rms, "correlation_us": 210_000 / np.log(1 / rho)}
+    with device({"vibration": vibration, "sensor": SILENT}, n_outputs=50) as twin:
+        exposure = twin.exposure
+        assert isinstance(exposure, ImperfectExposure)
+        assert exposure.pointing is not None
+        field = np.sum(np.square(twin.speckle.anchor), axis=0)
+        here, left, right = (exposure.gain_e * field[place] for place in exposure.pointing.places)
+        shown = twin.anchor_frames(frames) - 100 - exposure.offset_e - exposure.dark_e
+        sides = np.stack([left - here, right - here])
+        size = np.linalg.lstsq(sides.T, (shown - here).T, rcond=None)[0]  # (2, frames): one of the two is 0
+        assert np.abs(sides.T @ size - (shown - here).T).max() < 1e-2
+        assert np.abs(np.min(np.abs(size), axis=0)).max() < 1e-3
+        d = size[1] - size[0]
+        effective = frames * (1 - rho**2) / (1 + rho**2)
+        assert abs(np.mean(d**2) / rms**2 - 1) < 5 * (2 / effective) ** 0.5
+        assert abs(np.mean(d**2) / (1.4 * rms) ** 2 - 1) > 5 * (2 / effective) ** 0.5
+        follows = np.mean(d[1:] * d[:-1]) / np.mean(d**2)
+        assert abs(follows - rho) < 5 * ((1 - rho**2) / frames) ** 0.5
+        assert abs(follows) > 5 * frames**-0.5
+
+
+@pytest.mark.compiled
+def test_readings_of_a_vibrating_image_are_on_average_those_of_its_matrix(seed: int) -> None:
+    count, x = 3000, ternary(1, 20, seed)
+    vibration = {"vibration": {"pointing_rms_pixels": 0.2}, "anchor": {"frames": 0}}
+    with device(vibration, n_outputs=60) as twin, device({"anchor": {"frames": 0}}, n_outputs=60) as still:
+        y = twin.project(x.expand(count, -1).contiguous()).double()
+        errors = y.std(0) / count**0.5
+        limit = float(chi2.isf(6e-7 / 60, 1) ** 0.5)
+        assert float(((y.mean(0) - (x @ twin.matrix().T)[0]) / errors).abs().max()) < limit
+        assert float(((y.mean(0) - (x @ still.matrix().T)[0]) / errors).abs().max()) > limit
+        with pytest.raises(NoiseUnknown, match="camera.vibration moves the light of all outputs together"):
+            twin.reading_variance(x)

@@ -43,6 +43,20 @@ class TestCameraLowLight(DeviceContract):
         return open_device("camera_low_light", n_inputs=12, n_outputs=40, **options)
 
 
+class TestCameraHolography(DeviceContract):
+    def open_window(self, **options: Any) -> NoisyDevice:
+        return open_device("camera_holography", n_inputs=12, n_outputs=40, **options)
+
+
+class TestThreeStepHolography(DeviceContract):
+    def open_window(self, **options: Any) -> NoisyDevice:
+        steps: dict[str, Any] = {
+            "frames": {"frames_per_projection": 6},
+            "camera": {"reference_beam": {"steps": 3}},
+        }
+        return open_device("camera_holography", n_inputs=12, n_outputs=40, **steps, **options)
+
+
 class TestLightonmlSimulated(DeviceContract):
     def open_window(self, **options: Any) -> NoisyDevice:
         pytest.importorskip("lightonml")

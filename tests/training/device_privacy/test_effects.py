@@ -80,6 +80,20 @@ def test_less_light_is_more_private_and_a_narrower_certificate_misses() -> None:
     assert not contains(replace(power, power_rms=0.09), power)
 
 
+def test_a_reference_beam_has_effects_of_its_own() -> None:
+    table = EffectTable("camera_holography", n_outputs=100)
+    rows = {
+        e.name: table.row(e) for e in table.effects if e.name in ("none", "vibration, path", "phase steps")
+    }
+    assert list(rows) == ["none", "vibration, path", "phase steps"]
+    assert rows["none"].epsilon == pytest.approx(EPSILON, abs=0.01)
+    assert "reference's light" in rows["none"].refusal
+    assert rows["vibration, path"].noise > 1.01
+    assert rows["vibration, path"].epsilon is None
+    assert rows["phase steps"].correlation < rows["none"].correlation + 1e-4
+    assert rows["phase steps"].epsilon == pytest.approx(EPSILON, abs=0.01)
+
+
 def test_a_device_without_a_camera_is_refused() -> None:
     with pytest.raises(ConfigError, match="need a camera's twin"):
         EffectTable("gaussian")

@@ -1,0 +1,233 @@
+"""Phase-shifting holography: what is read, its noise, its errors, its law, and who may rest on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+
+from opusim.calibration.calibrate import Plan, calibrate
+from opusim.camera.holography import ReferenceBeam
+from opusim.devices.camera import CameraDevice
+from opusim.devices.registry import open_device
+from opusim.errors import ConfigError, NoiseUnknown
+from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE
+from opusim.noise import FluctuatingCountNoise, PhotonCountNoise
+from opusim.randomness.streams import noise_stream
+
+SILENT: dict[str, Any] = {"shot_noise": False, "full_well_e": None, "read_noise_e": 0.0, "adc_bits": None}
+MIRRORS = {"stuck_on": 0.05, "stuck_off": 0.05, "contrast": 50.0}
+PLACES = {"n_inputs": 20, "n_outputs": 60, "seed": 3}
+
+
+def holographic(
+    steps: int = 4, beam: dict[str, Any] | None = None, window: dict[str, Any] | None = None, **camera: Any
+) -> CameraDevice:
+    device = open_device(
+        "camera_holography",
+        frames={"frames_per_projection": 2 * steps},
+        camera={"reference_beam": {"steps": steps} | (beam or {}), **camera},
+        **PLACES | (window or {}),
+    )
+    assert isinstance(device, CameraDevice)
+    return device
+
+
+def ternary(rows: int, seed: int) -> torch.Tensor:
+    return torch.randint(-1, 2, (rows, 20), generator=torch.Generator().manual_seed(seed)).float()
+
+
+# What is read
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mirrors": MIRRORS},
+        {"pixels": {"crosstalk": 0.05}},
+        {"beam": {"step_error": 0.05}},
+        {"light": {"bias_flux_per_s": 40.0, "ambient_flux_per_s": 40.0}},
+    ],
+)
+def test_without_noise_readings_are_the_matrix_times_the_vector(
+    steps: int, changes: dict[str, Any], seed: int
+) -> None:
+    x = ternary(6, seed)
+    with holographic(steps, sensor=SILENT, **changes) as twin:
+        ideal = x.double() @ twin.matrix().double().T
+        torch.testing.assert_close(twin.project(x).double(), ideal, rtol=0, atol=1e-4)
+        torch.testing.assert_close(twin.reading_mean(x), ideal, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_sound_optics_read_the_real_part_of_the_medium(steps: int) -> None:
+    """And steps that are too long by e read Re(conj(c) R), c = 2/K sum of cos(phi_k) exp(i phi_k')."""
+    with holographic(steps, sensor=SILENT | {"prnu": 0.0}, anchor={"frames": 0}) as twin:
+        p, q = (twin.speckle.dense(plane).T for plane in (REAL_PLANE, IMAGINARY_PLANE))
+        torch.testing.assert_close(twin.matrix(), p, rtol=0, atol=1e-5)
+        phases = (np.pi / 4 if steps == 4 else 0.0) + 2 * np.pi * np.arange(steps) / steps
+    error = 0.05
+    longer = phases[0] + (phases - phases[0]) * (1 + error)
+    c = 2 / steps * np.sum(np.cos(phases) * np.exp(1j * longer))
+    with holographic(
+        steps, {"step_error": error}, sensor=SILENT | {"prnu": 0.0}, anchor={"frames": 0}
+    ) as twin:
+        torch.testing.assert_close(twin.matrix(), c.real * p + c.imag * q, rtol=0, atol=1e-5)
+        assert not torch.allclose(twin.matrix(), p, atol=1e-2)
+
+
+# Noise
+
+
+def moments_agree(twin: CameraDevice, x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> bool:
+    """Whether 3,000 readings have these moments at every output, at five standard errors of the family."""
+    count = 3000
+    y = torch.stack([twin.project(row.expand(count, -1).contiguous()) for row in x], dim=1).double()
+    limit = float(chi2.isf(6e-7 / variance.numel(), 1) ** 0.5)
+    z = (y.mean(0) - mean) * (count / variance).sqrt()
+    kurtosis = ((y - y.mean(0)) ** 4).mean(0) / y.var(0) ** 2
+    ratios = (y.var(0) / variance - 1) / ((kurtosis - 1) / count).sqrt()
+    return bool(z.abs().max() < limit and ratios.abs().max() < 1.2 * limit)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("steps", [3, 4])
+@pytest.mark.parametrize(
+    "changes", [{}, {"light": {"power": {"law": "log_normal", "rms": 0.05, "correlation_us": 500_000.0}}}]
+)
+def test_moments_of_readings_are_those_that_the_twin_states(
+    steps: int, changes: dict[str, Any], seed: int
+) -> None:
+    x = ternary(2, seed)
+    with holographic(steps, **changes) as twin:
+        mean, variance = twin.reading_mean(x), twin.reading_variance(x)
+        assert moments_agree(twin, x, mean, variance)
+        assert not moments_agree(twin, x, mean, 1.25 * variance)
+        assert not moments_agree(twin, x, mean + 0.5 * variance.sqrt(), variance)
+
+
+def test_noise_of_a_strong_reference_is_one_over_the_steps_and_gain() -> None:
+    """Var[y] tends to 1 / (K g), the shot noise of the reference alone, which tells inputs apart no more."""
+    wide = {"full_well_e": None, "adc_bits": None, "read_noise_e": 0.0, "prnu": 0.0, "dsnu_e": 0.0}
+    for steps in (3, 4):
+        with holographic(steps, {"flux_per_s": 1e9}, sensor=wide, dark=None) as twin:
+            expected = 1 / (steps * twin.exposure.gain_e)
+            variance = twin.reading_variance(ternary(3, 1)).numpy()
+            np.testing.assert_allclose(variance, np.broadcast_to(expected, variance.shape), rtol=0.02)
+
+
+@pytest.mark.compiled
+def test_outputs_of_a_reading_do_not_correlate_unless_light_or_path_do(seed: int) -> None:
+    count, x = 3000, torch.ones(1, 20)
+
+    def common(twin: CameraDevice) -> float:
+        """Square of the sum over outputs of standardised noise, with signs of the signal, in standard errors from 1."""
+        y = twin.project(x.expand(count, -1).contiguous()).double()
+        z = (y - y.mean(0)) / y.std(0)
+        sums = (z * y.mean(0).sign()).mean(1) * 60**0.5
+        return float((sums.var() - 1) * (count / 2) ** 0.5)
+
+    with holographic() as still, holographic(vibration={"phase_rms_rad": 0.3}) as shaken:
+        assert abs(common(still)) < 5
+        assert common(shaken) > 10
+
+
+# Law
+
+
+@pytest.mark.parametrize("changes", [{}, {"mirrors": MIRRORS}, {"beam": {"step_error": 0.1}}])
+def test_rates_of_all_frames_lie_in_the_boxes(changes: dict[str, Any]) -> None:
+    every = torch.tensor([[(k >> i) & 1 for i in range(8)] for k in range(256)]).float()
+    with holographic(3, window={"n_inputs": 8, "n_outputs": 50}, **changes) as twin:
+        law, rates = twin.noise, twin.frame_rates(every)
+        assert isinstance(law, PhotonCountNoise)
+        low, high = np.asarray(law.rate_low)[:, None], np.asarray(law.rate_high)[:, None]
+        assert rates.shape == (6, 256, 50)
+        assert np.all((rates >= low) & (rates <= high))
+        assert not np.all(rates <= 0.8 * high)
+        least, largest = law.variance_bounds()
+        variance = twin.reading_variance(every).numpy()
+        assert np.all((least <= variance * (1 + 1e-9)) & (variance <= largest))
+
+
+def test_counts_keep_their_exact_rates_at_any_light() -> None:
+    """Field and reference come from one laser: all their light scales, and the frames of nothing tell no label."""
+    with holographic() as twin:
+        law, x = twin.count_law(torch.eye(20)[:3]), torch.eye(20)[:3]
+        exposure = twin.exposure
+        np.testing.assert_allclose(law.light_e + exposure.dark_e, twin.frame_rates(x), rtol=1e-12)
+        np.testing.assert_array_equal(law.light_e[4:, 0], law.light_e[4:, 1])
+        assert np.ptp(law.light_e[:4], axis=1).min() > 0
+        bright = exposure.light_of(np.full(60, twin.speckle.law.mirrors * 2.0 * 2.0))
+        np.testing.assert_allclose(law.light_e[4, 0], bright, rtol=1e-6)
+
+
+def test_fluctuating_light_and_vibration_have_the_law_that_covers_them() -> None:
+    with holographic(light={"power": {"law": "log_normal", "rms": 0.01}}) as unsteady:
+        assert isinstance(unsteady.noise, FluctuatingCountNoise)
+    for vibration in ({"phase_rms_rad": 0.1}, {"pointing_rms_pixels": 0.05}):
+        with holographic(vibration=vibration) as shaken:
+            assert shaken.stated_noise is None
+            for refused in (
+                lambda twin=shaken: twin.noise,
+                lambda twin=shaken: twin.count_law(torch.eye(20)),
+                lambda twin=shaken: twin.reading_variance(torch.eye(20)),
+            ):
+                with pytest.raises(NoiseUnknown, match="camera.vibration moves the light of all outputs"):
+                    refused()
+
+
+def test_no_certificate_rests_on_frames_without_the_reference() -> None:
+    with holographic(window={"n_outputs": 100}) as twin:
+        certificate = calibrate(twin, plan=Plan(frames=32), readings=30).certificate
+    assert certificate.noise is None
+    assert any("no frame that is tested holds the reference's light" in text for text in certificate.remarks)
+
+
+# Vibration of the path
+
+
+@pytest.mark.compiled
+def test_a_vibrating_path_shrinks_the_matrix_and_its_phases_have_their_law(seed: int) -> None:
+    s, count = 0.6, 4000
+    with holographic(sensor=SILENT, vibration={"phase_rms_rad": s}) as shaken, holographic() as still:
+        b, x = shaken.matrix(), ternary(1, seed)
+        ratio = float((b * still.matrix()).sum() / still.matrix().square().sum())
+        assert abs(ratio - np.exp(-(s**2) / 2)) < 0.01
+        y = shaken.project(x.expand(count, -1).contiguous()).double()
+        errors = y.std(0) / count**0.5
+        assert float(((y.mean(0) - (x @ b.T).double()[0]) / errors).abs().max()) < 6
+        assert float(((y.mean(0) - (x @ still.matrix().T).double()[0]) / errors).abs().max()) > 6
+    beam = ReferenceBeam(amplitude=2.0, steps=4, phase_rms=s, correlation=0.8)
+    rest = ReferenceBeam(amplitude=2.0, steps=4).fields()
+    shown = beam.shown(torch.zeros(2, 2 * count, 1).double(), noise_stream("experiment", seed, "path"))
+    phases = torch.atan2(shown[1], shown[0])[..., 0].T.numpy()  # (rows, frames), in turn
+    psi = np.angle(np.exp(1j * (phases - np.tile(np.arctan2(rest[1], rest[0]), 2)))).ravel()
+    effective = psi.size * (1 - 0.8**2) / (1 + 0.8**2)
+    assert abs(np.mean(psi**2) / s**2 - 1) < 5 * (2 / effective) ** 0.5
+    follows = np.mean(psi[1:] * psi[:-1]) / np.mean(psi**2)
+    assert abs(follows - 0.8) < 5 * ((1 - 0.8**2) / psi.size) ** 0.5
+    assert abs(follows - 0.7) > 5 * ((1 - 0.8**2) / psi.size) ** 0.5
+
+
+# Descriptions
+
+
+def test_descriptions_that_cannot_be_are_refused_by_name() -> None:
+    with pytest.raises(
+        ConfigError, match="a camera shows 6 for a ternary vector with this reference beam; write 6"
+    ):
+        open_device("camera_holography", camera={"reference_beam": {"steps": 3}}, **PLACES)
+    with pytest.raises(ConfigError, match=r"camera.reference_beam.steps"):
+        holographic(5)
+    with pytest.raises(ConfigError, match="phase_rms_rad is a phase to a reference beam"):
+        open_device("camera_low_light", camera={"vibration": {"phase_rms_rad": 0.1}}, **PLACES)
+    with pytest.raises(ConfigError, match="outputs are full in a frame"):
+        holographic(beam={"flux_per_s": 30_000.0})
+    with pytest.raises(ConfigError, match="both mix neighbouring pixels"):
+        holographic(pixels={"crosstalk": 0.1}, vibration={"pointing_rms_pixels": 0.1})

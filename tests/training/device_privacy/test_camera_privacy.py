@@ -36,11 +36,11 @@ def counts() -> LabelCounts:
 
 
 def realised_delta(
-    counts: LabelCounts, point: OperatingPoint, epsilon: float, seed: int
+    counts: LabelCounts, point: OperatingPoint, epsilon: float, seed: int, frames: int = 2
 ) -> tuple[float, float]:
     """E max(0, 1 - exp(epsilon - loss)) over drawn counts, the largest over pairs of labels, and its error."""
     random = np.random.default_rng(seed)
-    rates = counts.law.rates(point)[:2].transpose(1, 0, 2).reshape(3, -1)
+    rates = counts.law.rates(point)[:frames].transpose(1, 0, 2).reshape(3, -1)
     found = []
     for a in range(3):
         drawn = random.poisson(rates[a], (20_000, rates.shape[1]))
@@ -179,6 +179,29 @@ def test_what_training_keeps_is_inverted_too(kept: str) -> None:
         )
     assert readout.light == pytest.approx(light, rel=5e-3)
     assert found.temperature_for(target, light * 1.1) is not None
+
+
+def test_holograms_leak_no_more_than_their_exact_counts_say(seed: int) -> None:
+    """The four frames of a label under the reference beam, which dims with the laser; the others tell nothing."""
+    description = load_description("camera_holography")
+    holograms = label_counts(description, n_classes=3, n_outputs=64, delta=DELTA)
+    stated = holograms.epsilon(HOT)
+    delta, error = realised_delta(holograms, HOT, stated, seed, frames=4)
+    assert delta <= DELTA + 5 * error
+    half = replace(holograms, law=replace(holograms.law, light_e=holograms.law.light_e[:4]))
+    assert half.epsilon(HOT) < stated  # planted fault: two of the four frames are forgotten
+    delta, error = realised_delta(holograms, HOT, half.epsilon(HOT), seed, frames=4)
+    assert delta > DELTA + 5 * error
+    for kept in ("counts", "argmax"):
+        with pytest.raises(
+            ConfigError, match="reads holograms, and .* is kept of a frame without a reference"
+        ):
+            label_counts(description, n_classes=3, n_outputs=64, delta=DELTA, kept=kept)
+    with (
+        open_device(description.name, n_inputs=3, n_outputs=64) as device,
+        pytest.raises(ConfigError, match="counts are kept of frames without a reference beam"),
+    ):
+        LabelFrames.of(device, 3)
 
 
 def test_kept_counts_are_for_cameras_only() -> None:

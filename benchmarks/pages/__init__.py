@@ -29,6 +29,8 @@ from benchmarks.speed import (
     accounting,
     camera,
     commands,
+    convolution_rows,
+    examples,
     features,
     matrix_free,
     module_record_step,
@@ -128,7 +130,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
     "devices": ("Devices", (learning.page_section, real_opu.page_section, mnist_features.page_section)),
     "attacks": ("Audits", (self_test.page_section,)),
     "curves": ("Sweeps", tuple(partial(sweep_section, name) for name in SWEEPS)),
-    "speed": ("Speed", (speed_section,)),
+    "speed": ("Speed", (speed_section, convolution_rows.page_section, examples.page_section)),
 }
 """The title and the sections of each folder's page."""
 

@@ -1,12 +1,14 @@
-"""What does a record-protected step of a transformer and of a ResNet cost over backpropagation, and over Opacus?
+"""What does a record-protected step of a transformer, a ResNet and a CNN cost over backpropagation, and over Opacus?
 
-The built-in `transformer-lm` (four post-norm blocks, width 128, 256 bytes; 16 sequences of 128 tokens) and
-`resnet-small` with group norm (64 images of 3x32x32); SGD, clip norm 1, noise multiplier 1, one thread, processor time,
-medians of interleaved repeats and of their ratios to backpropagation. Opacus (extra `baselines`) is asked for three
-forms: gradients of single records by hooks, by expanded weights, and ghost clipping. It takes no embedding of positions
-without a batch, so that these parameters are constant in every method. Memory is that of three steps in a process of
-its own: the peak of resident memory above what it held before, once a step of two records has compiled kernels and what
-is free has gone back to the system. Required: at most the time of Opacus's fastest form, and at most its memory.
+The built-in `transformer-lm` (four post-norm blocks, width 128, 256 bytes; 16 sequences of 128 tokens), `resnet-small`
+with group norm (64 images of 3x32x32) and `conv-small` with group norm (16 channels; 64 images of 1x28x28); SGD, clip
+norm 1, noise multiplier 1, one thread, processor time, medians of interleaved repeats and of their ratios to
+backpropagation. Opacus (extra `baselines`) is asked for three forms: gradients of single records by hooks, by expanded
+weights, and ghost clipping. It takes no embedding of positions without a batch, so that these parameters are constant
+in every method. Memory is that of three steps in a process of its own: the peak of resident memory above what it held
+before, once a step of two records has compiled kernels and what is free has gone back to the system. Models given as
+arguments are measured again; the rows of others stay. Required: at most the time of Opacus's fastest form, and at most
+its memory.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,13 @@ from benchmarks.markdown import Row, command
 from benchmarks.results_file import load_results, save_results
 from benchmarks.timing import interleaved_turns
 from opusim.randomness.streams import noise_stream
-from training.networks.image_models import ResNet
+from training.networks.image_models import ConvolutionalNetwork, ResNet
 from training.networks.record_gradients.tape import RecordTape
 from training.networks.sequence_models import TransformerLM
 from training.protections.record import RecordGradients
 
 MODULE, NAME = "benchmarks.speed.module_record_step", "module_record_step"
-MODELS = ("transformer-lm", "resnet-small")
+MODELS = ("transformer-lm", "resnet-small", "conv-small")
 METHODS = ("bp", "opusim", "opacus, hooks", "opacus, ew", "opacus, ghost")
 REPEATS = 9
 
@@ -48,6 +50,9 @@ def work_of(name: str, records: int | None = None) -> tuple[nn.Module, Tensor, T
         model.embedding.positions.requires_grad_(False)
         return model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     count = records or 64
+    if name == "conv-small":
+        images = torch.randn(count, 1, 28, 28)
+        return ConvolutionalNetwork((1, 28, 28), 10, norm="group"), images, torch.arange(count) % 10
     return ResNet((3, 32, 32), 10, norm="group"), torch.randn(count, 3, 32, 32), torch.arange(count) % 10
 
 
@@ -169,10 +174,10 @@ def speed_rows() -> list[Row]:
     return found
 
 
-def main() -> None:
+def main(models: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    rows = []
-    for name in MODELS:
+    rows = [row for row in load_results(NAME).get("rows", []) if row["model"] not in models]
+    for name in models:
         work = {}
         for method in METHODS:
             try:
@@ -198,6 +203,7 @@ def main() -> None:
                 f"{name:15s} {method:15s} {entry['ms']:8.1f} ms  {entry['ratio']:5.2f} of backpropagation's  "
                 f"{entry['memory_mib']:6.0f} MiB  {entry['memory_ratio']:5.2f}"
             )
+    rows.sort(key=lambda row: MODELS.index(row["model"]))
     save_results(NAME, {"threads": 1, "repeats": REPEATS, "rows": rows})
 
 
@@ -205,4 +211,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--memory"]:
         print_memory(*sys.argv[2:4])
     else:
-        main()
+        main(sys.argv[1:] or MODELS)

@@ -44,7 +44,7 @@ class Network(nn.Module):
         return self.last(x)
 
 
-def main(epochs: int = 4) -> float:
+def main(epochs: int = 2) -> float:
     """Train, print the test accuracy and return it."""
     torch.manual_seed(0)
     digits, labels = load_digits(return_X_y=True)
@@ -52,7 +52,7 @@ def main(epochs: int = 4) -> float:
     model: nn.Module = Network()
     model = opusim.FeedbackAlignment(model)  # opusim
     model.device = opusim.open_device("gaussian", **model.shape(x[:2])._asdict())  # opusim
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(epochs):
         for rows in torch.randperm(1500).split(32):
             optimizer.zero_grad()

@@ -13,7 +13,7 @@ from torch import nn
 import opusim  # opusim
 
 
-def main(epochs: int = 4, backend: str = "inductor") -> float:
+def main(epochs: int = 2, backend: str = "inductor") -> float:
     """Train, print the test accuracy and return it."""
     torch.manual_seed(0)
     digits, labels = load_digits(return_X_y=True)
@@ -24,7 +24,7 @@ def main(epochs: int = 4, backend: str = "inductor") -> float:
     model = opusim.FeedbackAlignment(model)  # opusim
     model.device = opusim.open_device("gaussian", **model.shape(x[:2])._asdict())  # opusim
     compiled = torch.compile(model, backend=backend)
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(epochs):
         for rows in torch.randperm(1500)[:1472].split(32):  # batches of one size compile once
             optimizer.zero_grad()

@@ -29,7 +29,7 @@ def accuracy(rank: int, epochs: int) -> float:
     model = opusim.FeedbackAlignment(model)  # opusim
     model.device = opusim.open_shared_device("gaussian", **model.shape(x[:2])._asdict())  # opusim
     model = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(epochs):
         for batch in torch.randperm(1500).split(64):
             rows = batch[rank::PROCESSES]
@@ -49,7 +49,7 @@ def process(rank: int, port: int, epochs: int, found: torch.Tensor) -> None:
     distributed.destroy_process_group()
 
 
-def main(epochs: int = 4) -> float:
+def main(epochs: int = 2) -> float:
     """Train, print the test accuracy and return it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

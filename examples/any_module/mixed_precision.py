@@ -13,7 +13,7 @@ from torch import nn
 import opusim  # opusim
 
 
-def main(epochs: int = 4) -> float:
+def main(epochs: int = 2) -> float:
     """Train, print the test accuracy and return it."""
     torch.manual_seed(0)
     digits, labels = load_digits(return_X_y=True)
@@ -23,7 +23,7 @@ def main(epochs: int = 4) -> float:
     )
     model = opusim.FeedbackAlignment(model)  # opusim
     model.device = opusim.open_device("gaussian", **model.shape(x[:2])._asdict())  # opusim
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     scaler = torch.amp.GradScaler("cpu")  # on a GPU: "cuda", and torch.float16 below
     for _ in range(epochs):
         for rows in torch.randperm(1500).split(32):

@@ -30,7 +30,7 @@ class Transformer(nn.Module):
         return self.head(self.blocks(self.embed(x.view(-1, 8, 8)) + self.place).mean(dim=1))
 
 
-def main(epochs: int = 5) -> float:
+def main(epochs: int = 2) -> float:
     """Train, print the test accuracy and return it."""
     torch.manual_seed(0)
     digits, labels = load_digits(return_X_y=True)

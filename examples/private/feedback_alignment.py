@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import opusim  # opusim
 
 
-def main(epochs: int = 8) -> float:
+def main(epochs: int = 4) -> float:
     """Train, print the test accuracy and return it."""
     torch.manual_seed(0)
     digits, labels = load_digits(return_X_y=True)

@@ -41,7 +41,7 @@ class Classifier(lightning.LightningModule):
         return self.optimizer
 
 
-def main(epochs: int = 8) -> float:
+def main(epochs: int = 4) -> float:
     """Train, print the test accuracy and return it."""
     lightning.seed_everything(0, verbose=False)
     digits, labels = load_digits(return_X_y=True)

@@ -9,16 +9,13 @@ architectures", 2020). Optimizers, hooks, mixed precision, gradient accumulation
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from opusim import checks
 from opusim.devices.base import NoisyDevice
@@ -33,12 +30,12 @@ from training.feedback.diagnosis import (
     learnt_gradients,
     true_gradients,
 )
+from training.feedback.hooks import FeedbackShape, PointHooks
 from training.feedback.layout import (
     Extent,
     Rows,
     Slice,
     View,
-    arrange,
     chosen_rows,
     spread,
     through_layer_norm,
@@ -47,10 +44,7 @@ from training.feedback.marking import (
     add_prefix,
     drop_prefix,
     find_points,
-    mapped,
     require_submodule,
-    tensors_of,
-    warn_of_unnormalised,
 )
 from training.feedback.projection import (
     DeviceProjection,
@@ -65,14 +59,7 @@ _NUMBERS_AT_ONCE = 2**18
 """Numbers of an error or a reading in one call of the device, so that their copies take little memory."""
 
 
-class FeedbackShape(NamedTuple):
-    """Width of the error and number of outputs of B that a model needs; `opusim.open_device` takes both."""
-
-    n_inputs: int
-    n_outputs: int
-
-
-class FeedbackAlignment(nn.Module):
+class FeedbackAlignment(PointHooks):
     """A module whose blocks learn from a projected error instead of a backpropagated one.
 
     With e a row of dL/dz at `error_at`, n_inputs numbers, a point of C channels receives in place of dL/dh
@@ -294,10 +281,6 @@ class FeedbackAlignment(nn.Module):
                 module.training = mode
         return self._shape
 
-    @property
-    def _shape(self) -> FeedbackShape:
-        return FeedbackShape(self._n_inputs, max((part.end for part in self._slices), default=0))
-
     def measure(self, *args: Any, **kwargs: Any) -> None:
         """Measure what the encoding needs of the device now, instead of in the first backward pass.
 
@@ -376,23 +359,11 @@ class FeedbackAlignment(nn.Module):
             value = loss()
         return value, self._kept
 
-    # Hooks
-
-    def _install(self) -> list[Any]:
-        """Put the hooks on the model."""
-        handles = [self.model.register_forward_pre_hook(self._begin)]
-        for name in self.points:
-            submodule = self.model.get_submodule(name)
-            handles.append(submodule.register_forward_hook(partial(self._mark, name)))
-        place = self.model if self.error_at is None else self.model.get_submodule(self.error_at)
-        handles.append(place.register_forward_hook(self._connect))
-        handles.append(self.model.register_forward_hook(self._end))
-        handles.append(self.model.register_forward_hook(self._forget, always_call=True))
-        return handles
+    # A pass forward and back
 
     @torch._disable_dynamo
     def _begin(self, module: nn.Module, args: Any) -> None:
-        """Start to record points; nothing is recorded outside a forward pass of the whole model."""
+        """See PointHooks; torch.compile names this method if it is to compile the whole graph."""
         if module is not self.model:
             raise ValueError(
                 "the model runs as a replica of nn.DataParallel, whose threads would mix up their feedback; use "
@@ -401,152 +372,8 @@ class FeedbackAlignment(nn.Module):
         self._calls, self._connected = [], False
         self._learning = self._state == "learning" and torch.is_grad_enabled()
 
-    @torch._disable_dynamo
-    def _mark(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        """Record the output of a point and let it go on detached."""
-        if self._state == "learning" and not torch.is_grad_enabled():
-            if self._calls is not None and self._learning:
-                raise ValueError(_no_gradient(name))
-            return None
-        if self._calls is None:  # outside a forward pass, or in the recomputation of a checkpointed part
-            if self._state != "learning":
-                return None
-            if _in_backward():
-                return mapped(output, Tensor.detach)
-            self._warn_outside(name)
-            return None
-        if self._connected and self._state != "backpropagating":
-            raise ValueError(
-                f"point {name!r} runs after the error is taken at {self.error_at!r}; leave it out of points, or take "
-                "the error further down"
-            )
-        tensors = list(tensors_of(output))
-        if not tensors:
-            raise ValueError(f"point {name!r} returns no tensor of real numbers; name a module that does")
-        self._calls.append((name, tensors[0]))
-        if self._state != "learning":
-            return None
-        if not tensors[0].requires_grad and any(p.requires_grad for p in module.parameters()):
-            raise ValueError(_no_gradient(name))
-        return mapped(output, Tensor.detach)
-
-    def _warn_outside(self, name: str) -> None:
-        """Warn once about a block that learns by backpropagation, because only its submodule was called."""
-        if not self._outside:
-            self._outside = True
-            warnings.warn(
-                f"feedback point {name!r} runs outside a forward pass of the whole model, so that its block learns by "
-                "backpropagation there; call the model itself, wrap the module whose forward runs, or use "
-                "torch.no_grad()",
-                stacklevel=2,
-            )
-
-    @torch._disable_dynamo
-    def _connect(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Let the gradient of this output be projected to all points recorded so far."""
-        idle = self._state == "backpropagating" or (self._state == "learning" and not torch.is_grad_enabled())
-        if idle or self._calls is None:
-            return None
-        tensors = list(tensors_of(output))
-        if not tensors or (self.error_at is None and not isinstance(output, Tensor)):
-            raise ValueError(
-                f"the model returns {type(output).__name__} instead of one tensor; name the submodule whose output "
-                "carries the error, error_at = the module before the output layer or the output layer"
-            )
-        if self._connected:
-            raise ValueError(
-                f"error_at = {self.error_at!r} runs twice in one forward pass; name a module that runs once"
-            )
-        if len(tensors) > 1 and any(tensor.requires_grad for tensor in tensors[1:]):
-            raise ValueError(
-                f"error_at = {self.error_at!r} returns several tensors that depend on parameters, and only one error "
-                "can be projected; name a module behind it that returns one tensor"
-            )
-        self._connected = True
-        error, calls = tensors[0], self._calls
-        if torch._C._functorch.is_functorch_wrapped_tensor(error):
-            raise NotImplementedError(
-                "feedback points do not run inside torch.func.grad or vmap; use loss.backward() or "
-                "torch.autograd.grad, and opacus.GradSampleModule for gradients of single records"
-            )
-        self._lay_out(error, calls)
-        if self._state == "measuring":
-            return None
-        if not self._warned and not self._normalised and self.gain:
-            warn_of_unnormalised(calls)
-        self._warned = True
-        connected = _Project.apply(self, error, *(h for _, h in calls))
-        return mapped(output, lambda tensor: connected if tensor is error else tensor)
-
-    @torch._disable_dynamo
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Stop recording; refuse a forward pass whose error was never taken."""
-        calls = self._calls
-        if self._observed is not None:
-            self._kept = calls or []
-        wanted = self._state == "measuring" or (self._state == "learning" and torch.is_grad_enabled())
-        if wanted and not self._connected:
-            raise ValueError(
-                f"error_at = {self.error_at!r} did not run in this forward pass; name a module that does"
-            )
-
-    @torch._disable_dynamo
-    def _forget(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Let go of the recorded outputs, also if the forward pass failed."""
-        self._calls = None
-
-    def _lay_out(self, error: Tensor, calls: Sequence[tuple[str, Tensor]]) -> None:
-        """Give every call of a point its outputs of B; they must stay the same, and the device must have them."""
-        last = [name for name, h in calls if (h.data_ptr(), h.shape) == (error.data_ptr(), error.shape)]
-        if last and error.numel():
-            raise ValueError(
-                f"the error is taken at the output of point {last[0]!r}; leave it out of points, so that it receives "
-                "the true gradient"
-            )
-        missing = [name for name in self.points if name not in {called for called, _ in calls}]
-        if missing:
-            raise ValueError(
-                f"point {missing[0]!r} does not run before the error is taken; leave it out of points, or name another "
-                "error_at"
-            )
-        extent = self._view.extent(error.shape)
-        slices = arrange(
-            extent,
-            [(name, self._view.extent(h.shape)) for name, h in calls],
-            rows=self._rows,
-            full=self._full,
-            shared=self._shared,
-            records_first=self._view.batch_dim == 0,
-        )
-        if not self._slices:
-            self._n_inputs, self._slices = extent.channels, slices
-        if len(self._slices) != len(slices):
-            raise ValueError(
-                f"points run {len(slices)} times in this forward pass and ran {len(self._slices)} times in the first, "
-                "and each call has its own place in B; run them equally often, or name points that run once"
-            )
-        if (self._n_inputs, self._slices) != (extent.channels, slices):
-            raise ValueError(
-                "the points' outputs have other sizes than in the first forward pass, and each entry has its own "
-                "output of B; keep the sizes, or take spread = 'broadcast'"
-            )
-        device, shape = self._device, self._shape
-        if device is not None and (device.n_inputs < shape.n_inputs or device.n_outputs < shape.n_outputs):
-            raise ValueError(
-                f"device {device.name!r} is open with {device.n_inputs} inputs and {device.n_outputs} outputs, the "
-                f"model needs {shape.n_inputs} and {shape.n_outputs}; open it with n_inputs={shape.n_inputs}, "
-                f"n_outputs={shape.n_outputs}"
-            )
-
-    # The backward pass
-
     def _project(self, gradient: Tensor, points: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the feedback of each point.
-
-        Args:
-            gradient: dL/dz.
-            points: The points' outputs, or tensors of their shapes and types.
-        """
+        """See PointHooks."""
         step, self._step = self._step, self._step + 1
         if not self.gain:
             return [torch.zeros(h.shape, dtype=h.dtype, device=gradient.device) for h in points]
@@ -647,27 +474,6 @@ class FeedbackAlignment(nn.Module):
         return self._projection
 
 
-class _Project(torch.autograd.Function):
-    """z, unchanged; backward returns dL/dz for z and the projected error for the points."""
-
-    @staticmethod
-    def forward(ctx: Any, owner: FeedbackAlignment, z: Tensor, *points: Tensor) -> Tensor:
-        ctx.owner = owner
-        if owner._normalised:
-            ctx.save_for_backward(*points)
-        else:  # only shapes and types are needed, so that the outputs can be freed
-            meta = [torch.empty(h.shape, dtype=h.dtype, device="meta") for h in points]
-            ctx.points = [m.requires_grad_(h.requires_grad) for m, h in zip(meta, points, strict=True)]
-        return z.view_as(z)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        points = ctx.saved_tensors if ctx.owner._normalised else ctx.points
-        with torch.autocast(gradient.device.type, enabled=False):
-            return None, gradient, *ctx.owner._project(gradient, points)
-
-
 def _refuse_second(model: nn.Module) -> None:
     """Refuse a model that has feedback points already: the first ones would win in silence."""
     for module in model.modules():
@@ -689,15 +495,3 @@ def _check_rows(rows: object) -> None:
         checks.integer(rows=rows, minimum=1)
     else:
         checks.choice(("each", "sum"), rows=rows, remedy="or give a number of positions")
-
-
-def _no_gradient(name: str) -> str:
-    return (
-        f"point {name!r} computes without gradients, so that its block cannot learn; give use_reentrant=False if "
-        "activations are checkpointed (torch.utils.checkpoint), else leave the point out or take it out of no_grad"
-    )
-
-
-def _in_backward() -> bool:
-    """Whether autograd is running a backward pass, as it is while a checkpointed part is recomputed."""
-    return bool(torch._C._current_graph_task_id() != -1)

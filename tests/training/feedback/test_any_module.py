@@ -110,7 +110,7 @@ def test_points_give_the_updates_of_the_closed_form(options: FeedbackConfig) -> 
         torch.testing.assert_close(gradient, expected, rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", ["bp", "pdfa"])
+@pytest.mark.parametrize("kind", [pytest.param("bp", marks=pytest.mark.slow), "pdfa"])
 def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, stop_at: Any, kind: str) -> None:
     config = {**CONFIG, "trainer": {"kind": kind}, "checkpoint": {"every_steps": 2}}
     whole = training.train(config, data=images(), model=module(), folder=tmp_path / "whole")
@@ -172,7 +172,9 @@ TARGETS: dict[str, tuple[dict[str, Any], Any, nn.Module | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target", [pytest.param(name, marks=pytest.mark.slow if name == "tokens" else []) for name in TARGETS]
+)
 def test_every_target_is_learnt_measured_and_reported(tmp_path: Path, target: str) -> None:
     change, data, model, figure = TARGETS[target]
     config = {**CONFIG, "trainer": {"kind": "dfa"}, "epochs": 8, **change}

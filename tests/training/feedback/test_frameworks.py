@@ -61,7 +61,9 @@ def close(first: list[Tensor], second: list[Tensor]) -> bool:
 # torch.compile
 
 
-@pytest.mark.parametrize("part", ["whole", pytest.param("model", marks=pytest.mark.slow), "blocks"])
+@pytest.mark.parametrize(
+    "part", [*(pytest.param(part, marks=pytest.mark.slow) for part in ("whole", "model")), "blocks"]
+)
 def test_compiled_models_learn_the_same(part: str) -> None:
     """Noise and steps too; `aot_eager` traces as `inductor` does, without a C++ compiler."""
     torch.compiler.reset()

@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
     "epochs": 2,
     "sampler": {"batch_size": 12},
     "data": {"n_classes": 3},
-    "protection": {"kind": "record", "epsilon": 3.0},
+    "protection": {"kind": "record", "noise_multiplier": 1.0},
 }
 
 
@@ -79,11 +79,18 @@ BUILT_IN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+QUICK = {"conv-small", "vit-small", "mixer-small", "transformer-lm"}
+"""Built-in models of each trainer's rule for images, and one for tokens."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in BUILT_IN]
+)
 def test_every_built_in_model_trains_with_a_proven_statement(tmp_path: Path, name: str) -> None:
     kind, options, data = BUILT_IN[name]
     config = {**CONFIG, "trainer": {"kind": kind}, "model": {"name": name, "options": options}, "epochs": 1}
     config["data"] = {**CONFIG["data"], **data}
+    config["protection"] = {"kind": "record", "epsilon": 3.0}
     x, y = sequences() if data else images()
     if name == "transformer-lm":
         y = (x + 1) % 5
@@ -150,7 +157,7 @@ def test_a_private_photonic_step_is_that_of_each_record_with_the_same_device_noi
         torch.testing.assert_close(gradient, total, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["bp", "pdfa"])
+@pytest.mark.parametrize("kind", [pytest.param("bp", marks=pytest.mark.slow), "pdfa"])
 def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, stop_at: Any, kind: str) -> None:
     config = {
         **CONFIG,
@@ -199,6 +206,7 @@ def test_a_release_run_keeps_nothing_that_depends_on_its_records(tmp_path: Path)
         config = {
             **CONFIG,
             "mode": "release",
+            "epochs": 1,
             "trainer": {"kind": "pdfa"},
             "checkpoint": {"every_steps": 1, "keep": 20},
         }

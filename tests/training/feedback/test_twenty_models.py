@@ -281,6 +281,10 @@ CASES = {
 }
 
 
+QUICK = {"module subclass", "Conv2d", "residual", "encoder transformer", "Embedding", "GRU", "own forward"}
+"""One model of each kind: dense, convolutional, residual, attention, tokens, recurrent, a mapping of its own."""
+
+
 @cache
 def records(task: str) -> tuple[Tensor, Tensor]:
     """Inputs and targets: digits and their classes; levels of grey and the class, or the next level."""
@@ -338,7 +342,9 @@ def standard_errors(gain: Tensor) -> float:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_the_model_beats_the_control_in_which_only_its_top_learns(name: str) -> None:
     """On records that neither saw, by five standard errors over the records."""
     case = CASES[name]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.support.extreme_records import KINDS, SIZES, extreme
 from training.networks import clipping
 from training.networks.clipping import norm_bounds, row_norms, weighted_sums
 from training.networks.record_gradients import tape as tape_module
+from training.networks.record_gradients.calls import Call
+from training.networks.record_gradients.normalisation import GroupNormUse
 from training.networks.record_gradients.tape import RecordTape
 
 ROUNDING = 1e-5
@@ -29,6 +34,7 @@ MODELS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "dilation": (nn.Conv2d(3, 4, 3, dilation=2, padding=2), (3, 8, 8)),
     "in 1d": (nn.Conv1d(2, 3, 3), (2, 40)),
     "in 3d": (nn.Conv3d(2, 3, 2), (2, 4, 4, 4)),
+    "group norm": (nn.GroupNorm(2, 6), (6, 5, 4)),
 }
 
 
@@ -165,3 +171,80 @@ def test_weighted_sums_of_parts_are_those_of_the_whole_row() -> None:
     found = torch.cat(weighted_sums(parts, factors, row_norms(rows)))
     used = [0, 1, 3]
     torch.testing.assert_close(found.double(), factors[used] @ rows[used].double(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+def test_a_group_norm_keeps_its_statistics_and_returns_the_bits_of_torch(offset: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    model = nn.GroupNorm(2, 6)
+    x = offset + torch.randn(5, 6, 7, 3, generator=generator)
+    signal = torch.randn(x.shape, generator=generator)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    (model(inputs[0]) * signal).sum().backward()
+    tape = RecordTape(model, x[:3])
+    recorder = tape.begin(len(x))
+    with recorder:
+        output = model(inputs[1])
+        (output * signal).sum().backward()
+    ((call, _),) = recorder.calls
+    assert call.statistics is not None
+    assert torch.equal(output, model(x))
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    model.zero_grad()
+    tape.end(recorder)
+    normalised = functional.group_norm(x.double(), 2)
+    wanted = (signal.double() * normalised).sum(dim=(2, 3))
+    found = tape.record_gradients()
+    rounding = 8 * 42 * 2.0**-24 * float(1 + x.abs().max())  # x cancels against the mean of 21 numbers
+    torch.testing.assert_close(found["weight"].double(), wanted, rtol=0.0, atol=rounding)
+    torch.testing.assert_close(found["bias"], signal.sum(dim=(2, 3)), rtol=1e-5, atol=1e-5)
+
+
+def test_planted_fault_statistics_of_another_record_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, signal = batch("group norm", 5)
+    wanted = recorded(model, x, signal).record_gradients()
+    keep = GroupNormUse.__init__
+
+    def rolled(use: GroupNormUse, call: Call, *facts: Any) -> None:
+        call.statistics = tuple(values.roll(1, 0) for values in call.statistics or ())
+        keep(use, call, *facts)
+
+    monkeypatch.setattr(GroupNormUse, "__init__", rolled)
+    found = recorded(model, x, signal).record_gradients()
+    assert not torch.allclose(found["weight"], wanted["weight"], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["strided", "autocast", "keywords"])
+def test_other_group_norms_run_as_torch_runs_them(kind: str) -> None:
+    model, x, _ = batch("group norm", 4)
+
+    def run(values: Tensor) -> Tensor:
+        if kind == "keywords":
+            return functional.group_norm(
+                num_groups=2, weight=model.weight, bias=model.bias, input=values, eps=1e-3
+            )
+        with torch.autocast("cpu", torch.bfloat16, kind == "autocast"):
+            return model(values)
+
+    if kind == "strided":
+        x = x.transpose(2, 3)
+    wanted = run(x)
+    tape = RecordTape(Runs(model, run), x[:3])
+    with tape.recording(len(x)):
+        output = tape.model(x)
+        output.float().square().sum().backward()
+    assert torch.equal(output, wanted)
+    found = tape.record_gradients()
+    for name, rows in found.items():
+        assert rows.isfinite().all(), name
+
+
+class Runs(nn.Module):
+    """A module whose forward is a function."""
+
+    def __init__(self, inner: nn.Module, run: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.run = inner, run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from training.networks.record_gradients.calls import real_tensors
 from training.networks.record_gradients.layout import (
     Layout,
     Rows,
@@ -23,7 +24,6 @@ from training.networks.record_gradients.layout import (
     with_nan,
 )
 from training.networks.record_gradients.recorder import Key, Kinds, Recorder, Seen, Slot
-from training.networks.record_gradients.uses import real_tensors
 from training.networks.record_independence import MIXES_REMEDY, preserved_generators
 
 _COUNTS = (5, 7)

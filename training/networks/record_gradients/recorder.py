@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from training.networks.record_gradients.calls import Call, FlatSpec
 from training.networks.record_gradients.layout import Layout
+from training.networks.record_gradients.normalisation import group_norm
 from training.networks.record_gradients.recurrent import RECURRENT, require_no_packing, unrolled
-from training.networks.record_gradients.uses import Call, closed_form, copies, require_separate_records
+from training.networks.record_gradients.uses import closed_form, copies, require_separate_records
 
 _PLAIN = (int, float, complex, str, slice, torch.dtype, torch.device)
 _RAGGED = {"__getitem__", "masked_select", "nonzero", "argwhere"}
@@ -113,8 +115,11 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self._kinds, self._probing = kinds, probing
         self._known = WeakTensorKeyDictionary()
+        self._ids: set[int] = (
+            set()
+        )  # of the keys, and of some that are gone: most tensors are told apart by them
         for number, (name, parameter) in enumerate(named):
-            self._known[parameter] = _Known(name, frozenset({number}))
+            self._note(parameter, _Known(name, frozenset({number})))
         self._anchor = torch.zeros((), requires_grad=True, device=named[0][1].device)
         self.calls: list[tuple[Call, frozenset[int]]] = []
         self.seen: list[Seen] = []
@@ -141,8 +146,8 @@ class Recorder(TorchFunctionMode):
             if self._probing and name in _RAGGED:
                 self.ragged |= _by_mask(name, tree_leaves((args, options)))
             return func(*args, **options)
-        leaves, spec = tree_flatten((args, options))
-        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf in self._known]
+        leaves, spec = _flattened(func, args, options)
+        places = [n for n, leaf in enumerate(leaves) if self._is_known(leaf)]
         facts = [self._known[leaves[n]] for n in places]
         others = [leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and n not in places]
         key = Key(name, tuple(fact.name for fact in facts), tuple(leaf.ndim for leaf in others))
@@ -158,33 +163,50 @@ class Recorder(TorchFunctionMode):
         call = Call(func, leaves, spec, places, str(key), in_place=in_place)
         return self._recorded(call, key, roots, _run(call, leaves))
 
-    def _takes_known(self, arguments: Any) -> bool:
+    def _note(self, tensor: Tensor, known: _Known) -> None:
+        """Take a tensor for a parameter, or for one computed from parameters only."""
+        self._known[tensor] = known
+        self._ids.add(id(tensor))
+
+    def _is_known(self, value: Any) -> bool:
+        """Whether a value is a parameter, or a tensor computed from parameters only."""
+        return isinstance(value, Tensor) and id(value) in self._ids and value in self._known
+
+    def _takes_known(self, arguments: Iterable[Any]) -> bool:
         """Whether a parameter, or a tensor computed from parameters only, is among arguments at any depth.
 
         Most calls take none; this look costs a fraction of `tree_flatten`.
         """
-        if isinstance(arguments, Tensor):
-            return arguments in self._known
-        if isinstance(arguments, (tuple, list)):
-            return any(self._takes_known(each) for each in arguments)
-        if isinstance(arguments, dict):
-            return any(self._takes_known(each) for each in arguments.values())
-        if arguments is None or isinstance(arguments, _PLAIN):
-            return False
-        return any(isinstance(leaf, Tensor) and leaf in self._known for leaf in tree_leaves(arguments))
+        for each in arguments:
+            if isinstance(each, Tensor):
+                if self._is_known(each):
+                    return True
+            elif isinstance(each, (tuple, list)):
+                if self._takes_known(each):
+                    return True
+            elif isinstance(each, dict):
+                if self._takes_known(each.values()):
+                    return True
+            elif (
+                each is not None
+                and not isinstance(each, _PLAIN)
+                and any(map(self._is_known, tree_leaves(each)))
+            ):
+                return True
+        return False
 
     def _constants(self, key: Key, roots: frozenset[int], result: Any) -> Any:
         """Follow tensors that are computed from parameters only."""
         leaves, spec = tree_flatten(result)
         for n, leaf in enumerate(leaves):
-            if not (isinstance(leaf, Tensor) and leaf.requires_grad) or leaf in self._known:
+            if not (isinstance(leaf, Tensor) and leaf.requires_grad) or self._is_known(leaf):
                 continue
             name = f"{key}[{n}]" if len(leaves) > 1 else str(key)
             if key in self._kinds.copied:
                 call = Call(copies, [leaf], tree_flatten(((leaf,), {}))[1], [0], name)
                 leaves[n] = self._recorded(call, Key("copies", (name,)), roots, leaf.detach().clone())
                 continue
-            self._known[leaf] = _Known(name, roots)
+            self._note(leaf, _Known(name, roots))
             if self._probing:
                 self.seen.append(Seen(key=key, inputs=[], outputs=[leaf.detach()], constant=True))
         return tree_unflatten(leaves, spec)
@@ -254,7 +276,9 @@ def _run(call: Call, leaves: Sequence[Any]) -> Any:
     """
     require_separate_records(call)
     free = [leaf.detach() if n in call.places else leaf for n, leaf in enumerate(leaves)]
-    args, kwargs = tree_unflatten(free, call.spec)
+    args, kwargs = call.spec.unflatten(free)
+    if call.func is functional.group_norm:
+        return group_norm(call, *args, **kwargs)
     if closed_form(call.func):
         return call.func(*args, **kwargs)
     place = call.wrt[0].device
@@ -266,6 +290,15 @@ def _run(call: Call, leaves: Sequence[Any]) -> Any:
             "module of its own"
         )
     return result
+
+
+def _flattened(
+    func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[list[Any], FlatSpec | TreeSpec]:
+    """Flatten arguments; functions of closed form take no tensors in containers."""
+    if closed_form(func):
+        return [*args, *options.values()], FlatSpec(len(args), tuple(options))
+    return tree_flatten((args, options))
 
 
 def _random_state(place: torch.device) -> Tensor:

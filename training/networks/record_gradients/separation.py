@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from opusim.errors import DeviceError
 from training.data import Dataset
 from training.data.dataset import PADDING
+from training.networks.record_gradients.calls import real_tensors
 from training.networks.record_gradients.layout import Rows, finite, with_nan
 from training.networks.record_gradients.tape import RecordTape
-from training.networks.record_gradients.uses import real_tensors
 from training.networks.record_independence import (
     MIXES_REMEDY,
     batch_statistics,

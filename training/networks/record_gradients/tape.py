@@ -34,9 +34,10 @@ from training.networks.clipping import (
     scaled_rows,
     weighted_sums,
 )
+from training.networks.record_gradients.calls import Use
 from training.networks.record_gradients.probe import probe
 from training.networks.record_gradients.recorder import Recorder
-from training.networks.record_gradients.uses import OuterUse, Use, use_of
+from training.networks.record_gradients.uses import OuterUse, use_of
 
 _NUMBERS_LIMIT = 2**24
 """Numbers of per-record gradients or unfolded inputs in memory at once, counted in float32."""

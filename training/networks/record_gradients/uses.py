@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,118 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from training.networks.clipping import ScaledRows, norm_bounds, product_slack
 from training.networks.layers import outer_squared_norms, outer_sum_bounds
-from training.networks.record_gradients.layout import Layout, split_records
+from training.networks.record_gradients.calls import Call, Use, affine, bound, real_tensors
+from training.networks.record_gradients.layout import Layout
+from training.networks.record_gradients.normalisation import normalisation
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {1: conv1d_weight, 2: conv2d_weight, 3: conv3d_weight}
-
-
-class Call:
-    """One call of a torch function on parameters, and the gradients at its outputs.
-
-    Args:
-        func: The function.
-        leaves: Its arguments, flattened; parameters detached.
-        spec: How to put them together again.
-        places: Which leaves are parameters, or computed from parameters only.
-        where: What the call is, for messages.
-        in_place: Whether the function overwrites its first argument.
-
-    Attributes:
-        deltas: The gradient at each output; None until one arrives.
-        autocast: Whether torch.autocast was on, and its type.
-        layouts: Where the records stand in the other tensors among the arguments, then in the outputs.
-    """
-
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        leaves: Sequence[Any],
-        spec: TreeSpec,
-        places: Sequence[int],
-        where: str,
-        *,
-        in_place: bool = False,
-    ) -> None:
-        self.func, self.spec, self.places, self.where = func, spec, tuple(places), where
-        self.wrt: list[Tensor] = [leaves[n] for n in places]
-        kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        if in_place:
-            kept[0] = kept[0].clone()
-        self.leaves, self.in_place = kept, in_place
-        place = self.wrt[0].device.type
-        self.autocast = torch.is_autocast_enabled(place), torch.get_autocast_dtype(place)
-        self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in kept]
-        self.deltas: list[Tensor | None] = []
-        self.layouts: list[Layout | None] = []
-
-    @property
-    def others(self) -> list[int]:
-        """Which leaves are tensors but no parameters."""
-        return [n for n, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and n not in self.places]
-
-    def receive(self, output: int, gradient: Tensor) -> None:
-        """Add a gradient at an output; backward calls it."""
-        before, new = self.deltas[output], gradient.detach()
-        self.deltas[output] = new if before is None else before + new
-
-    def check_inputs(self) -> None:
-        """Refuse inputs that were overwritten between the forward and the backward pass.
-
-        Raises:
-            RuntimeError: One was.
-        """
-        for leaf, version in zip(self.leaves, self._versions, strict=True):
-            if isinstance(leaf, Tensor) and leaf._version != version:
-                raise RuntimeError(
-                    f"model: an input of {self.where} was modified in place after its use; take the operation that is "
-                    "not in place (inplace=False)"
-                )
-
-    def output(self, number: int, records: int) -> Tensor:
-        """Return the gradient at an output, record by record."""
-        delta, layout = self.deltas[number], self.layouts[len(self.others) + number]
-        if delta is None or layout is None:
-            raise RuntimeError(f"{self.where} has no gradient by record")
-        return split_records(delta, layout, records)
-
-    def argument(self, leaf: int, records: int) -> Tensor:
-        """Return an argument record by record.
-
-        Raises:
-            ValueError: It belongs to no record.
-        """
-        layout = self.layouts[self.others.index(leaf)]
-        if layout is None:
-            raise ValueError(f"model: the input of {self.where} holds no records")
-        values: Tensor = self.leaves[leaf]
-        return split_records(values, layout, records)
-
-
-class Use(ABC):
-    """What the records add to the gradients of the tensors of one call.
-
-    Args:
-        call: A call whose outputs have received their gradients.
-        records: Number of records in the batch.
-    """
-
-    def __init__(self, call: Call, records: int) -> None:
-        self.call, self.records, self.wrt = call, records, call.wrt
-
-    @abstractmethod
-    def rows(self, part: slice) -> list[Tensor]:
-        """Return J_i^T delta_i of the records of a part, one tensor (some, *shape) for each of `wrt`."""
-
-    @property
-    def numbers(self) -> int:
-        """Numbers that `rows` holds for one record while it computes, about."""
-        inputs = [leaf.numel() for leaf in self.call.leaves if isinstance(leaf, Tensor)]
-        return sum(t.numel() for t in self.wrt) + sum(inputs) // max(1, self.records)
 
 
 class OuterUse(Use):
@@ -375,43 +272,6 @@ class ConvolutionUse(OuterUse):
         return ordered.flatten(2 + self._dims).flatten(1, 1 + self._dims)
 
 
-class NormalisationUse(Use):
-    """v = w x + b with x normalised by a layer, group or root-mean-square norm: sums of delta x and of delta."""
-
-    def __init__(
-        self,
-        call: Call,
-        records: int,
-        h: int,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        normalise: Callable[[Tensor], Tensor],
-        keep: int,
-    ) -> None:
-        super().__init__(call, records)
-        self._weight, self._bias, self._normalise, self._keep = weight, bias, normalise, keep
-        self._delta, self._h = call.output(0, records), call.argument(h, records)
-
-    @property
-    def numbers(self) -> int:
-        """See Use: the signals, the inputs and their products."""
-        return 3 * self._delta[:1].numel()
-
-    def rows(self, part: slice) -> list[Tensor]:
-        """See Use."""
-        delta, h = self._delta[part].float(), self._h[part].float()
-        x = self._normalise(h.flatten(0, 1)).unflatten(0, h.shape[:2])
-        return [self._sum(delta * x) if tensor is self._weight else self._sum(delta) for tensor in self.wrt]
-
-    def _sum(self, values: Tensor) -> Tensor:
-        """Sum over all dimensions but the record and those of the parameter, of which the first is `keep`."""
-        shape = (self._weight if self._weight is not None else self._bias).shape  # type: ignore[union-attr]
-        first = self._keep % values.ndim
-        kept = {0, *range(first, first + len(shape))}
-        other = [d for d in range(values.ndim) if d not in kept]
-        return values.sum(dim=other) if other else values
-
-
 class FunctionUse(Use):
     """Any other call: torch.func.vjp of the call for each record, in a loop if torch.func.vmap does not take it."""
 
@@ -446,7 +306,7 @@ class FunctionUse(Use):
         leaves = list(self.call.leaves)
         for place, tensor in zip((*self.call.places, *self._varying), (*wrt, *values), strict=True):
             leaves[place] = tensor.clone() if self.call.in_place and not place else tensor
-        args, kwargs = tree_unflatten(leaves, self.call.spec)
+        args, kwargs = self.call.spec.unflatten(leaves)
         enabled, dtype = self.call.autocast
         with torch.autocast(self.wrt[0].device.type, dtype, enabled, cache_enabled=False):
             outputs = real_tensors(self.call.func(*args, **kwargs))
@@ -516,7 +376,7 @@ def require_separate_records(call: Call) -> None:
         ValueError: An embedding rescales its weights or its gradient by the batch.
     """
     if call.func is functional.embedding:
-        found, _ = _bound(call, _EMBEDDING, {"max_norm": None, "scale_grad_by_freq": False})
+        found, _ = bound(call, _EMBEDDING, {"max_norm": None, "scale_grad_by_freq": False})
         if found["max_norm"] is not None or found["scale_grad_by_freq"]:
             raise ValueError(
                 f"model: {call.where} is an embedding with max_norm or scale_grad_by_freq, which let one record change "
@@ -529,53 +389,23 @@ def closed_form(func: Callable[..., Any]) -> bool:
     return func in _CLOSED or func is copies
 
 
-def real_tensors(values: Any) -> list[Tensor]:
-    """Return the floating-point tensors of what a function returns."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _bound(
-    call: Call, names: Sequence[str], defaults: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return a call's arguments by name, and the positions of tensors among its leaves."""
-    numbered = tree_unflatten(
-        [_Place(n) if isinstance(leaf, Tensor) else leaf for n, leaf in enumerate(call.leaves)], call.spec
-    )
-    args, kwargs = numbered
-    found = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-    places = {name: value.number for name, value in found.items() if isinstance(value, _Place)}
-    return found, places
-
-
-class _Place:
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-def _affine(call: Call, places: dict[str, int]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the weight and the bias that learn."""
-    by_place = dict(zip(call.places, call.wrt, strict=True))
-    weight, bias = (by_place.get(places.get(name, -1)) for name in ("weight", "bias"))
-    return weight, bias
-
-
 def _linear(call: Call, records: int) -> Use | None:
-    _, places = _bound(call, ("input", "weight", "bias"), {})
-    weight, bias = _affine(call, places)
+    _, places = bound(call, ("input", "weight", "bias"), {})
+    weight, bias = affine(call, places)
     if weight is None or places["input"] in call.places:
         return None
     return LinearUse(call, records, places["input"], weight, bias)
 
 
 def _embedding(call: Call, records: int) -> Use | None:
-    found, places = _bound(call, _EMBEDDING, {"padding_idx": None})
+    found, places = bound(call, _EMBEDDING, {"padding_idx": None})
     return EmbeddingUse(call, records, places["input"], found["padding_idx"])
 
 
 def _convolution(call: Call, records: int) -> Use | None:
     defaults = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-    found, places = _bound(call, ("input", "weight", "bias", *defaults), defaults)
-    weight, bias = _affine(call, places)
+    found, places = bound(call, ("input", "weight", "bias", *defaults), defaults)
+    weight, bias = affine(call, places)
     if weight is None or places["input"] in call.places or isinstance(found["padding"], str):
         return None
     layout = call.layouts[call.others.index(places["input"])]
@@ -585,37 +415,15 @@ def _convolution(call: Call, records: int) -> Use | None:
     return ConvolutionUse(call, records, places["input"], weight, bias, options)
 
 
-def _normalisation(call: Call, records: int) -> Use | None:
-    func = call.func
-    second = "num_groups" if func is functional.group_norm else "normalized_shape"
-    rms = func is functional.rms_norm
-    names = ("input", second, "weight", "eps") if rms else ("input", second, "weight", "bias", "eps")
-    found, places = _bound(call, names, {"eps": None if rms else 1e-5})
-    weight, bias = _affine(call, places)
-    size = found[second]
-    layout = call.layouts[call.others.index(places["input"])] if places["input"] in call.others else None
-    if layout is None or (func is functional.group_norm and layout.dim != 0):
-        return None
-    if func is functional.group_norm:
-        return NormalisationUse(
-            call, records, places["input"], weight, bias, lambda h: functional.group_norm(h, size, eps=found["eps"]), 2
-        )  # fmt: skip
-    shape = tuple(size)
-    plain = functional.rms_norm if rms else functional.layer_norm
-    return NormalisationUse(
-        call, records, places["input"], weight, bias, lambda h: plain(h, shape, eps=found["eps"]), -len(shape)
-    )  # fmt: skip
-
-
 _CLOSED: dict[Callable[..., Any], Callable[[Call, int], Use | None]] = {
     functional.linear: _linear,
     functional.embedding: _embedding,
     functional.conv1d: _convolution,
     functional.conv2d: _convolution,
     functional.conv3d: _convolution,
-    functional.layer_norm: _normalisation,
-    functional.group_norm: _normalisation,
-    functional.rms_norm: _normalisation,
+    functional.layer_norm: normalisation,
+    functional.group_norm: normalisation,
+    functional.rms_norm: normalisation,
 }
 
 

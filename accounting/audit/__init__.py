@@ -1,6 +1,7 @@
-"""Audits: what do an attacker's scores prove about epsilon?
+"""Answers what an attacker's scores prove about epsilon.
 
-`two_worlds` bounds epsilon from independent scores of two worlds, `one_run` from the scores of many canaries in one run.
+`two_worlds` bounds epsilon from independent scores of two worlds, `one_run` from the scores of many canaries in one
+run.
 """
 
 from accounting.audit.one_run import (

@@ -39,7 +39,7 @@ _SHARES = (0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5)
 _LARGEST_MU = 1e3
 _LARGEST_EPSILON = 1e3
 _LARGEST_CLAIM = 100.0
-"""Ceilings are those of this epsilon if more is claimed; no number of canaries comes near it."""
+"""Ceilings are those of this epsilon if more is claimed, or nothing; no number of canaries comes near it."""
 _TOLERANCE = 1e-7
 FEWEST_CANARIES = 20
 
@@ -79,8 +79,11 @@ class OneRunPlan:
     canaries: Annotated[int, Doc("m, at least 20.")]
     delta: Annotated[float, Doc("The claim's delta, in [0, 1).")]
     claimed: Annotated[
-        float,
-        Doc("The epsilon to refute, above 0; the ceilings and the number of guesses are computed for it."),
+        float | None,
+        Doc(
+            "The epsilon to refute, above 0, or None if no finite one is claimed. Ceilings and the number of guesses "
+            "are computed for it."
+        ),
     ]
     confidence: Annotated[float, Doc("1 - alpha of each bound, in (0, 1).")] = 0.95
     law: Annotated[Law, Doc("Gaussian if a theorem says so; otherwise only the first bound is made.")] = (
@@ -91,7 +94,8 @@ class OneRunPlan:
         checks.integer(minimum=FEWEST_CANARIES, canaries=self.canaries)
         checks.in_unit_interval(closed="left", delta=self.delta)
         checks.in_unit_interval(closed="neither", confidence=self.confidence)
-        checks.positive(claimed=self.claimed)
+        if self.claimed is not None:
+            checks.positive(claimed=self.claimed)
         if self.law is Law.GAUSSIAN and self.delta == 0:
             raise NoGuarantee("law = 'gaussian': no Gaussian mechanism has delta = 0; give a delta above 0")
 
@@ -116,7 +120,7 @@ class OneRunPlan:
         return self._ceiling(method, self.guesses(method))
 
     def _ceiling(self, method: Method, guesses: int) -> float:
-        epsilon = min(self.claimed, _LARGEST_CLAIM)
+        epsilon = min(self.claimed or _LARGEST_CLAIM, _LARGEST_CLAIM)
         return ceiling(
             method, self.canaries, epsilon, self.delta, confidence=self.confidence, guesses=guesses
         )
@@ -132,8 +136,7 @@ class OneRunBound:
         ceiling: What ideal scores would give at the claimed epsilon, with as many canaries.
         guesses: How many canaries were guessed; 0 if the method does not guess.
         correct: How many of the guesses were right.
-        low: Lower end of the confidence interval; epsilon itself for a bound.
-        high: Upper end; infinity for a bound.
+        interval: Ends of the confidence interval of an estimate, each one-sided; None for a bound.
     """
 
     method: Method
@@ -141,8 +144,7 @@ class OneRunBound:
     ceiling: float
     guesses: int = 0
     correct: int = 0
-    low: float = 0.0
-    high: float = math.inf
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +181,7 @@ class OneRunResult:
             bound
             for bound in self.bounds
             if bound.method.is_bound
+            and self.plan.claimed is not None
             and bound.epsilon > self.plan.claimed
             and (bound.method is not Method.NORMAL_BOUND or self.normality >= 0.01)
         )
@@ -216,21 +219,19 @@ def _read(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan, method: Meth
     ceiled = plan.ceiling(method)
     if method.guesses:
         guesses = plan.guesses(method)
-        correct = correct_guesses(scores, inside, guesses)
+        correct = int(correct_guesses(scores, inside, guesses))
         found = guesses_bound(
             method, plan.canaries, guesses, correct, delta=plan.delta, confidence=plan.confidence
         )
-        return OneRunBound(
-            method=method, epsilon=found, ceiling=ceiled, guesses=guesses, correct=correct, low=found
-        )
+        return OneRunBound(method=method, epsilon=found, ceiling=ceiled, guesses=guesses, correct=correct)
     estimate, low, high = normal_limits(scores[inside], scores[~inside], confidence=plan.confidence)
     values = [_epsilon(mu, plan.delta) for mu in (estimate, low, high)]
     if method is Method.NORMAL_BOUND:
-        return OneRunBound(method=method, epsilon=values[1], ceiling=ceiled, low=values[1])
-    return OneRunBound(method=method, epsilon=values[0], ceiling=ceiled, low=values[1], high=values[2])
+        return OneRunBound(method=method, epsilon=values[1], ceiling=ceiled)
+    return OneRunBound(method=method, epsilon=values[0], ceiling=ceiled, interval=(values[1], values[2]))
 
 
-def correct_guesses(scores: np.ndarray, inside: np.ndarray, guesses: int) -> int:
+def correct_guesses(scores: np.ndarray, inside: np.ndarray, guesses: int) -> np.ndarray:
     """Return how many of the guesses are right: "in" for the highest half, "out" for the lowest half.
 
     Args:
@@ -239,15 +240,13 @@ def correct_guesses(scores: np.ndarray, inside: np.ndarray, guesses: int) -> int
         guesses: k, even, at most m.
 
     Returns:
-        The count; for repeats an array of shape (repeats,).
+        The counts, shape () or (repeats,).
     """
     half = guesses // 2
     order = np.argsort(scores, axis=-1, kind="stable")
     sorted_coins = np.take_along_axis(np.asarray(inside, dtype=bool), order, axis=-1)
-    count = (~sorted_coins[..., :half]).sum(axis=-1) + sorted_coins[..., sorted_coins.shape[-1] - half :].sum(
-        -1
-    )
-    return count if np.ndim(scores) > 1 else int(count)
+    top = sorted_coins[..., sorted_coins.shape[-1] - half :]
+    return np.asarray((~sorted_coins[..., :half]).sum(axis=-1) + top.sum(axis=-1))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -304,7 +303,7 @@ def _refutes_mu(mu: float, canaries: int, guesses: int, correct: int, level: flo
 
 
 def _largest(refuted: Callable[[float], bool], limit: float) -> float:
-    """Return the largest number that is refuted, from below; 0 if 0 is not refuted. Refuted numbers form an interval."""
+    """Return the largest number that is refuted, from below; 0 if 0 is not refuted."""
     if not refuted(0.0):
         return 0.0
     low, high = 0.0, 1.0

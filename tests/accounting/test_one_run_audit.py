@@ -1,4 +1,4 @@
-"""One-run bounds: coverage over 10,000 synthetic experiments on exact mechanisms, a planted fault, ceilings, refusals."""
+"""One-run bounds: coverage over 10,000 synthetic experiments on exact mechanisms, a planted fault, ceilings."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ run.
 
 from accounting.audit.one_run import (
     FEWEST_CANARIES,
+    NOT_NORMAL,
     Law,
     Method,
     OneRunBound,
@@ -30,6 +31,7 @@ from accounting.audit.two_worlds import (
 
 __all__ = [
     "FEWEST_CANARIES",
+    "NOT_NORMAL",
     "AuditPlan",
     "AuditResult",
     "Estimator",

@@ -42,6 +42,8 @@ _LARGEST_CLAIM = 100.0
 """Ceilings are those of this epsilon if more is claimed, or nothing; no number of canaries comes near it."""
 _TOLERANCE = 1e-7
 FEWEST_CANARIES = 20
+NOT_NORMAL = 1e-4
+"""p-value below which scores count as not normal. Scores of sampled steps are never exactly normal."""
 
 
 class Law(StrEnum):
@@ -113,7 +115,9 @@ class OneRunPlan:
         if not method.guesses:
             return 0
         counts = sorted({_even(share * self.canaries) for share in _SHARES})
-        return max(counts, key=lambda count: self._ceiling(method, count))
+        return max(
+            reversed(counts), key=lambda count: self._ceiling(method, count)
+        )  # of equal ones the largest
 
     def ceiling(self, method: Method) -> float:
         """Return what a perfect attack on a Gaussian mechanism of the claimed epsilon would give; see `ceiling`."""
@@ -155,8 +159,8 @@ class OneRunResult:
         plan: What was fixed beforehand.
         n_in: Canaries that were in.
         bounds: One for each method of the plan.
-        normality: p-value of the test that the scores are normal with equal variances; below 0.01 the two readings of
-            normal scores are not to be relied on.
+        normality: p-value of the test that the scores are normal with equal variances; below `NOT_NORMAL` the two
+            readings of normal scores are not to be relied on.
         auc: Probability that a canary that was in scores higher than one that was not, ties counted half.
     """
 
@@ -183,7 +187,7 @@ class OneRunResult:
             if bound.method.is_bound
             and self.plan.claimed is not None
             and bound.epsilon > self.plan.claimed
-            and (bound.method is not Method.NORMAL_BOUND or self.normality >= 0.01)
+            and (bound.method is not Method.NORMAL_BOUND or self.normality >= NOT_NORMAL)
         )
 
 

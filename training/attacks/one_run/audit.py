@@ -99,7 +99,9 @@ def audit_one_training(
 
 def started_again(run: AuditedRun, seed: int) -> RunPlan:
     """Return the run on a network as new, with seeds of its own; a user-supplied module starts as it was trained."""
-    plan = run.plan.unchecked(seed=derive_seed(seed, "one run") >> 1)
+    plan = run.plan
+    if plan.config.mode == "experiment":
+        plan = plan.unchecked(seed=derive_seed(seed, "one run") >> 1)
     if "layers" not in run.network_facts:
         return run.on_own_network(plan)
     built = type(plan.algorithm).build_network(plan.config, plan.dataset, None)
@@ -182,11 +184,12 @@ def play_one_run(
     )
 
 
-def claimed_epsilon(guarantees: list[Guarantee]) -> float:
-    """Return the smallest epsilon that is proven, or else a paper's formula; infinity for none."""
+def claimed_epsilon(guarantees: Sequence[Guarantee]) -> float | None:
+    """Return the smallest epsilon that is proven, or else that of a paper's formula; None if none is finite."""
     proven = [guarantee.epsilon for guarantee in guarantees if guarantee.is_proven]
     formulas = [g.formula_value for g in guarantees if g.formula_value is not None]
-    return max(min(proven or formulas or [math.inf]), 1e-6)
+    finite = [value for value in proven or formulas if math.isfinite(value)]
+    return max(min(finite), 1e-6) if finite else None
 
 
 def _crafted(plan: RunPlan, count: int, seed: int) -> Game:

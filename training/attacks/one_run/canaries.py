@@ -43,7 +43,6 @@ class LayerEntries:
         rows: Output of each canary's entry, shape (m,).
         columns: Input of each canary's entry, shape (m,).
         width: Inputs of the layer.
-        bias: Name of the layer's bias, or None if it has none.
     """
 
     name: str
@@ -51,7 +50,6 @@ class LayerEntries:
     rows: Tensor
     columns: Tensor
     width: int
-    bias: str | None
 
     @property
     def flat(self) -> Tensor:
@@ -103,7 +101,7 @@ class Canaries:
         generator = np.random.default_rng(derive_seed(seed, "canaries"))
         inside = torch.from_numpy(generator.random(count) < 0.5)
         shapes = weight_layers(network)
-        largest = max((rows * columns for _, _, rows, columns, _ in shapes), default=0)
+        largest = max((rows * columns for _, _, rows, columns in shapes), default=0)
         if largest < count:
             raise ConfigError(
                 "audit",
@@ -115,24 +113,21 @@ class Canaries:
         return cls(inside=inside, entries=entries, first=n_records, replaces=replaces)
 
 
-def weight_layers(network: Network) -> list[tuple[int, str, int, int, str | None]]:
-    """Return number, name of the weight, outputs, inputs and name of the bias of every fully connected layer."""
+def weight_layers(network: Network) -> list[tuple[int, str, int, int]]:
+    """Return number, name of the weight, outputs and inputs of every fully connected layer."""
     if not isinstance(network, LayeredNetwork):
         return []
     names = {tensor.data_ptr(): name for name, tensor in network.tensors.items()}
     found = []
     for layer in range(network.depth):
-        weight, *rest = network.layer_parameters(layer)
+        weight = network.layer_parameters(layer)[0]
         if weight.ndim == 2:
-            bias = names[rest[0].data_ptr()] if rest else None
-            found.append((layer, names[weight.data_ptr()], weight.shape[0], weight.shape[1], bias))
+            found.append((layer, names[weight.data_ptr()], weight.shape[0], weight.shape[1]))
     return found
 
 
-def _entries(
-    shape: tuple[int, str, int, int, str | None], count: int, generator: np.random.Generator
-) -> LayerEntries:
-    layer, name, rows, columns, bias = shape
+def _entries(shape: tuple[int, str, int, int], count: int, generator: np.random.Generator) -> LayerEntries:
+    layer, name, rows, columns = shape
     places = torch.from_numpy(generator.choice(rows * columns, count, replace=False))
     return LayerEntries(
         name=name,
@@ -140,7 +135,6 @@ def _entries(
         rows=places // columns,
         columns=places % columns,
         width=columns,
-        bias=bias,
     )
 
 

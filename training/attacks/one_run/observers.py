@@ -58,11 +58,6 @@ CONSECUTIVE = Sight(
     sees="the weights after every step, of which it compares each two in a row",
     knows=ALL_UPDATES.knows,
 )
-BIASES = Sight(
-    name="biases",
-    sees="the biases after every step",
-    knows="the canaries' crafted gradients",
-)
 FINAL_MODEL = Sight(
     name="final model",
     sees="only the final model",
@@ -159,27 +154,23 @@ class EntryObserver(Observer):
     ) -> None:
         super().__init__()
         self._network, self._canaries, self._scale = network, canaries, scale
-        self._weights, self._biases = Descent(options), Descent(options)
+        self._descent = Descent(options)
         self._averaged = options.averaged_tail > 0
         self.writer: CraftedGradients | None = None
         self._readings: list[np.ndarray] = []
-        self._of_biases: list[np.ndarray] = []
-        self._before: tuple[np.ndarray, np.ndarray] = (np.zeros(0), np.zeros(0))
-        self._first = np.zeros(0)
-        self._signs = canaries.signs.double().numpy() if canaries.replaces else 1.0
+        self._first = self._before = np.zeros(0)
 
     def look(self, step: int) -> None:
         """See Observer.look."""
-        now = self._along(biases=False), self._along(biases=True)
+        now = self._along()
         if step == 0:
-            self._first = now[0]
+            self._first = now
         elif not (self._averaged and step == self.total_steps):  # the mean of the tail is no update
             progress = (step - 1) / self.total_steps
-            sums = self._weights.gradient(self._before[0], now[0], progress) * self._scale
+            sums = self._descent.gradient(self._before, now, progress) * self._scale
             if self.writer is None:
                 raise ValueError("writer is missing: the trainer asked for no writer of private gradients")
             self._readings.append(sums - self.writer.others)
-            self._of_biases.append(self._biases.gradient(self._before[1], now[1], progress) * self._scale)
         self._before = now
 
     def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
@@ -193,19 +184,16 @@ class EntryObserver(Observer):
         return {
             ALL_UPDATES: log_ratio(y, q=q, z=z, replaces=self._canaries.replaces).sum(axis=0),
             CONSECUTIVE: jumps.sum(axis=0).astype(float),
-            BIASES: np.abs(np.array(self._of_biases)).sum(axis=0),
-            FINAL_MODEL: self._first - self._before[0],
+            FINAL_MODEL: self._first - self._before,
         }
 
-    def _along(self, *, biases: bool) -> np.ndarray:
-        """Return the weights along each canary's direction, or the biases of its rows, float64, shape (m,)."""
+    def _along(self) -> np.ndarray:
+        """Return the weights along each canary's direction, float64, shape (m,)."""
         tensors = self._network.tensors
         total = torch.zeros(len(self._canaries.inside), dtype=torch.float64)
         for entry in self._canaries.entries:
-            name, places = (entry.bias, entry.rows) if biases else (entry.name, entry.flat)
-            if name is not None:
-                values = tensors[name].detach().flatten()
-                total += values[places.to(values.device)].double().cpu()
+            values = tensors[entry.name].detach().flatten()
+            total += values[entry.flat.to(values.device)].double().cpu()
         return (total / math.sqrt(len(self._canaries.entries))).numpy()
 
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accounting.audit import Method, OneRunResult
+from accounting.audit import NOT_NORMAL, Method, OneRunResult
 from accounting.tables import number
 from training.runs.storage import StoredGuarantee, read_record, record_from_json, record_json
 
 SCHEMA_VERSION = 1
 _REMEDY = "run opusim audit --one-run again, or delete it"
-_NOT_NORMAL = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +119,7 @@ def _claim(result: OneRunResult) -> str:
 
 def _says(result: OneRunResult, method: Method) -> str:
     bound, claimed = result.bound(method), result.plan.claimed
-    normal = result.normality >= _NOT_NORMAL
+    normal = result.normality >= NOT_NORMAL
     if method is Method.NORMAL_ESTIMATE:
         return "an estimate" if normal else "scores are not normal: not to be relied on"
     if claimed is not None and bound.epsilon > claimed:

@@ -66,7 +66,6 @@ UNSEEN = {
     "noise_shared_by_parameters": "adds the same noise to canaries of two layers, which leaves its law for each",
     "biases_without_noise": "reaches biases, where a clipped canary leaves a thousandth of its gradient",
     "bias_unclipped": "reaches biases, where a clipped canary leaves a thousandth of its gradient",
-    "last_layer_without_noise": "reaches a layer with fewer weights than canaries, which then holds none",
 }
 """Why a fault is not found here; each has another audit that finds it (the self-test of the mechanism)."""
 
@@ -203,7 +202,8 @@ def page_section() -> str:
         "the normal bound counts only if the scores pass the test of normality. The bound for any mechanism cannot "
         "exceed 4 with so few canaries unless a fault leaves hardly any noise. Without a fault: "
         f"{alarms} alarms of any bound in {len(runs)} runs. The last column is the median estimate under normality "
-        "from all updates. Faults without a row: "
+        "from all updates. Run number k has the same seed for every trainer, and so the same canaries and noise: rows of "
+        "one fault are not independent. Faults without a row: "
         + "; ".join(f"{name} ({reason})" for name, reason in NOT_PLANTED.items())
         + "."
     )

@@ -202,8 +202,8 @@ def page_section() -> str:
         "the normal bound counts only if the scores pass the test of normality. The bound for any mechanism cannot "
         "exceed 4 with so few canaries unless a fault leaves hardly any noise. Without a fault: "
         f"{alarms} alarms of any bound in {len(runs)} runs. The last column is the median estimate under normality "
-        "from all updates. Run number k has the same seed for every trainer, and so the same canaries and noise: rows of "
-        "one fault are not independent. Faults without a row: "
+        "from all updates. Run number k has the same seed for every trainer, and so the same canaries and noise: rows "
+        "of one fault are not independent. Faults without a row: "
         + "; ".join(f"{name} ({reason})" for name, reason in NOT_PLANTED.items())
         + "."
     )

@@ -8,7 +8,7 @@ RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
 DOCS := $(VENV)/.docs-installed
 
-.PHONY: demo test examples docs lint format bench bench-report nightly clean
+.PHONY: demo test examples docs lint format bench bench-report audit nightly clean
 
 demo: $(RUN)  ## Train by photonic DFA, backpropagation and digital DFA on digits; open runs/demo/report.html.
 	$(BIN)/python -m benchmarks.pdfa.demo
@@ -47,6 +47,11 @@ bench: $(DEV)  ## Speed, as ratios in one run.
 	$(BIN)/python -m benchmarks.speed.served
 
 bench-report: $(DEV)  ## Write the pages that show what benchmarks/results/ holds.
+	$(BIN)/python -m benchmarks.pages
+
+audit: $(DEV)  ## Planted faults by audit, resumed where it stopped; some hours.
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.attacks.self_test measure
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.attacks.one_run measure
 	$(BIN)/python -m benchmarks.pages
 
 nightly: $(DEV)  ## All tests, with fresh seeds in those that print theirs, and with the kernels uncompiled.

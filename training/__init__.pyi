@@ -1,4 +1,5 @@
 from .attacks.mechanism.audit import audit_mechanism as audit_mechanism
+from .attacks.one_run.audit import audit_one_training as audit_one_training
 from .attacks.run_audit import audit_run as audit_run
 from .config import RunConfig as RunConfig
 from .config import load_config as load_config

@@ -6,8 +6,10 @@ from .closed_forms import log_normal_cdf as log_normal_cdf
 from .closed_forms import logistic as logistic
 from .closed_forms import normal_cdf as normal_cdf
 from .closed_forms import normal_quantile as normal_quantile
+from .closed_forms import normality_p_value as normality_p_value
 from .closed_forms import renyi_to_epsilon as renyi_to_epsilon
 from .closed_forms import response_bounds as response_bounds
+from .closed_forms import variance_ratio_p_value as variance_ratio_p_value
 from .poisson_loss import pattern_bounds as pattern_bounds
 from .poisson_loss import poisson_bounds as poisson_bounds
 from .privacy_loss import compose_bounds as compose_bounds

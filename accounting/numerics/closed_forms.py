@@ -13,8 +13,10 @@ from scipy.optimize import brentq as find_root
 from scipy.special import expit as logistic
 from scipy.special import log_ndtr as log_normal_cdf
 from scipy.special import ndtr as normal_cdf
-from scipy.stats import beta, norm
+from scipy.special import ndtri as normal_quantile
+from scipy.stats import beta, normaltest
 from scipy.stats import binom as binomial
+from scipy.stats import f as f_law
 
 from accounting.guarantee import EpsilonBounds
 from accounting.numerics.privacy_loss import ROUNDING
@@ -29,14 +31,14 @@ __all__ = [
     "logistic",
     "normal_cdf",
     "normal_quantile",
+    "normality_p_value",
     "renyi_to_epsilon",
     "response_bounds",
+    "variance_ratio_p_value",
 ]
 
 beta_quantile = beta.ppf
 """Quantile of a beta law, called as beta_quantile(probability, a, b)."""
-normal_quantile = norm.ppf
-"""Quantile of N(0, 1)."""
 
 
 def gaussian_bounds(mu: float, delta: float) -> EpsilonBounds:
@@ -93,3 +95,23 @@ def renyi_to_epsilon(
         delta: In (0, 1).
     """
     return float(compute_epsilon(orders, curve, delta)[0])
+
+
+def normality_p_value(values: np.ndarray) -> float:
+    """Return the p-value of normality by skewness and kurtosis (D'Agostino and Pearson 1973).
+
+    Args:
+        values: At least 20, not all equal, shape (n,).
+    """
+    return float(normaltest(values).pvalue)
+
+
+def variance_ratio_p_value(ratio: float, above: int, below: int) -> float:
+    """Return the two-sided p-value of a ratio of two sample variances of normal values whose true variances are equal.
+
+    Args:
+        ratio: Above 0.
+        above: Degrees of freedom of the numerator.
+        below: Degrees of freedom of the denominator.
+    """
+    return float(min(1.0, 2 * min(f_law.cdf(ratio, above, below), f_law.sf(ratio, above, below))))

@@ -191,7 +191,7 @@ def audit_run(
     seed = secrets.randbits(63) if seed is None else seed
     checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
     folder = RunFolder(path)
-    audit_file = _audit_file(folder, None if out is None else Path(out))
+    place = audit_place(folder, None if out is None else Path(out))
     run = read_run(folder, data, model)
     config = run.plan.config
     stated = folder.read_ledger().guarantees(delta=delta)
@@ -222,13 +222,13 @@ def audit_run(
         release=MembershipGame.released,
     )
     if config.mode == "release":
-        make_private_folder(audit_file.parent)
-    write_json(audit_file, found.to_json())
+        make_private_folder(place)
+    write_json(place / AUDIT_FILE, found.to_json())
     return found
 
 
-def _audit_file(folder: RunFolder, out: Path | None) -> Path:
-    """Return the file that keeps the audit of a run.
+def audit_place(folder: RunFolder, out: Path | None) -> Path:
+    """Return the folder that keeps the audit of a run.
 
     Raises:
         RunFolderError: A release run, and no folder outside it; or the folder holds other work.
@@ -241,9 +241,9 @@ def _audit_file(folder: RunFolder, out: Path | None) -> Path:
                 "folder outside it with out (--out FOLDER)"
             )
     if out is None or out.resolve() == folder.path.resolve():
-        return folder.audit_file
+        return folder.path
     require_kind(out, "audit")
-    return out / AUDIT_FILE
+    return out
 
 
 def read_run(folder: RunFolder, data: Arrays | Dataset | None, model: nn.Module | None = None) -> AuditedRun:

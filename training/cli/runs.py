@@ -154,6 +154,15 @@ Trials = Annotated[
     int | None,
     typer.Option(help="Coin tosses on the run, 400 by default; the controls take up to 200 each."),
 ]
+OneRun = Annotated[
+    bool,
+    typer.Option(
+        "--one-run",
+        help="Train once more as the run was trained, with canaries that coins put in or leave out, and bound epsilon "
+        "of all steps together.",
+    ),
+]
+CanaryCount = Annotated[int | None, typer.Option(help="With --one-run: how many canaries, 1,000 by default.")]
 AuditSeed = Annotated[
     int | None, typer.Option(help="Seed that repeats an audit; drawn and stored by default.")
 ]
@@ -167,8 +176,8 @@ OwnArrays = Annotated[
 AuditOut = Annotated[
     Path | None,
     typer.Option(
-        help="A folder for audit.json and report.html, by default the run folder; a release run needs one outside "
-        "it. With --mechanism: a JSON file."
+        help="A folder for audit.json (or one-run.json) and report.html, by default the run folder; a release run "
+        "needs one outside it. With --mechanism: a JSON file."
     ),
 ]
 Mode = Annotated[str | None, typer.Option(help="With --mechanism: experiment (default) or release.")]
@@ -200,6 +209,8 @@ def audit(
     mechanism: KindOption = None,
     model: AuditedModel = None,
     trials: Trials = None,
+    one_run: OneRun = False,
+    canaries: CanaryCount = None,
     seed: AuditSeed = None,
     delta: AuditDelta = None,
     arrays: OwnArrays = None,
@@ -212,6 +223,7 @@ def audit(
 ) -> None:
     """Attack a run: can an attacker who sees its updates tell which records were used? Or test a mechanism."""
     of_runs = {"RUN": run, "--trials": trials, "--delta": delta, "--arrays": arrays}
+    of_runs |= {"--one-run": one_run or None, "--canaries": canaries}
     of_mechanisms = {"--model": model, "--mode": mode, "--steps": steps, "--set": settings, "--level": level}
     if mechanism is None:
         _require_absent(of_mechanisms, "goes with --mechanism KIND only")
@@ -219,6 +231,11 @@ def audit(
             raise ValueError(
                 "RUN is missing: give a run folder to attack, or --mechanism KIND to test a trainer"
             )
+        if one_run:
+            _require_absent({"--trials": trials}, "is for the game of single steps, not for --one-run")
+            _audit_one_run(run, canaries, seed, delta, arrays, out, as_json)
+            return
+        _require_absent({"--canaries": canaries}, "goes with --one-run only")
         _audit_run(run, 400 if trials is None else trials, seed, delta, arrays, out, as_json)
         return
     _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
@@ -279,6 +296,49 @@ def _audit_run(
         return
     _print_audit(found)
     typer.echo(f"\nkept in {(out or run) / AUDIT_FILE} and shown in {report_file}")
+
+
+def _audit_one_run(
+    run: Path,
+    canaries: int | None,
+    seed: int | None,
+    delta: float | None,
+    arrays: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Train once with canaries, print what their scores say and write the report."""
+    from accounting.tables import print_rows
+    from opusim.progress import Progress
+    from opusim.tables import wrapped
+    from training.attacks.one_run.audit import DEFAULT_CANARIES, audit_one_training
+    from training.attacks.one_run.report import one_run_paragraphs, one_run_rows
+    from training.reports.run_report import NOT_FOR_RELEASE, write_report
+    from training.runs.folder import ONE_RUN_FILE
+    from training.runs.run import load_run, read_npz
+
+    with Progress("audit of one training", "steps") as progress:
+        found = audit_one_training(
+            run,
+            data=None if arrays is None else read_npz(arrays),
+            out=out,
+            canaries=DEFAULT_CANARIES if canaries is None else canaries,
+            seed=seed,
+            delta=delta,
+            on_start=progress.start,
+            on_step=progress.advance,
+        )
+    loaded = load_run(run)
+    report_file = write_report(loaded, one_run=found, folder=out)
+    if loaded.config.mode == "release":
+        typer.echo(NOT_FOR_RELEASE, err=True)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+        return
+    print_rows(one_run_rows(found))
+    for text in one_run_paragraphs(found):
+        typer.echo("\n" + wrapped(text))
+    typer.echo(f"\nkept in {(out or run) / ONE_RUN_FILE} and shown in {report_file}")
 
 
 def _print_audit(found: RunAudit) -> None:

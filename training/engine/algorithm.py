@@ -145,7 +145,8 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
         Raises:
             ConfigError: The device's noise cannot be credited.
         """
-        self.writer = self.protection.gradients(device)
+        writer, wrap = self.protection.gradients(device), self.plan.wrap_writer
+        self.writer = writer if writer is None or wrap is None else wrap(writer)
         return self.writer
 
     @property

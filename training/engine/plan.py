@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -38,7 +38,7 @@ from training.engine.certified import certificate_of, credit_of, monitored
 from training.errors import RunFolderError
 from training.networks.base import Network
 from training.networks.user_code import require_trusted
-from training.protections.base import Protection
+from training.protections.base import PrivateGradients, Protection
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
 
@@ -57,6 +57,7 @@ class RunPlan:
         description: The device's description, or None if the run has no device.
         noise: The law of the device's noise, or None if it is unknown before the device is open.
         certificate: The certificate that the guarantee rests on, or None if it rests on none.
+        wrap_writer: Wraps the writer of private gradients, for an audit that plants crafted ones; None for none.
     """
 
     config: RunConfig
@@ -66,6 +67,7 @@ class RunPlan:
     description: DeviceDescription | None
     noise: NoiseModel | None = None
     certificate: Certificate | None = None
+    wrap_writer: Callable[[PrivateGradients], PrivateGradients] | None = None
 
     @classmethod
     def resolve(

@@ -154,8 +154,7 @@ def train_on(
     if not resume:
         plan = RunPlan.resolve(config, records, model=model)
         folder = folder or _new_folder(config)
-        with folder.writing(new=True, private=private):
-            _train_in(folder, plan, watcher, resume=False, moved=False)
+        train_planned(plan, folder, watcher=watcher)
         return load_run(folder.path, model=model, trust_code=True)  # it was executed here
     if folder is None:
         raise RunFolderError(_NO_FOLDER)
@@ -165,6 +164,18 @@ def train_on(
         plan = RunPlan.resolve(config, records, model=model, folder=folder)
         _train_in(folder, plan, watcher, resume=True, moved=moved)
     return load_run(folder.path, model=model, trust_code=True)  # it was executed here
+
+
+def train_planned(plan: RunPlan, folder: RunFolder, *, watcher: Watcher | None = None) -> None:
+    """Train a resolved run in a new folder; see `train`.
+
+    Args:
+        plan: The run.
+        folder: Its folder, which holds no run.
+        watcher: Receives the progress.
+    """
+    with folder.writing(new=True, private=plan.config.mode == "release"):
+        _train_in(folder, plan, watcher, resume=False, moved=False)
 
 
 def _follow(

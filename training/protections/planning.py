@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,6 +48,10 @@ class Plan(Protocol):
     @property
     def description(self) -> DeviceDescription | None:
         """The device's description, or None if the run has no device."""
+
+    @property
+    def wrap_writer(self) -> Callable[[Any], Any] | None:
+        """What wraps the writer of private gradients, or None for nothing."""
 
     def opened_device(self) -> AbstractContextManager[NoisyDevice | None]:
         """Open the device of the run; gives None if it has none."""

@@ -15,6 +15,7 @@ from accounting.tables import guarantee_rows
 from opusim.files import write_file
 from opusim.tables import duration, energy
 from training.attacks.findings import RunAudit, finding_rows, paragraphs, read_audit
+from training.attacks.one_run.report import OneRunAudit, one_run_paragraphs, one_run_rows, read_one_run
 from training.config.data import OWN_ARRAYS
 from training.config.reading import flat
 from training.reports import run_figures as figures
@@ -32,12 +33,19 @@ RELEASE_DASHES = (
 """Explains the dashes in the table of a release run."""
 
 
-def write_report(run: Run, *, audit: RunAudit | None = None, folder: Path | None = None) -> Path:
+def write_report(
+    run: Run,
+    *,
+    audit: RunAudit | None = None,
+    one_run: OneRunAudit | None = None,
+    folder: Path | None = None,
+) -> Path:
     """Draw a run's figures and write `report.html`.
 
     Args:
         run: The run.
         audit: The audit to show; None takes the one in the run folder, which only an experiment has.
+        one_run: The audit of one training to show; None takes the one in the run folder, as for `audit`.
         folder: The folder of the page and its figures; None takes the run folder.
 
     Returns:
@@ -65,6 +73,7 @@ def write_report(run: Run, *, audit: RunAudit | None = None, folder: Path | None
         runs=[run],
         pictures=[_picture(place.figures / f"{n}.png", c, f) for n, c, f in drawn if f is not None],
         audits=_kept_audits([run]) if audit is None else [audit],
+        one_runs=_kept_one_runs([run]) if one_run is None else [one_run],
     )
     write_file(place.report_file, page.encode())
     return place.report_file
@@ -117,7 +126,14 @@ def write_comparison(
     pictures += [
         {"caption": caption, "source": data_url(file.read_bytes())} for caption, file in extra_pictures
     ]
-    page = _render(title=title, runs=runs, pictures=pictures, labels=labels, audits=_kept_audits(runs))
+    page = _render(
+        title=title,
+        runs=runs,
+        pictures=pictures,
+        labels=labels,
+        audits=_kept_audits(runs),
+        one_runs=_kept_one_runs(runs),
+    )
     write_file(path, page.encode())
     return path
 
@@ -171,6 +187,7 @@ def _render(
     runs: Sequence[Run],
     pictures: list[dict[str, str]],
     audits: Sequence[RunAudit | None],
+    one_runs: Sequence[OneRunAudit | None],
     labels: Sequence[str] | None = None,
 ) -> str:
     names = labels or [run_name(run) for run in runs]
@@ -193,6 +210,11 @@ def _render(
             (name, finding_rows(found), [*paragraphs(found), *_warning(run)])
             for run, name, found in zip(runs, names, audits, strict=True)
             if found is not None
+        ]
+        + [
+            (f"{name}, in one training", one_run_rows(each), [*one_run_paragraphs(each), *_warning(run)])
+            for run, name, each in zip(runs, names, one_runs, strict=True)
+            if each is not None
         ],
         modes=sorted({run.config.mode for run in runs}),
         configurations=[(name, _shown(run.facts["config"])) for run, name in zip(runs, names, strict=True)],
@@ -218,6 +240,16 @@ def _kept_audits(runs: Sequence[Run]) -> list[RunAudit | None]:
     return [
         read_audit(run.folder.audit_file)
         if run.config.mode == "experiment" and run.folder.audit_file.exists()
+        else None
+        for run in runs
+    ]
+
+
+def _kept_one_runs(runs: Sequence[Run]) -> list[OneRunAudit | None]:
+    """Read the audits of one training, as `_kept_audits` does."""
+    return [
+        read_one_run(run.folder.one_run_file)
+        if run.config.mode == "experiment" and run.folder.one_run_file.exists()
         else None
         for run in runs
     ]

@@ -41,6 +41,7 @@ METRICS_VERSION = 1
 SUMMARY_VERSION = 2
 """Schema of `summary.json`."""
 AUDIT_FILE = "audit.json"
+ONE_RUN_FILE = "one-run.json"
 _SIZE_LIMIT = 2**30
 """Largest file that a seal covers, in bytes."""
 _LEFT_BY_KILLED_START = {
@@ -65,7 +66,7 @@ class RunFolder:
     | baseline.safetensors | first blank and reference frames of a monitored device; they hold no data |
     | components.safetensors | the principal components that replace the features |
     | summary.json | final figures; its presence marks the run as finished |
-    | audit.json | what an audit of the run found; never in release mode |
+    | audit.json, one-run.json | what audits of the run found; never in release mode |
     | checkpoints/, figures/, report.html, lock | |
 
     Args:
@@ -83,6 +84,7 @@ class RunFolder:
         self.components_file = self.path / "components.safetensors"
         self.baseline_file = self.path / "baseline.safetensors"
         self.audit_file = self.path / AUDIT_FILE
+        self.one_run_file = self.path / ONE_RUN_FILE
         self.checkpoints = self.path / "checkpoints"
         self.figures = self.path / "figures"
         self.report_file = self.path / "report.html"

@@ -48,6 +48,7 @@ WRITTEN = frozenset(
             "components.safetensors",
             "summary.json",
             "audit.json",
+            "one-run.json",
         ),
         *("report.html", "steps.zo", "steps.mark.json", "base.safetensors", LOCK_FILE),
     }

@@ -71,7 +71,9 @@ class PublishedUpdate(Update):
         self._noise.seek(step)
         self._extra.seek(step)
 
-    def set_gradients(self, outputs: Outputs, losses: Losses, clean: Tensor) -> Tensor:
+    def set_gradients(
+        self, outputs: Outputs, losses: Losses, clean: Tensor, records: Tensor | None = None
+    ) -> Tensor:
         """See Update."""
         if self._options.remedy == "parameters":
             return self._from_parameter_noise(outputs, losses, clean)

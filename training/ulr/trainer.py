@@ -34,13 +34,16 @@ class Update(ABC):
         """Position every noise source at the start of a step."""
 
     @abstractmethod
-    def set_gradients(self, outputs: Outputs, losses: Losses, clean: Tensor) -> Tensor:
+    def set_gradients(
+        self, outputs: Outputs, losses: Losses, clean: Tensor, records: Tensor | None = None
+    ) -> Tensor:
         """Write the gradient of every parameter.
 
         Args:
             outputs: The forward pass without noise.
             losses: Maps outputs to losses of the batch's records.
             clean: Losses without noise, shape (batch,).
+            records: Numbers of the batch's records in the training set, shape (batch,).
 
         Returns:
             The records used, bool, shape (batch,): all but those with a loss that is NaN or infinite.
@@ -79,7 +82,9 @@ class PlainUpdate(Update):
         if self._protection is not None:
             self._protection.seek(step)
 
-    def set_gradients(self, outputs: Outputs, losses: Losses, clean: Tensor) -> Tensor:
+    def set_gradients(
+        self, outputs: Outputs, losses: Losses, clean: Tensor, records: Tensor | None = None
+    ) -> Tensor:
         """See Update."""
         network, inputs = self._network, outputs.inputs
         signals = self._estimator.signals(network, outputs, losses, clean, self._noise, self._sigmas)
@@ -88,7 +93,7 @@ class PlainUpdate(Update):
             signals = [finite_rows(delta, used) for delta in signals]
             inputs = [finite_rows(h, used) for h in inputs]
         if self._protection is not None:
-            self._protection.set_gradients(network, signals, inputs)
+            self._protection.set_gradients(network, signals, inputs, records=records)
             return used
         for layer, (delta, h) in enumerate(zip(signals, inputs, strict=True)):
             network.set_gradient(layer, delta, h, max(len(clean), 1))
@@ -153,7 +158,7 @@ class UlrTrainer(Trainer):
             return self._loss(output, labels.repeat(copies)).view(copies, len(labels))
 
         clean = self._loss(outputs.output, y)
-        used = self._update.set_gradients(outputs, losses, clean)
+        used = self._update.set_gradients(outputs, losses, clean, records)
         if self._reports:
             self._report(used, records, step)
         self.optimizer.step()

@@ -5,8 +5,10 @@ what each entry says and how it is planted. A new fault is a new file and a line
 """
 
 from tests.support.faults import (
+    averaged_before_noise,
     batches_repeat_every_epoch,
     batches_reused,
+    bias_unclipped,
     biases_without_noise,
     clip_too_wide,
     clipped_by_layer,
@@ -16,6 +18,7 @@ from tests.support.faults import (
     labels_kept_too_often,
     labels_same_in_every_run,
     last_layer_without_noise,
+    noise_halved,
     noise_reused,
     noise_same_in_every_run,
     noise_shared_by_coordinates,
@@ -47,4 +50,11 @@ FAULTS: tuple[Fault, ...] = (
     labels_same_in_every_run.FAULT,
 )
 
-__all__ = ["FAULTS", "Fault"]
+OF_ONE_RUN: tuple[Fault, ...] = (
+    noise_halved.FAULT,
+    bias_unclipped.FAULT,
+    averaged_before_noise.FAULT,
+)
+"""Faults that are planted under the audit of one training only (benchmarks.attacks.one_run)."""
+
+__all__ = ["FAULTS", "OF_ONE_RUN", "Fault"]

@@ -1,0 +1,53 @@
+"""Answers what an attacker's scores prove about epsilon.
+
+`two_worlds` bounds epsilon from independent scores of two worlds, `one_run` from the scores of many canaries in one
+run.
+"""
+
+from accounting.audit.one_run import (
+    FEWEST_CANARIES,
+    NOT_NORMAL,
+    Law,
+    Method,
+    OneRunBound,
+    OneRunPlan,
+    OneRunResult,
+    audit_one_run,
+    ceiling,
+    correct_guesses,
+    gaussian_mu,
+    guesses_bound,
+    normal_limits,
+)
+from accounting.audit.two_worlds import (
+    AuditPlan,
+    AuditResult,
+    Estimator,
+    Verdict,
+    audit,
+    clopper_pearson_upper,
+    lower_bound,
+)
+
+__all__ = [
+    "FEWEST_CANARIES",
+    "NOT_NORMAL",
+    "AuditPlan",
+    "AuditResult",
+    "Estimator",
+    "Law",
+    "Method",
+    "OneRunBound",
+    "OneRunPlan",
+    "OneRunResult",
+    "Verdict",
+    "audit",
+    "audit_one_run",
+    "ceiling",
+    "clopper_pearson_upper",
+    "correct_guesses",
+    "gaussian_mu",
+    "guesses_bound",
+    "lower_bound",
+    "normal_limits",
+]

@@ -1,0 +1,428 @@
+"""Lower bounds on epsilon from one run with m canaries, each of which an independent fair coin put in or left out.
+
+The auditor scores every canary, higher where it seems to be in. Four ways to read the scores:
+
+- any mechanism: guess "in" for the highest k / 2 scores and "out" for the lowest k / 2, abstain on the rest, and count
+  the correct guesses v. If the run is (epsilon, delta)-DP, then with B ~ Binomial(k, 1 / (1 + e^-epsilon))
+      P(V >= v) <= P(B >= v) + 2 m delta max_{i = 1..v} P(v > B >= v - i) / i.
+  Source: Steinke, Nasr and Jagielski 2023, theorem 5.2 and appendix D.
+- a Gaussian trade-off: the same guesses, against the curve f(x) = Phi(Phi^-1(1 - x) - mu) of mu-GDP. With
+  g(x) = Phi(Phi^-1(x) - mu), r_v = alpha v / m and h_v = alpha (k - v) / m, the recursion for i = v - 1 .. 0
+      h_i = max(h_(i+1), g(r_(i+1))),   r_i = r_(i+1) + i / (k - i) (h_i - h_(i+1))
+  refutes mu at level alpha if r_0 + h_0 > k / m. Source: Mahloujifar, Melis and Chaudhuri 2025, algorithm 3.
+- normal scores, estimate: mu is the difference of the two means over the pooled standard deviation.
+- normal scores, bound: mu at least the lower end of its confidence interval, the root of
+      (estimate - mu)^2 = z^2 (1 / n_in + 1 / n_out + mu^2 / (2 (m - 2))).
+
+The last three hold only for a Gaussian mechanism; the last two need scores that are normal with equal variances, for
+which a test stands next to them. epsilon of mu at delta is that of the Gaussian mechanism.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+import numpy as np
+from typing_extensions import Doc
+
+from accounting import numerics
+from accounting.errors import NoGuarantee
+from opusim import checks
+
+_SHARES = (0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5)
+"""Shares of canaries to guess, of which the plan takes the one with the highest ceiling at the claimed epsilon."""
+_LARGEST_MU = 1e3
+_LARGEST_EPSILON = 1e3
+_LARGEST_CLAIM = 100.0
+"""Ceilings are those of this epsilon if more is claimed, or nothing; no number of canaries comes near it."""
+_TOLERANCE = 1e-7
+FEWEST_CANARIES = 20
+NOT_NORMAL = 1e-4
+"""p-value below which scores count as not normal. Scores of sampled steps are never exactly normal."""
+
+
+class Law(StrEnum):
+    """What is known of the audited mechanism's noise."""
+
+    ANY = "any"
+    GAUSSIAN = "gaussian"
+    """A theorem makes the mechanism Gaussian, or a composition of sampled Gaussian steps close to one."""
+
+
+class Method(StrEnum):
+    """How the scores of one run are read."""
+
+    ANY_MECHANISM = "guesses, any mechanism"
+    GAUSSIAN_TRADE_OFF = "guesses, Gaussian trade-off"
+    NORMAL_BOUND = "normal scores, bound"
+    NORMAL_ESTIMATE = "normal scores, estimate"
+
+    @property
+    def guesses(self) -> bool:
+        """Whether it guesses the coins."""
+        return self in (Method.ANY_MECHANISM, Method.GAUSSIAN_TRADE_OFF)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the number is a lower confidence limit."""
+        return self is not Method.NORMAL_ESTIMATE
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRunPlan:
+    """What is fixed before any score is known."""
+
+    adversary: Annotated[str, Doc("What the attacker sees and knows.")]
+    canaries: Annotated[int, Doc("m, at least 20.")]
+    delta: Annotated[float, Doc("The claim's delta, in [0, 1).")]
+    claimed: Annotated[
+        float | None,
+        Doc(
+            "The epsilon to refute, above 0, or None if no finite one is claimed. Ceilings and the number of guesses "
+            "are computed for it."
+        ),
+    ]
+    confidence: Annotated[float, Doc("1 - alpha of each bound, in (0, 1).")] = 0.95
+    law: Annotated[Law, Doc("Gaussian if a theorem says so; otherwise only the first bound is made.")] = (
+        Law.ANY
+    )
+
+    def __post_init__(self) -> None:
+        checks.integer(minimum=FEWEST_CANARIES, canaries=self.canaries)
+        checks.in_unit_interval(closed="left", delta=self.delta)
+        checks.in_unit_interval(closed="neither", confidence=self.confidence)
+        if self.claimed is not None:
+            checks.positive(claimed=self.claimed)
+        if self.law is Law.GAUSSIAN and self.delta == 0:
+            raise NoGuarantee("law = 'gaussian': no Gaussian mechanism has delta = 0; give a delta above 0")
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The ways in which the scores may be read."""
+        return tuple(Method) if self.law is Law.GAUSSIAN else (Method.ANY_MECHANISM,)
+
+    def guesses(self, method: Method) -> int:
+        """Return the number of guesses of a method, fixed by m and the claim; 0 for one that does not guess.
+
+        Args:
+            method: How the scores are read.
+        """
+        if not method.guesses:
+            return 0
+        counts = sorted({_even(share * self.canaries) for share in _SHARES})
+        return max(
+            reversed(counts), key=lambda count: self._ceiling(method, count)
+        )  # of equal ones the largest
+
+    def ceiling(self, method: Method) -> float:
+        """Return what a perfect attack on a Gaussian mechanism of the claimed epsilon would give; see `ceiling`."""
+        return self._ceiling(method, self.guesses(method))
+
+    def _ceiling(self, method: Method, guesses: int) -> float:
+        epsilon = min(self.claimed or _LARGEST_CLAIM, _LARGEST_CLAIM)
+        return ceiling(
+            method, self.canaries, epsilon, self.delta, confidence=self.confidence, guesses=guesses
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRunBound:
+    """One reading of the scores.
+
+    Attributes:
+        method: How the scores were read.
+        epsilon: The bound or the estimate, at least 0.
+        ceiling: What ideal scores would give at the claimed epsilon, with as many canaries.
+        guesses: How many canaries were guessed; 0 if the method does not guess.
+        correct: How many of the guesses were right.
+        interval: Ends of the confidence interval of an estimate, each one-sided; None for a bound.
+    """
+
+    method: Method
+    epsilon: float
+    ceiling: float
+    guesses: int = 0
+    correct: int = 0
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRunResult:
+    """All readings of the scores of one run; never a guarantee.
+
+    Attributes:
+        plan: What was fixed beforehand.
+        n_in: Canaries that were in.
+        bounds: One for each method of the plan.
+        normality: p-value of the test that the scores are normal with equal variances; below `NOT_NORMAL` the two
+            readings of normal scores are not to be relied on.
+        auc: Probability that a canary that was in scores higher than one that was not, ties counted half.
+    """
+
+    plan: OneRunPlan
+    n_in: int
+    bounds: tuple[OneRunBound, ...]
+    normality: float
+    auc: float
+
+    def bound(self, method: Method) -> OneRunBound:
+        """Return the reading of a method.
+
+        Raises:
+            KeyError: The plan does not have it.
+        """
+        return {bound.method: bound for bound in self.bounds}[method]
+
+    @property
+    def refuting(self) -> tuple[OneRunBound, ...]:
+        """The bounds that exceed the claim; those under normality only if the scores look normal."""
+        return tuple(
+            bound
+            for bound in self.bounds
+            if bound.method.is_bound
+            and self.plan.claimed is not None
+            and bound.epsilon > self.plan.claimed
+            and (bound.method is not Method.NORMAL_BOUND or self.normality >= NOT_NORMAL)
+        )
+
+
+def audit_one_run(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan) -> OneRunResult:
+    """Return the bounds on epsilon from one run's scores.
+
+    Args:
+        scores: One for each canary, higher where it seems to be in, shape (m,).
+        inside: The coins, bool, shape (m,).
+        plan: What was fixed beforehand.
+
+    Raises:
+        ValueError: Other shapes than the plan's m, a score that is not finite, or fewer than two canaries in or out.
+    """
+    checks.shape((plan.canaries,), scores=scores, inside=inside)
+    checks.finite(scores=scores)
+    inside = np.asarray(inside, dtype=bool)
+    n_in = int(inside.sum())
+    if not 2 <= n_in <= plan.canaries - 2:
+        raise ValueError(
+            f"inside: {n_in} of {plan.canaries} canaries are in; at least two must be in and out"
+        )
+    return OneRunResult(
+        plan=plan,
+        n_in=n_in,
+        bounds=tuple(_read(scores, inside, plan, method) for method in plan.methods),
+        normality=_normality(scores, inside),
+        auc=_auc(scores[inside], scores[~inside]),
+    )
+
+
+def _read(scores: np.ndarray, inside: np.ndarray, plan: OneRunPlan, method: Method) -> OneRunBound:
+    ceiled = plan.ceiling(method)
+    if method.guesses:
+        guesses = plan.guesses(method)
+        correct = int(correct_guesses(scores, inside, guesses))
+        found = guesses_bound(
+            method, plan.canaries, guesses, correct, delta=plan.delta, confidence=plan.confidence
+        )
+        return OneRunBound(method=method, epsilon=found, ceiling=ceiled, guesses=guesses, correct=correct)
+    estimate, low, high = normal_limits(scores[inside], scores[~inside], confidence=plan.confidence)
+    values = [_epsilon(mu, plan.delta) for mu in (estimate, low, high)]
+    if method is Method.NORMAL_BOUND:
+        return OneRunBound(method=method, epsilon=values[1], ceiling=ceiled)
+    return OneRunBound(method=method, epsilon=values[0], ceiling=ceiled, interval=(values[1], values[2]))
+
+
+def correct_guesses(scores: np.ndarray, inside: np.ndarray, guesses: int) -> np.ndarray:
+    """Return how many of the guesses are right: "in" for the highest half, "out" for the lowest half.
+
+    Args:
+        scores: Shape (m,) or (repeats, m); ties are broken by position, which no coin depends on.
+        inside: The coins, bool, of the same shape.
+        guesses: k, even, at most m.
+
+    Returns:
+        The counts, shape () or (repeats,).
+    """
+    half = guesses // 2
+    order = np.argsort(scores, axis=-1, kind="stable")
+    sorted_coins = np.take_along_axis(np.asarray(inside, dtype=bool), order, axis=-1)
+    top = sorted_coins[..., sorted_coins.shape[-1] - half :]
+    return np.asarray((~sorted_coins[..., :half]).sum(axis=-1) + top.sum(axis=-1))
+
+
+@functools.lru_cache(maxsize=4096)
+def guesses_bound(
+    method: Method, canaries: int, guesses: int, correct: int, *, delta: float, confidence: float = 0.95
+) -> float:
+    """Return the largest epsilon that the guesses refute, at least 0.
+
+    Args:
+        method: `ANY_MECHANISM` or `GAUSSIAN_TRADE_OFF`.
+        canaries: m.
+        guesses: k, at most m, fixed before the scores were known.
+        correct: v, at most k.
+        delta: In [0, 1).
+        confidence: In (0, 1).
+
+    Raises:
+        ValueError: The numbers do not fit each other, or the method does not guess.
+    """
+    checks.integer(minimum=1, canaries=canaries, guesses=guesses)
+    checks.integer(minimum=0, correct=correct)
+    checks.choice((Method.ANY_MECHANISM, Method.GAUSSIAN_TRADE_OFF), method=method)
+    if not correct <= guesses <= canaries:
+        raise ValueError(
+            f"correct = {correct}, guesses = {guesses}, canaries = {canaries}: must not decrease in this order"
+        )
+    level = 1 - confidence
+    if method is Method.ANY_MECHANISM:
+        return _largest(lambda e: _p_value(canaries, guesses, correct, e, delta) <= level, _LARGEST_EPSILON)
+    mu = _largest(lambda mu: _refutes_mu(mu, canaries, guesses, correct, level), _LARGEST_MU)
+    return _epsilon(mu, delta)
+
+
+def _p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
+    """Probability of so many correct guesses, at most, under (epsilon, delta); see the module."""
+    rate = float(numerics.logistic(epsilon))
+    tail = float(numerics.binomial.sf(correct - 1, guesses, rate))
+    if delta == 0 or not correct:
+        return tail
+    masses = numerics.binomial.pmf(np.arange(correct - 1, -1, -1), guesses, rate)
+    steepest = float(np.max(np.cumsum(masses) / np.arange(1, correct + 1)))
+    return min(1.0, tail + 2 * canaries * delta * steepest)
+
+
+def _refutes_mu(mu: float, canaries: int, guesses: int, correct: int, level: float) -> bool:
+    """Whether the guesses refute mu-GDP at a level; see the module."""
+    r, h = level * correct / canaries, level * (guesses - correct) / canaries
+    for i in range(correct - 1, -1, -1):
+        above = max(h, float(numerics.normal_cdf(numerics.normal_quantile(r) - mu)))
+        if above == h:  # then nothing changes any more
+            break
+        r, h = min(1.0, r + i / (guesses - i) * (above - h)), above
+    return r + h > guesses / canaries
+
+
+def _largest(refuted: Callable[[float], bool], limit: float) -> float:
+    """Return the largest number that is refuted, from below; 0 if 0 is not refuted."""
+    if not refuted(0.0):
+        return 0.0
+    low, high = 0.0, 1.0
+    while high < limit and refuted(high):
+        low, high = high, 2 * high
+    while high - low > _TOLERANCE * max(high, 1.0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if refuted(middle) else (low, middle)
+    return low
+
+
+def normal_limits(
+    scores_in: np.ndarray, scores_out: np.ndarray, *, confidence: float = 0.95
+) -> tuple[float, float, float]:
+    """Return the estimate of mu and the ends of its interval, each one-sided at the confidence, all at least 0.
+
+    Args:
+        scores_in: Scores of canaries that were in, shape (n_in,), n_in at least 2.
+        scores_out: Scores of canaries that were not, shape (n_out,), n_out at least 2.
+        confidence: In (0, 1).
+    """
+    n, k = len(scores_in), len(scores_out)
+    squares = np.sum((scores_in - scores_in.mean()) ** 2) + np.sum((scores_out - scores_out.mean()) ** 2)
+    spread = math.sqrt(float(squares) / (n + k - 2))
+    difference = float(scores_in.mean() - scores_out.mean())
+    if spread == 0:
+        value = 0.0 if difference <= 0 else _LARGEST_MU
+        return value, value, value
+    found = min(difference / spread, _LARGEST_MU)
+    z, a, b = float(numerics.normal_quantile(confidence)), 1 / n + 1 / k, 1 / (2 * (n + k - 2))
+    shrink = 1 - z * z * b
+    centre, reach = found / shrink, z * math.sqrt(found * found * b / shrink + a) / math.sqrt(shrink)
+    return max(found, 0.0), max(centre - reach, 0.0), max(centre + reach, 0.0)
+
+
+@functools.lru_cache(maxsize=1024)
+def gaussian_mu(epsilon: float, delta: float) -> float:
+    """Return the mu whose Gaussian mechanism has this epsilon at this delta.
+
+    Args:
+        epsilon: At least 0.
+        delta: In (0, 1).
+    """
+    return float(numerics.find_root(lambda mu: _epsilon(mu, delta) - epsilon, 0.0, _LARGEST_MU, xtol=1e-10))
+
+
+@functools.lru_cache(maxsize=1024)
+def ceiling(
+    method: Method,
+    canaries: int,
+    epsilon: float,
+    delta: float,
+    *,
+    confidence: float = 0.95,
+    guesses: int = 0,
+) -> float:
+    """Return what a method gives for ideal scores: N(mu, 1) for canaries in, N(0, 1) for others, and median counts.
+
+    Args:
+        method: How the scores are read.
+        canaries: m.
+        epsilon: That of the mechanism, above 0; mu is that of the Gaussian mechanism.
+        delta: In [0, 1). With delta = 0 no Gaussian mechanism exists, and the ideal attack makes each guess right with
+            probability e^epsilon / (1 + e^epsilon).
+        confidence: In (0, 1).
+        guesses: k of a method that guesses, even, from 2 to m.
+    """
+    if delta == 0:
+        right = round(guesses * float(numerics.logistic(epsilon)))
+        return guesses_bound(method, canaries, guesses, right, delta=0.0, confidence=confidence)
+    mu = gaussian_mu(epsilon, delta)
+    if method is Method.NORMAL_ESTIMATE:
+        return epsilon
+    if method is Method.NORMAL_BOUND:
+        z = float(numerics.normal_quantile(confidence))
+        return _epsilon(max(mu - z * math.sqrt(4 / canaries + mu * mu / (2 * (canaries - 2))), 0.0), delta)
+    right = round(guesses * _ideal_accuracy(mu, guesses / canaries))
+    return guesses_bound(method, canaries, guesses, right, delta=delta, confidence=confidence)
+
+
+def _ideal_accuracy(mu: float, share: float) -> float:
+    """Share of right guesses if the highest and lowest scores, `share` of all, are guessed."""
+
+    def guessed(threshold: float) -> float:  # of the scores, half of them N(mu, 1)
+        return float(numerics.normal_cdf(mu - threshold) + numerics.normal_cdf(-threshold)) / 2
+
+    threshold = float(numerics.find_root(lambda t: guessed(t) - share / 2, -40.0, mu + 40.0))
+    return float(numerics.normal_cdf(mu - threshold)) / 2 / guessed(threshold)
+
+
+def _epsilon(mu: float, delta: float) -> float:
+    return numerics.gaussian_bounds(mu, delta).lower if mu > 0 else 0.0
+
+
+def _even(number: float) -> int:
+    return max(2, 2 * round(number / 2))
+
+
+def _auc(first: np.ndarray, second: np.ndarray) -> float:
+    ordered = np.sort(second)
+    ranks = np.searchsorted(ordered, first, side="left") + np.searchsorted(ordered, first, side="right")
+    return float(np.mean(ranks) / 2 / len(ordered))
+
+
+def _normality(scores: np.ndarray, inside: np.ndarray) -> float:
+    """p-value of normality with equal variances: skewness and kurtosis of the residuals, and the ratio of variances.
+
+    Twice the smaller of the p-values of the test of D'Agostino and Pearson on the residuals and of the two-sided F test
+    on the variances.
+    """
+    parts = [scores[inside], scores[~inside]]
+    variances = [float(np.var(part, ddof=1)) for part in parts]
+    if min(variances) == 0:
+        return 0.0
+    residuals = np.concatenate([part - part.mean() for part in parts])
+    shape = numerics.normality_p_value(residuals)
+    ratio = numerics.variance_ratio_p_value(variances[0] / variances[1], len(parts[0]) - 1, len(parts[1]) - 1)
+    return min(1.0, 2 * min(shape, ratio))

@@ -1,0 +1,197 @@
+"""One-run bounds: coverage over 10,000 synthetic experiments on exact mechanisms, a planted fault, ceilings."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.special import expit
+
+from accounting.audit import (
+    FEWEST_CANARIES,
+    Law,
+    Method,
+    OneRunPlan,
+    audit_one_run,
+    ceiling,
+    correct_guesses,
+    gaussian_mu,
+    guesses_bound,
+    normal_limits,
+)
+from accounting.audit.one_run import _p_value
+from accounting.errors import NoGuarantee
+
+DELTA, REPEATS, LEVEL = 1e-5, 10_000, 0.05
+TOLERANCE = 5 * math.sqrt(LEVEL * (1 - LEVEL) / REPEATS)
+GUESSING = (Method.ANY_MECHANISM, Method.GAUSSIAN_TRADE_OFF)
+
+
+def plan(canaries: int, claimed: float, *, law: Law = Law.GAUSSIAN, delta: float = DELTA) -> OneRunPlan:
+    return OneRunPlan(adversary="sees the scores", canaries=canaries, delta=delta, claimed=claimed, law=law)
+
+
+def gaussian_scores(
+    mu: float, canaries: int, repeats: int, generator: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """The exact Gaussian mechanism on each canary: N(mu, 1) if it is in, N(0, 1) if not."""
+    coins = generator.random((repeats, canaries)) < 0.5
+    return generator.standard_normal((repeats, canaries)) + mu * coins, coins
+
+
+def refuted_by_guesses(scores: np.ndarray, coins: np.ndarray, claim: OneRunPlan, method: Method) -> float:
+    """Share of experiments whose bound exceeds the claim."""
+    guesses = claim.guesses(method)
+    counts = correct_guesses(scores, coins, guesses)
+    bounds = {
+        count: guesses_bound(method, claim.canaries, guesses, count, delta=claim.delta)
+        for count in np.unique(counts).tolist()
+    }
+    return float(np.mean([bounds[count] > claim.claimed for count in counts.tolist()]))
+
+
+def refuted_by_normality(scores: np.ndarray, coins: np.ndarray, mu: float) -> float:
+    found = [normal_limits(row[coin], row[~coin])[1] > mu for row, coin in zip(scores, coins, strict=True)]
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 4.0])
+@pytest.mark.parametrize("method", GUESSING)
+def test_guesses_on_the_exact_gaussian_mechanism_refute_it_as_seldom_as_stated(
+    method: Method, epsilon: float, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    claim = plan(400, epsilon)
+    scores, coins = gaussian_scores(gaussian_mu(epsilon, DELTA), 400, REPEATS, generator)
+    assert refuted_by_guesses(scores, coins, claim, method) <= LEVEL + TOLERANCE
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 4.0])
+def test_the_normal_bound_covers_the_true_mu_as_often_as_stated_and_not_more(
+    epsilon: float, seed: int
+) -> None:
+    """Two-sided: a bound that is too cautious by half a standard error would fail as well."""
+    mu = gaussian_mu(epsilon, DELTA)
+    scores, coins = gaussian_scores(mu, 400, REPEATS, np.random.default_rng(seed))
+    assert abs(refuted_by_normality(scores, coins, mu) - LEVEL) <= TOLERANCE
+
+
+def test_the_bound_for_any_mechanism_is_tight_on_randomized_response(seed: int) -> None:
+    """Each coin is kept with probability e^epsilon / (1 + e^epsilon): no bound of level 0.05 refutes more often.
+
+    The number of correct guesses is a whole number, so the exact share is the largest binomial tail below the level.
+    """
+    generator, epsilon = np.random.default_rng(seed), 1.5
+    claim = plan(400, epsilon, law=Law.ANY, delta=0.0)
+    coins = generator.random((REPEATS, 400)) < 0.5
+    kept = generator.random(coins.shape) < expit(epsilon)
+    scores = np.where(kept, coins, ~coins) + 0.5 * generator.random(coins.shape)
+    found = refuted_by_guesses(scores, coins, claim, Method.ANY_MECHANISM)
+    k = claim.guesses(Method.ANY_MECHANISM)
+    tails = [_p_value(400, k, v, epsilon, 0.0) for v in range(k + 1)]
+    exact = max(tail for tail in tails if tail <= LEVEL)
+    assert abs(found - exact) <= 5 * math.sqrt(exact * (1 - exact) / REPEATS)
+
+
+def test_delta_is_spent_as_the_worst_mechanism_spends_it(seed: int) -> None:
+    """With probability m delta / 10 the release gives ten coins away: (0, delta)-DP for each canary on average."""
+    generator, canaries, given = np.random.default_rng(seed), 100, 10
+    delta = 0.01
+    coins = generator.random((REPEATS, canaries)) < 0.5
+    leaks = generator.random(REPEATS) < canaries * delta / given
+    scores = generator.random(coins.shape)
+    signs = np.where(coins[:, :given], 2.0, -2.0)
+    scores[:, :given] = np.where(leaks[:, None], signs, scores[:, :given])
+    counts = correct_guesses(scores, coins, given)
+    for count in range(given + 1):
+        share = float(np.mean(counts >= count))
+        allowed = _p_value(canaries, given, count, 0.0, delta)
+        assert share <= allowed + 5 * math.sqrt(max(allowed * (1 - allowed), 1 / REPEATS) / REPEATS)
+    assert (
+        np.mean(counts == given) > _p_value(canaries, given, given, 0.0, 0.0) + 0.05
+    )  # delta = 0 is refuted
+
+
+@pytest.mark.parametrize("method", [Method.GAUSSIAN_TRADE_OFF, Method.NORMAL_BOUND])
+def test_half_of_the_noise_is_found(method: Method, seed: int) -> None:
+    """The planted fault: 2,000 canaries at a claim of 4 whose noise is half; at least 95 of 100 runs are refuted."""
+    generator, mu = np.random.default_rng(seed), gaussian_mu(4.0, DELTA)
+    scores, coins = gaussian_scores(2 * mu, 2000, 100, generator)
+    if method is Method.NORMAL_BOUND:
+        found = refuted_by_normality(scores, coins, mu)
+    else:
+        found = refuted_by_guesses(scores, coins, plan(2000, 4.0), method)
+    assert found >= 0.95
+
+
+def test_without_canaries_in_the_data_nothing_is_found(seed: int) -> None:
+    """Null: scores that no coin moved exceed 0 as often as stated."""
+    scores, coins = gaussian_scores(0.0, 400, REPEATS, np.random.default_rng(seed))
+    for method in GUESSING:
+        guesses = plan(400, 4.0).guesses(method)
+        counts = correct_guesses(scores, coins, guesses)
+        bounds = {c: guesses_bound(method, 400, guesses, c, delta=DELTA) for c in np.unique(counts).tolist()}
+        assert np.mean([bounds[c] > 0 for c in counts.tolist()]) <= LEVEL + TOLERANCE
+    assert refuted_by_normality(scores, coins, 0.0) <= LEVEL + TOLERANCE
+
+
+def test_ceilings_at_epsilon_4() -> None:
+    thousand, five = plan(1000, 4.0), plan(5000, 4.0)
+    expected = {
+        Method.ANY_MECHANISM: (1.6, 2.0),
+        Method.GAUSSIAN_TRADE_OFF: (2.2, 2.6),
+        Method.NORMAL_BOUND: (3.5, 3.8),
+        Method.NORMAL_ESTIMATE: (4.0, 4.0),
+    }
+    for method, values in expected.items():
+        found = thousand.ceiling(method), five.ceiling(method)
+        assert found == pytest.approx(values, abs=0.15)
+
+
+def test_ceilings_are_what_ideal_scores_give(seed: int) -> None:
+    """Median over 100 ideal experiments, within five standard errors of a median."""
+    claim, repeats = plan(1000, 4.0), 100
+    scores, coins = gaussian_scores(gaussian_mu(4.0, DELTA), 1000, repeats, np.random.default_rng(seed))
+    results = [audit_one_run(row, coin, claim) for row, coin in zip(scores, coins, strict=True)]
+    for method in Method:
+        found = np.array([result.bound(method).epsilon for result in results])
+        error = 1.2533 * found.std() / math.sqrt(repeats)
+        step = 0.04 if method in GUESSING else 0.0  # counts are whole numbers
+        assert abs(float(np.median(found)) - claim.ceiling(method)) <= 5 * error + step
+
+
+def test_scores_that_are_not_normal_are_named(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    coins = generator.random(1000) < 0.5
+    claim = plan(1000, 4.0)
+    assert audit_one_run(generator.standard_normal(1000) + coins, coins, claim).normality > 1e-4
+    assert audit_one_run(generator.laplace(size=1000) + coins, coins, claim).normality < 1e-6
+    assert audit_one_run(generator.standard_normal(1000) * (1 + coins), coins, claim).normality < 1e-6
+
+
+def test_perfect_scores_reach_the_largest_bound() -> None:
+    coins = np.arange(100) % 2 == 0
+    found = audit_one_run(coins.astype(float), coins, plan(100, 4.0, law=Law.ANY, delta=0.0))
+    assert found.auc == 1.0
+    bound = found.bound(Method.ANY_MECHANISM)
+    assert bound.correct == bound.guesses
+    assert bound.epsilon == pytest.approx(math.log(1 / (0.05 ** (-1 / bound.guesses) - 1)), rel=1e-4)
+    assert found.bounds[0].method in Method
+    assert found.plan.methods == (Method.ANY_MECHANISM,)
+
+
+@pytest.mark.parametrize(("canaries", "guesses", "correct"), [(100, 40, 41), (100, 102, 50), (100, 40, -1)])
+def test_numbers_that_do_not_fit_are_refused(canaries: int, guesses: int, correct: int) -> None:
+    with pytest.raises(ValueError, match="correct"):
+        guesses_bound(Method.ANY_MECHANISM, canaries, guesses, correct, delta=DELTA)
+
+
+def test_a_gaussian_law_needs_delta_and_scores_need_both_coins() -> None:
+    with pytest.raises(NoGuarantee, match="delta"):
+        plan(100, 4.0, delta=0.0)
+    with pytest.raises(ValueError, match="canaries"):
+        plan(FEWEST_CANARIES - 1, 4.0)
+    with pytest.raises(ValueError, match="inside"):
+        audit_one_run(np.zeros(100), np.ones(100, dtype=bool), plan(100, 4.0))
+    assert ceiling(Method.ANY_MECHANISM, 1000, 4.0, 0.0, guesses=1000) == pytest.approx(3.5, abs=0.6)

@@ -1,0 +1,223 @@
+"""The audit of one training: tight on correct runs, refutes planted faults and published PDFA, writes where it may."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import training
+from accounting.audit import Method
+from accounting.errors import NoGuarantee
+from opusim.errors import ConfigError
+from tests.support.faults import averaged_before_noise, clipped_by_layer, noise_halved, noise_reused
+from tests.support.faults.base import Fault
+from training.attacks.one_run.audit import audit_one_training
+from training.attacks.one_run.observers import Descent, log_ratio
+from training.attacks.one_run.report import OneRunAudit, one_run_paragraphs, one_run_rows, read_one_run
+from training.cli.app import app
+from training.config.sections import OptimizerConfig
+from training.errors import RunFolderError
+from training.networks.optimizers import make_optimizer
+
+N, FEATURES, CANARIES = 300, 32, 2000
+RUN: dict[str, Any] = {
+    "epochs": 20,
+    "threads": 1,
+    "data": {"n_classes": 3, "validation_fraction": 0.0},
+    "sampler": {"scheme": "poisson", "batch_size": 30},
+    "model": {"hidden": [64, 64]},
+    "optimizer": {"lr": 0.05, "weight_decay": 0.001, "schedule": "cosine"},
+    "protection": {"kind": "record", "epsilon": 4.0},
+}
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(1).normal(size=(N, FEATURES)).astype(np.float32), np.arange(N) % 3
+
+
+def trained(folder: Path, **changes: Any) -> Path:
+    training.train({**RUN, **changes}, data=data(), folder=folder)
+    return folder
+
+
+def audited(folder: Path, fault: Fault | None = None, **options: Any) -> OneRunAudit:
+    with ExitStack() as stack:
+        if fault is not None:
+            stack.enter_context(fault.planted())
+        return audit_one_training(folder, data=data(), **{"canaries": CANARIES, "seed": 5, **options})
+
+
+@pytest.fixture(scope="module")
+def pdfa(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("one-run") / "pdfa", trainer={"kind": "pdfa"})
+
+
+def test_a_correct_run_is_not_refuted_and_the_bounds_come_near_the_claim(pdfa: Path) -> None:
+    before = {path.name for path in pdfa.iterdir()}
+    found = audited(pdfa)
+    updates = found.reading("all updates")
+    assert updates.plan.claimed == pytest.approx(4.0, rel=0.01)
+    assert updates.bound(Method.NORMAL_ESTIMATE).epsilon >= 0.7 * 4
+    assert updates.bound(Method.GAUSSIAN_TRADE_OFF).epsilon >= 0.4 * 4
+    assert not [
+        b for b in updates.refuting if b.method is not Method.NORMAL_BOUND
+    ]  # that one is right in 95 of 100
+    final = found.reading("final model").bound(Method.NORMAL_ESTIMATE).epsilon
+    assert 0 < final < updates.bound(Method.NORMAL_ESTIMATE).epsilon
+    assert found.reading("consecutive updates").bound(Method.GAUSSIAN_TRADE_OFF).epsilon < 1
+    assert {path.name for path in pdfa.iterdir()} == before | {"one-run.json"}
+    assert read_one_run(pdfa / "one-run.json") == found
+    assert OneRunAudit.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert all(row["ceiling"] for row in one_run_rows(found))
+    assert "not refuted" in one_run_paragraphs(found)[-1]
+
+
+def test_a_seed_repeats_the_audit(pdfa: Path) -> None:
+    options: dict[str, Any] = {"canaries": 200, "delta": 1e-4}
+    first, again, other = (audited(pdfa, **options, seed=seed) for seed in (1, 1, 2))
+    assert first.readings == again.readings != other.readings
+    assert first.readings[0].result.plan.delta == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("fault", "adversary"),
+    [
+        (noise_halved.FAULT, "all updates"),
+        pytest.param(noise_reused.FAULT, "consecutive updates", marks=pytest.mark.slow),
+        pytest.param(clipped_by_layer.FAULT, "all updates", marks=pytest.mark.slow),
+        pytest.param(averaged_before_noise.FAULT, "all updates", marks=pytest.mark.slow),
+    ],
+)
+def test_a_planted_fault_is_refuted(pdfa: Path, fault: Fault, adversary: str) -> None:
+    found = audited(pdfa, fault)
+    assert found.reading(adversary).refuting, found.reading(adversary)
+    assert "REFUTED" in one_run_paragraphs(found)[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer": {"kind": "ulr", "clip": "module"}},
+        {"trainer": {"kind": "bp"}, "optimizer": {"lr": 0.05, "nesterov": True, "averaged_tail": 0.2}},
+        {"trainer": {"kind": "dfa"}, "protection": {**RUN["protection"], "relation": "replace_one"}},
+    ],
+)
+def test_other_trainers_relations_and_optimizers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    updates = audited(trained(tmp_path / "run", **changes)).reading("all updates")
+    assert 2.8 <= updates.bound(Method.NORMAL_ESTIMATE).epsilon <= 5.2
+    assert not [bound for bound in updates.refuting if bound.method is not Method.NORMAL_BOUND]
+
+
+def test_published_pdfa_is_refuted_from_the_updates_of_one_run(tmp_path: Path) -> None:
+    """Activations of slope 1 and tau_h_min = tau_h_max make the paper's formula finite: 0.04 or less."""
+    folder = trained(
+        tmp_path / "run",
+        trainer={
+            "kind": "pdfa",
+            "order": "published",
+            "tau_b": 1.0,
+            "tau_h_max": 1.0,
+            "tau_h_min": 1.0,
+        },
+        model={"hidden": [64], "activation": "identity"},
+        device={"name": "gaussian", "noise": {"sigma": 1e4}},
+        optimizer={"lr": 1e-4},
+        sampler={"scheme": "shuffled-epochs", "batch_size": 12},
+        epochs=1,
+        protection={"kind": "none"},
+    )
+    found = audited(folder, canaries=400).reading("row space")
+    assert found.plan.claimed is not None
+    assert found.plan.claimed < 1 < 3 < found.bounds[0].epsilon
+    assert found.refuting
+
+
+def test_an_audit_of_a_release_run_writes_nothing_into_its_folder(tmp_path: Path) -> None:
+    folder = trained(
+        tmp_path / "run",
+        trainer={"kind": "bp"},
+        mode="release",
+        epochs=2,
+        sampler={"scheme": "poisson", "batch_size": 30, "sampling_probability": 0.1},
+        protection={"kind": "record", "noise_multiplier": 1.0, "relation": "add_or_remove_one"},
+    )
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.raises(RunFolderError, match="outside"):
+        audited(folder, canaries=100)
+    audited(folder, canaries=100, out=tmp_path / "audit")
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert read_one_run(tmp_path / "audit" / "one-run.json").canaries == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"trainer": {"kind": "zo"}, "optimizer": {"lr": 0.01, "momentum": 0.0}},
+            "writer of private gradients",
+        ),
+        ({"trainer": {"kind": "bp"}, "optimizer": {"name": "adam", "lr": 0.01}}, "undoes"),
+        ({"trainer": {"kind": "bp"}, "protection": {"kind": "label-budget", "epsilon": 4.0}}, "labels"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused_with_the_reason(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = trained(tmp_path / "run", epochs=1, **changes)
+    with pytest.raises((NoGuarantee, ConfigError), match=message):
+        audited(folder)
+
+
+def test_more_canaries_than_weights_are_refused(pdfa: Path) -> None:
+    with pytest.raises(ConfigError, match="fewer"):
+        audited(pdfa, canaries=5000)
+
+
+def test_the_command_audits_one_training(pdfa: Path, tmp_path: Path) -> None:
+    arrays, runner = tmp_path / "records.npz", CliRunner()
+    np.savez(arrays, x=data()[0], y=data()[1])
+    command = ["audit", str(pdfa), "--one-run", "--arrays", str(arrays), "--out", str(tmp_path / "page")]
+    shown = runner.invoke(app, [*command, "--canaries", "200", "--seed", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert "ceiling" in shown.output
+    assert "one training of 200 steps" in (tmp_path / "page" / "report.html").read_text()
+    assert runner.invoke(app, [*command, "--trials", "40"]).exit_code != 0
+    assert runner.invoke(app, ["audit", str(pdfa), "--canaries", "40"]).exit_code != 0
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.0}, {"nesterov": True}])
+def test_descent_is_undone_from_the_weights(options: dict[str, Any], seed: int) -> None:
+    section = OptimizerConfig(lr=0.1, weight_decay=0.01, schedule="constant", **options)
+    generator = np.random.default_rng(seed)
+    parameter = nn.Parameter(torch.from_numpy(generator.standard_normal(50)))
+    optimizer, descent = make_optimizer([parameter], section), Descent(section)
+    for _ in range(6):
+        gradient, before = generator.standard_normal(50), parameter.detach().numpy().copy()
+        parameter.grad = torch.from_numpy(gradient)
+        optimizer.step()
+        found = descent.gradient(before, parameter.detach().numpy(), 0.0)
+        np.testing.assert_allclose(found, gradient, atol=1e-9)
+
+
+@pytest.mark.parametrize("q", [0.1, 1.0])
+def test_the_log_ratio_is_that_of_the_two_laws(q: float) -> None:
+    z, y = 1.3, np.linspace(-5, 5, 11)
+
+    def density(mean: float) -> np.ndarray:
+        return np.exp(-((y - mean) ** 2) / (2 * z * z)) / math.sqrt(2 * math.pi) / z
+
+    present, opposite = ((1 - q) * density(0.0) + q * density(s) for s in (1.0, -1.0))
+    np.testing.assert_allclose(
+        log_ratio(y, q=q, z=z, replaces=False), np.log(present / density(0.0)), atol=1e-9
+    )
+    np.testing.assert_allclose(log_ratio(y, q=q, z=z, replaces=True), np.log(present / opposite), atol=1e-9)

@@ -1,0 +1,297 @@
+"""Audit a run in one training: plant canaries, train as the run was trained, and bound epsilon from their scores."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from accounting.audit import Law, OneRunPlan, audit_one_run
+from accounting.errors import NoGuarantee
+from accounting.guarantee import Adjacency, Guarantee
+from accounting.ledger.ledger import read_ledger
+from accounting.records.mechanisms import ClippedRecords
+from opusim import checks
+from opusim.files import make_private_folder
+from opusim.randomness.streams import derive_seed
+from training.attacks.one_run.canaries import Canaries, CraftedGradients, weight_layers
+from training.attacks.one_run.observers import EntryObserver, Observer, RowSpaceObserver
+from training.attacks.one_run.report import OneRunAudit, Reading
+from training.attacks.replay import AuditedRun
+from training.attacks.run_audit import ROOM, audit_place, read_run, update_clipping
+from training.data import Dataset, Split
+from training.engine.algorithm import Arrays
+from training.engine.plan import RunPlan
+from training.engine.session import train_planned
+from training.feedback.config import FeedbackConfig
+from training.networks.network import FullyConnected
+from training.protections.base import PrivateGradients
+from training.runs.folder import ONE_RUN_FILE, RunFolder
+from training.runs.storage import write_json
+
+DEFAULT_CANARIES = 1000
+_WRITERS = (
+    "its updates do not pass the writer of private gradients; play the game of single steps: opusim audit RUN"
+)
+
+
+def audit_one_training(
+    path: str | Path,
+    *,
+    data: Arrays | Dataset | None = None,
+    model: nn.Module | None = None,
+    out: str | Path | None = None,
+    canaries: int = DEFAULT_CANARIES,
+    seed: int | None = None,
+    delta: float | None = None,
+    on_start: Callable[[int], None] = lambda total: None,
+    on_step: Callable[[], None] = lambda: None,
+) -> OneRunAudit:
+    """Train once as a run was trained, with canaries, bound epsilon from their scores, and keep it as `one-run.json`.
+
+    An independent fair coin puts each canary in or leaves it out. Sampler, clip, noise, optimizer and ledger are the
+    run's own, and so is the number of steps; the run itself is not changed. Under record protection a canary has a
+    crafted gradient at every step. Without protection it is a crafted record, and the row space of the first layer's
+    updates is searched for it.
+
+    Args:
+        path: The run folder.
+        data: The records, if the run was trained on user-supplied ones.
+        model: A module like the run's, if its folder cannot describe that one.
+        out: The folder for `one-run.json`, or None for the run's own. A release run needs one outside its folder.
+        canaries: m, at least 20.
+        seed: Repeats the audit, in [0, 2^63), unless its noise comes from the system; None draws one, which the result
+            keeps.
+        delta: Of the bounds; None takes the run's.
+        on_start: Told how many steps there will be.
+        on_step: Called after each.
+
+    Raises:
+        RunFolderError: There is no run or no checkpoint, or the data are others; or `out` is missing, or holds
+            something else.
+        NoGuarantee: The run protects labels, releases its last model only, or its trainer cannot carry canaries.
+        ConfigError: The optimizer cannot be undone, data are missing, or there are more canaries than weights.
+        ValueError: A number out of range.
+    """
+    checks.integer(canaries=canaries, minimum=20)
+    seed = secrets.randbits(63) if seed is None else seed
+    checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
+    folder = RunFolder(path)
+    place = audit_place(folder, None if out is None else Path(out))
+    run = read_run(folder, data, model)
+    found = play_one_run(
+        started_again(run, seed), canaries, seed=seed, delta=delta, on_start=on_start, on_step=on_step
+    )
+    if run.plan.config.mode == "release":
+        make_private_folder(place)
+    write_json(place / ONE_RUN_FILE, found.to_json())
+    return found
+
+
+def started_again(run: AuditedRun, seed: int) -> RunPlan:
+    """Return the run on a network as new, with seeds of its own; a user-supplied module starts as it was trained."""
+    plan = run.plan
+    if plan.config.mode == "experiment":
+        plan = plan.unchecked(seed=derive_seed(seed, "one run") >> 1)
+    if "layers" not in run.network_facts:
+        return run.on_own_network(plan)
+    built = type(plan.algorithm).build_network(plan.config, plan.dataset, None)
+    return plan.on_network(built) if built.facts == run.network_facts else run.on_own_network(plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Game:
+    """A run that is ready to be trained with its canaries.
+
+    Attributes:
+        plan: The run with the canaries among its records.
+        observer: Watches it.
+        inside: The coins, bool, shape (m,).
+    """
+
+    plan: RunPlan
+    observer: Observer
+    inside: np.ndarray
+
+
+def play_one_run(
+    plan: RunPlan,
+    canaries: int,
+    *,
+    seed: int,
+    delta: float | None = None,
+    on_start: Callable[[int], None] = lambda total: None,
+    on_step: Callable[[], None] = lambda: None,
+) -> OneRunAudit:
+    """Train a resolved run once with canaries, in a folder that is deleted afterwards; see `audit_one_training`.
+
+    Args:
+        plan: The run; its network is trained.
+        canaries: m.
+        seed: Of coins and canaries, in [0, 2^63).
+        delta: Of the bounds; None takes the run's.
+        on_start: Told how many steps there will be.
+        on_step: Called after each.
+    """
+    protected = plan.config.protection.protects == "records"
+    game = (_crafted if protected else _planted)(plan, canaries, seed)
+    delta = plan.config.protection.delta if delta is None else delta
+    on_start(game.plan.total_steps)
+    started = time.process_time()
+    with tempfile.TemporaryDirectory(prefix="opusim-audit-") as scratch:
+        folder = RunFolder(Path(scratch) / "run")
+        train_planned(game.plan, folder, watcher=_Both(game.observer, on_step))
+        ledger = read_ledger(folder.ledger_file)
+    spent = time.process_time() - started
+    guarantees = ledger.guarantees(delta=delta)
+    mechanism = ledger.mechanisms[0]
+    law = Law.GAUSSIAN if isinstance(mechanism, ClippedRecords) else Law.ANY
+    readings = [
+        Reading(
+            adversary=sight.name,
+            result=audit_one_run(
+                scores,
+                game.inside,
+                OneRunPlan(
+                    adversary=f"sees {sight.sees}, knows {sight.knows}",
+                    canaries=canaries,
+                    delta=delta,
+                    claimed=claimed_epsilon(guarantees),
+                    law=law,
+                ),
+            ),
+        )
+        for sight, scores in game.observer.scores(mechanism).items()
+    ]
+    return OneRunAudit(
+        readings=tuple(readings),
+        guarantees=tuple(guarantees),
+        accounted=mechanism.describe(),
+        canaries=canaries,
+        crafted="gradients" if protected else "records",
+        steps=game.observer.steps,
+        seed=seed,
+        cpu_s=spent,
+    )
+
+
+def claimed_epsilon(guarantees: Sequence[Guarantee]) -> float | None:
+    """Return the smallest epsilon that is proven, or else that of a paper's formula; None if none is finite."""
+    proven = [guarantee.epsilon for guarantee in guarantees if guarantee.is_proven]
+    formulas = [g.formula_value for g in guarantees if g.formula_value is not None]
+    finite = [value for value in proven or formulas if math.isfinite(value)]
+    return max(min(finite), 1e-6) if finite else None
+
+
+def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
+    """Plant canaries with crafted gradients in a run under record protection.
+
+    Raises:
+        NoGuarantee: Its updates do not pass the writer of private gradients.
+    """
+    config, algorithm = plan.config, plan.algorithm
+    if "gradients" not in algorithm.applies or not weight_layers(plan.network):
+        raise NoGuarantee(
+            f"trainer.kind = {config.trainer.kind!r} cannot carry crafted gradients: {_WRITERS}"
+        )
+    canaries = Canaries.drawn(
+        plan.network,
+        count,
+        n_records=len(plan.dataset.train),
+        replaces=config.relation is Adjacency.REPLACE_ONE,
+        seed=seed,
+    )
+    clip = algorithm.clip_norm(config, plan.dataset.n_classes)
+    observer = EntryObserver(plan.network, canaries, config.optimizer, scale=config.divisor / clip)
+
+    def wrap(writer: PrivateGradients) -> PrivateGradients:
+        observer.writer = CraftedGradients(
+            writer, canaries, clip_norm=clip, by_layer=algorithm.updates.by_layer
+        )
+        return observer.writer
+
+    shape = (len(canaries.planted), *plan.dataset.train.x.shape[1:])
+    blank = torch.zeros(shape, dtype=plan.dataset.train.x.dtype)
+    labels = torch.zeros(len(blank), dtype=plan.dataset.train.y.dtype)
+    joined = replace(_with_records(plan, blank, labels), wrap_writer=wrap)
+    return Game(plan=joined, observer=observer, inside=canaries.inside.numpy())
+
+
+def _planted(plan: RunPlan, count: int, seed: int) -> Game:
+    """Plant crafted records in an unprotected run: features of the data's mean and spread, labels at random.
+
+    Raises:
+        NoGuarantee: A batch's inputs do not span the rows of the first layer's update, or fill them.
+    """
+    config, network, train = plan.config, plan.network, plan.dataset.train
+    options, batch = config.trainer, plan.sampler.expected_batch_size
+    if not isinstance(network, FullyConnected) or not isinstance(options, FeedbackConfig):
+        raise NoGuarantee(
+            f"trainer.kind = {options.kind!r} without protection: the attack on one training needs a fully connected "
+            "network under bp, dfa, tdfa or pdfa; play the game of single steps: opusim audit RUN"
+        )
+    first = network.layers[0]
+    fan_in = network.n_inputs + first.bias
+    if batch + ROOM > fan_in or batch > first.n_outputs:
+        raise NoGuarantee(
+            f"sampler.batch_size = {batch:g}: the row space of the first layer ({first.n_outputs} x {fan_in}) tells "
+            f"nothing of batches above {min(fan_in - ROOM, first.n_outputs)}; play the game of single steps: "
+            "opusim audit RUN"
+        )
+    generator = np.random.default_rng(derive_seed(seed, "canaries"))
+    inside = generator.random(count) < 0.5
+    drawn = generator.standard_normal((count, network.n_inputs))
+    mean, spread = float(train.x.mean()), float(train.x.std())
+    x = torch.from_numpy(mean + spread * drawn).to(train.x.dtype)
+    y = torch.from_numpy(generator.integers(plan.dataset.n_classes, size=count)).to(train.y.dtype)
+    clipping = update_clipping(options)
+    names = {tensor.data_ptr(): name for name, tensor in network.tensors.items()}
+    linear = network.linears[0]
+    observer = RowSpaceObserver(
+        network,
+        clipping(x, layer=0, depth=network.depth, n_layer=first.n_outputs),
+        weight=names[linear.weight.data_ptr()],
+        bias=None if linear.bias is None else names[linear.bias.data_ptr()],
+        options=config.optimizer,
+        batch_size=math.ceil(batch),
+        most_steps=-(-(len(train) + int(inside.sum())) // max(int(batch), 1)),
+    )
+    kept = torch.from_numpy(inside)
+    planted = _with_records(plan, x[kept].view(-1, *train.x.shape[1:]), y[kept])
+    return Game(plan=planted, observer=observer, inside=inside)
+
+
+def _with_records(plan: RunPlan, x: Tensor, y: Tensor) -> RunPlan:
+    """Return the plan with more training records, at the same sampling probability and batch size."""
+    train = plan.dataset.train
+    joined = Split(torch.cat([train.x, x.to(train.x.device)]), torch.cat([train.y, y.to(train.y.device)]))
+    sampler = replace(plan.sampler, n_records=len(joined))
+    return replace(plan, dataset=replace(plan.dataset, train=joined), sampler=sampler)
+
+
+class _Both:
+    """A watcher that tells an observer, and then the caller, of every step."""
+
+    def __init__(self, observer: Observer, on_step: Callable[[], None]) -> None:
+        self._observer, self._on_step = observer, on_step
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        """See Watcher."""
+        self._observer.on_start(step=step, total_steps=total_steps)
+
+    def on_step(self, *, step: int) -> None:
+        """See Watcher."""
+        self._observer.on_step(step=step)
+        self._on_step()
+
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """See Watcher."""

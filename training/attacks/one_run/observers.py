@@ -1,0 +1,275 @@
+"""What an attacker learns of the canaries from one training: observers that watch it and score at its end.
+
+Every step of descent is undone from the weights after each step: W' = W - rate b_t, so that momentum, weight decay and
+the schedule, which are public, leave the noisy sum G of clipped contributions. What the other records contribute is
+known to the strongest attacker and subtracted. Along canary i, in units of C, a step then shows
+
+    y_t = s_i B_t + z N(0, 1),    B_t ~ Bernoulli(q) if the canary is in,
+
+with z and q as the ledger accounts for them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from training.attacks.base import steps_needed
+from training.attacks.one_run.canaries import Canaries, CraftedGradients
+from training.attacks.update_attacks import row_space
+from training.config.sections import OptimizerConfig
+from training.networks.base import Network
+from training.networks.optimizers import make_optimizer, set_learning_rate
+from training.protections.base import with_constant
+
+_SPIKE = 0.05
+"""Two steps whose noise is the same differ by -1, 0 or 1 up to far less than this, in units of C."""
+_TINY = 1e-15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What one adversary sees and knows.
+
+    Attributes:
+        name: In a word or two.
+        sees: What is released to it.
+        knows: What it knows besides.
+    """
+
+    name: str
+    sees: str
+    knows: str
+
+
+ALL_UPDATES = Sight(
+    name="all updates",
+    sees="the weights after every step",
+    knows="the canaries' crafted gradients, and all other records with their batches",
+)
+CONSECUTIVE = Sight(
+    name="consecutive updates",
+    sees="the weights after every step, of which it compares each two in a row",
+    knows=ALL_UPDATES.knows,
+)
+FINAL_MODEL = Sight(
+    name="final model",
+    sees="only the final model",
+    knows="the initial weights and the canaries' crafted gradients, no other record",
+)
+ROW_SPACE = Sight(
+    name="row space",
+    sees="the first layer's weights after every step of the first epoch",
+    knows="the canaries' features and the expected batch size, but no other record, neither the device nor its noise",
+)
+
+
+class Observer(ABC):
+    """A watcher of the training that scores the canaries at its end."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    @abstractmethod
+    def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
+        """Return each adversary's scores, shape (m,).
+
+        Args:
+            mechanism: What the ledger says that one step released.
+        """
+
+    @abstractmethod
+    def look(self, step: int) -> None:
+        """Look at the weights after so many steps."""
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        """See Watcher."""
+        self.total_steps = total_steps
+        self.look(0)
+
+    def on_step(self, *, step: int) -> None:
+        """See Watcher."""
+        self.steps = step
+        self.look(step)
+
+    def on_epoch(self, record: dict[str, Any]) -> None:  # noqa: B027  # of no use to an attacker
+        """See Watcher."""
+
+
+class Descent:
+    """Undoes plain, heavy-ball or Nesterov descent on some weights, from the first step on.
+
+    Args:
+        options: The optimizer.
+
+    Raises:
+        ConfigError: It is not SGD.
+    """
+
+    def __init__(self, options: OptimizerConfig) -> None:
+        steps_needed(options)
+        self._options = options
+        self._rates = make_optimizer([nn.Parameter(torch.zeros(1))], options)
+        self._momentum: np.ndarray | float = 0.0
+
+    def gradient(self, before: np.ndarray, after: np.ndarray, progress: float) -> np.ndarray:
+        """Return the gradient of the next step.
+
+        Args:
+            before: Weights before it, float64.
+            after: Weights after it.
+            progress: Share of the run's steps done before it.
+        """
+        options, mu = self._options, self._options.momentum
+        set_learning_rate(self._rates, options, progress)
+        change = (before - after) / float(self._rates.param_groups[0]["lr"])
+        if options.nesterov:  # change = (1 + mu) (g + wd W) + mu^2 b
+            whole = (change - mu**2 * self._momentum) / (1 + mu)
+            self._momentum = mu * self._momentum + whole
+        else:  # change = mu b + g + wd W
+            whole = change - mu * self._momentum
+            self._momentum = change
+        found: np.ndarray = whole - options.weight_decay * before
+        return found
+
+
+class EntryObserver(Observer):
+    """Watches the canaries' own entries in a run under record protection.
+
+    Args:
+        network: What is trained.
+        canaries: The canaries.
+        options: The optimizer.
+        scale: divisor / C, by which a gradient is multiplied.
+    """
+
+    def __init__(
+        self, network: Network, canaries: Canaries, options: OptimizerConfig, *, scale: float
+    ) -> None:
+        super().__init__()
+        self._network, self._canaries, self._scale = network, canaries, scale
+        self._descent = Descent(options)
+        self._averaged = options.averaged_tail > 0
+        self.writer: CraftedGradients | None = None
+        self._readings: list[np.ndarray] = []
+        self._first = self._before = np.zeros(0)
+
+    def look(self, step: int) -> None:
+        """See Observer.look."""
+        now = self._along()
+        if step == 0:
+            self._first = now
+        elif not (self._averaged and step == self.total_steps):  # the mean of the tail is no update
+            progress = (step - 1) / self.total_steps
+            sums = self._descent.gradient(self._before, now, progress) * self._scale
+            if self.writer is None:
+                raise ValueError("writer is missing: the trainer asked for no writer of private gradients")
+            self._readings.append(sums - self.writer.others)
+        self._before = now
+
+    def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
+        """See Observer.scores."""
+        y, q, z = (
+            np.array(self._readings),
+            float(mechanism.sampling_probability),
+            float(mechanism.noise_multiplier),
+        )
+        jumps = np.abs(np.abs(np.diff(y, axis=0)) - 1) < _SPIKE
+        return {
+            ALL_UPDATES: log_ratio(y, q=q, z=z, replaces=self._canaries.replaces).sum(axis=0),
+            CONSECUTIVE: jumps.sum(axis=0).astype(float),
+            FINAL_MODEL: self._first - self._before,
+        }
+
+    def _along(self) -> np.ndarray:
+        """Return the weights along each canary's direction, float64, shape (m,)."""
+        tensors = self._network.tensors
+        total = torch.zeros(len(self._canaries.inside), dtype=torch.float64)
+        for entry in self._canaries.entries:
+            values = tensors[entry.name].detach().flatten()
+            total += values[entry.flat.to(values.device)].double().cpu()
+        return (total / math.sqrt(len(self._canaries.entries))).numpy()
+
+
+def log_ratio(y: np.ndarray, *, q: float, z: float, replaces: bool) -> np.ndarray:
+    """Return each reading's log-likelihood ratio of a canary that is in and one that is out.
+
+    log((1 - q) + q e^((2 y - 1) / (2 z^2))), minus the same at -y if the canary that is out pushes the other way.
+
+    Args:
+        y: Readings in units of C.
+        q: Sampling probability.
+        z: Noise multiplier.
+        replaces: Whether the audited relation replaces a record.
+    """
+
+    def one(values: np.ndarray) -> np.ndarray:
+        exponent = (2 * values - 1) / (2 * z * z)
+        off = -math.inf if q == 1 else math.log1p(-q)
+        return np.asarray(np.logaddexp(off, math.log(q) + exponent))
+
+    return one(y) - one(-y) if replaces else one(y)
+
+
+class RowSpaceObserver(Observer):
+    """Looks for the canaries' inputs in the row space of the first layer's updates; see `RowSpaceAttack`.
+
+    A canary's score is the largest of -log10 of its residual over the steps of the first epoch, in which shuffled
+    epochs use every record once.
+
+    Args:
+        network: A fully connected network.
+        inputs: The canaries' inputs as the first layer's update takes them, shape (m, n_0).
+        weight: Name of the first layer's weight.
+        bias: Name of its bias, or None if it has none.
+        options: The optimizer.
+        batch_size: Expected number of records in a batch.
+        most_steps: Steps of the first epoch.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        inputs: Tensor,
+        *,
+        weight: str,
+        bias: str | None,
+        options: OptimizerConfig,
+        batch_size: int,
+        most_steps: int,
+    ) -> None:
+        super().__init__()
+        self._network, self._names = network, (weight, bias)
+        self._inputs = with_constant(inputs, bias=bias is not None).double()
+        self._descent, self._batch_size, self._most = Descent(options), batch_size, most_steps
+        self._before = np.zeros(0)
+        self._found = np.full(len(inputs), -math.inf)
+
+    def look(self, step: int) -> None:
+        """See Observer.look."""
+        if step > self._most:
+            return
+        now = self._layer()
+        if step:
+            gradient = self._descent.gradient(self._before, now, (step - 1) / self.total_steps)
+            basis = row_space(torch.from_numpy(gradient), self._batch_size)
+            outside = self._inputs - (self._inputs @ basis) @ basis.t()
+            share = outside.norm(dim=1) / self._inputs.norm(dim=1).clamp_min(_TINY)
+            self._found = np.maximum(self._found, -np.log10(share.clamp_min(_TINY).numpy()))
+        self._before = now
+
+    def scores(self, mechanism: Any) -> dict[Sight, np.ndarray]:
+        """See Observer.scores."""
+        return {ROW_SPACE: self._found}
+
+    def _layer(self) -> np.ndarray:
+        """Return the first layer's weights with the bias as the last column, float64."""
+        tensors, (weight, bias) = self._network.tensors, self._names
+        parts = [tensors[weight].detach()] + ([] if bias is None else [tensors[bias].detach()[:, None]])
+        return torch.cat(parts, dim=1).double().cpu().numpy()

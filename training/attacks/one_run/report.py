@@ -1,0 +1,155 @@
+"""What the audit of one training found: as data, as a table and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accounting.audit import NOT_NORMAL, Method, OneRunResult
+from accounting.tables import number
+from training.runs.storage import StoredGuarantee, read_record, record_from_json, record_json
+
+SCHEMA_VERSION = 1
+_REMEDY = "run opusim audit --one-run again, or delete it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What one adversary found.
+
+    Attributes:
+        adversary: Its name.
+        result: The bounds from its scores.
+    """
+
+    adversary: str
+    result: OneRunResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRunAudit:
+    """The audit of a run in one training.
+
+    Attributes:
+        readings: One for each adversary.
+        guarantees: Those of the audited training at the audit's delta.
+        accounted: What the ledger says that the training released.
+        canaries: m.
+        crafted: What the adversary chose of each canary: "gradients" or "records".
+        steps: Steps of the training.
+        seed: Repeats the audit.
+        cpu_s: Processor seconds of the training.
+    """
+
+    readings: tuple[Reading, ...]
+    guarantees: tuple[StoredGuarantee, ...]
+    accounted: str
+    canaries: int
+    crafted: str
+    steps: int
+    seed: int
+    cpu_s: float
+
+    def reading(self, adversary: str) -> OneRunResult:
+        """Return the result of an adversary.
+
+        Raises:
+            KeyError: There is none of this name.
+        """
+        return {reading.adversary: reading.result for reading in self.readings}[adversary]
+
+    @property
+    def refuted(self) -> bool:
+        """Whether a bound exceeds the claim."""
+        return any(reading.result.refuting for reading in self.readings)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object with the schema version."""
+        return record_json(self, SCHEMA_VERSION)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> OneRunAudit:
+        """Return the audit that `to_json` converted.
+
+        Raises:
+            ValueError: The content is of another schema version, or is not such an audit.
+        """
+        return record_from_json(cls, content, SCHEMA_VERSION)
+
+
+def read_one_run(path: Path) -> OneRunAudit:
+    """Read the audit in a file.
+
+    Raises:
+        RunFolderError: The file is not such an audit.
+    """
+    return read_record(path, OneRunAudit, SCHEMA_VERSION, what="a one-run audit", remedy=_REMEDY)
+
+
+def one_run_rows(audit: OneRunAudit) -> list[dict[str, str]]:
+    """Return a table row for each adversary and method, each number with its ceiling."""
+    rows = []
+    for reading in audit.readings:
+        result = reading.result
+        for bound in result.bounds:
+            found = f"{bound.epsilon:.2f}"
+            if bound.interval is not None:
+                found += f" ({bound.interval[0]:.2f} to {bound.interval[1]:.2f})"
+            rows.append(
+                {
+                    "adversary": reading.adversary,
+                    "method": bound.method.value,
+                    "guesses": f"{bound.correct} of {bound.guesses} right" if bound.guesses else "-",
+                    "epsilon": found if not bound.method.is_bound else f"at least {found}",
+                    "ceiling": f"{bound.ceiling:.2f}",
+                    "claimed": _claim(result),
+                    "AUC": f"{result.auc:.3f}",
+                    "normality p": "-" if bound.guesses else f"{result.normality:.2g}",
+                    "finding": _says(result, bound.method),
+                }
+            )
+    return rows
+
+
+def _claim(result: OneRunResult) -> str:
+    return "none" if result.plan.claimed is None else number(result.plan.claimed)
+
+
+def _says(result: OneRunResult, method: Method) -> str:
+    bound, claimed = result.bound(method), result.plan.claimed
+    normal = result.normality >= NOT_NORMAL
+    if method is Method.NORMAL_ESTIMATE:
+        return "an estimate" if normal else "scores are not normal: not to be relied on"
+    if claimed is not None and bound.epsilon > claimed:
+        return "REFUTED" if bound in result.refuting else "scores are not normal: not to be relied on"
+    if bound.ceiling > 0 and bound.epsilon >= 0.8 * bound.ceiling:
+        return "as high as a perfect attack"
+    return "not refuted" if bound.epsilon > 0 else "nothing found, which proves nothing"
+
+
+def one_run_paragraphs(audit: OneRunAudit) -> list[str]:
+    """Return the audit as text: the game, the adversaries, and what the numbers mean."""
+    game = (
+        f"Game: one training of {audit.steps} steps with the run's own sampler, clip, noise, optimizer and ledger "
+        f"({audit.accounted}), and {audit.canaries} canaries with crafted {audit.crafted}. A fair coin put each canary "
+        "in or left it out, independently. Each adversary scores every canary, and each bound holds with confidence "
+        f"{audit.readings[0].result.plan.confidence:g}. The ceiling is what ideal scores would give at the claimed "
+        "epsilon with as many canaries; a number near it says that no better attack would have shown more."
+    )
+    sights = [f"Adversary {r.adversary!r} {r.result.plan.adversary}." for r in audit.readings]
+    refuted = [
+        f"{reading.adversary!r} by {bound.method.value}: at least {bound.epsilon:.2f}"
+        for reading in audit.readings
+        for bound in reading.result.refuting
+    ]
+    if audit.readings[0].result.plan.claimed is None:
+        return [game, *sights, "No finite epsilon is claimed, so there is nothing to refute."]
+    claimed = _claim(audit.readings[0].result)
+    verdict = (
+        f"The claimed epsilon {claimed} is REFUTED ({'; '.join(refuted)})."
+        if refuted
+        else f"The claimed epsilon {claimed} is not refuted, which does not prove it."
+    )
+    return [game, *sights, verdict]

@@ -152,7 +152,10 @@ KindOption = Annotated[
 ]
 Trials = Annotated[
     int | None,
-    typer.Option(help="Coin tosses on the run, 400 by default; the controls take up to 200 each."),
+    typer.Option(
+        help="Trials on the run, 400 by default, the controls up to 200 each; of games on labels or the last model "
+        "20,000 each."
+    ),
 ]
 AuditSeed = Annotated[
     int | None, typer.Option(help="Seed that repeats an audit; drawn and stored by default.")
@@ -219,7 +222,7 @@ def audit(
             raise ValueError(
                 "RUN is missing: give a run folder to attack, or --mechanism KIND to test a trainer"
             )
-        _audit_run(run, 400 if trials is None else trials, seed, delta, arrays, out, as_json)
+        _audit_run(run, trials, seed, delta, arrays, out, as_json)
         return
     _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
     _audit_mechanism(
@@ -244,7 +247,7 @@ def _require_absent(options: Mapping[str, object], rule: str) -> None:
 
 def _audit_run(
     run: Path,
-    trials: int,
+    trials: int | None,
     seed: int | None,
     delta: float | None,
     arrays: Path | None,

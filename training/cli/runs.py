@@ -170,7 +170,7 @@ OwnArrays = Annotated[
 AuditOut = Annotated[
     Path | None,
     typer.Option(
-        help="A folder for audit.json and report.html, by default the run folder; a release run needs one outside "
+        help="A folder for audit.json, pages and PDF, by default the run folder; a release run needs one outside "
         "it. With --mechanism: a JSON file."
     ),
 ]
@@ -257,6 +257,7 @@ def _audit_run(
     """Attack a run, print the findings and write the report."""
     from opusim.progress import Progress
     from training.attacks.run_audit import audit_run
+    from training.reports.audit_page import write_audit_page
     from training.reports.run_report import NOT_FOR_RELEASE, write_report
     from training.runs.folder import AUDIT_FILE
     from training.runs.run import load_run, read_npz
@@ -275,13 +276,15 @@ def _audit_run(
         )
     loaded = load_run(run)
     report_file = write_report(loaded, audit=found, folder=out)
+    page, document = write_audit_page(loaded, found, out or run)
     if loaded.config.mode == "release":
         typer.echo(NOT_FOR_RELEASE, err=True)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
     _print_audit(found)
-    typer.echo(f"\nkept in {(out or run) / AUDIT_FILE} and shown in {report_file}")
+    typer.echo(f"\nkept in {(out or run) / AUDIT_FILE}, shown in {report_file}")
+    typer.echo(f"for a reviewer: {page} and {document}")
 
 
 def _print_audit(found: RunAudit) -> None:

@@ -19,6 +19,7 @@ from training.attacks.games.base import Adversary, TwoWorlds, crafted, same_labe
 from training.engine.plan import RunPlan
 from training.protections.noisy_labels import OneLookProtection
 
+_PAIR_DELTA = 1e-5
 _TITLES = {
     RandomizedResponse: "randomized response",
     LabelReadout: "one noisy reading of each label",

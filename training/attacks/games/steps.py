@@ -200,8 +200,8 @@ def _written(
     writer.seek(step)
     public = None if writer.reference is None else [writer.reference]
     writer.set_gradients(plan.network, [signals.clone()], [x[batch]], records=batch, public_inputs=public)
-    weight = plan.network.tensors["layer1.weight"].grad
-    if weight is None:
+    (weight,) = plan.network.model.parameters()
+    if weight.grad is None:
         raise TypeError("writer: wrote no gradient")
-    gradient = weight.double().numpy()  # (2, RECORDS)
+    gradient = weight.grad.double().numpy()  # (2, RECORDS)
     return (gradient[0] - gradient[1]) / 2**0.5

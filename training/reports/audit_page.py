@@ -89,7 +89,7 @@ def sheet_of(run: Run, audit: RunAudit) -> Sheet:
     on_run = [finding for finding in audit.findings if finding.role is Role.RUN]
     others = [finding for finding in audit.findings if finding.role is not Role.RUN]
     release = run.config.mode == "release"
-    warnings = [NOT_FOR_RELEASE] if release else []
+    warnings = [NOT_FOR_RELEASE] if release and not audit.game else []  # a game's records are the auditor's
     if not audit.controls_hold:
         warnings.append(
             "A control did not behave as required: do not rely on this audit. Repeat it with more trials."
@@ -150,11 +150,10 @@ def _statement(audit: RunAudit) -> list[tuple[str, str]]:
 
 def _bound_row(finding: Finding) -> dict[str, str]:
     result, curve = finding.result, finding.curve
-    low = (
-        "–"
-        if curve is None
-        else f"{curve.low_true_positive:.2%} ({curve.low_limits[0]:.2%} to {curve.low_limits[1]:.2%})"
-    )
+    low = "–"
+    if curve is not None:
+        low = f"{curve.low_true_positive:.2%} ({curve.low_limits[0]:.2%} to {curve.low_limits[1]:.2%})"
+        low = f"{low}, with {curve.low_false_positive:.2%} false on fresh trials"
     return {
         "attack": finding.attack,
         "epsilon at least": f"{result.epsilon_lower:.2f}",
@@ -257,7 +256,8 @@ class _Page:
     ) -> None:
         """Write a paragraph between two edges."""
         own = self.size if size is None else size
-        letters = int((right - x) * _A4[0] * 72 / (own * 0.53))
+        wide = 0.64 if look.get("fontweight") == "bold" else 0.55  # of the type size, a letter of DejaVu Sans
+        letters = int((right - x) * _A4[0] * 72 / (own * wide))
         for line in textwrap.wrap(text, max(letters, 12)) or [""]:
             self.figure.text(x, self.y, line, fontsize=own, va="top", **look)
             self.y -= own * 1.28 / 72 / _A4[1]
@@ -319,7 +319,7 @@ def _drawn(sheet: Sheet, audit: RunAudit, size: float) -> tuple[Figure, float]:
     axes.spines[["top", "right"]].set_visible(False)
     page.y = min(bottom, top - height - 0.035)
     page.heading("Lower bounds on epsilon of this run")
-    page.table(sheet.bounds, (0.12, 0.09, 0.13, 0.13, 0.07, 0.17, 0.13, 0.16))
+    page.table(sheet.bounds, (0.11, 0.10, 0.14, 0.13, 0.07, 0.20, 0.12, 0.13))
     page.heading("Controls")
     page.table(sheet.controls, (0.16, 0.16, 0.13, 0.17, 0.09, 0.29))
     page.heading("How to read this")

@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import training
 from accounting.labels.budget import PerRecordBudget
 from benchmarks.attacks import guarantees as benchmark
 from opusim.randomness.streams import NoiseStream
 from tests.support.faults.base import all_replaced, replaced
 from tests.support.faults.streams import Wrapped, credited_noise
-from training.attacks.findings import Curve
+from training.attacks.findings import Curve, paragraphs
 from training.attacks.games.base import TwoWorlds, played
 from training.attacks.games.last_iterate import LastIterateGame
 from training.attacks.games.steps import RECORDS, AmplifiedGame, BudgetGame
+from training.attacks.run_audit import audit_run
 from training.convex.trainer import ConvexTrainer
+from training.reports.audit_page import write_audit_page
 
 DELTA = benchmark.DELTA
 GAMES: dict[str, tuple[Callable[[], TwoWorlds], int, float]] = {
@@ -191,6 +195,35 @@ def test_a_game_repeats_by_its_seed() -> None:
     game = benchmark.amplified()
     assert np.array_equal(game.scores(300, first=True, seed=4), game.scores(300, first=True, seed=4))
     assert not np.array_equal(game.scores(300, first=True, seed=4), game.scores(300, first=True, seed=5))
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_a_run_that_protects_labels_is_audited_by_its_game(mode: str, tmp_path: Path) -> None:
+    x, y = np.random.default_rng(1).normal(size=(60, 4)), np.arange(60) % 3
+    config = {
+        **{"mode": mode, "epochs": 1, "threads": 1, "trainer": {"kind": "dfa"}, "model": {"hidden": [4]}},
+        "data": {"n_classes": 3, "validation_fraction": 0.0},
+        "sampler": {"batch_size": 20},
+        "protection": {"kind": "label-randomized-response", "epsilon": 4.0},
+    }
+    run = training.train(config, data=(x, y), folder=tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.folder.path.rglob("*") if path.is_file()}
+    found = audit_run(run.folder.path, data=(x, y), out=tmp_path / "audit", trials=8000, seed=2)
+    assert found.controls_hold
+    assert 3.2 < found.strongest.result.epsilon_lower <= 4.0
+    assert "does not contradict it" in "\n".join(paragraphs(found))
+    page, document = write_audit_page(run, found, tmp_path / "audit")
+    assert {path: path.read_bytes() for path in run.folder.path.rglob("*") if path.is_file()} == before
+    text = page.read_text()
+    assert "Not refuted." in text
+    assert "most these trials can show" in text
+    assert f"opusim {run.facts['versions']['opusim']}" in text
+    content = document.read_bytes()
+    assert content.startswith(b"%PDF")
+    assert content.count(b"/Type /Page ") == 1
+    assert b"595" in content  # A4, in points
+    if mode == "release":
+        assert page.stat().st_mode & 0o077 == 0
 
 
 def test_a_curve_holds_its_low_rates() -> None:

@@ -151,7 +151,7 @@ ROWS: dict[str, Row] = {
         game=lambda: look("counts", device=camera()), trials=1_000_000, required=0.45
     ),
     "label, argmax of counts": Row(
-        game=lambda: look("argmax", device=camera()), trials=1_000_000, required=0.85
+        game=lambda: look("argmax", device=camera()), trials=100_000, required=0.85
     ),
     "label, budget": Row(game=budget, trials=600_000, required=0.45),
     "label, amplified": Row(game=amplified, trials=2_000_000, required=0.6),

@@ -168,7 +168,7 @@ def test_nothing_but_the_release_depends_on_a_record(kind: str, tmp_path: Path) 
     first = released(tmp_path / "a" / "run", kind)
     chance = differing(first, released(tmp_path / "b" / "run", kind))
     found = differing(first, released(tmp_path / "c" / "run", kind, changed=protects(kind)))
-    assert chance == set(BY_CHANCE)
+    assert chance <= set(BY_CHANCE)
     assert found <= set(RELEASED) | set(BY_CHANCE)
     assert "checkpoint: tensors" in found  # the changed record was in the training set
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.analog import lifetimes, product
 from benchmarks.any_module import images, language_model
 from benchmarks.any_module import private as protected_modules
-from benchmarks.attacks import one_run, self_test
+from benchmarks.attacks import guarantees, one_run, self_test
 from benchmarks.convex import accuracy, curves, device, noise, opacus_baseline, step, tuned
 from benchmarks.devices import effects, faults, learning, mnist_features, monitor, real_opu
 from benchmarks.markdown import Row, markdown, section
@@ -128,7 +128,7 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
     ),
     "analog": ("Analog devices", (lifetimes.page_section, product.page_section)),
     "devices": ("Devices", (learning.page_section, real_opu.page_section, mnist_features.page_section)),
-    "attacks": ("Audits", (self_test.page_section, one_run.page_section)),
+    "attacks": ("Audits", (guarantees.page_section, self_test.page_section, one_run.page_section)),
     "curves": ("Sweeps", tuple(partial(sweep_section, name) for name in SWEEPS)),
     "speed": ("Speed", (speed_section, convolution_rows.page_section, examples.page_section)),
 }

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BeforeValidator, PlainSerializer, computed_field
 
-from accounting.audit import AuditResult, Verdict
+from accounting.audit import AuditResult, Verdict, clopper_pearson_upper
 from accounting.guarantee import Guarantee, Status
 from accounting.tables import number
 from training.runs.storage import StoredGuarantee, read_record, record_from_json, record_json
@@ -30,6 +31,11 @@ NullableFloat = Annotated[
 """A number that may be NaN, which JSON writes as null."""
 
 
+LOW_RATE = 1e-3
+"""The rate of false positives at which an attack's true positives are told."""
+_CURVE_POINTS = 200
+
+
 class Role(StrEnum):
     """The subject of an attack."""
 
@@ -37,6 +43,49 @@ class Role(StrEnum):
     NULL = "null control"
     PROTECTED = "protected control"
     BROKEN = "broken control"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What an attack's scores say at every threshold.
+
+    Attributes:
+        false_positive: Shares of the second world's scores at or above each threshold, falling thresholds.
+        true_positive: The same of the first world's.
+        low_true_positive: Share of the first world's scores above a threshold that was chosen on the other half of the
+            trials to give `LOW_RATE` false positives.
+        low_limits: Its Clopper-Pearson limits, 95 % confidence.
+        low_false_positive: The share of false positives that this threshold gave.
+    """
+
+    false_positive: tuple[float, ...]
+    true_positive: tuple[float, ...]
+    low_true_positive: float
+    low_limits: tuple[float, float]
+    low_false_positive: float
+
+    @classmethod
+    def of(cls, first: np.ndarray, second: np.ndarray) -> Curve:
+        """Return the curve of the scores of both worlds, shapes (n,) and (m,)."""
+        thresholds = np.unique(np.concatenate([first, second]))[::-1]
+        alarms = 1 - np.searchsorted(np.sort(second), thresholds) / len(second)
+        hits = 1 - np.searchsorted(np.sort(first), thresholds) / len(first)
+        wanted = np.geomspace(0.5 / len(second), 1.0, _CURVE_POINTS)
+        kept = np.unique(
+            np.append(np.searchsorted(alarms, wanted, side="right").clip(1) - 1, len(alarms) - 1)
+        )
+        half = len(second) // 2
+        choosing, using = second[:half], second[half:]
+        threshold = np.sort(choosing)[::-1][math.floor(LOW_RATE * half)]
+        caught = int(np.sum(first > threshold))
+        low = 1 - clopper_pearson_upper(len(first) - caught, len(first), 0.025)
+        return cls(
+            false_positive=tuple(alarms[kept].tolist()),
+            true_positive=tuple(hits[kept].tolist()),
+            low_true_positive=caught / len(first),
+            low_limits=(low, clopper_pearson_upper(caught, len(first), 0.025)),
+            low_false_positive=float(np.mean(using > threshold)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +100,8 @@ class Finding:
         auc: Probability that a member scores higher than a non-member, in [0, 1]; NaN without scores.
         result: The lower bound on epsilon.
         claim: A theorem's guarantee for this very game, or None if none gives a finite epsilon.
+        scope: What the claim covers: one step, or the whole run.
+        curve: Its true and false positives at every threshold, or None if an older version kept none.
     """
 
     role: Role
@@ -60,6 +111,8 @@ class Finding:
     auc: NullableFloat
     result: AuditResult
     claim: StoredGuarantee | None = None
+    scope: Literal["step", "run"] = "step"
+    curve: Curve | None = None
 
     @property
     def refutes(self) -> bool:
@@ -78,11 +131,12 @@ class Finding:
                 return f"too few trials to exceed {bound.epsilon:.3g}"
             return "found, as required" if self.refutes else "not found by this attack"
         if bound is None:
-            return "membership found" if found else "nothing found, which proves nothing"
+            word = "membership" if self.scope == "step" else "the world"
+            return f"{word} found" if found else "nothing found, which proves nothing"
         texts = {
-            Verdict.REFUTED: f"the step's proven {bound.epsilon:.3g} is refuted",
-            Verdict.CONSISTENT: f"agrees with the step's proven {bound.epsilon:.3g}",
-            Verdict.PROVES_NOTHING: f"below the step's proven {bound.epsilon:.3g}",
+            Verdict.REFUTED: f"the {self.scope}'s proven {bound.epsilon:.3g} is refuted",
+            Verdict.CONSISTENT: f"agrees with the {self.scope}'s proven {bound.epsilon:.3g}",
+            Verdict.PROVES_NOTHING: f"below the {self.scope}'s proven {bound.epsilon:.3g}",
         }
         return texts[self.result.verdict(bound)]
 
@@ -99,6 +153,8 @@ class RunAudit:
         seed: Seed that repeats the whole audit.
         step: Steps that the run had done when the audit began.
         release: What the attacker saw.
+        game: The game in a sentence, if it is about the whole run and not about one of its steps.
+        note: What the reader must know besides, such as a mechanism whose randomness no seed repeats.
     """
 
     findings: tuple[Finding, ...]
@@ -108,6 +164,8 @@ class RunAudit:
     seed: int
     step: int
     release: str
+    game: str = ""
+    note: str = ""
 
     @property
     def strongest(self) -> Finding:
@@ -179,11 +237,21 @@ def finding_rows(audit: RunAudit) -> list[dict[str, str]]:
 
 def paragraphs(audit: RunAudit) -> list[str]:
     """Return the audit as text: the game, the result, what it means for each statement, and the controls."""
-    return [_game(audit), _result(audit), *_statements(audit), _controls(audit)]
+    texts = [_game(audit), _result(audit), *_statements(audit), _controls(audit), audit.note]
+    return [text for text in texts if text]
 
 
 def _game(audit: RunAudit) -> str:
     plan = audit.strongest.result.plan
+    if audit.game:
+        return (
+            f"Game: {audit.game}. {audit.trials:,} independent trials, half of them in each of two worlds: "
+            f"{plan.pair}. The attacker {plan.threat_model}. Half of the trials choose the attacker's threshold; the "
+            "other half, counted in the table, give the bound. Each row states a lower bound on epsilon at delta "
+            f"{plan.delta:g} with confidence {plan.confidence:g} ({plan.estimator.value}), 0.95 for all rows of the "
+            "run together. With as many trials, a perfect attack would have shown "
+            f"{audit.strongest.result.ceiling:.2f}."
+        )
     return (
         f"Game: {audit.trials} times, the run's own trainer made one step from step {audit.step} of the run. A coin "
         f"toss chose one of two worlds: {plan.pair}. The attacker {plan.threat_model}, and guesses the outcome. Half "
@@ -200,6 +268,12 @@ def _result(audit: RunAudit) -> str:
     if result.epsilon_lower == 0:
         return "Found: nothing. A better attack may exist; an audit never proves privacy."
     allowed = best.claim is not None and not best.refutes
+    if audit.game:
+        return (
+            f"Found: {'no more than is proven' if allowed else 'the protected value'}. The {best.attack} attack missed "
+            f"{result.false_negatives} of {result.n_in} trials of the first world and took {result.false_positives} of "
+            f"{result.n_out} of the second for the first, so the run costs at least epsilon {result.epsilon_lower:.2f}."
+        )
     return (
         f"Found: {'no more than is proven' if allowed else 'membership'}. The {best.attack} attack missed "
         f"{result.false_negatives} of {result.n_in} members and took {result.false_positives} of {result.n_out} others "
@@ -209,7 +283,8 @@ def _result(audit: RunAudit) -> str:
 
 def _statements(audit: RunAudit) -> list[str]:
     claim = audit.strongest.claim
-    texts = [] if claim is None else [_statement_on_the_step(audit.strongest, claim)]
+    about = _statement_on_the_game if audit.game else _statement_on_the_step
+    texts = [] if claim is None else [about(audit.strongest, claim)]
     result = audit.strongest.result
     unproven = [guarantee for guarantee in audit.guarantees if not guarantee.is_proven]
     return texts + [_statement_on_the_run(result, guarantee) for guarantee in unproven]
@@ -229,6 +304,14 @@ def _statement_on_the_step(finding: Finding, claim: Guarantee) -> str:
         "The bound stays below it. The guarantee of the run rests on that step and on secret batches, which this game "
         "does not keep secret; it is not contradicted."
     )
+
+
+def _statement_on_the_game(finding: Finding, claim: Guarantee) -> str:
+    text = f"The run's {claim.status.value} epsilon is {number(claim.epsilon)}. "
+    if finding.refutes:
+        return f"{text}It is REFUTED: the mechanism does not do what the theorem assumes."
+    share = finding.result.epsilon_lower / claim.epsilon
+    return f"{text}The bound reaches {share:.2f} of it and does not contradict it."
 
 
 def _statement_on_the_run(result: AuditResult, guarantee: Guarantee) -> str:
@@ -258,12 +341,23 @@ def _verdict(result: AuditResult, guarantee: Guarantee) -> str:
 
 
 def _controls(audit: RunAudit) -> str:
-    text = (
+    if audit.game:
+        return _verdict_on_controls(
+            audit,
+            "Controls: in the null control both worlds are the first one, and nothing must be found (by chance, one "
+            "such bound in twenty exceeds 0). In the broken control the same code runs with a quarter of the noise or "
+            "four times the epsilon, and the attack must find it. ",
+        )
+    return _verdict_on_controls(
+        audit,
         "Controls: in the null control, the attacker is asked about records that were in no batch, and must find "
         "nothing (by chance, one such bound in twenty exceeds 0). In the protected control, the run's records are "
         "protected by known noise, and no bound may exceed the theorem. In the broken control that noise is left out, "
-        "and an attack must find it. "
+        "and an attack must find it. ",
     )
+
+
+def _verdict_on_controls(audit: RunAudit, text: str) -> str:
     failed = sorted({finding.role.value for finding in _failed_controls(audit)})
     if not failed:
         return text + "All controls behaved as required."

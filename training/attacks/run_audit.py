@@ -23,7 +23,9 @@ from opusim.files import make_private_folder
 from opusim.randomness.streams import derive_seed
 from training.attacks.base import Attack, Scores, play
 from training.attacks.controls import record_protected, without_noise
-from training.attacks.findings import Finding, Role, RunAudit
+from training.attacks.findings import Curve, Finding, Role, RunAudit
+from training.attacks.games.base import TwoWorlds
+from training.attacks.games.of_run import GAME_TRIALS, findings_of, game_of
 from training.attacks.replay import (
     AuditedRun,
     MembershipGame,
@@ -32,7 +34,6 @@ from training.attacks.replay import (
     replayed_step,
 )
 from training.attacks.update_attacks import CovarianceAttack, DifferenceAttack, RowSpaceAttack
-from training.config.run import RunConfig
 from training.data import Dataset
 from training.engine.algorithm import Arrays
 from training.engine.loop import torch_threads
@@ -139,7 +140,7 @@ def _covariance(
 
 
 FEWEST_TRIALS = 40
-_CONTROL_TRIALS = 200
+_STEP_TRIALS, _CONTROL_TRIALS = 400, 200
 _REHEARSALS = 16
 _ERROR = 0.05
 """Probability that any bound on the run is too high, shared by its attacks."""
@@ -153,13 +154,16 @@ def audit_run(
     data: Arrays | Dataset | None = None,
     model: nn.Module | None = None,
     out: str | Path | None = None,
-    trials: int = 400,
+    trials: int | None = None,
     seed: int | None = None,
     delta: float | None = None,
     on_start: Callable[[int], None] = lambda total: None,
     on_trial: Callable[[], None] = lambda: None,
 ) -> RunAudit:
-    """Attack a run's records, and keep what was found as `audit.json`.
+    """Attack a run, and keep what was found as `audit.json`.
+
+    A run whose guarantee is about labels or its last model plays the game of `training.attacks.games` with its own
+    protection's code, on records that the auditor crafted. Any other run plays its own steps.
 
     The run itself is not changed. Its trainer is built as training builds it, set back to its newest checkpoint, and
     plays one step a trial on records that the auditor knows, with noise of its own. A release run's noise comes from
@@ -172,7 +176,8 @@ def audit_run(
         model: A module like the run's, if its folder cannot describe that one.
         out: The folder for `audit.json`, or None for the run's own. A release run needs one that only its owner may
             enter: no guarantee covers what an attack finds about private records.
-        trials: Trials of the game on the run, at least 40; the controls take up to 200 each.
+        trials: Trials of the game on the run, at least 40: by default 400, and its controls take up to 200 each; of a
+            game on labels or the last model 20,000, and its controls as many each.
         seed: Repeats the audit, in [0, 2^63), unless its noise comes from the system; None draws one, which the result
             keeps.
         delta: Of the bounds; None takes the run's.
@@ -182,12 +187,12 @@ def audit_run(
     Raises:
         RunFolderError: There is no run or no checkpoint, or the data are others; or `out` is missing, or holds
             something else.
-        NoGuarantee: The run protects labels, or releases its last model only, and this game is about records and
-            steps.
+        NoGuarantee: No attack applies.
         ConfigError: The optimizer cannot be undone, or data are missing.
         ValueError: A number out of range.
     """
-    checks.integer(trials=trials, minimum=FEWEST_TRIALS)
+    if trials is not None:
+        checks.integer(trials=trials, minimum=FEWEST_TRIALS)
     seed = secrets.randbits(63) if seed is None else seed
     checks.integer(seed=seed, minimum=0, maximum=2**63 - 1)
     folder = RunFolder(path)
@@ -195,6 +200,14 @@ def audit_run(
     run = read_run(folder, data, model)
     config = run.plan.config
     stated = folder.read_ledger().guarantees(delta=delta)
+    delta = config.protection.delta if delta is None else delta
+    game = game_of(run.plan)
+    if game is not None:
+        found = _played_game(
+            run, game, stated, trials=trials, seed=seed, delta=delta, on_start=on_start, on_trial=on_trial
+        )
+        return _kept(found, place, private=config.mode == "release")
+    trials = _STEP_TRIALS if trials is None else trials
     control = record_protected(run.plan, _CONTROL_NOISE)
     subjects = [(Role.RUN, run.plan), (Role.PROTECTED, control), (Role.BROKEN, control)]
     control_trials = min(trials, _CONTROL_TRIALS)
@@ -209,7 +222,7 @@ def audit_run(
                 stated,
                 trials=trials if role is Role.RUN else control_trials,
                 seed=derive_seed(seed, "audit", role.value),
-                delta=config.protection.delta if delta is None else delta,
+                delta=delta,
                 on_trial=on_trial,
             )
     found = RunAudit(
@@ -221,7 +234,49 @@ def audit_run(
         step=run.checkpoint.step,
         release=MembershipGame.released,
     )
-    if config.mode == "release":
+    return _kept(found, place, private=config.mode == "release")
+
+
+def _played_game(
+    run: AuditedRun,
+    game: TwoWorlds,
+    stated: Sequence[Guarantee],
+    *,
+    trials: int | None,
+    seed: int,
+    delta: float,
+    on_start: Callable[[int], None],
+    on_trial: Callable[[], None],
+) -> RunAudit:
+    """Audit a run by a game of two worlds."""
+    trials = GAME_TRIALS if trials is None else trials
+    on_start(3 * trials)
+
+    def advance(count: int) -> None:
+        for _ in range(count):
+            on_trial()
+
+    with torch_threads(run.plan.config.threads):
+        findings = findings_of(game, stated, trials=trials, seed=seed, delta=delta, on_trials=advance)
+    release = run.plan.config.mode == "release"
+    return RunAudit(
+        findings=tuple(findings),
+        guarantees=tuple(stated),
+        trials=trials,
+        control_trials=trials,
+        seed=seed,
+        step=run.checkpoint.step,
+        release=game.adversaries[0].sees,
+        game=f"the run's own code for {game.title}, on records that the auditor crafted",
+        note="The randomness comes from the system, as in the run, so no seed repeats this audit."
+        if release
+        else "",
+    )
+
+
+def _kept(found: RunAudit, place: Path, *, private: bool) -> RunAudit:
+    """Write the findings; those of a release run where only their owner may enter."""
+    if private:
         make_private_folder(place)
     write_json(place / AUDIT_FILE, found.to_json())
     return found
@@ -250,7 +305,6 @@ def read_run(folder: RunFolder, data: Arrays | Dataset | None, model: nn.Module 
     """Return the run in a folder, ready to be audited; see `audit_run` for the errors."""
     facts = folder.read_facts()
     folder.require_sealed()
-    _require_auditable(folder.read_config())
     checkpoints = list_checkpoints(folder.checkpoints)
     if not checkpoints:
         raise RunFolderError(f"run folder {folder.path} has no checkpoint left; train it anew")
@@ -264,25 +318,6 @@ def read_run(folder: RunFolder, data: Arrays | Dataset | None, model: nn.Module 
         checkpoint_file=checkpoints[-1],
         progress=checkpoint.step / plan.total_steps,
     )
-
-
-def _require_auditable(config: RunConfig) -> None:
-    """Refuse runs whose guarantee is not about whole records and single steps.
-
-    Raises:
-        NoGuarantee: The run protects labels, or releases its last model only.
-    """
-    protection = config.protection
-    if protection.protects == "labels":
-        raise NoGuarantee(
-            f"protection.kind = {protection.kind!r} protects labels and takes the features for public; this "
-            "audit plays for whole records: audit a run without protection or with protection.kind=record"
-        )
-    if protection.last_iterate:
-        raise NoGuarantee(
-            f"protection.kind = {protection.kind!r} covers only the last model, and this audit shows its attacker "
-            "every step: audit a run with --method poisson, whose steps are the same but for the noise"
-        )
 
 
 def game_claim(plan: RunPlan, delta: float) -> Guarantee | None:
@@ -371,4 +406,5 @@ def _finding(role: Role, attack: Attack, scores: Scores, plan: AuditPlan, claim:
         auc=scores.auc,
         result=audit(scores.first, scores.second, plan),
         claim=claim,
+        curve=Curve.of(scores.first, scores.second),
     )

@@ -152,7 +152,10 @@ KindOption = Annotated[
 ]
 Trials = Annotated[
     int | None,
-    typer.Option(help="Coin tosses on the run, 400 by default; the controls take up to 200 each."),
+    typer.Option(
+        help="Trials on the run, 400 by default, the controls up to 200 each; of games on labels or the last model "
+        "20,000 each."
+    ),
 ]
 OneRun = Annotated[
     bool,
@@ -176,8 +179,8 @@ OwnArrays = Annotated[
 AuditOut = Annotated[
     Path | None,
     typer.Option(
-        help="A folder for audit.json (or one-run.json) and report.html, by default the run folder; a release run "
-        "needs one outside it. With --mechanism: a JSON file."
+        help="A folder for audit.json (or one-run.json), pages and PDF, by default the run folder; a release run needs "
+        "one outside it. With --mechanism: a JSON file."
     ),
 ]
 Mode = Annotated[str | None, typer.Option(help="With --mechanism: experiment (default) or release.")]
@@ -236,7 +239,7 @@ def audit(
             _audit_one_run(run, canaries, seed, delta, arrays, out, as_json)
             return
         _require_absent({"--canaries": canaries}, "goes with --one-run only")
-        _audit_run(run, 400 if trials is None else trials, seed, delta, arrays, out, as_json)
+        _audit_run(run, trials, seed, delta, arrays, out, as_json)
         return
     _require_absent(of_runs, "is for the audit of a run, not for --mechanism")
     _audit_mechanism(
@@ -261,7 +264,7 @@ def _require_absent(options: Mapping[str, object], rule: str) -> None:
 
 def _audit_run(
     run: Path,
-    trials: int,
+    trials: int | None,
     seed: int | None,
     delta: float | None,
     arrays: Path | None,
@@ -271,6 +274,7 @@ def _audit_run(
     """Attack a run, print the findings and write the report."""
     from opusim.progress import Progress
     from training.attacks.run_audit import audit_run
+    from training.reports.audit_page import write_audit_page
     from training.reports.run_report import NOT_FOR_RELEASE, write_report
     from training.runs.folder import AUDIT_FILE
     from training.runs.run import load_run, read_npz
@@ -289,13 +293,15 @@ def _audit_run(
         )
     loaded = load_run(run)
     report_file = write_report(loaded, audit=found, folder=out)
+    page, document = write_audit_page(loaded, found, out or run)
     if loaded.config.mode == "release":
         typer.echo(NOT_FOR_RELEASE, err=True)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
     _print_audit(found)
-    typer.echo(f"\nkept in {(out or run) / AUDIT_FILE} and shown in {report_file}")
+    typer.echo(f"\nkept in {(out or run) / AUDIT_FILE}, shown in {report_file}")
+    typer.echo(f"for a reviewer: {page} and {document}")
 
 
 def _audit_one_run(

@@ -65,7 +65,7 @@ class LabelBudgetProtection(Protection):
         fan_ins = [linear.in_features + (linear.bias is not None) for linear in self._plan.network.linears]
         leverage = sum(min(1.0, fan_in / batch) for fan_in in fan_ins)
         visits = self._plan.total_steps * batch / sampler.n_records
-        return 2 * math.sqrt(visits * leverage / _SPENDING) / self._budget.budget_mu
+        return 2 * math.sqrt(visits * leverage / _SPENDING) / self.budget.budget_mu
 
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
         """Pay for a budget that covers the whole run; a release run that was killed spends it again.
@@ -73,13 +73,13 @@ class LabelBudgetProtection(Protection):
         The checkpoint holds what each record has spent (`BudgetedLabels.state`), so a run that stopped cleanly resumes
         under the same budget.
         """
-        ledger.pay_once(_PAYMENT, self._budget, whole_run=True)
+        ledger.pay_once(_PAYMENT, self.budget, whole_run=True)
 
     def gradients(self, device: NoisyDevice | None) -> BudgetedLabels:
         """See Protection.gradients."""
         options = self._plan.config.protection_as(LabelBudgetConfig)
         return BudgetedLabels(
-            budget_mu=self._budget.budget_mu,
+            budget_mu=self.budget.budget_mu,
             n_records=len(self._plan.dataset.train),
             clip_norm=options.clip,
             noise_multiplier=self.noise_multiplier,
@@ -89,7 +89,7 @@ class LabelBudgetProtection(Protection):
         )
 
     @property
-    def _budget(self) -> LabelBudget:
+    def budget(self) -> LabelBudget:
         """The budget of every record's label in the whole run."""
         options = self.section
         start = LabelBudget(budget_mu=1.0, device_noise=options.noise == "device", **self._plan.credit)

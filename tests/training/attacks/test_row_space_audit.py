@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import training
-from accounting.errors import NoGuarantee
 from accounting.guarantee import Status
 from opusim.errors import ConfigError
 from training.attacks.findings import Finding, Role, RunAudit, paragraphs
@@ -206,9 +205,6 @@ def test_what_cannot_be_audited_is_named(plain: Path, tmp_path: Path) -> None:
         audit_run(plain, data=(x + 1, y), trials=40)
     with pytest.raises(ConfigError, match="user-supplied arrays"):
         audit_run(plain, trials=40)
-    labels = {"kind": "label-randomized-response", "epsilon": 3.0}
-    with pytest.raises(NoGuarantee, match="protects labels"):
-        audit_run(trained(tmp_path / "labels", protection=labels), data=data(), trials=40)
     adam = trained(tmp_path / "adam", optimizer={"name": "adam"})
     with pytest.raises(ConfigError, match="'adam'"):
         audit_run(adam, data=data(), trials=40)

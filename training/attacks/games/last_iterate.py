@@ -1,0 +1,148 @@
+"""The game of the last iterate: two whole runs of convex training that differ in one record of one batch.
+
+The auditor owns the records. Trial i has two features of its own, e_i and f_i. Its record is c e_i + s f_i with label
+1 or c e_i - s f_i with label 0, s small, and the public initial weights of f_i are so large that the two records'
+residuals are opposite, and at their bound from the first step to the last. Then the weights of e_i follow the linear
+recursion that the theorem's bound is made of: v <- (1 - eta lambda) v -+ (eta / b) c C + noise. All other records of
+the run have another feature. The attacker sees the last weights only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from accounting.convex.mechanisms import ConvexLastIterate, learning_rates, proven_mu
+from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes
+from training.convex.algorithm import last_iterate
+from training.convex.config import ConvexConfig
+from training.convex.gated import GatedNetwork, GatedRelu
+from training.engine.plan import RunPlan
+from training.networks.optimizers import set_learning_rate
+
+RECORDS = 256
+"""Records of a batch, each a trial. The bound does not depend on their number."""
+LEAN = 50.0
+"""Logit that the second feature gives a record, far beyond every residual's bound."""
+_SHARE = 1e-3
+"""s, the share of a record's features that tells which residual it has."""
+
+
+class LastIterateGame(TwoWorlds):
+    """One record of a fixed batch is one of two with opposite residuals, in every epoch.
+
+    Args:
+        plan: A run of convex training that releases its last model only.
+        accounted: What the run is accounted as; None takes the plan's own mechanism.
+        position: The batch that the record is in, from 0; None takes the one that tells most.
+        lean: Logit that the second feature gives a record. A small one leaves the residuals within their bound, where
+            they depend on the model.
+    """
+
+    title = "last iterate of noisy gradient descent with fixed batches"
+    pair = "a record is x with label 1, or x' next to it with label 0, whose residuals are opposite"
+    is_gaussian = True
+    together = RECORDS
+    adversaries = (
+        Adversary(
+            name="last weights",
+            sees="the last model only",
+            knows="all other records, the batches, the initial weights and all constants",
+        ),
+    )
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        accounted: ConvexLastIterate | None = None,
+        *,
+        position: int | None = None,
+        lean: float = LEAN,
+    ) -> None:
+        self._plan, self._lean = plan, lean
+        self._own = last_iterate(plan, self._options, plan.protection.noise_multiplier)
+        self._accounted = self._own if accounted is None else accounted
+        self._position = int(np.argmax(self.exact_mus())) if position is None else position
+
+    @property
+    def mechanism(self) -> ConvexLastIterate:
+        """See TwoWorlds.mechanism."""
+        return self._accounted
+
+    @property
+    def _options(self) -> ConvexConfig:
+        return self._plan.config.trainer_as(ConvexConfig)
+
+    def exact_mus(self) -> np.ndarray:
+        """Return mu of the linear instance for each batch that the record may be in, shape (batches,).
+
+        It is the distance of the two means over the last weights' standard deviation, both in closed form.
+        """
+        own = self._own
+        rates = learning_rates(own)
+        kept = np.append(
+            np.cumprod((1 - rates * own.regularisation)[::-1])[::-1][1:], 1.0
+        )  # from a step to the end
+        noises = rates * own.noise_multiplier
+        noises[-1] = math.hypot(noises[-1], own.final_noise * own.learning_rate * own.noise_multiplier)
+        distance = (2 * rates * kept).reshape(own.epochs, own.batches).sum(axis=0)
+        return np.asarray(distance / np.linalg.norm(noises * kept))
+
+    @property
+    def exact_share(self) -> float:
+        """Mu of the linear instance over what is proven, at most 1."""
+        return float(self.exact_mus()[self._position] / proven_mu(self._own))
+
+    def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
+        """See TwoWorlds.scores; a pass is a whole run on `RECORDS` trials."""
+        return in_passes(count, RECORDS, lambda own: self._pass(own, first=first), seed=seed)
+
+    def weakened(self) -> LastIterateGame:
+        """See TwoWorlds.weakened: a quarter of the noise at every step."""
+        quarter = self._plan.protection.noise_multiplier / 4
+        plan = self._plan.unchecked(protection={"noise_multiplier": quarter})
+        return LastIterateGame(plan, self._accounted, position=self._position, lean=self._lean)
+
+    def _pass(self, seed: int, *, first: bool) -> np.ndarray:
+        plan = self._crafted(seed, first=first)
+        train = plan.dataset.train
+        with self._plan.unchecked(seed=seed).opened_device() as device:
+            trainer = plan.algorithm.trainer(device)
+            for step in range(plan.total_steps):
+                set_learning_rate(trainer.optimizer, plan.config.optimizer, step / plan.total_steps)
+                batch = plan.sampler.indices(step)
+                trainer.step(train.x[batch], train.y[batch], step=step)
+        last = plan.network.tensors["weight"].detach()[:RECORDS, 0].double().numpy()  # of e_i
+        return np.asarray(last[:, 1] - last[:, 0])[None]
+
+    def _crafted(self, seed: int, *, first: bool) -> RunPlan:
+        """Return the run on the auditor's records and initial weights."""
+        k, classes = self._own.batches, self._plan.dataset.n_classes
+        x = torch.zeros(k * RECORDS, 2 * RECORDS + 1)
+        x[:, -1] = 1.0
+        mine = torch.arange(RECORDS) + self._position * RECORDS  # the sampler takes records in their order
+        side = 1.0 if first else -1.0
+        x[mine] = torch.cat(
+            [
+                math.sqrt(1 - _SHARE**2) * torch.eye(RECORDS),
+                side * _SHARE * torch.eye(RECORDS),
+                torch.zeros(RECORDS, 1),
+            ],
+            dim=1,
+        )
+        y = torch.zeros(len(x), dtype=torch.int64)
+        y[mine] = 1 if first else 0
+        model = GatedRelu(x.shape[1], classes, torch.zeros(1, x.shape[1]), centre=False)
+        decay = float(np.prod(1 - learning_rates(self._own) * self._own.regularisation))
+        start = self._lean / _SHARE / max(abs(decay), 1e-6)
+        model.weight.data[RECORDS : 2 * RECORDS, 0, 0] = start
+        model.weight.data[RECORDS : 2 * RECORDS, 0, 1] = -start
+        plan = replace(self._plan, dataset=crafted(x, y, n_classes=classes), network=GatedNetwork(model))
+        return plan.unchecked(
+            seed=seed,
+            trainer={"hyperplanes": 1, "centre": False, "gates": "seed"},
+            sampler={"scheme": "disjoint-cyclic", "batch_size": RECORDS},
+        )

@@ -1,0 +1,105 @@
+"""The game of labels that are looked at once: randomized response, noisy readings, photon counts and their argmax.
+
+Everything that training learns of the labels is one array, the log-likelihood of every class for each record. A
+recipient of the run folder has that array, and no test of the two worlds is better than the likelihood ratio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+
+import numpy as np
+
+from accounting.composition import guarantees
+from accounting.devices.counts import LabelCounts
+from accounting.labels.mechanisms import LabelReadout, RandomizedResponse
+from accounting.mechanisms import Mechanism
+from training.attacks.games.base import Adversary, TwoWorlds, crafted, same_labels
+from training.engine.plan import RunPlan
+from training.protections.noisy_labels import OneLookProtection
+
+_PAIR_DELTA = 1e-5
+_TITLES = {
+    RandomizedResponse: "randomized response",
+    LabelReadout: "one noisy reading of each label",
+    LabelCounts: "photon counts of each label, kept",
+}
+
+
+class LookGame(TwoWorlds):
+    """One record's label is a or b, the two that the look tells apart best.
+
+    A look finds its noise, or its light, before it begins, so many labels are looked at together.
+
+    Args:
+        plan: A run whose labels are looked at once; its records are replaced by the auditor's.
+        accounted: What the run is accounted as; None takes the plan's own mechanism.
+    """
+
+    together = 50_000
+
+    def __init__(self, plan: RunPlan, accounted: Mechanism | None = None) -> None:
+        self._plan = plan
+        self._accounted = _protection(plan).mechanism if accounted is None else accounted
+        self._labels = self._farthest()
+        self.is_gaussian = isinstance(self._accounted, LabelReadout)
+        a, b = self._labels
+        self.title = _TITLES.get(type(self._accounted), "the brightest group of a camera's pixels")
+        self.pair = f"a record's label is {a} or {b}"
+        self.adversaries = (
+            Adversary(
+                name="likelihood ratio",
+                sees="what the run keeps of every label: the log-likelihood of each class, given the reading or answer",
+                knows="all features, all other labels, the device's matrix and the law of its noise",
+            ),
+        )
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """See TwoWorlds.mechanism."""
+        return self._accounted
+
+    def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
+        """See TwoWorlds.scores; the whole data set has the label in question, and each record is a trial."""
+        own, other = self._labels
+        plan = self._plan.unchecked(seed=seed)
+        labels = same_labels(count, own if first else other)
+        plan = replace(
+            plan, dataset=crafted(labels[:, None].float() * 0, labels, n_classes=plan.dataset.n_classes)
+        )
+        with plan.opened_device() as device:
+            seen = _protection(plan).look(device, lambda mechanism: None).double().numpy()
+        return np.asarray(seen[:, own] - seen[:, other])[None]
+
+    def weakened(self) -> LookGame:
+        """See TwoWorlds.weakened: the look at four times the epsilon."""
+        epsilon = 4.0 * float(self._plan.config.protection.epsilon or 0.0)
+        return LookGame(self._plan.unchecked(protection={"epsilon": epsilon}), self._accounted)
+
+    def _farthest(self) -> tuple[int, int]:
+        """The two labels whose looks are farthest apart; 0 and 1 if all pairs are alike."""
+        accounted, pairs = self._accounted, list(permutations(range(self._plan.dataset.n_classes), 2))
+        if isinstance(accounted, LabelCounts):
+            return max(pairs, key=lambda pair: _epsilon_of_pair(accounted, pair))
+        if isinstance(accounted, LabelReadout) and self._plan.config.protection.noise == "device":
+            with self._plan.opened_device() as device:
+                codes = (
+                    np.eye(2) if device is None else device.require("matrix").matrix().cpu().double().numpy()
+                )
+            return max(pairs, key=lambda pair: float(np.linalg.norm(codes[:, pair[0]] - codes[:, pair[1]])))
+        return 0, 1
+
+
+def _protection(plan: RunPlan) -> OneLookProtection:
+    found = plan.protection
+    if not isinstance(found, OneLookProtection):
+        raise TypeError(
+            f"plan: protection.kind = {plan.config.protection.kind!r} does not look at labels once"
+        )
+    return found
+
+
+def _epsilon_of_pair(mechanism: LabelCounts, pair: tuple[int, int]) -> float:
+    two = replace(mechanism, light=tuple(mechanism.light[label] for label in pair))
+    return guarantees([two], delta=_PAIR_DELTA)[0].epsilon

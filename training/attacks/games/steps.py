@@ -1,0 +1,207 @@
+"""Games of labels that are protected at every step: a budget for each record, and secret batches.
+
+The auditor owns a layer and its records: record i has the feature e_i and nothing else, so column i of the update holds
+its signal and noise only. A pass plays a run's steps on all records at once, with the run's own sampler and the writer
+that its protection makes, and each record is a trial. The signals of the two labels are opposite and as large as the
+protection lets through. The attacker sees every update.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accounting.labels.mechanisms import LabelAmplified, LabelBudget
+from accounting.mechanisms import Mechanism
+from training.attacks.games.base import Adversary, TwoWorlds, crafted, in_passes, same_labels
+from training.engine.plan import RunPlan
+from training.networks.network import FullyConnected
+from training.protections.amplified_labels import AmplifiedLabelProtection
+from training.protections.base import PrivateGradients
+from training.protections.budgeted_labels import LabelBudgetProtection
+from training.protections.config import LabelAmplifiedConfig, LabelBudgetConfig
+
+RECORDS = 128
+"""Records of a pass: few enough for small matrices, many enough for few passes."""
+_OPPOSITE = torch.tensor([0.5, -0.5])
+"""The error of label 1 if both logits are equal; that of label 0 is its negative, and they are sqrt(2) apart."""
+_LARGE = 1e3
+_SEES = "every update"
+_KNOWS = "all features and initial weights, all other labels, and the noise's covariance"
+
+
+class StepsGame(TwoWorlds):
+    """Plays a protection's steps on one layer of two outputs.
+
+    Args:
+        plan: A run whose labels are protected by noise on its gradients.
+        accounted: What the run is accounted as; None takes the plan's own mechanism.
+    """
+
+    pair = "a record's label is 0 or 1, which send opposite signals"
+    together = RECORDS
+
+    def __init__(self, plan: RunPlan, accounted: Mechanism | None = None) -> None:
+        self._plan = plan
+        self._accounted = self._own_mechanism() if accounted is None else accounted
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """See TwoWorlds.mechanism."""
+        return self._accounted
+
+    def scores(self, count: int, *, first: bool, seed: int) -> np.ndarray:
+        """See TwoWorlds.scores."""
+        return in_passes(count, RECORDS, lambda own: self._pass(own, first=first), seed=seed)
+
+    @abstractmethod
+    def _own_mechanism(self) -> Mechanism:
+        """What the whole run is accounted as."""
+
+    @abstractmethod
+    def _pass(self, seed: int, *, first: bool) -> np.ndarray:
+        """Scores of one pass, shape (adversaries, RECORDS)."""
+
+    def _crafted(self, seed: int, sampler: Mapping[str, Any]) -> RunPlan:
+        """Return the run on the auditor's layer and records."""
+        layer = torch.nn.Linear(RECORDS, len(_OPPOSITE), bias=False)
+        dataset = crafted(torch.eye(RECORDS), same_labels(RECORDS, 0), n_classes=len(_OPPOSITE))
+        plan = replace(self._plan, dataset=dataset, network=FullyConnected(torch.nn.Sequential(layer)))
+        return plan.unchecked(seed=seed, sampler=sampler)
+
+    @contextmanager
+    def _writer(self, plan: RunPlan) -> Iterator[PrivateGradients]:
+        """Yield the writer of the plan's protection, which draws on the run's own device if that is credited."""
+        with self._plan.unchecked(seed=plan.config.seed).opened_device() as device:
+            writer = plan.protection.gradients(device)
+            if writer is None:
+                raise TypeError(
+                    f"plan: protection.kind = {plan.config.protection.kind!r} writes no gradients"
+                )
+            yield writer
+
+
+class BudgetGame(StepsGame):
+    """Every record spends its budget in full, and then comes as often again.
+
+    The visits that are paid for shift the statistic by the budget's mu. The later ones must carry nothing.
+    """
+
+    title = "noise on every layer's signal and a budget for each record"
+    is_gaussian = True
+    adversaries = (
+        Adversary(name="paid visits", sees=_SEES, knows=f"{_KNOWS}; looks at visits within the budget"),
+        Adversary(
+            name="all visits", sees=_SEES, knows=f"{_KNOWS}; looks at as many visits beyond the budget too"
+        ),
+    )
+
+    @property
+    def paid_visits(self) -> int:
+        """How many visits a record can pay for."""
+        z, share = self._plan.protection.noise_multiplier, 1 / (1 + self._section.floor)
+        most = self._own_mechanism().budget_mu * z * self._section.clip / self._distance
+        return max(1, math.floor(most**2 / share))
+
+    @property
+    def _section(self) -> LabelBudgetConfig:
+        return self._plan.config.protection_as(LabelBudgetConfig)
+
+    @property
+    def _distance(self) -> float:
+        """How far the two labels' signals are apart: the ball's diameter, or what the errors allow."""
+        return min(2 * self._section.clip, 2**0.5 * self._plan.algorithm.updates.output_gain)
+
+    def weakened(self) -> BudgetGame:
+        """See TwoWorlds.weakened: a budget of four times the epsilon."""
+        epsilon = 4 * float(self._plan.config.protection.epsilon or 0.0)
+        return BudgetGame(self._plan.unchecked(protection={"epsilon": epsilon}), self._accounted)
+
+    def _own_mechanism(self) -> LabelBudget:
+        protection = self._plan.protection
+        if not isinstance(protection, LabelBudgetProtection):
+            raise TypeError(
+                f"plan: protection.kind = {self._plan.config.protection.kind!r} has no label budget"
+            )
+        return protection.budget
+
+    def _pass(self, seed: int, *, first: bool) -> np.ndarray:
+        plan = self._crafted(seed, {"scheme": "full-batch"})
+        paid, floor = self.paid_visits, self._section.floor
+        std = plan.protection.noise_multiplier * self._section.clip * math.sqrt(1 + floor)
+        signal = (1 if first else -1) * self._distance / 2**0.5 * _OPPOSITE.repeat(RECORDS, 1)
+        found = np.zeros((2, RECORDS))
+        with self._writer(plan) as writer:
+            for step in range(2 * paid):
+                gradient = _written(writer, plan, step, signal, plan.sampler.indices(step))
+                seen = gradient * RECORDS / std
+                found += np.stack([seen * (step < paid), seen])
+        return found
+
+
+class AmplifiedGame(StepsGame):
+    """Every record enters each of the run's batches by the sampler's own coins."""
+
+    title = "secret batches and noise of a public covariance"
+    adversaries = (
+        Adversary(name="likelihood ratio", sees=_SEES, knows=f"{_KNOWS}; the batches stay secret"),
+    )
+
+    def weakened(self) -> AmplifiedGame:
+        """See TwoWorlds.weakened: a quarter of the noise at every step."""
+        quarter = self._plan.protection.noise_multiplier / 4
+        return AmplifiedGame(self._plan.unchecked(protection={"noise_multiplier": quarter}), self._accounted)
+
+    def _own_mechanism(self) -> LabelAmplified:
+        protection = self._plan.protection
+        if not isinstance(protection, AmplifiedLabelProtection):
+            raise TypeError(
+                f"plan: protection.kind = {self._plan.config.protection.kind!r} amplifies nothing"
+            )
+        return protection.mechanism(protection.noise_multiplier).repeated(self._plan.total_steps)
+
+    def _pass(self, seed: int, *, first: bool) -> np.ndarray:
+        accounted, section = self._accounted, self._plan.config.protection_as(LabelAmplifiedConfig)
+        if not isinstance(accounted, LabelAmplified):
+            raise TypeError(f"accounted = {accounted.kind!r}: must be a LabelAmplified")
+        q, shift = accounted.sampling_probability, 1 / accounted.noise_multiplier
+        plan = self._crafted(seed, {"scheme": "poisson", "sampling_probability": q})
+        plan = plan.unchecked(protection={"divisor": 1.0, "reference_size": RECORDS})
+        std = plan.protection.noise_multiplier * section.clip * math.sqrt(1 + section.floor)
+        signals = (1 if first else -1) * _LARGE * _OPPOSITE.repeat(RECORDS, 1)
+        found = np.zeros(RECORDS)
+        with self._writer(plan) as writer:
+            for step in range(accounted.steps):
+                batch = plan.sampler.indices(step)
+                seen = _written(writer, plan, step, signals[batch], batch) / std
+                found += _log_mixture(q, shift, seen) - _log_mixture(q, shift, -seen)
+        return found[None]
+
+
+def _log_mixture(q: float, shift: float, x: np.ndarray) -> np.ndarray:
+    """Return log of ((1 - q) N(0, 1) + q N(shift, 1)) / N(0, 1) at x."""
+    absent = math.log1p(-q) if q < 1 else -np.inf
+    return np.logaddexp(absent, math.log(q) + shift * x - shift**2 / 2)
+
+
+def _written(
+    writer: PrivateGradients, plan: RunPlan, step: int, signals: Tensor, batch: Tensor
+) -> np.ndarray:
+    """Write one step's gradient; return its part along the signals for each record, float64, shape (RECORDS,)."""
+    x = plan.dataset.train.x
+    writer.seek(step)
+    public = None if writer.reference is None else [writer.reference]
+    writer.set_gradients(plan.network, [signals.clone()], [x[batch]], records=batch, public_inputs=public)
+    (weight,) = plan.network.model.parameters()
+    if weight.grad is None:
+        raise TypeError("writer: wrote no gradient")
+    gradient = weight.grad.double().numpy()  # (2, RECORDS)
+    return (gradient[0] - gradient[1]) / 2**0.5

@@ -43,7 +43,7 @@ class Link:
         self._name, self._user, self._silence_s = name, key.name, silence_s
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._handshakes_failed = 0
+        self._handshakes_failed, self._has_met = 0, False
         self._closing = False
         socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         self._socket = socket
@@ -56,7 +56,8 @@ class Link:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * silence_s))
         socket.setsockopt(zmq.IPV6, 1)
         failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        self._events = socket.get_monitor_socket(failures | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        handshakes = failures | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._events = socket.get_monitor_socket(handshakes)
         try:
             socket.connect(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
@@ -157,7 +158,7 @@ class Link:
         while (left := until - time.monotonic()) > 0:
             ready = dict(poller.poll(max(1, int(1000 * left))))
             if self._events in ready:
-                self._take_failure(zmq.utils.monitor.recv_monitor_message(self._events))
+                self._take_handshake(zmq.utils.monitor.recv_monitor_message(self._events))
             if self._socket in ready:
                 frames = self._socket.recv_multipart(copy=False)
                 try:
@@ -170,7 +171,10 @@ class Link:
                     return message
         return None
 
-    def _take_failure(self, event: Mapping[str, Any]) -> None:
+    def _take_handshake(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._has_met = True
+            return
         self._handshakes_failed += 1
         if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             raise DeviceUnavailable(
@@ -180,7 +184,7 @@ class Link:
 
     def _silence(self) -> DeviceUnavailable:
         cause = "check that it runs and that the network lets you through"
-        if self._handshakes_failed:
+        if self._handshakes_failed and not self._has_met:
             cause = "what listens there has another key than the server.pub here, or is no opusim server"
         return DeviceUnavailable(
             f"device {self._name!r}: no answer from its server for {self._silence_s:g} s; {cause}"

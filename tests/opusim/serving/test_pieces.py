@@ -27,6 +27,7 @@ from opusim.serving.journal import Entry, Journal, read_journal, usage_figure, u
 from opusim.serving.keys import Users, make_key, own_key, read_key, server_key
 from opusim.serving.messages import BadMessage, Message, error_message, read_message, told_error
 from opusim.serving.sessions import Places
+from tests.support.served import expire
 
 # Keys
 
@@ -98,11 +99,6 @@ def test_an_expired_key_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
         expire(file)
     with pytest.raises(ConfigError, match="the key of 'alice' expired on 2020-01-01"):
         own_key()
-
-
-def expire(file: Path) -> None:
-    lines = file.read_text().splitlines()
-    file.write_text("\n".join(["expires = 2020-01-01" if "expires" in line else line for line in lines]))
 
 
 def test_a_server_leaves_out_what_is_no_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,20 +248,20 @@ def test_a_client_that_holds_the_queue_has_it_to_itself() -> None:
 
 
 def test_places_are_given_in_the_order_of_asking() -> None:
-    places = Places(1, patience_s=100)
+    places = Places(1, most_of_user=5, patience_s=100)
     window = Window(n_inputs=1, first=0, n_outputs=4, mode="release", seed=0)
-    assert places.queued("t1", None, waits=False) == 0
-    assert places.queued("t2", "full", waits=True) == 1
-    assert places.queued("t3", "full", waits=True) == 2
-    assert places.queued("t3", None, waits=True) == 2  # t2 is first
+    assert places.queued("alice", "t1", None, waits=False) == 0
+    assert places.queued("alice", "t2", "full", waits=True) == 1
+    assert places.queued("alice", "t3", "full", waits=True) == 2
+    assert places.queued("alice", "t3", None, waits=True) == 2  # t2 is first
     with pytest.raises(DeviceBusy, match="2 clients wait for it; wait for it with --wait"):
-        places.queued("t4", None, waits=False)
-    assert places.queued("t2", None, waits=True) == 0
-    assert places.queued("t3", None, waits=True) == 0
+        places.queued("alice", "t4", None, waits=False)
+    assert places.queued("alice", "t2", None, waits=True) == 0
+    assert places.queued("alice", "t3", None, waits=True) == 0
     assert places.obstacle(window, reserves=True) is None
-    hasty = Places(1, patience_s=-1)
-    assert hasty.queued("t1", "full", waits=True) == 1
-    assert hasty.queued("t2", None, waits=False) == 0  # t1 has not asked again in time
+    hasty = Places(1, most_of_user=5, patience_s=-1)
+    assert hasty.queued("alice", "t1", "full", waits=True) == 1
+    assert hasty.queued("alice", "t2", None, waits=False) == 0  # t1 has not asked again in time
 
 
 # Journal

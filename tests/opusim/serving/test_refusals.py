@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,50 +15,10 @@ import zmq
 
 from opusim import open_device
 from opusim.errors import ConfigError, DeviceBusy, DeviceUnavailable
-from opusim.serving.keys import own_key, server_key
-from opusim.serving.messages import Message, read_message, told_error
+from opusim.serving.messages import Message, told_error
 from opusim.serving.server import Limits
-from tests.opusim.serving.test_pieces import expire
-from tests.support.served import Laboratory, new_laboratory, serving
-
-X = torch.randint(-1, 2, (16, 12), generator=torch.Generator().manual_seed(5))
-WINDOW: dict[str, Any] = {"n_inputs": 12, "n_outputs": 40}
-
-
-@contextlib.contextmanager
-def raw_socket(address: str) -> Iterator[Any]:
-    """An authenticated socket that sends what it likes."""
-    host, _, port = address.removeprefix("remote://").partition(":")
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    key, server = own_key(), server_key(host, int(port))
-    dealer.curve_serverkey, dealer.curve_publickey = server.public.encode(), key.public.encode()
-    dealer.curve_secretkey = str(key.secret).encode()
-    dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.RCVTIMEO, 20_000)
-    dealer.connect(f"tcp://{host}:{port}")
-    try:
-        yield dealer
-    finally:
-        context.destroy(linger=0)
-
-
-def answer(dealer: Any, frames: list[bytes]) -> Message:
-    dealer.send_multipart(frames)
-    return read_message(dealer.recv_multipart(), limit=2**30)
-
-
-def opened_session(dealer: Any, ticket: str = "t", **values: Any) -> Message:
-    wanted = {"mode": "experiment", "seed": 1, **WINDOW, **values, "ticket": ticket, "request": "o"}
-    found = answer(dealer, Message(kind="open", values=wanted).frames())
-    while found.kind == "state":
-        found = read_message(dealer.recv_multipart(), limit=2**30)
-    return found
-
-
-def call(session: str, number: int, **values: Any) -> Message:
-    wanted = {"act": "project", "session": session, "number": number, "request": f"c{number}", **values}
-    return Message(kind="call", values=wanted, arrays=(X.to(torch.int8).numpy(),))
+from tests.support.served import Laboratory, expire, new_laboratory, serving
+from tests.support.wire import WINDOW, X, answer, call, opened_session, raw_socket
 
 
 def still_serves(address: str) -> None:

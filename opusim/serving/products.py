@@ -125,4 +125,7 @@ class RemoteProducts(NoisyDevice):
         """Return the reading of an answer, its first array."""
         if not answer.arrays:
             raise DeviceFault(f"device {self.name!r}: its server answered without a reading; restart it")
-        return torch.from_numpy(np.array(answer.arrays[0], dtype=np.float32)).to(self._torch_device)
+        found = np.asarray(answer.arrays[0], dtype=np.float32)
+        if not (found.flags.writeable and found.flags.aligned):  # else the message's own memory serves
+            found = found.copy()
+        return torch.from_numpy(found).to(self._torch_device)

@@ -32,7 +32,7 @@ from opusim.errors import ConfigError, DeviceBusy, DeviceFault, NoiseUnknown
 from opusim.noise import NoiseModel
 from opusim.serving.instrument import same_medium, unpacked_law
 from opusim.serving.keys import own_key, server_key
-from opusim.serving.link import Heartbeat, Link
+from opusim.serving.link import Heartbeat, Link, beat_s
 from opusim.serving.messages import MIB, Message, told_error
 from opusim.serving.products import RemoteProducts
 
@@ -93,7 +93,8 @@ def describe(address: str) -> dict[str, Any]:
         DeviceUnavailable: the server does not answer, or refuses the key.
     """
     host, port, options = _parsed(address)
-    link = _linked(host, port, options.get("key"), address, _CONNECT_S)
+    silence_s = float(options.get("silence_s", _CONNECT_S))
+    link = _linked(host, port, options.get("key"), address, silence_s if silence_s > 0 else _CONNECT_S)
     try:
         answer = link.ask(Message(kind="describe", values={"request": link.new_request()}))
     finally:
@@ -192,7 +193,7 @@ class RemoteDevice(RemoteProducts):
         self._sought: int | None = None
         self._readings = 0
         self._repeats = False
-        self._request_mib = 0.0
+        self._request_mib = self._beat_s = 0.0
 
     @classmethod
     def capabilities_of(cls, description: DeviceDescription) -> frozenset[Any]:
@@ -270,7 +271,7 @@ class RemoteDevice(RemoteProducts):
             self._link.close()
             self._link = None
             raise
-        self._heartbeat = Heartbeat(self._beat)
+        self._heartbeat = Heartbeat(self._beat, self._beat_s)
 
     def _close(self) -> None:
         if self._heartbeat is not None:
@@ -288,7 +289,7 @@ class RemoteDevice(RemoteProducts):
         if self._link is not None:
             self._link.close()
         self._link = self._connected()
-        self._heartbeat = Heartbeat(self._beat)
+        self._heartbeat = Heartbeat(self._beat, self._beat_s)
 
     def _connected(self) -> Link:
         host, _, port = self._options.address.rpartition(":")
@@ -348,6 +349,7 @@ class RemoteDevice(RemoteProducts):
         self._told = Usage.from_json(answer.value("usage", dict))
         self._repeats = answer.value("repeats", bool)
         self._request_mib = float(answer.value("request_mib", (int, float)))
+        self._beat_s = beat_s(self._options.silence_s, float(answer.value("silence_s", (int, float))))
         self._number, self._pending, self._is_changed = 0, None, False
         if answer.value("monitored", bool):
             self._first_look = Baseline.from_array(np.array(answer.arrays[-1], dtype=np.float64))

@@ -383,6 +383,7 @@ class Server:
             "usage": view.usage.to_json(),
             "repeats": not view.shared,
             "request_mib": self._limits.request_mib,
+            "silence_s": self._limits.silence_s,
             "monitored": baseline is not None,
             "converter": view.converter,
         }

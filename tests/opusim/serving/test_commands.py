@@ -65,9 +65,9 @@ def test_an_address_stands_for_a_device_in_every_command(lab: Laboratory, tmp_pa
     ):
         assert remote.noise == law
         assert law.beta > 0
-    gone = opusim("train", "pdfa", "--data", "digits", "--device", address, cwd=tmp_path)
+    gone = opusim("train", "pdfa", "--data", "digits", "--device", f"{address}?silence_s=1", cwd=tmp_path)
     assert gone.returncode == 3
-    assert re.fullmatch(r"opusim: device .*: no answer from its server for 5 s; check that .*\n", gone.stderr)
+    assert re.fullmatch(r"opusim: device .*: no answer from its server for 1 s; check that .*\n", gone.stderr)
 
 
 def test_use_is_told_in_a_table_and_a_figure(lab: Laboratory, tmp_path: Path) -> None:

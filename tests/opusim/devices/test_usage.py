@@ -132,4 +132,6 @@ def test_a_run_of_unknown_frames_is_told_its_device_time_after_its_first_step(
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     frames, steps = int(line.split()[2].replace(",", "")), summary["steps"]
     assert f" in {steps - 1:,} steps, {duration(frames * 500e-6)}, {energy(frames * 500e-6 * 30)}" in line
-    assert summary["frames"] * (steps - 1) // steps <= frames < summary["frames"]  # the last batch is not full
+    assert (
+        summary["frames"] * (steps - 1) // steps <= frames < summary["frames"]
+    )  # the last batch is not full

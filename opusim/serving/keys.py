@@ -220,10 +220,6 @@ class Users:
         key = self.find(public)
         return key is not None and not key.has_expired
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a connection with this public key, in Z85, is let in; called by pyzmq's authenticator."""
-        return self.find(key.decode("ascii", "replace")) is not None
-
     def _read(self) -> dict[str, Key]:
         known: dict[str, Key] = {}
         for path in sorted(self._folder.glob("*.pub")):

@@ -133,22 +133,21 @@ class Server:
 
     def _own(self) -> None:
         """Do batch after batch; the only thread that touches the instrument."""
-        bell = self._door.bell()
-        while (taken := self._queue.take()) is not None:
-            token, work = taken
-            self._working, started = work, time.perf_counter()
-            try:
-                found: Any = self._advance(work)
-            except BaseException as error:  # handed to the client
-                found = error
-            work.session.busy_s += time.perf_counter() - started
-            self._working = None
-            if found is None and not work.dropped:
-                self._queue.put(token, work)
-                continue
-            self._done.append((work, found))
-            bell.send(b"")
-        bell.close(linger=0)
+        with self._door.bell() as bell:
+            while (taken := self._queue.take()) is not None:
+                token, work = taken
+                self._working, started = work, time.perf_counter()
+                try:
+                    found: Any = self._advance(work)
+                except BaseException as error:  # handed to the client
+                    found = error
+                work.session.busy_s += time.perf_counter() - started
+                self._working = None
+                if found is None and not work.dropped:
+                    self._queue.put(token, work)
+                    continue
+                self._done.append((work, found))
+                bell.send(b"")
 
     def _advance(self, work: Work) -> tuple[np.ndarray, ...] | None:
         """Do a batch; what the monitor of a shared device finds, and noise below the law, stops all clients."""

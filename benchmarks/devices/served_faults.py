@@ -67,6 +67,7 @@ def summary(folder: Path) -> dict[str, Any]:
         ]
         + [_compared(kind, of[kind]) for kind in ("calibration", "victim")],
         "stops": dict(Counter(f"{_owner(note['run'])}: {note['error']}" for note in of["stop"])),
+        "crashes": [note["text"] for note in notes if note["what"] == "crash"],
         "unexpected": [note for note in of["attack"] if not _as_expected(note)][:20],
         "stops_of_more_lines": sum("\n" in note["text"] for note in of["stop"]),
         "log_lines": len(lines),

@@ -130,8 +130,10 @@ def differences(run: Path, local: Path) -> list[str]:
 
 
 def train_until_done(folder: Path, device: object, seed: int, notes: Notes) -> None:
-    """Train; resume after every fault of the device, each of which is noted."""
+    """Train; resume after every fault of the device, each of which is noted; nothing happens to a finished run."""
     for _ in range(_TRIES):
+        if (folder / "summary.json").exists():  # this process was killed before it noted the run
+            return
         try:
             if (folder / "config.json").exists():
                 opusim.train(folder=folder, resume=True)
@@ -264,7 +266,11 @@ class Play:
         def act() -> None:
             os.environ["XDG_CONFIG_HOME"] = str(self.lab.config_of(user))
             torch.set_num_threads(1)
-            work()
+            try:
+                work()
+            except Exception as error:
+                self.notes.add("crash", process=name, text=f"{type(error).__name__}: {error}")
+                raise
 
         self.children[name] = start_child(act)
         return self.children[name]
@@ -316,17 +322,19 @@ class Faults:
     def inject(self, until: float) -> None:
         """Let faults happen until a time of the monotonic clock, at least one of each kind."""
         kinds = [
+            self.killed_run,
             self.killed_server,
             self.killed_client,
-            self.killed_run,
             self.stopped_server,
             self.frozen_server,
         ]
-        often = [2, 4, 2, 1, 1]
+        often = [2, 2, 4, 1, 1]
         turns = list(kinds)
         while turns or time.monotonic() < until:
             time.sleep(self._chance.uniform(1.0, 6.0))
             act = turns.pop(0) if turns else self._chance.choices(kinds, often)[0]
+            if act == self.killed_run and not self._play.runs("alice"):
+                continue
             act()
             self._play.notes.add("fault", fault=act.__name__.replace("_", " "))
 
@@ -350,9 +358,8 @@ class Faults:
         self._victim()
 
     def killed_run(self) -> None:
-        if self._play.runs("alice"):
-            self._play.kill("alice")
-            self._alice()
+        self._play.kill("alice")
+        self._alice()
 
 
 def behind_a_bad_network(play: Play, folder: Path, until: float) -> None:

@@ -31,7 +31,7 @@ def require_undisturbed(folder: Path) -> None:
     for row in found["runs"]:
         assert row["equal"] == row["results"] > 0, row
     assert set(found["faults"]) == {*FAULTS, *ATTACKS}
-    assert found["unexpected"] == []
+    assert found["unexpected"] == found["crashes"] == []
     assert (found["stops_of_more_lines"], found["log_lines_without_time"]) == (0, 0)
     assert all("Device" in stop for stop in found["stops"]), found["stops"]
 

@@ -108,7 +108,8 @@ def _processor_s(act: Callable[[], object], server: int, calls: int) -> float:
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """Return a device's figures as text."""
     times = (f"{1e3 * row['seconds'][each]:.1f} ms" for each in (SERVED, LOCAL))
-    return (row["device"], *times, f"{row['time_ratio']:.2f}", f"{row['processor_ratio']:.2f}")
+    processor = f"{row['processor_ratio']:.2f}" if "processor_ratio" in row else "not measured"
+    return (row["device"], *times, f"{row['time_ratio']:.2f}", processor)
 
 
 HEADER = ("device", "a call over loopback", "the local call", "ratio", "ratio of processor time")

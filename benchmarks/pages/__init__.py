@@ -16,7 +16,7 @@ from benchmarks.any_module import images, language_model
 from benchmarks.any_module import private as protected_modules
 from benchmarks.attacks import guarantees, one_run, self_test
 from benchmarks.convex import accuracy, curves, device, noise, opacus_baseline, step, tuned
-from benchmarks.devices import effects, faults, learning, mnist_features, monitor, real_opu
+from benchmarks.devices import effects, faults, learning, mnist_features, monitor, real_opu, served_faults
 from benchmarks.markdown import Row, markdown, section
 from benchmarks.pages.headlines import headline_rows, protection_rows
 from benchmarks.pages.sweeps import SWEEPS, sweep_section
@@ -243,12 +243,13 @@ def pages() -> dict[Path, str]:
     opacus, camera = ROOT / "docs" / "coming-from-opacus.md", ROOT / "docs" / "camera.md"
     serving = ROOT / "docs" / "serving.md"
     with_faults = with_block(devices.read_text(), "faults", faults.docs_table())
+    with_served_faults = with_block(serving.read_text(), "served_faults", served_faults.docs_table())
     return {
         readme: with_block(readme.read_text(), "measured", measured),
         choosing: with_block(choosing.read_text(), "protections", protections),
         devices: with_block(with_faults, "monitor", monitor.docs_table()),
         camera: with_block(camera.read_text(), "effects", effects.docs_table()),
-        serving: with_block(serving.read_text(), "served", served.docs_table()),
+        serving: with_block(with_served_faults, "served", served.docs_table()),
         opacus: with_block(opacus.read_text(), "opacus", protected_modules.docs_table()),
         BENCHMARKS / "README.md": index_page(),
         **{BENCHMARKS / folder / "README.md": folder_page(folder) for folder in SECTIONS},

@@ -2,7 +2,8 @@
 
 784 inputs, 1,024 outputs, batch 256, ternary projections; server and client are processes of their own with one thread
 each, the connection is encrypted. Required on `camera`: at most 1.3 times the local call; `gaussian`, whose reading
-takes a few milliseconds, is reported.
+takes a few milliseconds, is reported. Processor time is that of client and server together, over that of the local
+call; other work on the machine does not change it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,8 @@ START = "from training.cli import main; main()"
 
 
 @contextlib.contextmanager
-def serving(name: str, folder: Path) -> Iterator[str]:
-    """Serve a device from a process of its own; yields its address."""
+def serving(name: str, folder: Path) -> Iterator[tuple[str, int]]:
+    """Serve a device from a process of its own; yields its address and the number of the process."""
     keys, journal = folder / "server", folder / "usage.jsonl"
     ends = ["--bind", "tcp://127.0.0.1:*", "--keys", str(keys), "--journal", str(journal)]
     server = subprocess.Popen(
@@ -51,7 +53,7 @@ def serving(name: str, folder: Path) -> Iterator[str]:
         found = re.search(r" at tcp://(\S+);", line)
         if found is None:
             raise RuntimeError(f"the server said {line!r}")
-        yield f"remote://{found[1]}"
+        yield f"remote://{found[1]}", server.pid
     finally:
         server.terminate()
         server.communicate()
@@ -67,28 +69,50 @@ def make_keys(folder: Path) -> None:
     os.environ["XDG_CONFIG_HOME"] = str(folder / "user")
 
 
+def processor_s(process: int) -> float:
+    """Return the processor time of all threads of a process so far, seconds."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(name: str, folder: Path, repeats: int) -> dict[str, Any]:
-    """Return median seconds of a call, and their ratio."""
+    """Return median seconds of a call, processor seconds of a call, and their ratios."""
     x = torch.randint(-1, 2, (BATCH, N_INPUTS), generator=torch.Generator().manual_seed(0)).float()
     window = {"n_inputs": N_INPUTS, "n_outputs": N_OUTPUTS}
     with (
-        serving(name, folder) as address,
+        serving(name, folder) as (address, server),
         open_device(address, **window) as remote,
         open_device(name, **window) as local,
     ):
         work = {SERVED: lambda: remote.project(x), LOCAL: lambda: local.project(x)}
         seconds = interleaved(work, repeats=repeats, inner=5)
-    ratio = seconds[SERVED] / seconds[LOCAL]
-    return {"device": name, "seconds": seconds, "time_ratio": ratio, "required": REQUIRED[name]}
+        spent = {each: _processor_s(work[each], server, 10 * repeats) for each in (LOCAL, SERVED)}
+    return {
+        "device": name,
+        "seconds": seconds,
+        "time_ratio": seconds[SERVED] / seconds[LOCAL],
+        "processor_seconds": spent,
+        "processor_ratio": spent[SERVED] / spent[LOCAL],
+        "required": REQUIRED[name],
+    }
+
+
+def _processor_s(act: Callable[[], object], server: int, calls: int) -> float:
+    """Return the processor time of a call, in this process and in the server."""
+    before = time.process_time() + processor_s(server)
+    for _ in range(calls):
+        act()
+    return (time.process_time() + processor_s(server) - before) / calls
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """Return a device's figures as text."""
     times = (f"{1e3 * row['seconds'][each]:.1f} ms" for each in (SERVED, LOCAL))
-    return (row["device"], *times, f"{row['time_ratio']:.2f}")
+    processor = f"{row['processor_ratio']:.2f}" if "processor_ratio" in row else "not measured"
+    return (row["device"], *times, f"{row['time_ratio']:.2f}", processor)
 
 
-HEADER = ("device", "a call over loopback", "the local call", "ratio")
+HEADER = ("device", "a call over loopback", "the local call", "ratio", "ratio of processor time")
 
 
 def docs_table() -> str:

@@ -42,7 +42,7 @@ from opusim.devices.certificate import (
     TestedProperty,
 )
 from opusim.errors import ConfigError, NoiseBelowCertificate
-from opusim.noise import GaussianNoise
+from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
 from opusim.p_values import FAMILY_ALARM, PropertyTest
 
 _PILOT_FRAMES = 4
@@ -206,10 +206,12 @@ def calibrate(
 
     Raises:
         ValueError: a number out of range, or frames that cannot be evaluated.
+        ConfigError: the device is served by another machine, and its law is one of counts.
         DeviceError: the device fails.
     """
     checks.in_range(1e-11, 0.5, beta=beta)
     checks.integer(readings=readings, minimum=30)
+    _require_frames(device)
     opened = device.usage.frames
     inputs = constant_inputs(device.n_inputs)
     samples = np.stack([_readings_of(x, device, readings) for x in inputs])
@@ -235,6 +237,18 @@ def calibrate(
     return Calibration(
         certificate=certificate, readings=samples[0], reading_noise=found.noise, transfer=found.transfer
     )
+
+
+def _require_frames(device: NoisyDevice) -> None:
+    """Refuse a device of another machine whose law is one of counts: readings alone certify none."""
+    counts = isinstance(device.stated_noise, PhotonCountNoise | FluctuatingCountNoise)
+    if counts and device.identity[0] != device.name:
+        raise ConfigError(
+            device.name,
+            "kind",
+            "is served, and a law of counts needs frames, which only its own machine takes; calibrate it there "
+            "before it is served, and start its server with --certificate",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,17 @@ class Usage:
             programmings=self.programmings - earlier.programmings,
         )
 
+    def times(self, repeats: int) -> Usage:
+        """Return what so many repeats of this work use."""
+        checks.integer(repeats=repeats, minimum=0)
+        return Usage(
+            frames=repeats * self.frames,
+            seconds=repeats * self.seconds,
+            joules=repeats * self.joules,
+            host_seconds=repeats * self.host_seconds,
+            programmings=repeats * self.programmings,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as JSON values."""
         return asdict(self)
@@ -64,17 +75,18 @@ class Usage:
         return cls(**content)
 
 
-def expected_usage(frames: FrameSettings, *, readings: int, calls: int) -> Usage:
+def expected_usage(frames: FrameSettings, *, readings: int, calls: int, n_outputs: int) -> Usage:
     """Return what some readings will use, as far as the description tells.
 
     Args:
         frames: the description's section.
         readings: ternary projections, at least 0.
         calls: calls that take them, at least 0.
+        n_outputs: outputs of the window, whose frames may take longer to read out, at least 1.
     """
     checks.integer(readings=readings, calls=calls, minimum=0)
     shown = readings * frames.frames_per_projection
-    seconds = shown * frames.frame_period_us * 1e-6
+    seconds = shown * frames.period_us(n_outputs) * 1e-6
     host_us = shown * (frames.host_us_per_frame or 0.0) + calls * (frames.host_us_per_call or 0.0)
     return Usage(frames=shown, seconds=seconds, joules=seconds * frames.power_w, host_seconds=host_us * 1e-6)
 

@@ -55,6 +55,9 @@ def serve_command(
     ] = None,
     journal: _JOURNAL = None,
     clients: Annotated[int, typer.Option("--clients", help="Clients at once, at most.")] = 256,
+    clients_per_user: Annotated[
+        int, typer.Option("--clients-per-user", help="Clients of one user at once, at most.")
+    ] = 64,
     request_mib: Annotated[float, typer.Option("--request-mib", help="Largest message from a client.")] = 64,
     reply_mib: Annotated[float, typer.Option("--reply-mib", help="Largest reading.")] = 256,
     silence_s: Annotated[
@@ -77,7 +80,13 @@ def serve_command(
     from opusim.serving.zeromq import require_zmq
 
     require_zmq()
-    limits = Limits(clients=clients, request_mib=request_mib, reply_mib=reply_mib, silence_s=silence_s)
+    limits = Limits(
+        clients=clients,
+        clients_per_user=clients_per_user,
+        request_mib=request_mib,
+        reply_mib=reply_mib,
+        silence_s=silence_s,
+    )
     description, users = load_description(name), Users(keys)
     kept = Journal(journal or journal_file(description.name))
     stop = threading.Event()

@@ -1,4 +1,8 @@
-"""The door of a server: an encrypted socket that says whose key each message came under."""
+"""The door of a server: an encrypted socket that says whose key each message came under.
+
+libzmq asks who may come in by ZAP (rfc.zeromq.org/spec/27), which is answered here, in the thread that reads messages.
+pyzmq's own authenticator is a thread with an event loop; a server that ends would wait for it.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,10 @@ from opusim.serving.zeromq import require_zmq, zmq
 _LOG = logging.getLogger("opusim.serving")
 _HANDSHAKE_MS = 10_000
 _BELL = "inproc://bell"
+_ZAP, _ZAP_VERSION = "inproc://zeromq.zap.01", b"1.0"
 _DOMAIN = "opusim"
 _MESSAGES_AT_ONCE = 256
+_LINGER_MS = 1000
 
 
 class Door:
@@ -39,9 +45,8 @@ class Door:
         _allow_many_connections()
         self._users = users
         self._context = zmq.Context()
-        self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
-        self._authenticator.start()  # before the first connection, which would be let in without it
-        self._authenticator.configure_curve_callback(_DOMAIN, credentials_provider=users)
+        self._zap: Any = self._context.socket(zmq.REP)
+        self._zap.bind(_ZAP)  # before the first connection, which would be let in without it
         self._router: Any = self._context.socket(zmq.ROUTER)
         self._bell: Any = self._context.socket(zmq.PULL)
         self._bell.bind(_BELL)
@@ -54,7 +59,7 @@ class Door:
             raise ConfigError("--bind", bind, reason) from error
         self.endpoint: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller = zmq.Poller()
-        for socket in (self._router, self._bell, self._events):
+        for socket in (self._router, self._bell, self._events, self._zap):
             self._poller.register(socket, zmq.POLLIN)
 
     def _configured(self, largest: int, silence_s: float) -> Any:
@@ -84,6 +89,8 @@ class Door:
             For each message its route, the user (None if the key was removed meanwhile) and its frames.
         """
         ready = dict(self._poller.poll(most_ms))
+        if self._zap in ready:
+            self._admit()
         if self._bell in ready:
             self._bell.recv()
         if self._events in ready:
@@ -93,6 +100,18 @@ class Door:
             )
             _LOG.warning("refused a connection: %s", known)
         return self._messages() if self._router in ready else []
+
+    def _admit(self) -> None:
+        """Answer libzmq's question whether a connection may come in: only CURVE, and only a key that is known."""
+        version, request, domain, _, _, mechanism, *credentials = self._zap.recv_multipart()
+        public, known = b"", False
+        if (version, domain, mechanism) == (_ZAP_VERSION, _DOMAIN.encode(), b"CURVE") and len(
+            credentials
+        ) == 1:
+            public = zmq.utils.z85.encode(credentials[0])
+            known = self._users.find(public.decode()) is not None
+        status = [b"200", b"OK", public] if known else [b"400", b"unknown key", b""]
+        self._zap.send_multipart([_ZAP_VERSION, request, *status, b""])
 
     def _messages(self) -> list[tuple[bytes, Key | None, list[memoryview]]]:
         found: list[tuple[bytes, Key | None, list[memoryview]]] = []
@@ -109,6 +128,7 @@ class Door:
     def bell(self) -> Any:
         """Return a socket for another thread, which ends `wait` by sending on it, and closes it in the end."""
         bell = self._context.socket(zmq.PUSH)
+        bell.setsockopt(zmq.LINGER, 0)
         bell.connect(_BELL)
         return bell
 
@@ -121,8 +141,8 @@ class Door:
         self._router.disable_monitor()
         self._events.close(linger=0)
         self._bell.close(linger=0)
-        self._router.close(linger=1000)
-        self._authenticator.stop()
+        self._router.close(linger=_LINGER_MS)
+        self._zap.close(linger=0)
         self._context.term()
 
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from opusim import checks
+from opusim.crossbar.converter import Converter
 from opusim.description.schema import AccessSettings, DeviceDescription
 from opusim.devices.access import Access
 from opusim.devices.base import NoisyDevice
@@ -30,11 +31,20 @@ from opusim.devices.inputs import drawn_shape
 from opusim.devices.kinds import Capability, capabilities_of
 from opusim.devices.registry import open_described
 from opusim.devices.usage import Usage
-from opusim.errors import CapabilityMissing, ConfigError
-from opusim.noise import GaussianNoise, NoiseModel, PhotonCountNoise
+from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable
+from opusim.noise import (
+    ConverterLatticeNoise,
+    FluctuatingCountNoise,
+    GaussianNoise,
+    NoiseModel,
+    PhotonCountNoise,
+    SignalGaussianNoise,
+)
 
-SERVED: tuple[Capability, ...] = ("project", "draw", "intensities", "matrix")
-"""Capabilities that a client may use; programming a shared device would change it under the others."""
+_CUT = GaussianNoise, PhotonCountNoise, FluctuatingCountNoise, SignalGaussianNoise, ConverterLatticeNoise
+"""Laws that say how they depend on outputs."""
+SERVED: tuple[Capability, ...] = get_args(Capability)
+"""What a client may use; a shared device is programmed by a client that has it to itself."""
 _FINGERPRINT = 8, 32, 64
 """Reference vectors, outputs and readings of each of a fingerprint."""
 SAME_MEDIUM = 0.25
@@ -88,15 +98,29 @@ class View:
         self.device = device
         self._columns = slice(window.first, window.first + window.n_outputs)
         self._whole = (window.first, window.n_outputs) == (0, device.n_outputs)
+        self.is_programmable = "program" in device.capabilities
+        """Whether the law is that of what the device holds, which must not be written before a client asks for it."""
+        self.law = None if self.is_programmable else self._found_law()
         self._spent = Usage() if shared else device.usage
-        self.law = self._law()
+        self.held = 0
+        """How often the device had been changed when the client opened it, or changed it."""
 
-    def _law(self) -> NoiseModel | None:
+    def look_up_law(self) -> None:
+        """Let `law` be that of what a programmable device holds."""
+        self.law = self.count(self._found_law)
+
+    def _found_law(self) -> NoiseModel | None:
         """Return the law of the view's outputs, or None if it is unknown."""
         law = self.device.stated_noise
         if law is None or self._whole:
             return law
         return law_of_outputs(law, self._columns)
+
+    @property
+    def converter(self) -> dict[str, Any] | None:
+        """The converter that a programmable device states, as JSON values; None for other devices."""
+        found = getattr(self.device, "converter", None)
+        return asdict(found) if isinstance(found, Converter) else None
 
     @property
     def usage(self) -> Usage:
@@ -143,6 +167,47 @@ class View:
         matrix = self.device.require("matrix").matrix().cpu().numpy()
         return matrix[self._columns, : self.window.n_inputs]
 
+    def multiply(self, x: np.ndarray) -> np.ndarray:  # (batch, n_inputs) -> (batch, n_outputs)
+        """Return `Multiplies.multiply` of the view."""
+        device = self.device.require("multiply")
+        y = self.count(lambda: device.multiply(torch.from_numpy(self._shown(x))))
+        return self._seen(y.cpu().numpy())
+
+    def multiply_transposed(self, x: np.ndarray) -> np.ndarray:  # (batch, n_outputs) -> (batch, n_inputs)
+        """Return `MultipliesTransposed.multiply_transposed` of the view; the outputs of others stay dark."""
+        device = self.device.require("multiply_transposed")
+        checks.shape((None, self.window.n_outputs), x=x)
+        shown = np.zeros((len(x), self.device.n_outputs), dtype=np.float32)
+        shown[:, self._columns] = x
+        y: torch.Tensor = self.count(lambda: device.multiply_transposed(torch.from_numpy(shown)))
+        return y.cpu().numpy()[:, : self.window.n_inputs]
+
+    def program(self, matrix: np.ndarray) -> np.ndarray:  # (n_outputs, n_inputs)
+        """Return `Programmable.program` of the view, which must be the whole device."""
+        device = self.device.require("program")
+        if not self._whole or self.window.n_inputs != self.device.n_inputs:
+            raise ValueError(
+                f"program: the device is written as a whole, {self.device.n_inputs} inputs and "
+                f"{self.device.n_outputs} outputs; open that window"
+            )
+        realised = self.count(lambda: device.program(torch.from_numpy(matrix.copy())))
+        self.look_up_law()
+        return np.asarray(realised.cpu().numpy())
+
+    def wait(self, seconds: float) -> np.ndarray:  # (n_outputs, n_inputs)
+        """Return `Waits.wait` of the view."""
+        device = self.device.require("wait")
+        matrix = self.count(lambda: device.wait(seconds)).cpu().numpy()
+        self.look_up_law()
+        return np.asarray(matrix[self._columns, : self.window.n_inputs])
+
+    def programming_std(self, matrix: np.ndarray) -> np.ndarray:
+        """Return the spread of programming that the device states for a matrix, of its shape; 0 without one."""
+        told = getattr(self.device, "programming_std", None)
+        if told is None:
+            return np.zeros_like(matrix)
+        return np.asarray(told(torch.from_numpy(matrix.copy())).cpu().numpy(), dtype=np.float32)
+
     def seek(self, step: int) -> None:
         """Position the noise, and let the device's monitor look if a check is due."""
         self.count(lambda: self.device.seek(step))
@@ -169,19 +234,20 @@ class View:
 def law_of_outputs(law: NoiseModel, outputs: slice) -> NoiseModel | None:
     """Return the law of some outputs, or None if it is unknown how the law depends on outputs.
 
-    Numbers that are told for each output are cut; numbers for all outputs stay.
+    Numbers that are told for each output are cut; numbers for all outputs stay, and so does beta: limits that hold for
+    all outputs hold for some. The power of fluctuating light is common to a frame, so that some of its pixels see it
+    with the same law.
     """
-    if not isinstance(law, GaussianNoise | PhotonCountNoise):
+    if not isinstance(law, _CUT):
         return None
-    count = outputs.stop - outputs.start
     numbers: dict[str, Any] = {}
     for field in fields(law):
         value = getattr(law, field.name)
         is_cut = isinstance(value, np.ndarray) and value.ndim > 0 and value.shape[-1] == law.n_outputs
         numbers[field.name] = value[..., outputs] if is_cut else value
-    if isinstance(law, GaussianNoise):
-        return GaussianNoise(**{**numbers, "n_outputs": count})
-    return PhotonCountNoise(**numbers)
+    if "n_outputs" in numbers:
+        numbers["n_outputs"] = outputs.stop - outputs.start
+    return type(law)(**numbers)
 
 
 class Instrument:
@@ -223,7 +289,7 @@ class Instrument:
         self._access = Access(patience, description.name, lambda: None)
         self._certificate = None if certificate is None else load_certificate(certificate)
         self._torch_device = torch_device
-        self._seeks = 0
+        self._seeks = self._changes = 0
         self._device: NoisyDevice | None = None
         if self.shared:
             self._device = self._opened(
@@ -252,7 +318,9 @@ class Instrument:
     def view(self, window: Window) -> View:
         """Open the part of the instrument that a client asks for."""
         if self._device is not None:
-            return View(self._device, window, shared=True, once=self._access.once)
+            view = View(self._device, window, shared=True, once=self._access.once)
+            view.held = self._changes
+            return view
         whole = Window(
             n_inputs=window.n_inputs,
             first=0,
@@ -267,6 +335,25 @@ class Instrument:
         if view.shared:
             step, self._seeks = self._seeks, self._seeks + 1
         view.seek(step)
+
+    def note_change(self, view: View) -> None:
+        """Note that a client changed what the device holds; the fingerprint of a shared one is another one then."""
+        if not view.shared:
+            return
+        self._changes += 1
+        view.held = self._changes
+        self.fingerprint = self._fingerprint()
+
+    def require_unchanged(self, view: View) -> None:
+        """Refuse a client whose shared device another client programmed.
+
+        Raises:
+            DeviceUnavailable: that happened since it was opened.
+        """
+        if view.shared and view.held != self._changes:
+            raise DeviceUnavailable(
+                f"device {self.description.name!r} was programmed by another client; open it again to use what it holds"
+            )
 
     def close(self) -> None:
         """Close the device that clients share."""

@@ -183,17 +183,20 @@ def server_key(host: str, port: int) -> Key:
 class Users:
     """The users that a server knows: every ``*.pub`` of its folder but its own, read again every second.
 
-    A file that is no key is left out, with a line in the log.
+    A file is left out, with a line in the log, if it is no key, if it holds another name than its own (a user would
+    pass for another one), or if it holds the public key of an earlier file.
 
     Args:
-        folder: the server's keys.
+        folder: the server's keys; only its owner may write there.
 
     Raises:
-        ConfigError: the server's own pair is missing, unreadable or expired.
+        ConfigError: the server's own pair is missing, unreadable or expired, or others may add keys.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        if folder.is_dir() and folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(str(folder), "mode", f"others may add keys here; run: chmod go-w {folder}")
         path = folder / f"{SERVER_NAME}.key"
         if not path.exists():
             command = f"opusim device keys new {SERVER_NAME} --folder {folder}"
@@ -212,17 +215,25 @@ class Users:
             self._read_at = time.monotonic()
         return self._known.get(public)
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a connection with this public key, in Z85, is let in; called by pyzmq's authenticator."""
-        return self.find(key.decode("ascii", "replace")) is not None
+    def admits(self, public: str) -> bool:
+        """Whether a public key is known and has not expired."""
+        key = self.find(public)
+        return key is not None and not key.has_expired
 
     def _read(self) -> dict[str, Key]:
-        known = {}
+        known: dict[str, Key] = {}
         for path in sorted(self._folder.glob("*.pub")):
             if path.stem == SERVER_NAME:
                 continue
             try:
                 key = read_key(path, secret=False)
+                if key.name != path.stem:
+                    raise ConfigError(
+                        str(path), "name", f"is {key.name!r}; rename the file to {key.name}.pub"
+                    )
+                if key.public in known:
+                    reason = f"is the key of {known[key.public].name!r} too; have the user make another one"
+                    raise ConfigError(str(path), "public", reason)
             except ConfigError as error:
                 if str(path) not in self._unusable:
                     self._unusable.add(str(path))

@@ -15,9 +15,16 @@ from opusim.serving.messages import MIB, BadMessage, Message, read_message
 from opusim.serving.zeromq import require_zmq, zmq
 
 BEAT_S = 2.0
-"""Seconds between the signs of life that a client sends."""
+"""Seconds between the signs of life that a client sends, at most."""
+_BEATS = 5
+"""Signs of life, at least, within a time of silence after which one side takes the other for lost."""
 _RECONNECT_MS = 100, 2000
 _ANSWER_LIMIT = 2**40
+
+
+def beat_s(*silences_s: float) -> float:
+    """Return the seconds between signs of life for which no side takes the other for lost: `_BEATS` in each time."""
+    return min(BEAT_S, *(each / _BEATS for each in silences_s))
 
 
 class Link:
@@ -41,9 +48,10 @@ class Link:
     def __init__(self, host: str, port: int, key: Key, server: Key, *, name: str, silence_s: float) -> None:
         require_zmq()
         self._name, self._user, self._silence_s = name, key.name, silence_s
+        self._beat_s = beat_s(silence_s)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._handshakes_failed = 0
+        self._handshakes_failed, self._has_met = 0, False
         self._closing = False
         socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         self._socket = socket
@@ -52,11 +60,12 @@ class Link:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
-        socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * BEAT_S))
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * self._beat_s)))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * silence_s))
         socket.setsockopt(zmq.IPV6, 1)
         failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        self._events = socket.get_monitor_socket(failures | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        handshakes = failures | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._events = socket.get_monitor_socket(handshakes)
         try:
             socket.connect(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
@@ -81,7 +90,7 @@ class Link:
 
         Args:
             message: the request; its value "request" names it.
-            probe: what is sent after every `BEAT_S` seconds without an answer; None sends the request again, which the
+            probe: what is sent after every `beat_s` seconds without an answer; None sends the request again, which the
                 server must not mind.
             on_state: called with each message of kind "state" and returns whether to send the request again.
             timeout_s: seconds that the request may take, not counted while other clients have their turn; None for no
@@ -96,7 +105,7 @@ class Link:
             self._forget_late_answers()
             heard = begun = time.monotonic()
             self._send(frames)
-            beat = heard + BEAT_S
+            beat = heard + self._beat_s
             while True:
                 answer = self._receive(request, until=beat)
                 now = time.monotonic()
@@ -116,7 +125,7 @@ class Link:
                     raise DeviceTimeout(f"device {self._name!r} did not finish a call within {timeout_s:g} s")
                 if now >= beat:
                     self._send(frames if probe is None else probe.frames())
-                    beat = now + BEAT_S
+                    beat = now + self._beat_s
 
     def beat(self, message: Message) -> None:
         """Send a sign of life that nothing answers, unless a request is under way."""
@@ -157,7 +166,7 @@ class Link:
         while (left := until - time.monotonic()) > 0:
             ready = dict(poller.poll(max(1, int(1000 * left))))
             if self._events in ready:
-                self._take_failure(zmq.utils.monitor.recv_monitor_message(self._events))
+                self._take_handshake(zmq.utils.monitor.recv_monitor_message(self._events))
             if self._socket in ready:
                 frames = self._socket.recv_multipart(copy=False)
                 try:
@@ -170,7 +179,10 @@ class Link:
                     return message
         return None
 
-    def _take_failure(self, event: Mapping[str, Any]) -> None:
+    def _take_handshake(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._has_met = True
+            return
         self._handshakes_failed += 1
         if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             raise DeviceUnavailable(
@@ -180,7 +192,7 @@ class Link:
 
     def _silence(self) -> DeviceUnavailable:
         cause = "check that it runs and that the network lets you through"
-        if self._handshakes_failed:
+        if self._handshakes_failed and not self._has_met:
             cause = "what listens there has another key than the server.pub here, or is no opusim server"
         return DeviceUnavailable(
             f"device {self._name!r}: no answer from its server for {self._silence_s:g} s; {cause}"
@@ -188,14 +200,15 @@ class Link:
 
 
 class Heartbeat:
-    """A thread that tells a server, every `BEAT_S` seconds, that its client lives.
+    """A thread that tells a server that its client lives.
 
     Args:
         send: sends the sign of life.
+        every_s: seconds between two signs.
     """
 
-    def __init__(self, send: Callable[[], None]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[], None], every_s: float) -> None:
+        self._send, self._every_s = send, every_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="opusim-heartbeat", daemon=True)
         self._thread.start()
@@ -206,8 +219,8 @@ class Heartbeat:
         self._thread.join()
 
     def _work(self) -> None:
-        while not self._stop.wait(BEAT_S):
+        while not self._stop.wait(self._every_s):
             self._send()
 
 
-__all__ = ["BEAT_S", "MIB", "Heartbeat", "Link"]
+__all__ = ["BEAT_S", "MIB", "Heartbeat", "Link", "beat_s"]

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from pydantic import Field, ValidationError
 
+from opusim.crossbar.converter import Converter
 from opusim.description.schema import DeviceDescription
 from opusim.description.section import StrictSection, first_problem, flat
 from opusim.devices.access import patience_s
-from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.certificate import Certificate
 from opusim.devices.monitor import BEFORE_ALL
@@ -32,8 +32,9 @@ from opusim.errors import ConfigError, DeviceBusy, DeviceFault, NoiseUnknown
 from opusim.noise import NoiseModel
 from opusim.serving.instrument import same_medium, unpacked_law
 from opusim.serving.keys import own_key, server_key
-from opusim.serving.link import Heartbeat, Link
+from opusim.serving.link import Heartbeat, Link, beat_s
 from opusim.serving.messages import MIB, Message, told_error
+from opusim.serving.products import RemoteProducts
 
 KIND = SCHEME = "remote"
 _LOG = logging.getLogger("opusim")
@@ -92,7 +93,8 @@ def describe(address: str) -> dict[str, Any]:
         DeviceUnavailable: the server does not answer, or refuses the key.
     """
     host, port, options = _parsed(address)
-    link = _linked(host, port, options.get("key"), address, _CONNECT_S)
+    silence_s = float(options.get("silence_s", _CONNECT_S))
+    link = _linked(host, port, options.get("key"), address, silence_s if silence_s > 0 else _CONNECT_S)
     try:
         answer = link.ask(Message(kind="describe", values={"request": link.new_request()}))
     finally:
@@ -156,7 +158,7 @@ def _linked(host: str, port: int, key: str | None, name: str, silence_s: float) 
     return Link(host, port, own_key(key), server_key(host, port), name=name, silence_s=silence_s)
 
 
-class RemoteDevice(NoisyDevice):
+class RemoteDevice(RemoteProducts):
     """A device that a server shares (`opusim device serve`).
 
     Readings, noise, usage and errors are the server's. In ``experiment``, readings of a simulation are those of the
@@ -182,7 +184,6 @@ class RemoteDevice(NoisyDevice):
         self._link: Link | None = None
         self._heartbeat: Heartbeat | None = None
         self._session = ""
-        self._law: NoiseModel | None = None
         self._told: Usage = Usage()
         self._earlier = Usage()
         self._first_look: Baseline | None = None
@@ -192,7 +193,7 @@ class RemoteDevice(NoisyDevice):
         self._sought: int | None = None
         self._readings = 0
         self._repeats = False
-        self._request_mib = 0.0
+        self._request_mib = self._beat_s = 0.0
 
     @classmethod
     def capabilities_of(cls, description: DeviceDescription) -> frozenset[Any]:
@@ -207,6 +208,9 @@ class RemoteDevice(NoisyDevice):
     @property
     def described_noise(self) -> NoiseModel:
         """See NoisyDevice.described_noise: the law that the server states, a certificate's if it has one."""
+        if self._law is None and "program" in self.capabilities:
+            self._require_open()
+            self._take_law(self._call("law"), arrays_before=0)
         if self._law is None:
             raise NoiseUnknown(f"device {self.name!r} states no law for its noise; calibrate it")
         return self._law
@@ -242,17 +246,6 @@ class RemoteDevice(NoisyDevice):
             self._first_look = self._compared = baseline
             self._call("compare", baseline.to_array())
 
-    def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
-        """Return the served device's matrix, float32; one of its capabilities.
-
-        Raises:
-            CapabilityMissing: the server does not offer it.
-            ValueError: it exceeds what the server sends.
-        """
-        self._require_open()
-        self.require("matrix")
-        return self._tensor(self._call("matrix"))
-
     # The interface of NoisyDevice
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
@@ -278,7 +271,7 @@ class RemoteDevice(NoisyDevice):
             self._link.close()
             self._link = None
             raise
-        self._heartbeat = Heartbeat(self._beat)
+        self._heartbeat = Heartbeat(self._beat, self._beat_s)
 
     def _close(self) -> None:
         if self._heartbeat is not None:
@@ -296,7 +289,7 @@ class RemoteDevice(NoisyDevice):
         if self._link is not None:
             self._link.close()
         self._link = self._connected()
-        self._heartbeat = Heartbeat(self._beat)
+        self._heartbeat = Heartbeat(self._beat, self._beat_s)
 
     def _connected(self) -> Link:
         host, _, port = self._options.address.rpartition(":")
@@ -351,10 +344,13 @@ class RemoteDevice(NoisyDevice):
         self._session = answer.value("session", str)
         self._require_same(answer)
         self._law = unpacked_law(answer.value("law", (dict, type(None))), answer.arrays)
+        converter = answer.value("converter", (dict, type(None)), None)
+        self._converter = Converter() if converter is None else Converter(**converter)
         self._told = Usage.from_json(answer.value("usage", dict))
         self._repeats = answer.value("repeats", bool)
         self._request_mib = float(answer.value("request_mib", (int, float)))
-        self._number, self._pending = 0, None
+        self._beat_s = beat_s(self._options.silence_s, float(answer.value("silence_s", (int, float))))
+        self._number, self._pending, self._is_changed = 0, None, False
         if answer.value("monitored", bool):
             self._first_look = Baseline.from_array(np.array(answer.arrays[-1], dtype=np.float64))
 
@@ -371,8 +367,13 @@ class RemoteDevice(NoisyDevice):
             self._link.tell(Message(kind="close", values={"session": self._session}))
         raise DeviceFault(f"device {self.name!r}: {what}; bring the earlier one back, or begin a new run")
 
-    def _enter_again(self) -> None:
-        """Get a new place after the server lost the earlier one, unless a step would change."""
+    def _enter_again(self, act: str) -> None:
+        """Get a new place after the server lost the earlier one, unless a step or a programmed matrix would change."""
+        if self._is_changed and act != "program":
+            raise DeviceFault(
+                f"device {self.name!r}: its server was restarted, or dropped this client, and holds another "
+                "matrix; program it again"
+            )
         if self._repeats and self.mode == "experiment" and self._sought is None and self._readings:
             raise DeviceFault(
                 f"device {self.name!r}: its server was restarted, or dropped this client, amid a step; resume the run"
@@ -408,7 +409,7 @@ class RemoteDevice(NoisyDevice):
                 break
             if answer.values.get("class") != _SESSION_LOST:
                 raise told_error(answer)
-            self._enter_again()
+            self._enter_again(act)
         self._sought = None
         self._readings += 1
         self._told = Usage.from_json(answer.value("usage", dict))
@@ -443,8 +444,3 @@ class RemoteDevice(NoisyDevice):
         if holder:
             _LOG.warning("opusim: device %r is reserved by %s; waiting", self.name, holder)
         return bool(state.value("number", int, 0) < number or state.value("answered", bool, False))
-
-    def _tensor(self, answer: Message) -> torch.Tensor:
-        if len(answer.arrays) != 1:
-            raise DeviceFault(f"device {self.name!r}: its server answered without a reading; restart it")
-        return torch.from_numpy(np.array(answer.arrays[0], dtype=np.float32)).to(self._torch_device)

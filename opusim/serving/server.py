@@ -8,21 +8,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from opusim import checks
-from opusim.devices.usage import Usage
 from opusim.errors import ConfigError, DeviceError, DeviceFault, DeviceUnavailable, NoiseBelowCertificate
 from opusim.serving.door import Door
 from opusim.serving.fair_queue import FairQueue
 from opusim.serving.instrument import Instrument, Window, packed_law
-from opusim.serving.journal import Entry, Journal
+from opusim.serving.journal import Journal
 from opusim.serving.keys import Key, Users
 from opusim.serving.messages import MIB, BadMessage, Message, error_message, read_message
-from opusim.serving.sessions import Places, Session, Work, content_digest, require_room
+from opusim.serving.sessions import TELLING, Places, Session, Work, content_digest, require_room
 
 _LOG = logging.getLogger("opusim.serving")
 _TICK_MS = 200
@@ -37,18 +36,20 @@ class Limits:
 
     Attributes:
         clients: clients at once, at least 1.
+        clients_per_user: clients of one user at once, those who wait included, at least 1.
         request_mib: size of a message from a client, MiB, above 0.
         reply_mib: size of a reading, MiB, above 0.
         silence_s: seconds after which a client that was not heard loses its place, above 0.
     """
 
     clients: int = 256
+    clients_per_user: int = 64
     request_mib: float = 64.0
     reply_mib: float = 256.0
     silence_s: float = 20.0
 
     def __post_init__(self) -> None:
-        checks.integer(clients=self.clients, minimum=1)
+        checks.integer(clients=self.clients, clients_per_user=self.clients_per_user, minimum=1)
         checks.positive(request_mib=self.request_mib, reply_mib=self.reply_mib, silence_s=self.silence_s)
 
 
@@ -85,7 +86,11 @@ class Server:
         self._limits = limits or Limits()
         self._request_limit = int(self._limits.request_mib * MIB)
         self._queue: FairQueue[str, Work] = FairQueue()
-        self._places = Places(self._limits.clients, patience_s=self._limits.silence_s)
+        self._places = Places(
+            self._limits.clients,
+            most_of_user=self._limits.clients_per_user,
+            patience_s=self._limits.silence_s,
+        )
         self._done: deque[tuple[Work, Any]] = deque()
         self._failed: DeviceError | None = None
         self._working: Work | None = None
@@ -119,28 +124,30 @@ class Server:
                 self._let_in(route, user, frames)
             for session in self._places.silent(self._limits.silence_s):
                 self._end(session, f"was silent for {self._limits.silence_s:g} s")
+            for session in self._places:
+                if not self._users.admits(session.public):
+                    self._end(session, "has no valid key any more")
             if time.monotonic() - written > _JOURNAL_EVERY_S:
                 self._write_journal()
                 written = time.monotonic()
 
     def _own(self) -> None:
         """Do batch after batch; the only thread that touches the instrument."""
-        bell = self._door.bell()
-        while (taken := self._queue.take()) is not None:
-            token, work = taken
-            self._working, started = work, time.perf_counter()
-            try:
-                found: Any = self._advance(work)
-            except BaseException as error:  # handed to the client
-                found = error
-            work.session.busy_s += time.perf_counter() - started
-            self._working = None
-            if found is None and not work.dropped:
-                self._queue.put(token, work)
-                continue
-            self._done.append((work, found))
-            bell.send(b"")
-        bell.close(linger=0)
+        with self._door.bell() as bell:
+            while (taken := self._queue.take()) is not None:
+                token, work = taken
+                self._working, started = work, time.perf_counter()
+                try:
+                    found: Any = self._advance(work)
+                except BaseException as error:  # handed to the client
+                    found = error
+                work.session.busy_s += time.perf_counter() - started
+                self._working = None
+                if found is None and not work.dropped:
+                    self._queue.put(token, work)
+                    continue
+                self._done.append((work, found))
+                bell.send(b"")
 
     def _advance(self, work: Work) -> tuple[np.ndarray, ...] | None:
         """Do a batch; what the monitor of a shared device finds, and noise below the law, stops all clients."""
@@ -166,9 +173,9 @@ class Server:
             text = f"the key of {user.name!r} expired on {user.expires}; have a new one accepted"
             self._refuse(route, user.name, self._request_of(frames), DeviceUnavailable(text))
         else:
-            self._take_message(route, user.name, frames)
+            self._take_message(route, user, frames)
 
-    def _take_message(self, route: bytes, user: str, frames: list[Any]) -> None:
+    def _take_message(self, route: bytes, user: Key, frames: list[Any]) -> None:
         request = ""
         try:
             message = read_message(frames, limit=self._request_limit)
@@ -180,7 +187,10 @@ class Server:
                 )
             handler(route, user, request, message)
         except (DeviceError, ConfigError, BadMessage, ValueError, TypeError, OverflowError) as error:
-            self._refuse(route, user, request, error)
+            self._refuse(route, user.name, request, error)
+        except Exception as error:  # one client's message must not end the server
+            _LOG.exception("a message of %s failed", user.name)
+            self._refuse(route, user.name, request, error)
 
     def _request_of(self, frames: list[Any]) -> str:
         """Return the request of a refused user's message, so that its client learns why; "" if it has none."""
@@ -190,7 +200,7 @@ class Server:
         except BadMessage:
             return ""
 
-    def _handlers(self) -> dict[str, Callable[[bytes, str, str, Message], None]]:
+    def _handlers(self) -> dict[str, Callable[[bytes, Key, str, Message], None]]:
         return {
             "describe": self._describe,
             "open": self._open,
@@ -199,7 +209,7 @@ class Server:
             "close": self._close,
         }
 
-    def _describe(self, route: bytes, user: str, request: str, message: Message) -> None:
+    def _describe(self, route: bytes, user: Key, request: str, message: Message) -> None:
         served = self._instrument
         values = {
             **self._identity(),
@@ -210,15 +220,18 @@ class Server:
         }
         self._send(route, Message(kind="described", values={"request": request, **values}))
 
-    def _open(self, route: bytes, user: str, request: str, message: Message) -> None:
+    def _open(self, route: bytes, user: Key, request: str, message: Message) -> None:
         """Give a client a place, let it wait, or refuse it; the same ticket leads to the same place."""
-        ticket = message.value("ticket", str)
-        session = self._places.of_ticket(ticket, user)
+        ticket = message.value("ticket", str)[:64]
+        session = self._places.of_ticket(ticket, user.name)
         if session is not None:
             session.route, session.heard = route, time.monotonic()
             opened = session.opened
             self._send(
-                route, self._state(session, request) if opened is None else _with_request(opened, request)
+                route,
+                self._state(session, request)
+                if opened is None
+                else replace(opened, values={**opened.values, "request": request}),
             )
             return
         window = Window(
@@ -231,7 +244,8 @@ class Server:
         self._instrument.check(window)
         reserves, exclusive = message.value("reserves", bool, False), message.value("exclusive", bool, False)
         obstacle = self._places.obstacle(window, reserves=reserves)
-        position = self._places.queued(ticket, obstacle, waits=message.value("waits", bool, False))
+        waits = message.value("waits", bool, False)
+        position = self._places.queued(user.name, ticket, obstacle, waits=waits)
         if position:
             values = {"request": request, "position": position, "reason": obstacle or "others wait"}
             self._send(route, Message(kind="waiting", values=values))
@@ -240,7 +254,8 @@ class Server:
         session = Session(
             token=secrets.token_hex(16),
             ticket=ticket,
-            user=user,
+            user=user.name,
+            public=user.public,
             label=label,
             window=window,
             reserves=reserves,
@@ -253,7 +268,7 @@ class Server:
         session.running = Work(session, message)
         self._queue.put(session.token, session.running)
 
-    def _call(self, route: bytes, user: str, request: str, message: Message) -> None:
+    def _call(self, route: bytes, user: Key, request: str, message: Message) -> None:
         """Take a call, or answer a repeated one with the answer that it had."""
         session = self._session(message, user)
         if session is None:
@@ -276,7 +291,7 @@ class Server:
         session.running = Work(session, message)
         self._queue.put(session.token, session.running)
 
-    def _alive(self, route: bytes, user: str, request: str, message: Message) -> None:
+    def _alive(self, route: bytes, user: Key, request: str, message: Message) -> None:
         session = self._session(message, user)
         if session is None:
             if request:
@@ -302,15 +317,15 @@ class Server:
         }
         return Message(kind="state", values=values)
 
-    def _close(self, route: bytes, user: str, request: str, message: Message) -> None:
+    def _close(self, route: bytes, user: Key, request: str, message: Message) -> None:
         session = self._session(message, user)
         if session is not None:
             self._end(session, "closed the device")
-        self._places.forget(message.value("ticket", str, ""))
+        self._places.forget(user.name, message.value("ticket", str, "")[:64])
         self._send(route, Message(kind="closed", values={"request": request}))
 
-    def _session(self, message: Message, user: str) -> Session | None:
-        return self._places.find(message.value("session", str), user)
+    def _session(self, message: Message, user: Key) -> Session | None:
+        return self._places.find(message.value("session", str), user.name)
 
     # Answers
 
@@ -345,8 +360,13 @@ class Server:
             return error_message(found, request=request)
         if work.is_opening:
             return self._opened(session, request)
-        usage = None if session.view is None else session.view.usage.to_json()
-        return Message(kind="answer", values={"request": request, "usage": usage}, arrays=found)
+        view = session.view
+        values = {"request": request, "usage": None if view is None else view.usage.to_json()}
+        arrays: tuple[np.ndarray, ...] = found
+        if view is not None and work.message.values.get("act") in TELLING:
+            values["law"], more = packed_law(view.law)
+            arrays += tuple(more)
+        return Message(kind="answer", values=values, arrays=arrays)
 
     def _opened(self, session: Session, request: str) -> Message:
         view = session.view
@@ -362,7 +382,9 @@ class Server:
             "usage": view.usage.to_json(),
             "repeats": not view.shared,
             "request_mib": self._limits.request_mib,
+            "silence_s": self._limits.silence_s,
             "monitored": baseline is not None,
+            "converter": view.converter,
         }
         _LOG.info("%s opened %d outputs (%s)", session.user, session.window.n_outputs, session.label)
         return Message(
@@ -420,31 +442,11 @@ class Server:
             self._write(session)
 
     def _write(self, session: Session) -> None:
-        """Write what a client has used since the last entry."""
-        usage = Usage() if session.view is None else session.view.usage
-        before, calls, busy_s = session.logged
-        if session.calls == calls and usage == before:
+        """Write what a client has used since the last entry; a full disk stops no reading."""
+        entry = session.new_entry(self._instrument.description.name)
+        if entry is None:
             return
-        session.logged = usage, session.calls, session.busy_s
-        self._note(
-            Entry.now(
-                self._instrument.description.name,
-                session.user,
-                session.label,
-                calls=session.calls - calls,
-                used=usage - before,
-                busy_s=session.busy_s - busy_s,
-            )
-        )
-
-    def _note(self, entry: Entry) -> None:
-        """Write an entry; a full disk stops no reading."""
         try:
             self._journal.write(entry)
         except OSError as error:
             _LOG.error("the journal %s cannot be written: %s; lost: %s", self._journal.path, error, entry)
-
-
-def _with_request(message: Message, request: str) -> Message:
-    """Return an answer to a repeated request."""
-    return Message(kind=message.kind, values={**message.values, "request": request}, arrays=message.arrays)

@@ -6,18 +6,26 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from opusim.devices.usage import Usage
-from opusim.errors import DeviceBusy
-from opusim.serving.instrument import Instrument, View, Window, require_capability
+from opusim.errors import CapabilityMissing, DeviceBusy
+from opusim.serving.instrument import SERVED, Instrument, View, Window, require_capability
+from opusim.serving.journal import Entry
 from opusim.serving.messages import MIB, BadMessage, Message, raw_bytes
 
 ROWS_AT_ONCE = 1000
 """Vectors of a call that a shared device reads before another client has its turn."""
+READ_BY_ROWS = ("project", "intensities", "multiply", "multiply_transposed")
+"""Acts that read a row for each row of their input."""
+CHANGING = ("program", "wait")
+"""Acts that change what the device holds, and with it its law."""
+TELLING = ("law", *CHANGING)
+"""Acts whose answer tells the law."""
 
 
 @dataclass(eq=False)
@@ -28,6 +36,7 @@ class Session:
         token: its secret name, which its messages carry.
         ticket: the number that the client chose for this opening.
         user: whose key it showed.
+        public: that key.
         label: what the client calls its run.
         window: its part of the instrument.
         reserves: whether no other client may read its outputs.
@@ -48,6 +57,7 @@ class Session:
     token: str
     ticket: str
     user: str
+    public: str
     label: str
     window: Window
     reserves: bool
@@ -63,6 +73,26 @@ class Session:
     calls: int = 0
     busy_s: float = 0.0
     logged: tuple[Usage, int, float] = (Usage(), 0, 0.0)
+
+    def new_entry(self, device: str) -> Entry | None:
+        """Return what the client has used since the last entry; None if that is nothing.
+
+        Args:
+            device: name of the served device.
+        """
+        usage = Usage() if self.view is None else self.view.usage
+        before, calls, busy_s = self.logged
+        if self.calls == calls and usage == before:
+            return None
+        self.logged = usage, self.calls, self.busy_s
+        return Entry.now(
+            device,
+            self.user,
+            self.label,
+            calls=self.calls - calls,
+            used=usage - before,
+            busy_s=self.busy_s - busy_s,
+        )
 
 
 class Work:
@@ -93,33 +123,58 @@ class Work:
             return ()
         if view is None:
             raise BadMessage("call: the session is not open")
+        instrument.require_unchanged(view)
         act, step = self.message.value("act", str), self.message.value("step", int, None)
         if not self.begun and step is not None:
             instrument.seek(view, step)
         self.begun = True
-        if act in ("project", "intensities"):
-            return self._read(act, view, instrument)
-        if act == "draw":
-            require_capability(instrument.can, act)
-            return (view.draw(tuple(self.message.value("shape", list))),)
-        if act == "matrix":
-            require_capability(instrument.can, act)
-            return (view.matrix(),)
+        if act == "seek":
+            return ()
+        if act == "law":
+            view.look_up_law()
+            return ()
         if act == "compare":
             view.compare(self._array())
-        elif act != "seek":
+            return ()
+        if act == "programming_std":
+            return (view.programming_std(self._array()),)
+        if act not in SERVED:
             raise BadMessage(
                 f"call: unknown act {act[:40]!r}; install the same version of opusim on both sides"
             )
-        return ()
-
-    def _read(self, act: str, view: View, instrument: Instrument) -> tuple[np.ndarray, ...] | None:
-        """Read a batch; a simulation, whose noise belongs to the call as a whole, reads the call in one."""
         require_capability(instrument.can, act)
+        if act in READ_BY_ROWS:
+            return self._read(getattr(view, act), view)
+        if act == "draw":
+            return (view.draw(tuple(self.message.value("shape", list))),)
+        if act == "matrix":
+            return (view.matrix(),)
+        return (self._changed(act, view, instrument),)
+
+    def _changed(self, act: str, view: View, instrument: Instrument) -> np.ndarray:
+        """Program the device, or let time pass; what a shared one holds then is new to all its clients."""
+        if view.shared and not self.session.exclusive:
+            raise CapabilityMissing(
+                f"{act} changes the device for its other clients; have it to yourself: remote://HOST:PORT?exclusive"
+            )
+        try:
+            if act == "program":
+                found = view.program(self._array())
+            else:
+                found = view.wait(float(self.message.value("seconds", (int, float))))
+        except (TypeError, ValueError, CapabilityMissing):  # nothing was written
+            raise
+        except BaseException:
+            instrument.note_change(view)
+            raise
+        instrument.note_change(view)
+        return found
+
+    def _read(self, read: Callable[[np.ndarray], np.ndarray], view: View) -> tuple[np.ndarray, ...] | None:
+        """Read a batch; a simulation, whose noise belongs to the call as a whole, reads the call in one."""
         x = self._array()
         stop = min(len(x), self._rows + ROWS_AT_ONCE) if view.shared else len(x)
-        part = x[self._rows : stop]
-        self._done.append(view.project(part) if act == "project" else view.intensities(part))
+        self._done.append(read(x[self._rows : stop]))
         self._rows = stop
         if stop < len(x):
             return None
@@ -143,9 +198,10 @@ def require_room(message: Message, window: Window, *, most: int) -> None:
         ValueError: it would be.
     """
     act, arrays = message.value("act", str), message.arrays
-    numbers = window.n_inputs * window.n_outputs if act == "matrix" else 0
-    if act in ("project", "intensities") and arrays and arrays[0].ndim:
-        numbers = len(arrays[0]) * window.n_outputs
+    numbers = window.n_inputs * window.n_outputs if act in ("matrix", *CHANGING) else 0
+    if act in READ_BY_ROWS and arrays and arrays[0].ndim:
+        width = window.n_inputs if act == "multiply_transposed" else window.n_outputs
+        numbers = len(arrays[0]) * width
     if act == "draw":
         numbers = math.prod(abs(int(length)) for length in message.value("shape", list))
     if 4 * numbers > most:
@@ -171,14 +227,16 @@ class Places:
 
     Args:
         most: clients at once, at least 1.
+        most_of_user: clients of one user at once, those who wait included, at least 1.
         patience_s: as above.
     """
 
-    def __init__(self, most: int, *, patience_s: float) -> None:
-        self._most = most
+    def __init__(self, most: int, *, most_of_user: int, patience_s: float) -> None:
+        self._most, self._most_of_user = most, most_of_user
         self._patience_s = patience_s
         self._sessions: dict[str, Session] = {}
-        self._tickets: dict[str, float] = {}
+        self._tickets: dict[tuple[str, str], float] = {}
+        """When those who wait asked last, by user and ticket."""
 
     def __iter__(self) -> Any:
         return iter(list(self._sessions.values()))
@@ -208,35 +266,43 @@ class Places:
         now = time.monotonic()
         return [each for each in self if now - each.heard > limit_s]
 
-    def queued(self, ticket: str, obstacle: str | None, *, waits: bool) -> int:
+    def queued(self, user: str, ticket: str, obstacle: str | None, *, waits: bool) -> int:
         """Return how many clients get in before this one; 0 if it gets in now.
 
         Args:
+            user: whose it is.
             ticket: of the opening.
             obstacle: what keeps it out, or None.
             waits: whether it waits.
 
         Raises:
-            DeviceBusy: it is kept out and does not wait.
+            DeviceBusy: it is kept out and does not wait, or the user has as many clients as it may.
         """
-        now = time.monotonic()
+        now, mine = time.monotonic(), (user, ticket)
         self._tickets = {
             each: heard for each, heard in self._tickets.items() if now - heard <= self._patience_s
         }
-        before = list(self._tickets).index(ticket) if ticket in self._tickets else len(self._tickets)
+        of_user = sum(each.user == user for each in self) + sum(
+            each[0] == user for each in self._tickets if each != mine
+        )
+        if of_user >= self._most_of_user:
+            raise DeviceBusy(
+                f"{user} has {of_user} clients here, the most that a user may; close one of them"
+            )
+        before = list(self._tickets).index(mine) if mine in self._tickets else len(self._tickets)
         if obstacle is None and before == 0:
-            self._tickets.pop(ticket, None)
+            self._tickets.pop(mine, None)
             return 0
         if not waits:
             raise DeviceBusy(
                 f"{obstacle or f'{before} clients wait for it'}; wait for it with --wait SECONDS or OPUSIM_WAIT"
             )
-        self._tickets[ticket] = now
+        self._tickets[mine] = now
         return before + 1
 
-    def forget(self, ticket: str) -> None:
+    def forget(self, user: str, ticket: str) -> None:
         """Take a client that gave up out of those who wait."""
-        self._tickets.pop(ticket, None)
+        self._tickets.pop((user, ticket), None)
 
     def obstacle(self, window: Window, *, reserves: bool) -> str | None:
         """Return what keeps a client out, or None."""

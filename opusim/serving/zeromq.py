@@ -6,8 +6,8 @@ from opusim.errors import DeviceUnavailable
 
 try:
     import zmq
-    import zmq.auth.thread
     import zmq.utils.monitor
+    import zmq.utils.z85
 except ModuleNotFoundError:  # an extra; `require_zmq` says so when it is needed
     zmq = None  # type: ignore[assignment]
 

@@ -34,6 +34,7 @@ from training.config.sections import TrainerSection
 
 if TYPE_CHECKING:
     from opusim.description.schema import FrameSettings
+    from opusim.devices.usage import Usage
     from training.engine.loop import Watcher
     from training.runs.run import Run
 
@@ -188,6 +189,8 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run
     def warned(watcher: Watcher | None) -> Watcher | None:
         if device is not None:
             watcher = Announced(partial(device_line, config, device), watcher)
+        elif config.uses_device and not quiet:
+            watcher = AnnouncedUsage(watcher)
         return watcher if warning is None else Announced(lambda steps: str(warning), watcher)
 
     if quiet:
@@ -203,7 +206,10 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run
 
 
 def device_frames(config: RunConfig) -> FrameSettings | None:
-    """Return time and energy of a frame of the run's device; None if it is not known how many frames the run takes."""
+    """Return time and energy of a frame of the run's device.
+
+    None if the number of frames depends on more than the configuration; the first step tells it then.
+    """
     from opusim.description.loading import load_description
 
     if not config.uses_device or config.model.name != "mlp" or not config.trainer.readings_per_record():
@@ -217,10 +223,16 @@ def device_line(config: RunConfig, frames: FrameSettings, steps: int) -> str:
     A simulation takes its own time, which the report shows next to it.
     """
     from opusim.devices.usage import expected_usage
-    from opusim.tables import duration, energy
 
     readings = steps * config.sampler.batch_size * config.trainer.readings_per_record()
-    used = expected_usage(frames, readings=readings, calls=steps)
+    outputs = max(1, sum(config.model.hidden))
+    return usage_line(expected_usage(frames, readings=readings, calls=steps, n_outputs=outputs), steps)
+
+
+def usage_line(used: Usage, steps: int) -> str:
+    """Say what a device's work in some steps takes, in human units."""
+    from opusim.tables import duration, energy
+
     host = f", {duration(used.seconds + used.host_seconds)} with its host" if used.host_seconds else ""
     return (
         f"device: about {used.frames:,} frames in {steps:,} steps, {duration(used.seconds)}{host}, "
@@ -315,3 +327,20 @@ class Announced:
         """See Watcher.on_epoch."""
         if self._watcher is not None:
             self._watcher.on_epoch(record)
+
+
+class AnnouncedUsage(Announced):
+    """Prints what the device's work takes once the first step has shown it, and passes all news on; a Watcher."""
+
+    def __init__(self, watcher: Watcher | None) -> None:
+        super().__init__(lambda steps: "", watcher)
+
+    def on_start(self, *, step: int, total_steps: int) -> None:
+        """See Watcher.on_start."""
+        if self._watcher is not None:
+            self._watcher.on_start(step=step, total_steps=total_steps)
+
+    def on_usage(self, a_step: Usage, *, steps: int) -> None:
+        """See UsageWatcher.on_usage."""
+        if a_step.frames:
+            print(usage_line(a_step.times(steps), steps), file=sys.stderr, flush=True)

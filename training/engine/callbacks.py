@@ -14,8 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from opusim.devices.usage import Usage
 from training.data.formats import required_library
-from training.engine.loop import Watcher
+from training.engine.loop import UsageWatcher, Watcher
 
 
 class Callback:
@@ -26,6 +27,9 @@ class Callback:
 
     def on_step(self, *, step: int) -> None:
         """So many steps are done."""
+
+    def on_usage(self, a_step: Usage, *, steps: int) -> None:
+        """The first step used so much of the device, and so many steps are left; not called in release mode."""
 
     def on_epoch(self, record: dict[str, Any]) -> None:
         """An epoch's metrics were written: "epoch", "step", and outside release mode its figures."""
@@ -69,6 +73,12 @@ class Watchers(Callback):
         """See Callback.on_step."""
         for watcher in self._watchers:
             watcher.on_step(step=step)
+
+    def on_usage(self, a_step: Usage, *, steps: int) -> None:
+        """See Callback.on_usage; watchers without that method are left out."""
+        for watcher in self._watchers:
+            if isinstance(watcher, UsageWatcher):
+                watcher.on_usage(a_step, steps=steps)
 
     def on_epoch(self, record: dict[str, Any]) -> None:
         """See Callback.on_epoch."""

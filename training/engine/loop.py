@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -56,6 +56,14 @@ class Watcher(Protocol):
 
     def on_epoch(self, record: dict[str, Any]) -> None:
         """An epoch's metrics were written."""
+
+
+@runtime_checkable
+class UsageWatcher(Watcher, Protocol):
+    """A watcher that is told, once the first step is done, what the device spends on a step."""
+
+    def on_usage(self, a_step: Usage, *, steps: int) -> None:
+        """A step used so much of the device, and so many steps are left; not called in release mode."""
 
 
 class Engine:
@@ -193,7 +201,10 @@ class Engine:
 
     def _train(self, ledger: Ledger, mechanisms: Sequence[Mechanism], interrupted: threading.Event) -> None:
         """Do the remaining steps, or those until Ctrl-C."""
+        first, before = self._step, self._trainer.usage
         while self._step < self.total_steps:
+            if self._step == first + 1 and isinstance(self._watcher, UsageWatcher) and not self._private:
+                self._watcher.on_usage(self._trainer.usage - before, steps=self.total_steps - self._step)
             if mechanisms:
                 self._pay(ledger, mechanisms)
             self._advance_or_keep(ledger, paid_at_start=not mechanisms)

@@ -17,7 +17,7 @@ from opusim import open_device
 from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse
 from opusim.errors import DeviceBusy
 from opusim.serving.zeromq import require_zmq
-from tests.support.command import ROOT, opusim
+from tests.support.command import COMMAND, ROOT, opusim
 from tests.support.served import Laboratory, ServerProcess, new_laboratory, serving
 
 EXAMPLES = ROOT / "examples" / "serving"
@@ -48,6 +48,10 @@ def test_an_address_stands_for_a_device_in_every_command(lab: Laboratory, tmp_pa
         shown = opusim("device", "show", address, cwd=tmp_path)
         assert (shown.returncode, shown.stderr) == (0, "")
         assert "can: project, draw, intensities, matrix" in shown.stdout
+        arguments = ("--out", tmp_path / "refused", "--outputs", 40, "--readings", 60)
+        refused = opusim("device", "calibrate", f"{address}?exclusive", *arguments, cwd=tmp_path)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+        assert "a law of counts needs frames, which only its own machine takes" in refused.stderr
     with serving(lab, "gaussian") as address:
         out = tmp_path / "calibration"
         done = opusim(
@@ -65,9 +69,9 @@ def test_an_address_stands_for_a_device_in_every_command(lab: Laboratory, tmp_pa
     ):
         assert remote.noise == law
         assert law.beta > 0
-    gone = opusim("train", "pdfa", "--data", "digits", "--device", address, cwd=tmp_path)
+    gone = opusim("train", "pdfa", "--data", "digits", "--device", f"{address}?silence_s=1", cwd=tmp_path)
     assert gone.returncode == 3
-    assert re.fullmatch(r"opusim: device .*: no answer from its server for 5 s; check that .*\n", gone.stderr)
+    assert re.fullmatch(r"opusim: device .*: no answer from its server for 1 s; check that .*\n", gone.stderr)
 
 
 def test_use_is_told_in_a_table_and_a_figure(lab: Laboratory, tmp_path: Path) -> None:
@@ -98,10 +102,12 @@ def test_the_container_and_the_unit_start_a_server(tmp_path: Path, monkeypatch: 
 
     lab = new_laboratory(tmp_path, "alice")
     lab.become("alice", monkeypatch)
+    here = {"tcp://*:5555": "tcp://127.0.0.1:*", "/keys": lab.keys, "/state/usage.jsonl": lab.journal}
     with (
         ServerProcess(lab, "gaussian") as server,
         open_device(server.address, n_inputs=12, n_outputs=40) as device,
     ):
+        assert server.process.args[len(COMMAND) :] == [str(here.get(word, word)) for word in words[1:]]
         device.project(torch.zeros(3, 12))
         assert server.terminate() == 0
     assert "alice opened 40 outputs" in server.log.read_text()

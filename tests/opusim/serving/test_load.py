@@ -21,7 +21,9 @@ WINDOW: dict[str, Any] = {"n_inputs": 12, "n_outputs": 40}
 
 
 def test_a_thousand_connections_are_served_or_refused_in_one_line(lab: Laboratory) -> None:
-    with serving(lab, limits=Limits(clients=PLACES, silence_s=120.0)) as address:
+    with serving(
+        lab, limits=Limits(clients=PLACES, clients_per_user=CONNECTIONS, silence_s=120.0)
+    ) as address:
         host, _, port = address.removeprefix("remote://").partition(":")
         context = zmq.Context()
         context.set(zmq.MAX_SOCKETS, 2 * CONNECTIONS)

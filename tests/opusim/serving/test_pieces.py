@@ -20,13 +20,20 @@ from opusim.errors import (
     NoiseBelowCertificate,
     NoiseUnknown,
 )
-from opusim.noise import GaussianNoise, PhotonCountNoise
+from opusim.noise import (
+    ConverterLatticeNoise,
+    FluctuatingCountNoise,
+    GaussianNoise,
+    PhotonCountNoise,
+    SignalGaussianNoise,
+)
 from opusim.serving.fair_queue import FairQueue
 from opusim.serving.instrument import Window, law_of_outputs, packed_law, unpacked_law
 from opusim.serving.journal import Entry, Journal, read_journal, usage_figure, usage_rows
 from opusim.serving.keys import Users, make_key, own_key, read_key, server_key
 from opusim.serving.messages import BadMessage, Message, error_message, read_message, told_error
 from opusim.serving.sessions import Places
+from tests.support.served import expire
 
 # Keys
 
@@ -100,11 +107,6 @@ def test_an_expired_key_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
         own_key()
 
 
-def expire(file: Path) -> None:
-    lines = file.read_text().splitlines()
-    file.write_text("\n".join(["expires = 2020-01-01" if "expires" in line else line for line in lines]))
-
-
 def test_a_server_leaves_out_what_is_no_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
         ConfigError, match="server.key: is missing; make it with: opusim device keys new server"
@@ -118,9 +120,39 @@ def test_a_server_leaves_out_what_is_no_key(tmp_path: Path, caplog: pytest.LogCa
     assert found is not None
     assert (found.name, found.secret) == ("alice", None)
     assert users.find(users.own.public) is None
-    assert users.callback("opusim", alice.public.encode())
-    assert not users.callback("opusim", b"\xff" * 40)
+    assert users.find("?" * 40) is None
     assert len([line for line in caplog.messages if "left out a key" in line]) == 1
+
+
+def test_a_user_cannot_pass_for_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A .pub file that a user sends is the user's text: its name counts only if the laboratory's file has it too."""
+    make_key("server", tmp_path)
+    alice = make_key("alice", tmp_path)
+    eve = make_key("eve", tmp_path)
+    text = (tmp_path / "eve.pub").read_text()
+    (tmp_path / "eve.pub").write_text(text.replace('name = "eve"', 'name = "alice"'))
+    shared = (tmp_path / "alice.pub").read_text().replace('name = "alice"', 'name = "bob"')
+    (tmp_path / "bob.pub").write_text(shared)
+    users = Users(tmp_path)
+    assert users.find(eve.public) is None
+    found = users.find(alice.public)
+    assert found is not None
+    assert found.name == "alice"
+    assert any("eve.pub: name: is 'alice'; rename the file to alice.pub" in line for line in caplog.messages)
+    assert any("bob.pub: public: is the key of 'alice' too" in line for line in caplog.messages)
+    assert users.admits(alice.public)
+    assert not users.admits(eve.public)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_only_the_laboratory_adds_keys(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "keys"
+    make_key("server", folder)
+    folder.chmod(mode)
+    with pytest.raises(ConfigError, match="mode: others may add keys here; run: chmod go-w"):
+        Users(folder)
+    folder.chmod(0o755)
+    assert Users(folder).own.name == "server"
 
 
 # Messages
@@ -208,14 +240,31 @@ def test_laws_cross_without_loss() -> None:
         GaussianNoise(std=0.1, n_outputs=4),
         GaussianNoise(std=np.linspace(1, 2, 4), n_outputs=4, beta=1e-6),
         PhotonCountNoise(rate_low=rates, rate_high=2 * rates, weight=rates, added_variance=np.arange(4.0)),
+        FluctuatingCountNoise(
+            rate_low=rates,
+            rate_high=2 * rates,
+            power_law="gaussian",
+            power_rms=0.01,
+            weight=rates,
+            added_variance=np.arange(4.0),
+            beta=1e-6,
+        ),
+        SignalGaussianNoise(std_low=0.1, std_high=0.3, n_outputs=4),
+        ConverterLatticeNoise(
+            step=0.1, std_low=0.1, std_high=0.3, conversions=2, clips=False, n_outputs=4, beta=1e-6
+        ),
     )
     for law in laws:
         assert unpacked_law(*packed_law(law)) == law
         half = law_of_outputs(law, slice(1, 3))
         assert half is not None
         assert half.n_outputs == 2
-        low, part = (np.broadcast_to(each.variance_bounds()[0], n) for each, n in ((law, 4), (half, 2)))
-        assert np.array_equal(low[1:3], part)
+        assert (type(half), half.beta) == (type(law), law.beta)
+        for bound in (0, 1):
+            whole, part = (
+                np.broadcast_to(each.variance_bounds()[bound], n) for each, n in ((law, 4), (half, 2))
+            )
+            assert np.array_equal(whole[1:3], part)
     assert unpacked_law(*packed_law(None)) is None
 
 
@@ -252,20 +301,38 @@ def test_a_client_that_holds_the_queue_has_it_to_itself() -> None:
 
 
 def test_places_are_given_in_the_order_of_asking() -> None:
-    places = Places(1, patience_s=100)
+    places = Places(1, most_of_user=5, patience_s=100)
     window = Window(n_inputs=1, first=0, n_outputs=4, mode="release", seed=0)
-    assert places.queued("t1", None, waits=False) == 0
-    assert places.queued("t2", "full", waits=True) == 1
-    assert places.queued("t3", "full", waits=True) == 2
-    assert places.queued("t3", None, waits=True) == 2  # t2 is first
+    assert places.queued("alice", "t1", None, waits=False) == 0
+    assert places.queued("alice", "t2", "full", waits=True) == 1
+    assert places.queued("alice", "t3", "full", waits=True) == 2
+    assert places.queued("alice", "t3", None, waits=True) == 2  # t2 is first
     with pytest.raises(DeviceBusy, match="2 clients wait for it; wait for it with --wait"):
-        places.queued("t4", None, waits=False)
-    assert places.queued("t2", None, waits=True) == 0
-    assert places.queued("t3", None, waits=True) == 0
+        places.queued("alice", "t4", None, waits=False)
+    assert places.queued("alice", "t2", None, waits=True) == 0
+    assert places.queued("alice", "t3", None, waits=True) == 0
     assert places.obstacle(window, reserves=True) is None
-    hasty = Places(1, patience_s=-1)
-    assert hasty.queued("t1", "full", waits=True) == 1
-    assert hasty.queued("t2", None, waits=False) == 0  # t1 has not asked again in time
+    assert places.queued("alice", "t5", "full", waits=True) == 1
+    places.forget("bob", "t5")  # of another user
+    assert places.queued("bob", "t5", None, waits=True) == 2
+    places.forget("alice", "t5")
+    assert places.queued("bob", "t5", None, waits=True) == 0
+    hasty = Places(1, most_of_user=5, patience_s=-1)
+    assert hasty.queued("alice", "t1", "full", waits=True) == 1
+    assert hasty.queued("alice", "t2", None, waits=False) == 0  # t1 has not asked again in time
+
+
+def test_one_user_does_not_take_all_places() -> None:
+    """Those who wait count, so that the list of them is bounded."""
+    places = Places(100, most_of_user=3, patience_s=100)
+    for ticket in ("t1", "t2", "t3"):
+        places.queued("alice", ticket, "full", waits=True)
+    assert places.queued("alice", "t1", "full", waits=True) == 1
+    with pytest.raises(
+        DeviceBusy, match="alice has 3 clients here, the most that a user may; close one of them"
+    ):
+        places.queued("alice", "t4", "full", waits=True)
+    assert places.queued("bob", "t1", "full", waits=True) == 4
 
 
 # Journal

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,51 +14,11 @@ import torch
 import zmq
 
 from opusim import open_device
-from opusim.errors import ConfigError, DeviceBusy, DeviceUnavailable
-from opusim.serving.keys import own_key, server_key
-from opusim.serving.messages import Message, read_message, told_error
-from opusim.serving.server import Limits
-from tests.opusim.serving.test_pieces import expire
-from tests.support.served import Laboratory, new_laboratory, serving
-
-X = torch.randint(-1, 2, (16, 12), generator=torch.Generator().manual_seed(5))
-WINDOW: dict[str, Any] = {"n_inputs": 12, "n_outputs": 40}
-
-
-@contextlib.contextmanager
-def raw_socket(address: str) -> Iterator[Any]:
-    """An authenticated socket that sends what it likes."""
-    host, _, port = address.removeprefix("remote://").partition(":")
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    key, server = own_key(), server_key(host, int(port))
-    dealer.curve_serverkey, dealer.curve_publickey = server.public.encode(), key.public.encode()
-    dealer.curve_secretkey = str(key.secret).encode()
-    dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.RCVTIMEO, 20_000)
-    dealer.connect(f"tcp://{host}:{port}")
-    try:
-        yield dealer
-    finally:
-        context.destroy(linger=0)
-
-
-def answer(dealer: Any, frames: list[bytes]) -> Message:
-    dealer.send_multipart(frames)
-    return read_message(dealer.recv_multipart(), limit=2**30)
-
-
-def opened_session(dealer: Any, ticket: str = "t", **values: Any) -> Message:
-    wanted = {"mode": "experiment", "seed": 1, **WINDOW, **values, "ticket": ticket, "request": "o"}
-    found = answer(dealer, Message(kind="open", values=wanted).frames())
-    while found.kind == "state":
-        found = read_message(dealer.recv_multipart(), limit=2**30)
-    return found
-
-
-def call(session: str, number: int, **values: Any) -> Message:
-    wanted = {"act": "project", "session": session, "number": number, "request": f"c{number}", **values}
-    return Message(kind="call", values=wanted, arrays=(X.to(torch.int8).numpy(),))
+from opusim.errors import ConfigError, DeviceBusy, DeviceFault, DeviceUnavailable
+from opusim.serving.messages import Message, told_error
+from opusim.serving.server import Limits, Server
+from tests.support.served import Laboratory, expire, new_laboratory, serving
+from tests.support.wire import WINDOW, X, answer, call, opened_session, raw_socket
 
 
 def still_serves(address: str) -> None:
@@ -78,6 +36,7 @@ def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
 def test_keys_decide_who_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     lab = new_laboratory(tmp_path, "alice", "old")
     lab.add_user("eve", known=False)
     expire(lab.keys / "old.pub")
@@ -95,7 +54,9 @@ def test_keys_decide_who_is_served(
         lab.become("alice", monkeypatch)
         with open_device(address, **WINDOW) as device:
             (lab.keys / "alice.pub").rename(tmp_path / "alice.pub")
-            time.sleep(1.1)  # the folder is read again every second
+            assert eventually(
+                lambda: any("alice has no valid key any more" in each for each in caplog.messages)
+            )
             with pytest.raises(DeviceUnavailable, match="this key is not known any more"):
                 device.project(X)
             (tmp_path / "alice.pub").rename(lab.keys / "alice.pub")
@@ -110,16 +71,16 @@ def test_a_server_with_another_key_is_not_trusted(tmp_path: Path, monkeypatch: p
     shutil.copy(other.keys / "server.pub", lab.config_of("alice") / "opusim" / "keys")
     with (
         serving(lab) as address,
-        pytest.raises(DeviceUnavailable, match="no answer from its server for 5 s; what"),
+        pytest.raises(DeviceUnavailable, match="no answer from its server for 1 s; what"),
     ):
-        open_device(address, **WINDOW)
+        open_device(f"{address}?silence_s=1", **WINDOW)
 
 
 def test_a_missing_server_is_one_line(lab: Laboratory) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        address = f"remote://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(DeviceUnavailable, match="no answer from its server for 5 s; check that it runs"):
+        address = f"remote://127.0.0.1:{taken.getsockname()[1]}?silence_s=1"
+        with pytest.raises(DeviceUnavailable, match="no answer from its server for 1 s; check that it runs"):
             open_device(address)
 
 
@@ -218,6 +179,52 @@ def test_a_server_takes_no_more_clients_than_it_may(lab: Laboratory) -> None:
         ),
     ):
         open_device(address, **WINDOW)
+
+
+def test_a_user_has_a_limited_number_of_clients(lab: Laboratory) -> None:
+    with (
+        serving(lab, limits=Limits(clients_per_user=1)) as address,
+        open_device(address, **WINDOW),
+        pytest.raises(
+            DeviceBusy, match="alice has 1 clients here, the most that a user may; close one of them"
+        ),
+    ):
+        open_device(f"{address}?wait_s=5", **WINDOW)
+
+
+def test_a_message_that_fails_in_an_unforeseen_way_ends_no_server(
+    lab: Laboratory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The planted fault: a handler that raises what no handler should."""
+
+    def broken(*_: object) -> None:
+        raise KeyError("unforeseen")
+
+    with serving(lab) as address:
+        with monkeypatch.context() as patch:
+            patch.setattr(Server, "_describe", broken)
+            with pytest.raises(DeviceFault, match="the server failed: 'unforeseen'"):
+                open_device(address, **WINDOW)
+        still_serves(address)
+    assert "a message of alice failed" in caplog.messages
+
+
+def test_a_revoked_client_leaves_its_place_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    lab = new_laboratory(tmp_path, "alice", "bob")
+    lab.become("alice", monkeypatch)
+    with serving(lab) as address:
+        device = open_device(f"{address}?exclusive", **WINDOW)
+        expire(lab.keys / "alice.pub")
+        lab.become("bob", monkeypatch)
+        with open_device(f"{address}?wait_s=10", **WINDOW) as other:  # long before the 20 s of silence
+            assert other.project(X).shape == (16, 40)
+        assert any("alice has no valid key any more" in each for each in caplog.messages)
+        with pytest.raises(DeviceUnavailable, match="the key of 'alice' expired on 2020-01-01"):
+            device.project(X)
+        device.close()
 
 
 def test_a_call_that_is_too_large_is_refused_before_it_is_sent(lab: Laboratory) -> None:

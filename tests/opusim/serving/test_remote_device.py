@@ -12,9 +12,10 @@ import torch
 from opusim import open_device
 from opusim.description.loading import load_description
 from opusim.devices.base import NoisyDevice
-from opusim.errors import CapabilityMissing, ConfigError, DeviceFault
+from opusim.errors import CapabilityMissing, ConfigError, DeviceFault, DeviceUnavailable
 from opusim.noise import GaussianNoise, PhotonCountNoise
 from opusim.serving.instrument import Instrument, same_medium
+from opusim.serving.remote import RemoteDevice
 from opusim.testing.contract import DeviceContract
 from tests.support.served import Laboratory, serving
 
@@ -49,6 +50,31 @@ class TestServedIdeal(OverLoopback):
 
 class TestServedCamera(OverLoopback):
     name = "camera"
+
+
+class TestServedPcm(OverLoopback):
+    name = "pcm"
+
+
+class TestSharedPcm(OverLoopback):
+    """A chip that its clients share; one that programs it has it to itself."""
+
+    name = "pcm"
+    overrides: ClassVar[dict[str, Any] | None] = {
+        "access": {"exclusive": True},
+        "n_inputs": 12,
+        "n_outputs": 40,
+    }
+    replayable = False
+
+    @pytest.fixture(autouse=True)
+    def _serve(self, lab: Laboratory) -> Iterator[None]:
+        """Serve anew for each test: what is programmed stays."""
+        with serving(lab, self.name, self.overrides) as self.address:
+            yield
+
+    def open_window(self, **options: Any) -> NoisyDevice:
+        return open_device(f"{self.address}?exclusive", n_inputs=12, n_outputs=40, **options)
 
 
 class TestSharedGaussian(OverLoopback):
@@ -108,6 +134,77 @@ def test_a_shared_device_hides_the_inputs_and_outputs_of_others(lab: Laboratory)
     with open_device("gaussian", n_inputs=12, n_outputs=64, noise={"sigma": 0.0}) as local:
         assert torch.equal(read, local.project(X)[:, 40:])
         assert torch.equal(told, local.require("matrix").matrix()[40:])
+
+
+def test_a_programmed_shared_device_is_another_one_for_its_other_clients(lab: Laboratory) -> None:
+    served = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 40}
+    matrix = torch.linspace(-1, 1, 480).reshape(40, 12)
+    with serving(lab, "pcm", served) as address, open_device(address) as other:
+        assert other.project(X).shape == (16, 40)
+        before = other.description
+        for act in (
+            lambda: other.require("program").program(matrix),
+            lambda: other.require("wait").wait(60.0),
+        ):
+            with pytest.raises(CapabilityMissing, match="changes the device for its other clients"):
+                act()
+        with (
+            open_device(f"{address}?exclusive", n_outputs=30) as part,
+            pytest.raises(ValueError, match="is written as a whole, 12 inputs and 40 outputs"),
+        ):
+            part.require("program").program(matrix[:30])
+        with open_device(f"{address}?exclusive") as alone:
+            realised = alone.require("program").program(matrix)
+            assert torch.equal(alone.require("matrix").matrix(), realised)
+            low, high = alone.noise.variance_bounds()
+            assert 0 <= low < high
+        with pytest.raises(DeviceUnavailable, match="was programmed by another client; open it again"):
+            other.project(X)
+        with pytest.raises(DeviceFault, match="its medium is another one now"):
+            type(other)(before).open()
+        with open_device(address) as again:
+            assert torch.equal(again.require("matrix").matrix(), realised)
+
+
+def test_a_lost_matrix_is_noticed(lab: Laboratory) -> None:
+    """A client whose place is lost gets another device, which holds the random matrix."""
+    matrix = torch.linspace(-1, 1, 480).reshape(40, 12)
+    with serving(lab, "pcm") as address, open_device(address, n_inputs=12, n_outputs=40) as device:
+        assert isinstance(device, RemoteDevice)
+        device.seek(0)
+        device.program(matrix)
+        device._session = "lost"
+        for _ in range(2):
+            with pytest.raises(DeviceFault, match="holds another matrix; program it again"):
+                device.multiply(torch.zeros(1, 12))
+        device.seek(1)
+        realised = device.program(matrix)
+        assert torch.equal(device.matrix(), realised)
+
+
+def test_products_are_those_of_the_local_device(lab: Laboratory) -> None:
+    options: dict[str, Any] = {"n_inputs": 12, "n_outputs": 40, "seed": 7}
+    x, matrix = X / 2, torch.linspace(-1, 1, 480).reshape(40, 12)
+    with (
+        serving(lab, "pcm") as address,
+        open_device(address, **options) as remote,
+        open_device("pcm", **options) as local,
+    ):
+        for device in (remote, local):
+            device.seek(3)
+        assert torch.equal(
+            remote.require("program").program(matrix), local.require("program").program(matrix)
+        )
+        assert remote.noise == local.noise
+        assert torch.equal(remote.require("multiply").multiply(x), local.require("multiply").multiply(x))
+        rows = torch.linspace(-1, 1, 80).reshape(2, 40)
+        assert torch.equal(
+            remote.require("multiply_transposed").multiply_transposed(rows),
+            local.require("multiply_transposed").multiply_transposed(rows),
+        )
+        assert torch.equal(remote.require("wait").wait(60.0), local.require("wait").wait(60.0))
+        assert remote.noise == local.noise
+        assert remote.usage == local.usage
 
 
 def test_long_calls_of_a_shared_device_come_back_whole(lab: Laboratory) -> None:

@@ -8,33 +8,32 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.devices.served_faults import summary
+from tests.support.served_runs import differences, tensors
 from tests.support.shared_checks import do
-from training.runs.checkpoints import list_checkpoints, read_checkpoint
 
-RUNS = ("alice", "bob", "ranks")
-
-
-def tensors(run: Path) -> dict[str, torch.Tensor]:
-    return dict(read_checkpoint(list_checkpoints(run / "checkpoints")[-1]).tensors)
+FAULTS = (
+    "killed server",
+    "stopped server",
+    "frozen server",
+    "killed client",
+    "killed run",
+    "broken connection",
+)
+ATTACKS = ("wrong key", "expired key", "garbage", "replayed", "oversized", "flood")
 
 
 def require_undisturbed(folder: Path) -> None:
-    """Every run equals that on a local device, bit for bit, and used as much of it."""
-    for name in RUNS:
-        wanted, found = tensors(folder / f"{name}-local"), tensors(folder / name)
-        assert wanted.keys() == found.keys()
-        assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == [], name
-        summaries = (
-            json.loads((folder / run / "summary.json").read_text()) for run in (f"{name}-local", name)
-        )
-        used = [
-            {key: summary[key] for key in ("steps", "frames", "seconds", "joules")} for summary in summaries
-        ]
-        assert used[0] == used[1]
-    for name in ("alice", "bob"):
-        faults = (folder / f"{name}.faults").read_text().splitlines()
-        assert all(line.startswith(("Device", "ConfigError")) for line in faults), faults
-    assert int((folder / "calibrations").read_text()) > 0
+    """Every run and calibration equals that on a local device, bit for bit, and each fault was one line."""
+    found = summary(folder)
+    assert found["finished"]
+    assert {row["who"] for row in found["runs"]} == {"alice", "bob", "ranks", "calibration", "victim"}
+    for row in found["runs"]:
+        assert row["equal"] == row["results"] > 0, row
+    assert set(found["faults"]) == {*FAULTS, *ATTACKS}
+    assert found["unexpected"] == found["crashes"] == []
+    assert (found["stops_of_more_lines"], found["log_lines_without_time"]) == (0, 0)
+    assert all("Device" in stop for stop in found["stops"]), found["stops"]
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +50,10 @@ def test_runs_under_faults_equal_undisturbed_ones(play: Path) -> None:
 
 def test_another_seed_would_be_seen(play: Path) -> None:
     """The planted fault of the comparison."""
-    one, other = (tensors(play / name) for name in ("alice", "bob"))
+    one, other = (tensors(play / f"{name}-local") for name in ("alice", "bob"))
     assert [key for key in one if key.startswith("model.") and not torch.equal(one[key], other[key])]
+    assert differences(play / "alice-local", play / "bob-local")
+    assert not differences(play / "alice-local", play / "alice-local")
 
 
 def test_the_journal_knows_who_used_how_much(play: Path) -> None:

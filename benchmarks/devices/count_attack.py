@@ -29,7 +29,9 @@ from accounting.audit import clopper_pearson_upper
 from accounting.devices.counts import certified_confusion
 from benchmarks.results_file import load_results, save_results
 from opusim.devices.registry import open_device
-from training.protections.counted_labels import ArgmaxReadout, CountsReadout, LabelFrames, confusion
+from training.protections.argmax_labels import ArgmaxReadout, confusion
+from training.protections.counted_labels import CountsReadout
+from training.protections.label_frames import LabelFrames
 
 NAME, PICTURE = "count_attack", Path("docs/count_attack.png")
 N_CLASSES, N_OUTPUTS, DELTA, ALARM = 10, 128, 1e-5, 1e-3

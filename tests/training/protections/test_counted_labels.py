@@ -26,18 +26,16 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
-from training.protections import counted_labels
-from training.protections.counted_labels import (
+from training.protections import argmax_labels
+from training.protections.argmax_labels import (
     ArgmaxReadout,
-    CountsReadout,
-    LabelFrames,
     confusion,
     confusion_at,
-    equidistant_pixels,
     label_groups,
     read_argmax,
-    read_counts,
 )
+from training.protections.counted_labels import CountsReadout, equidistant_pixels, read_counts
+from training.protections.label_frames import LabelFrames
 from training.protections.noisy_labels import read_once_through
 from training.runs.storage import read_array
 
@@ -71,7 +69,7 @@ def test_the_light_stays_between_the_least_and_the_described(
     frames: LabelFrames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert CountsReadout.within(frames, epsilon=1e6, delta=DELTA).light == 1.0
-    monkeypatch.setattr(counted_labels, "LEAST_LIGHT", 0.1)
+    monkeypatch.setattr(argmax_labels, "LEAST_LIGHT", 0.1)
     with pytest.raises(ConfigError, match="0.01 is below what any light gives"):
         ArgmaxReadout.within(frames, epsilon=0.01)
 
@@ -290,6 +288,9 @@ def test_answers_of_a_faulty_instrument_have_the_stated_law(seed: int) -> None:
     assert off.max() > 5  # planted: numbers of a straight read-out
 
 
+DRIFTING = {"law": "log_normal", "rms": 0.01, "drift_rms": 0.01, "drift_s": 3600.0, "seconds_per_step": 1.0}
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
@@ -306,8 +307,8 @@ def test_answers_of_a_faulty_instrument_have_the_stated_law(seed: int) -> None:
         ),
         (
             "camera_low_light",
-            {"camera": {"light": {"power": {"law": "log_normal", "rms": 0.01}}}},
-            "camera.light.power: fluctuates, so counts have no fixed rates",
+            {"camera": {"light": {"power": DRIFTING}}},
+            "camera.light.power.drift_rms: drifts from training step to training step",
         ),
     ],
 )

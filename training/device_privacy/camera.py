@@ -108,7 +108,7 @@ class LabelCounts:
         )
 
     def _argmax_epsilon(self, point: OperatingPoint, *, all_powers: bool) -> float:
-        """Pure epsilon of an answer; of light that fluctuates in its brightest frames, or in all that are allowed for."""
+        """Pure epsilon of an answer, of light that fluctuates in its brightest frames or in all that count."""
 
         def limits(least: float, most: float) -> tuple[np.ndarray, np.ndarray]:
             rates = [self.law.rates(replace(point, light=max(light, NO_LIGHT)))[0] for light in (least, most)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -73,44 +74,33 @@ class ArgmaxReadout:
             ConfigError: The camera has fewer outputs than labels, even `LEAST_LIGHT` gives more than epsilon, or the
                 light fluctuates and delta is 0.
         """
-        groups, power_error = label_groups(frames.light), frames.power_error(delta)
+        power_error = frames.power_error(delta)
         brightest = frames.brightest(power_error)
         if math.isinf(brightest):
             reason = "0 leaves nothing for light that fluctuates, which exceeds every power at times; set it above 0"
             raise ConfigError("configuration", "protection.delta", reason)
-
-        def limits(least: float, most: float) -> Matrices:
-            return confusion(frames, groups, most, least=least)
-
-        fluctuates = power_error > 0
-        width = FIRST_CELL if fluctuates else 0.0
-
-        def excess(log_light: float) -> float:  # of the brightest frames, which are the worst
-            most = math.exp(log_light) * brightest
-            return argmax_epsilon(*limits((1 - width) * most, most), symmetrised=True) - epsilon
-
-        high, low = 0.0, 0.0
-        while excess(low) > 0:
-            high, low = low, low - 1.0
-            if low < math.log(LEAST_LIGHT):
-                raise _too_much(frames, epsilon, excess(math.log(LEAST_LIGHT)) + epsilon)
-        found = low if low == high else float(brentq(excess, low, high, xtol=_TOLERANCE))
-        while (worst := epsilon_up_to(limits, math.exp(found) * brightest, fluctuates=fluctuates)) > epsilon:
-            found -= _TOLERANCE
+        searches = [
+            _Search(frames, groups, epsilon, brightest, fluctuates=power_error > 0)
+            for groups in _choices(frames)
+        ]
+        found = [search for search in searches if search.light is not None]
+        if not found:
+            raise _too_much(frames, epsilon, min(search.least_epsilon for search in searches))
+        best = max(found, key=lambda search: search.keep)
+        light, worst = best.within_all_powers()
         mechanism = LabelArgmax(
             step_epsilon=worst,
-            n_classes=len(groups),
+            n_classes=len(best.groups),
             beta=frames.beta,
             certificate=frames.certificate,
             power_error=power_error,
         )
-        light = math.exp(found)
         return cls(
             frames=frames,
-            groups=groups,
+            groups=best.groups,
             light=light,
             mechanism=mechanism,
-            keep=kept_share(frames, groups, light),
+            keep=kept_share(frames, best.groups, light),
         )
 
     def answers(self, labels: Tensor, source: UniformSource) -> np.ndarray:
@@ -153,11 +143,83 @@ def read_argmax(readout: ArgmaxReadout, labels: Tensor, source: UniformSource, *
     return torch.from_numpy(readout.log_likelihood(readout.answers(labels, source))).float()
 
 
-def label_groups(light: np.ndarray) -> np.ndarray:
+class _Search:
+    """The most light, at most the described, with which some groups of pixels stay within an epsilon.
+
+    Attributes:
+        groups: Pixels of each label, shape (labels, pixels of a group).
+        light: Multiple of the described light, or None if even `LEAST_LIGHT` gives more than epsilon.
+
+    Args:
+        frames: The camera.
+        groups: The groups.
+        epsilon: Above 0.
+        brightest: w_max, the relative power that is allowed for.
+        fluctuates: Whether the light fluctuates; then its brightest frames, the worst ones, are searched first.
+    """
+
+    def __init__(
+        self, frames: LabelFrames, groups: np.ndarray, epsilon: float, brightest: float, *, fluctuates: bool
+    ) -> None:
+        self.groups = groups
+        self._frames, self._epsilon, self._brightest = frames, epsilon, brightest
+        self._width = FIRST_CELL if fluctuates else 0.0
+        self.light = self._found()
+
+    @property
+    def least_epsilon(self) -> float:
+        """Epsilon at `LEAST_LIGHT`."""
+        return self._excess(math.log(LEAST_LIGHT)) + self._epsilon
+
+    @cached_property
+    def keep(self) -> float:
+        """Share of labels that stay at mean power."""
+        return 0.0 if self.light is None else _kept_at(self._frames, self.groups, self.light)
+
+    def within_all_powers(self) -> tuple[float, float]:
+        """Return the light at which no power that is allowed for gives more than epsilon, and the largest epsilon."""
+        log_light = math.log(self.light or LEAST_LIGHT)
+        while (worst := self._worst(math.exp(log_light))) > self._epsilon:
+            log_light -= _TOLERANCE
+        return math.exp(log_light), worst
+
+    def _worst(self, light: float) -> float:
+        return epsilon_up_to(self._limits, light * self._brightest, fluctuates=self._width > 0)
+
+    def _limits(self, least: float, most: float) -> Matrices:
+        return confusion(self._frames, self.groups, most, least=least)
+
+    def _excess(self, log_light: float) -> float:
+        most = math.exp(log_light) * self._brightest
+        return argmax_epsilon(*self._limits((1 - self._width) * most, most), symmetrised=True) - self._epsilon
+
+    def _found(self) -> float | None:
+        high, low = 0.0, 0.0
+        while self._excess(low) > 0:
+            high, low = low, low - 1.0
+            if low < math.log(LEAST_LIGHT):
+                return None
+        return math.exp(low if low == high else float(brentq(self._excess, low, high, xtol=_TOLERANCE)))
+
+
+def _choices(frames: LabelFrames) -> list[np.ndarray]:
+    """Return the groups to choose from: the largest, and under a certificate also smaller ones.
+
+    A certificate leaves each pixel's dark charge open within limits. What that may tell grows with the pixels of a
+    group, while the light that it collects grows too, so under a certificate the best size lies between.
+    """
+    found = [label_groups(frames.light)]
+    while frames.certified is not None and found[-1].shape[1] > 1:
+        found.append(label_groups(frames.light, most=found[-1].shape[1] // 2))
+    return found
+
+
+def label_groups(light: np.ndarray, *, most: int = _MOST_PER_GROUP) -> np.ndarray:
     """Return the pixels of each label, equally many: an assignment of the largest light beyond the other labels'.
 
     Args:
         light: Expected electrons of light, shape (labels, pixels).
+        most: Largest number of pixels of a group.
 
     Raises:
         ConfigError: There are fewer pixels than labels.
@@ -170,7 +232,7 @@ def label_groups(light: np.ndarray) -> np.ndarray:
         )
         raise ConfigError("configuration", KEY, reason)
     some = light[:, :_PIXELS_COMPARED]
-    size = min(some.shape[1] // labels, _MOST_PER_GROUP)
+    size = min(some.shape[1] // labels, most)
     contrast = some - (some.sum(axis=0) - some) / (labels - 1)
     rows, columns = linear_sum_assignment(np.repeat(contrast, size, axis=0), maximize=True)
     return np.sort(columns[np.argsort(rows)].reshape(labels, size), axis=1)
@@ -224,11 +286,13 @@ def epsilon_up_to(limits: Callable[[float, float], Matrices], most: float, *, fl
 
 def kept_share(frames: LabelFrames, groups: np.ndarray, light: float) -> float:
     """Return the mean diagonal of the confusion matrix as described, averaged over the powers of a frame."""
-    found = 0.0
-    for power, weight in zip(*frames.powers, strict=True):
-        rates = frames.rates(light * float(power))
-        found += weight * float(np.trace(confusion_at(frames.law, groups, rates, rates)[0])) / len(groups)
-    return float(found)
+    powers, weights = frames.powers
+    return float(weights @ [_kept_at(frames, groups, light * float(power)) for power in powers])
+
+
+def _kept_at(frames: LabelFrames, groups: np.ndarray, light: float) -> float:
+    rates = frames.rates(light)
+    return float(np.trace(confusion_at(frames.law, groups, rates, rates)[0])) / len(groups)
 
 
 def _too_much(frames: LabelFrames, epsilon: float, least: float) -> ConfigError:

@@ -16,7 +16,7 @@ from scipy.stats import norm
 
 import training
 from accounting.composition import guarantees
-from accounting.devices.counts import LabelArgmax, LabelCounts
+from accounting.devices.counts import LabelArgmax, LabelCounts, argmax_epsilon
 from accounting.errors import BudgetExceeded
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import CertifiedMechanism, Mechanism
@@ -232,11 +232,24 @@ def test_a_certificate_dims_the_light_and_takes_its_beta(
         found = CountsReadout.within(limits, epsilon=EPSILON, delta=DELTA)
         assert 0.8 * counts.light < found.light < counts.light / 1.05
         channel = ArgmaxReadout.within(limits, epsilon=EPSILON)
-        assert channel.light < answers.light
+        assert channel.keep < answers.keep
         assert channel.keep < channel.mechanism.keep_probability
         for mechanism in (found.mechanism, channel.mechanism):
             assert mechanism.beta == 1e-3
             assert mechanism.certificate == certificate_of(limits.device).digest
+
+
+def test_a_certificate_with_wide_limits_of_dark_charge_takes_smaller_groups(answers: ArgmaxReadout) -> None:
+    with certified(dark_e_low=4.0, dark_e_high=8.0) as wide:
+        found = ArgmaxReadout.within(wide, epsilon=EPSILON)
+        assert found.groups.shape[1] < answers.groups.shape[1]
+        largest = confusion(wide, answers.groups, 1e-6)
+        assert argmax_epsilon(*largest, symmetrised=True) > EPSILON  # groups of all pixels would be refused
+        assert argmax_epsilon(*confusion(wide, found.groups, found.light), symmetrised=True) <= EPSILON
+    with certified(dark_e_low=1.0, dark_e_high=60.0) as wider:
+        message = r"0.01 is below what any light gives within the limits of device.certificate, \d"
+        with pytest.raises(ConfigError, match=message):
+            ArgmaxReadout.within(wider, epsilon=0.01)
 
 
 def test_certified_answers_allow_for_all_dark_light_of_the_certificate(answers: ArgmaxReadout) -> None:

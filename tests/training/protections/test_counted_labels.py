@@ -246,10 +246,9 @@ def test_a_certificate_with_wide_limits_of_dark_charge_takes_smaller_groups(answ
         largest = confusion(wide, answers.groups, 1e-6)
         assert argmax_epsilon(*largest, symmetrised=True) > EPSILON  # groups of all pixels would be refused
         assert argmax_epsilon(*confusion(wide, found.groups, found.light), symmetrised=True) <= EPSILON
-    with certified(dark_e_low=1.0, dark_e_high=60.0) as wider:
         message = r"0.01 is below what any light gives within the limits of device.certificate, \d"
         with pytest.raises(ConfigError, match=message):
-            ArgmaxReadout.within(wider, epsilon=0.01)
+            ArgmaxReadout.within(wide, epsilon=0.01)
 
 
 def test_certified_answers_allow_for_all_dark_light_of_the_certificate(answers: ArgmaxReadout) -> None:

@@ -495,7 +495,7 @@ def spend_certificates(
 
     Args:
         delta: In [0, 1).
-        betas: The certificates' probabilities of error, which add up.
+        betas: Probabilities that a hypothesis of the device's law fails (a certificate's error), which add up.
         bounds: Computes bounds on epsilon at a delta.
 
     Returns:
@@ -505,7 +505,8 @@ def spend_certificates(
     if beta == 0 or delta > beta:
         return bounds(delta - beta), None
     nothing = EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers")
-    return nothing, f"delta = {delta:g} must exceed beta = {beta:g}, the certificates' own error"
+    whose = "the probability that a certificate is wrong or light brighter than accounted for"
+    return nothing, f"delta = {delta:g} must exceed beta = {beta:g}, {whose}"
 
 
 def _infinite_reason(delta: float) -> str:

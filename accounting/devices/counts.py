@@ -13,7 +13,7 @@ many values as there are groups, and the full matrix of its probabilities gives 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Self
@@ -22,7 +22,7 @@ import numpy as np
 from typing_extensions import Doc
 
 from accounting import numerics
-from accounting.devices.readings import epsilon_of_divergence, pattern_rdp
+from accounting.devices.readings import FLUCTUATING_LIGHT, epsilon_of_divergence, pattern_rdp
 from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency, Assumption, EpsilonBounds, Guarantee, Release, Unit
 from accounting.mechanisms import (
@@ -73,7 +73,8 @@ COUNT_ARGMAX = Theorem(
     proof="A release of finitely many values is as revealing as its largest ratio. Under a uniform permutation s, "
     "P(answer y | label y) is the mean of P[s(y), s(y)], the mean diagonal; for z other than y, (s(y), s(z)) is "
     "uniform over ordered pairs, so that all other probabilities equal (1 - p) / (k - 1). With limits of each "
-    "entry the ratio of an upper to a lower limit bounds epsilon.",
+    "entry the ratio of an upper to a lower limit bounds epsilon. Of light that fluctuates, "
+    "epsilon is the largest over all powers up to w_max; brighter frames have a probability beta, taken off delta.",
     reference="Kairouz, Oh and Viswanath 2014 for randomized response",
     code="accounting.devices.counts.LabelArgmax",
     page="privacy.md, section 9",
@@ -92,6 +93,13 @@ _SECRET_PERMUTATIONS = (
 )
 _NO_EPSILON = "a rate may be 0 for one input and not for another, or doubles cannot follow the loss"
 _NOTHING = EpsilonBounds(lower=0.0, upper=math.inf, method="no numbers")
+PowerError = Annotated[
+    float,
+    Doc(
+        "Probability in [0, 1) that a frame of light that fluctuates is brighter than accounted for; each step adds it."
+    ),
+    partial(checks.in_unit_interval, closed="left"),
+]
 
 
 def known_counts_guarantee(
@@ -102,6 +110,7 @@ def known_counts_guarantee(
     unit: Unit = Unit.LABEL,
     brightest: float = 1.0,
     dark_low: np.ndarray | float = 0.0,
+    power_error: float = 0.0,
 ) -> Guarantee:
     """Return the guarantee of one reading by photon counts of inputs whose expected counts are known.
 
@@ -115,19 +124,23 @@ def known_counts_guarantee(
         brightest: Most light, as a multiple of that within `rates`, above 0.
         dark_low: Least expected counts that no input changes and no light scales, contained in `rates`; one number or
             shape (pixels,).
+        power_error: Probability that a frame is brighter than `brightest`, if the light fluctuates; taken off delta.
 
     Raises:
-        NoGuarantee: delta does not exceed beta.
+        NoGuarantee: delta does not exceed beta and the power's error together.
     """
     checks.in_unit_interval(closed="neither", delta=delta)
-    checks.in_unit_interval(closed="left", beta=beta)
+    checks.in_unit_interval(closed="left", beta=beta, power_error=power_error)
     checks.positive(brightest=brightest)
-    if delta <= beta:
-        raise NoGuarantee(f"delta = {delta}: must exceed beta = {beta}, the certificate's own error")
+    left = delta - beta - power_error
+    if left <= 0:
+        raise NoGuarantee(
+            f"delta = {delta}: must exceed beta = {beta + power_error}, the certificate's own error"
+        )
     light = np.asarray(rates, dtype=float) - dark_low
     if light.size and light.min() < 0:
         raise ValueError("dark_low: exceeds a rate that contains it; lower it")
-    bounds = _known_bounds(brightest * light + dark_low, delta - beta)
+    bounds = _known_bounds(brightest * light + dark_low, left)
     infinite = math.isinf(bounds.upper)
     return Guarantee(
         epsilon=bounds.upper,
@@ -140,6 +153,7 @@ def known_counts_guarantee(
         source=f"{POISSON_LOSS.citation}; {bounds.method}",
         assumptions=(
             Assumption(text=POISSON_LOSS.trusted[0]),
+            *(Assumption(text=text) for text in _fluctuating(power_error)),
             Assumption(text=f"the law's numbers are right, but for a probability of {beta:g}"),
             Assumption(text="what is released is a function of the readings"),
         ),
@@ -174,7 +188,52 @@ def _patterns(**rates: tuple[tuple[float, ...], ...]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelCounts(CertifiedMechanism):
+class _LabelFrame(CertifiedMechanism):
+    """What shows every label once to a camera, in one frame; its light may fluctuate, see theorem fluctuating-light."""
+
+    power_error: PowerError = 0.0
+
+    absent_means: ClassVar[Mapping[str, Any]] = {**CertifiedMechanism.absent_means, "power_error": 0.0}
+    taken_upfront: ClassVar[bool] = True
+    unit: ClassVar[Unit] = Unit.LABEL
+    noise_is_inverse: ClassVar[bool] = True
+
+    @property
+    def _under(self) -> str:
+        """What a description says of light that fluctuates."""
+        return f", light brighter with probability {self.power_error:.3g}" if self.power_error else ""
+
+
+def _errors(mechanisms: Sequence[_LabelFrame]) -> list[float]:
+    """Probabilities that are taken off delta: certificates that are wrong, frames that are brighter."""
+    brighter = [one.steps * one.power_error for one in mechanisms if one.power_error]
+    return [*certificate_errors(mechanisms, repeated=True), *brighter]
+
+
+def _light_assumptions(mechanisms: Sequence[_LabelFrame]) -> tuple[str, ...]:
+    """What is taken on trust of light that fluctuates, and of a laser that is dimmed under a certificate."""
+    return (
+        *_fluctuating(math.fsum(one.steps * one.power_error for one in mechanisms)),
+        *((_DIMMED,) if any(one.certificate for one in mechanisms) else ()),
+    )
+
+
+def _fluctuating(beta: float) -> tuple[str, ...]:
+    """What is assumed of light that is brighter than accounted for with probability beta; nothing at 0."""
+    return (
+        (FLUCTUATING_LIGHT.trusted[1], f"delta holds beta of use = {beta:.3g}: {_BRIGHTER}") if beta else ()
+    )
+
+
+_BRIGHTER = "the probability that a label's frame is brighter than accounted for (theorem fluctuating-light)"
+_DIMMED = (
+    "the laser is dimmed from the certified light by the stated factor, and nothing else of the certified setting is "
+    "changed"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelCounts(_LabelFrame):
     """Every label shown once to a camera, and the counts of its pixels kept; `steps` counts how often."""
 
     light: Annotated[
@@ -190,10 +249,7 @@ class LabelCounts(CertifiedMechanism):
     brightest: Annotated[Positive, Doc("Most light, as a multiple of that of `light`.")] = 1.0
 
     kind: ClassVar[str] = "label_counts"
-    taken_upfront: ClassVar[bool] = True
-    unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "brightest"
-    noise_is_inverse: ClassVar[bool] = True
     priced: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -205,12 +261,22 @@ class LabelCounts(CertifiedMechanism):
 
     @classmethod
     def of(
-        cls, light: np.ndarray, dark: np.ndarray, *, beta: float = 0.0, certificate: str = ""
+        cls,
+        light: np.ndarray,
+        dark: np.ndarray,
+        *,
+        beta: float = 0.0,
+        certificate: str = "",
+        power_error: float = 0.0,
     ) -> LabelCounts:
         """Return the mechanism of arrays, shapes (labels, pixels) and (pixels,)."""
         rows = tuple(tuple(row) for row in np.asarray(light, dtype=float).tolist())
         return cls(
-            light=rows, dark=tuple(np.asarray(dark, dtype=float).tolist()), beta=beta, certificate=certificate
+            light=rows,
+            dark=tuple(np.asarray(dark, dtype=float).tolist()),
+            beta=beta,
+            certificate=certificate,
+            power_error=power_error,
         )
 
     @property
@@ -225,6 +291,7 @@ class LabelCounts(CertifiedMechanism):
         return (
             f"every label shown {times} to {counted(len(self.dark), 'pixel')} and its photon counts kept, at most "
             f"{self.brightest:.4g} of the described light, {rates.min():.4g} to {rates.max():.4g} electrons a pixel"
+            f"{self._under}"
         )
 
     @classmethod
@@ -239,7 +306,7 @@ class LabelCounts(CertifiedMechanism):
         rates = np.concatenate([one.rates for one in mechanisms], axis=1)
         bounds, reason = spend_certificates(
             delta,
-            certificate_errors(mechanisms, repeated=True),
+            _errors(mechanisms),
             lambda left: _known_bounds(rates, left) if left > 0 else _NOTHING,
         )
         return [
@@ -249,7 +316,9 @@ class LabelCounts(CertifiedMechanism):
                 bounds=bounds,
                 delta=delta,
                 adjacency=Adjacency.REPLACE_ONE,
-                assumptions=POISSON_LOSS.assumptions(enforced=enforced),
+                assumptions=POISSON_LOSS.assumptions(
+                    enforced=enforced, trusted=_light_assumptions(mechanisms)
+                ),
                 device_model=True,
                 reason=reason or (_NO_EPSILON if delta > 0 else None),
                 release=Release.EVERY_READING,
@@ -258,7 +327,7 @@ class LabelCounts(CertifiedMechanism):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelArgmax(CertifiedMechanism):
+class LabelArgmax(_LabelFrame):
     """Every label shown once to a camera, and only the brightest of as many groups of pixels as labels kept."""
 
     step_epsilon: Annotated[
@@ -273,10 +342,7 @@ class LabelArgmax(CertifiedMechanism):
     ] = True
 
     kind: ClassVar[str] = "label_argmax"
-    taken_upfront: ClassVar[bool] = True
-    unit: ClassVar[Unit] = Unit.LABEL
     noise_field: ClassVar[str | None] = "step_epsilon"
-    noise_is_inverse: ClassVar[bool] = True
 
     @property
     def keep_probability(self) -> float:
@@ -287,14 +353,17 @@ class LabelArgmax(CertifiedMechanism):
         """Return what ran, in a few words."""
         times = "" if self.steps == 1 else f", {self.steps:,} times for each label"
         how = "labels permuted secretly for each record" if self.symmetrised else "labels as they are"
-        return f"the argmax of photon counts over {self.n_classes} groups of pixels, {how}{times}; counts discarded"
+        return (
+            f"the argmax of photon counts over {self.n_classes} groups of pixels, {how}{times}; counts discarded"
+            f"{self._under}"
+        )
 
     @classmethod
     def guarantees(cls, mechanisms: Sequence[Self], *, delta: float, enforced: bool) -> list[Guarantee]:
         """Return epsilon of all answers for one label together."""
         bounds, reason = spend_certificates(
             delta,
-            certificate_errors(mechanisms, repeated=True),
+            _errors(mechanisms),
             lambda left: _argmax_bounds(mechanisms, left),
         )
         permuted = any(one.symmetrised for one in mechanisms)
@@ -306,7 +375,11 @@ class LabelArgmax(CertifiedMechanism):
                 delta=delta,
                 adjacency=Adjacency.REPLACE_ONE,
                 assumptions=COUNT_ARGMAX.assumptions(
-                    enforced=enforced, trusted=(_SECRET_PERMUTATIONS,) if permuted else ()
+                    enforced=enforced,
+                    trusted=(
+                        *((_SECRET_PERMUTATIONS,) if permuted else ()),
+                        *_light_assumptions(mechanisms),
+                    ),
                 ),
                 device_model=True,
                 reason=reason,
@@ -322,7 +395,7 @@ def _argmax_bounds(mechanisms: Sequence[LabelArgmax], delta: float) -> EpsilonBo
     if (
         delta > 0
         and first.symmetrised
-        and len({replace(one, steps=1, beta=0.0, certificate="") for one in mechanisms}) == 1
+        and len({replace(one, steps=1, beta=0.0, certificate="", power_error=0.0) for one in mechanisms}) == 1
     ):
         return numerics.response_bounds(
             first.keep_probability, first.n_classes, first.step_epsilon, steps, delta

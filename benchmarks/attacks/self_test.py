@@ -70,13 +70,15 @@ def cells() -> Iterator[Cell]:
 def attempt(cell: Cell, number: int) -> dict[str, Any]:
     """One self-test with the fault planted."""
     faults = {fault.name: fault for fault in FAULTS}
+    settings: tuple[str, ...] = ()
     with contextlib.ExitStack() as stack:
         if cell.fault != "none":
+            settings = faults[cell.fault].settings
             stack.enter_context(faults[cell.fault].planted())
         found = audit_mechanism(
             cell.trainer,
             mode=cell.mode,
-            settings=[f"protection.kind={cell.protection}"],
+            settings=[f"protection.kind={cell.protection}", *settings],
             seed=number if cell.mode == "experiment" else None,
             level=LEVEL,
         )

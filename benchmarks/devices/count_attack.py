@@ -23,13 +23,16 @@ import numpy as np
 import torch
 import typer
 from matplotlib.figure import Figure
+from scipy.special import ndtr, ndtri
 
 from accounting import numerics
 from accounting.audit import clopper_pearson_upper
 from accounting.devices.counts import certified_confusion
 from benchmarks.results_file import load_results, save_results
 from opusim.devices.registry import open_device
-from training.protections.counted_labels import ArgmaxReadout, CountsReadout, LabelFrames, confusion
+from training.protections.argmax_labels import ArgmaxReadout, confusion
+from training.protections.counted_labels import CountsReadout
+from training.protections.label_frames import LabelFrames
 
 NAME, PICTURE = "count_attack", Path("docs/count_attack.png")
 N_CLASSES, N_OUTPUTS, DELTA, ALARM = 10, 128, 1e-5, 1e-3
@@ -195,6 +198,15 @@ def attack_argmax(frames: LabelFrames, epsilon: float, readings: int, more_light
     }
 
 
+def _deviate(share: np.ndarray) -> np.ndarray:
+    return np.asarray(ndtri(np.clip(share, 1e-9, 1 - 1e-9)))
+
+
+def exceeded(found: dict[str, float]) -> bool:
+    """Whether losses show more than DELTA at the stated epsilon, by five standard errors or by proven error rates."""
+    return found["delta"] - 5 * found["delta_error"] > DELTA or found["delta_low"] > DELTA
+
+
 def picture(results: dict[str, Any]) -> Figure:
     """Draw false alarms against misses of the worst pair, and what each stated (epsilon, delta) allows."""
     figure = Figure(figsize=(6.4, 5.2), layout="constrained")
@@ -205,7 +217,7 @@ def picture(results: dict[str, Any]) -> Figure:
             style = "-" if more == 1 else ":"
             label = f"epsilon {name}" + ("" if more == 1 else f", {more - 1:.0%} more light than stated")
             axes.plot(curve["alarms"], curve["misses"], style, color=f"C{index}", label=label)
-        alarms = np.logspace(-6, 0, 200)
+        alarms = ndtr(np.linspace(-4.8, 4.8, 400))
         allowed = [1 - delta - math.exp(epsilon) * alarms for epsilon, delta in attacks[0]["stated"]["curve"]]
         mirrored = [
             math.exp(-epsilon) * (1 - delta - alarms) for epsilon, delta in attacks[0]["stated"]["curve"]
@@ -213,10 +225,16 @@ def picture(results: dict[str, Any]) -> Figure:
         axes.plot(
             alarms, np.max([*allowed, *mirrored, 0 * alarms], axis=0), "--", color=f"C{index}", linewidth=1
         )
-    axes.set(xscale="log", yscale="log", xlim=(1e-6, 1), ylim=(1e-6, 1.3))
+    ends, ticks = (1e-5, 1 - 1e-5), (1e-5, 1e-3, 0.02, 0.2, 0.5, 0.8, 0.98, 0.999)
+    axes.set_xscale("function", functions=(_deviate, ndtr))  # normal deviates show all of the curve
+    axes.set_yscale("function", functions=(_deviate, ndtr))
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=45)
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set(xlim=ends, ylim=ends)
+    axes.grid(alpha=0.3)
     axes.set(xlabel="false alarms", ylabel="misses", title="Telling two labels apart by their photon counts")
     axes.plot([], [], "--", color="0.4", linewidth=1, label="least misses that the stated law allows")
-    axes.legend(loc="lower left")
+    axes.legend(loc="upper right", fontsize=8)
     return figure
 
 
@@ -239,18 +257,18 @@ def main(
                 attack_argmax(frames, epsilon, readings, more_light) for more_light in (1.0, 1.2)
             ]
             save_results(NAME, content)
-            _print(content, text)
+    for text in content["counts"]:
+        _print(content, text)
     picture(content).savefig(PICTURE, dpi=110)
 
 
 def _print(content: dict[str, Any], text: str) -> None:
     for attack in content["counts"][text]:
-        worst = max(attack["labels"], key=lambda entry: entry["counts"]["epsilon_low"])["counts"]
-        highest = max(entry["counts"]["delta_low"] for entry in attack["labels"])
-        largest = max(entry["counts"]["delta"] for entry in attack["labels"])
+        found = [entry["counts"] for entry in attack["labels"]]
         print(
-            f"counts, epsilon {text}, light {attack['more_light']:g}: delta at most {largest:.3g} (proven "
-            f"{highest:.3g}), epsilon at least {worst['epsilon_low']:.3f}; from digital numbers "
+            f"counts, epsilon {text}, light {attack['more_light']:g}: delta at most "
+            f"{max(one['delta'] for one in found):.3g}, more than stated: {any(exceeded(one) for one in found)}, "
+            f"epsilon at least {max(one['epsilon_low'] for one in found):.3f}; from digital numbers "
             f"{attack['worst']['numbers']['epsilon_low']:.3f}",
             flush=True,
         )

@@ -16,7 +16,16 @@ from benchmarks.any_module import images, language_model
 from benchmarks.any_module import private as protected_modules
 from benchmarks.attacks import guarantees, one_run, self_test
 from benchmarks.convex import accuracy, curves, device, noise, opacus_baseline, step, tuned
-from benchmarks.devices import effects, faults, learning, mnist_features, monitor, real_opu, served_faults
+from benchmarks.devices import (
+    camera_account,
+    effects,
+    faults,
+    learning,
+    mnist_features,
+    monitor,
+    real_opu,
+    served_faults,
+)
 from benchmarks.markdown import Row, markdown, section
 from benchmarks.pages.headlines import headline_rows, protection_rows
 from benchmarks.pages.sweeps import SWEEPS, sweep_section
@@ -248,7 +257,11 @@ def pages() -> dict[Path, str]:
         readme: with_block(readme.read_text(), "measured", measured),
         choosing: with_block(choosing.read_text(), "protections", protections),
         devices: with_block(with_faults, "monitor", monitor.docs_table()),
-        camera: with_block(camera.read_text(), "effects", effects.docs_table()),
+        camera: with_block(
+            with_block(camera.read_text(), "effects", effects.docs_table()),
+            "account",
+            camera_account.docs_table(),
+        ),
         serving: with_block(with_served_faults, "served", served.docs_table()),
         opacus: with_block(opacus.read_text(), "opacus", protected_modules.docs_table()),
         BENCHMARKS / "README.md": index_page(),

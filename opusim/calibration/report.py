@@ -125,13 +125,20 @@ _STYLE = (
 
 
 _CAP = 37.0  # of a p-value that double precision can hold
-_LAWS = {"gaussian": "Gaussian readings", "photon_count": "Poisson counts"}
+_LAWS = {
+    "gaussian": "Gaussian readings",
+    "photon_count": "Poisson counts",
+    "fluctuating_photon_count": "Poisson counts under light that fluctuates",
+}
 _WORDS = {
     "std": "smallest standard deviation of a reading, lower limit",
     "dark_e_low": "dark charge of a frame, lower limit",
     "dark_e_high": "dark charge of a frame, upper limit",
     "light_ratio_low": "light over the described, lower limit",
     "light_ratio_high": "light over the described, upper limit",
+    "power_law": "law of the light's power in a frame, assumed",
+    "power_rms_low": "relative standard deviation of that power, lower limit",
+    "power_rms_high": "relative standard deviation of that power, upper limit",
     "quantum_efficiency": "quantum efficiency",
     "gain_dn_per_e": "gain",
     "black_level_dn": "black level",
@@ -179,7 +186,7 @@ def print_calibration(found: Calibration) -> None:
     if law is None:
         print("certified noise: none, a test speaks against the described law")
         return
-    numbers = ", ".join(f"{key} {value:.6g}" for key, value in law.model_dump().items() if key != "law")
+    numbers = ", ".join(f"{key} {_number(value)}" for key, value in law.model_dump().items() if key != "law")
     print(
         f"certified noise: {law.law.replace('_', ' ')}, {numbers}; wrong with probability {found.certificate.beta:g}"
     )
@@ -224,13 +231,18 @@ def write_report(calibration: Calibration, path: Path) -> None:
     path.write_text(page, encoding="utf-8")
 
 
+def _number(value: float | str) -> str:
+    """Return a number of a law, or the name of one, such as that of a light's power."""
+    return value.replace("_", "-") if isinstance(value, str) else f"{value:.6g}"
+
+
 def _law(certificate: Certificate) -> str:
     """Return what is certified."""
     if certificate.noise is None:
         return "<h2>Certified noise</h2><p class='against'>None: a test speaks against the described law.</p>"
     numbers = certificate.noise.model_dump()
     rows = "".join(
-        f"<tr><td>{escape(_WORDS[key])}</td><td>{value:.6g}</td><td>{escape(unit_of(key))}</td><td><code>{key}</code></td></tr>"
+        f"<tr><td>{escape(_WORDS[key])}</td><td>{_number(value)}</td><td>{escape(unit_of(key))}</td><td><code>{key}</code></td></tr>"
         for key, value in numbers.items()
         if key != "law"
     )

@@ -28,6 +28,7 @@ from scipy.stats import ncx2
 from opusim import checks
 from opusim.camera.kernels import expose_fields, recover_rows
 from opusim.camera.stages import Light, Sensor
+from opusim.noise import LightPower
 from opusim.randomness.kernels import run_split
 from opusim.randomness.streams import NoiseStream
 from opusim.temperature import DarkCurrent
@@ -342,6 +343,8 @@ class CountLaw:
         dark_scale: dark current of each output's pixel as a multiple of that, shape (n_outputs,) or one number.
         ambient_e: described ambient light at each output, electrons, shape (n_outputs,) or one number.
         nonlinearity: q of the read-out, as for `opusim.camera.imperfect.ImperfectExposure`.
+        power: law of the laser's power in a frame, relative to that of `light_e`, or None if it is constant. Rates and
+            the noise of a reading are then those at mean power.
     """
 
     light_e: np.ndarray
@@ -356,6 +359,7 @@ class CountLaw:
     dark_scale: np.ndarray | float = 1.0
     ambient_e: np.ndarray | float = 0.0
     nonlinearity: float = 0.0
+    power: LightPower | None = None
 
     def dark_e(self, point: OperatingPoint) -> float:
         """Return the dark charge of a frame, electrons.

@@ -21,6 +21,8 @@ from opusim.camera.stages import Sensor
 
 _FAR = 8.5
 """Standard deviations beyond which the mass is lost, 1e-17."""
+_NO_MASS = 1e-22
+"""Masses at the ends of a sum's law that are dropped: at most 1e-17 over all its places."""
 _MORE_ELECTRONS = 30
 _LEAST_LOG = -745.0
 """Logarithm of the smallest double, for codes without mass."""
@@ -64,12 +66,22 @@ class NumberLaw:
         return np.stack(found, axis=1)
 
     def _sum_of(self, pixels: np.ndarray) -> np.ndarray:  # (inputs, sums)
-        total = self.masses[:, pixels[0], :]
-        for pixel in pixels[1:]:
-            total = np.stack(
-                [np.convolve(row, more) for row, more in zip(total, self.masses[:, pixel, :], strict=True)]
-            )
-        return total
+        inputs, _, codes = self.masses.shape
+        found = np.zeros((inputs, len(pixels) * (codes - 1) + 1))
+        for row, own in enumerate(self.masses[:, pixels]):
+            start, total = _with_mass(own[0])
+            for part in own[1:]:
+                shift, more = _with_mass(part)
+                cut, total = _with_mass(np.convolve(total, more))
+                start += shift + cut
+            found[row, start : start + total.size] = total
+        return found
+
+
+def _with_mass(masses: np.ndarray) -> tuple[int, np.ndarray]:
+    """Return the first place with mass, and the masses from there to the last one; those at the ends are lost."""
+    places = np.flatnonzero(masses > _NO_MASS)
+    return int(places[0]), masses[places[0] : places[-1] + 1]
 
 
 def number_law(

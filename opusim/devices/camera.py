@@ -302,8 +302,13 @@ class CameraDevice(NoisyDevice):
         """Described light of the anchor at each output, electrons, shape (n_outputs,)."""
         return self.exposure.light_of(np.sum(np.square(self._speckle.anchor), axis=0))
 
-    def count_law(self, x: torch.Tensor) -> CountLaw:  # (vectors, n_inputs)
+    def count_law(self, x: torch.Tensor, *, at_mean_power: bool = False) -> CountLaw:  # (vectors, n_inputs)
         """Return the law of the counts in readings of some ternary vectors, at any operating point.
+
+        Args:
+            x: entries -1, 0 and 1, shape (vectors, n_inputs).
+            at_mean_power: Whether the caller allows for light that fluctuates (`CountLaw.power`); rates are then those
+                at mean power. Without it such light is refused.
 
         Raises:
             ConfigError: the description switches shot noise off, or lets the light fluctuate, and counts then have no
@@ -314,7 +319,7 @@ class CameraDevice(NoisyDevice):
         self._require_open()
         self._require_fixed_rates()
         exposure, settings = self.exposure, self._settings
-        if self._laser is not None:
+        if self._laser is not None and not at_mean_power:
             raise ConfigError(
                 self.name,
                 "camera.light.power",
@@ -325,7 +330,7 @@ class CameraDevice(NoisyDevice):
                 self.name, "camera.sensor.shot_noise", "is off, so counts have no law; switch it on"
             )
         return CountLaw(
-            light_e=self.frame_rates(x) - exposure.dark_e,
+            light_e=(self.frame_rates(x) - exposure.dark_e) / exposure.mean_power,
             bias_e=exposure.light.bias_e * exposure.response,
             ambient_e=exposure.light.ambient_e * exposure.response,
             dark_scale=exposure.dark_scale if isinstance(exposure, ImperfectExposure) else 1.0,
@@ -337,6 +342,7 @@ class CameraDevice(NoisyDevice):
             dark=settings.dark_law(),
             sensor=exposure.sensor,
             recovery=self.ideal_recovery(),
+            power=None if self._laser is None else self._laser.law.power,
         )
 
     def temperature_law(self, x: torch.Tensor) -> TemperatureLaw:  # (vectors, n_inputs)

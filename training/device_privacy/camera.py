@@ -5,7 +5,8 @@ readings are kept and reused. Epsilon is accounted on the electron counts of the
 simulated device knows their rates, so the divergence of the Poisson laws is exact. Epsilon therefore holds even against
 an attacker who sees the frames; sigma, the noise of the recovered projection, is what learning sees. Dark charge and
 bias light add counts that do not depend on the label; less laser light or a shorter exposure leaves fewer that do.
-Ambient light is in sigma and in no epsilon: it may be gone tomorrow.
+Ambient light is in sigma and in no epsilon: it may be gone tomorrow. Light that fluctuates is accounted for as in
+training, up to a power that a frame exceeds with a small probability; sigma is then that at constant power.
 Source: docs/privacy.md, section 9; opusim.camera.exposure for the rates.
 """
 
@@ -33,7 +34,9 @@ from opusim.description.schema import DeviceDescription
 from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_described
 from opusim.errors import ConfigError
-from training.protections.counted_labels import confusion_at, equidistant_pixels, label_groups
+from training.protections.argmax_labels import FIRST_CELL, NO_LIGHT, confusion_at, epsilon_up_to, label_groups
+from training.protections.counted_labels import equidistant_pixels
+from training.protections.label_frames import POWER_SHARE
 
 LIGHTS = (1.0, 0.1, 0.01, 0.001)
 """Multiples of the described laser light in tables and figures."""
@@ -82,17 +85,48 @@ class LabelCounts:
     def guarantee(self, point: OperatingPoint) -> Guarantee:
         """Return the guarantee of one reading of every label."""
         self.on_evaluation()
-        rates = self.law.credited_rates(point)
         if self.kept == "argmax":
-            epsilon = argmax_epsilon(
-                *confusion_at(self.law, self._pixels, rates[0], rates[0]), symmetrised=True
+            answer = LabelArgmax(
+                step_epsilon=max(self._argmax_epsilon(point, all_powers=True), _LEAST_EPSILON),
+                n_classes=self.law.light_e.shape[1],
+                power_error=self._power_error,
             )
-            answer = LabelArgmax(step_epsilon=max(epsilon, _LEAST_EPSILON), n_classes=rates.shape[1])
-            return guarantees([answer], delta=0.0)[0]  # pure, as training takes it
-        if self.kept == "counts":
-            return known_counts_guarantee(rates[0][:, self._pixels], delta=self.delta)
-        shown = rates[: len(rates) // 2].transpose(1, 0, 2)  # the negative part, of the second half, is empty
-        return known_counts_guarantee(shown.reshape(len(shown), -1), delta=self.delta)
+            return guarantees([answer], delta=self.delta if self._power_error else 0.0)[0]
+        rates, dark = (self.law.credited_rates(p) for p in (point, replace(point, light=NO_LIGHT)))
+        frames = (
+            1 if self.kept == "counts" else len(rates) // 2
+        )  # the negative part, of the second half, is empty
+        some = slice(None) if self.kept == "reading" else self._pixels
+        counts = rates[:frames][:, :, some].transpose(1, 0, 2)
+        return known_counts_guarantee(
+            counts.reshape(len(counts), -1),
+            delta=self.delta,
+            brightest=self._brightest(frames),
+            dark_low=dark[:frames, 0, some].ravel() if self._power_error else 0.0,
+            power_error=self._power_error,
+        )
+
+    def _argmax_epsilon(self, point: OperatingPoint, *, all_powers: bool) -> float:
+        """Pure epsilon of an answer, of light that fluctuates in its brightest frames or in all that count."""
+
+        def limits(least: float, most: float) -> tuple[np.ndarray, np.ndarray]:
+            rates = [self.law.rates(replace(point, light=max(light, NO_LIGHT)))[0] for light in (least, most)]
+            return confusion_at(self.law, self._pixels, *(rates if least < most else rates[:1] * 2))
+
+        most = self._brightest(1) * point.light
+        if self._power_error and not all_powers:
+            return argmax_epsilon(*limits((1 - FIRST_CELL) * most, most), symmetrised=True)
+        return epsilon_up_to(limits, most, fluctuates=self._power_error > 0)
+
+    @property
+    def _power_error(self) -> float:
+        """Share of delta that light that fluctuates takes, as in training."""
+        fluctuates = self.law.power is not None and self.law.power.rms > 0
+        return POWER_SHARE * self.delta if fluctuates else 0.0
+
+    def _brightest(self, frames: int) -> float:
+        """Relative power that none of some frames exceeds, but for that probability."""
+        return 1.0 if self.law.power is None else self.law.power.limit(self._power_error / frames)
 
     @cached_property
     def _pixels(self) -> np.ndarray:
@@ -101,7 +135,10 @@ class LabelCounts:
         return label_groups(light) if self.kept == "argmax" else equidistant_pixels(light)
 
     def epsilon(self, point: OperatingPoint) -> float:
-        """Return epsilon of one reading of every label, at delta."""
+        """Return epsilon of one reading of every label, at delta; of the argmax the pure one, as training takes it."""
+        if self.kept == "argmax":
+            self.on_evaluation()
+            return self._argmax_epsilon(point, all_powers=False)
         return self.guarantee(point).epsilon
 
     def temperature_for(self, target: float, light: float) -> float | None:
@@ -178,7 +215,7 @@ def label_counts(
                 "camera.reference_beam",
                 f"reads holograms, and {kept!r} is kept of a frame without a reference; remove the section",
             )
-        law = device.count_law(torch.eye(n_classes))
+        law = device.count_law(torch.eye(n_classes), at_mean_power=True)
         return LabelCounts(
             name=description.name, law=law, delta=delta, kept=kept, on_evaluation=on_evaluation
         )

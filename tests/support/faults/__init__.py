@@ -5,6 +5,7 @@ what each entry says and how it is planted. A new fault is a new file and a line
 """
 
 from tests.support.faults import (
+    answers_too_bright,
     averaged_before_noise,
     batches_repeat_every_epoch,
     batches_reused,
@@ -12,10 +13,13 @@ from tests.support.faults import (
     biases_without_noise,
     clip_too_wide,
     clipped_by_layer,
+    counts_not_discarded,
+    counts_too_bright,
     divided_by_realised_size,
     fixed_size_batches,
     fixed_size_batches_on_release,
     labels_kept_too_often,
+    labels_not_permuted,
     labels_same_in_every_run,
     last_layer_without_noise,
     noise_halved,
@@ -48,6 +52,10 @@ FAULTS: tuple[Fault, ...] = (
     divided_by_realised_size.FAULT,
     labels_kept_too_often.FAULT,
     labels_same_in_every_run.FAULT,
+    counts_not_discarded.FAULT,
+    labels_not_permuted.FAULT,
+    answers_too_bright.FAULT,
+    counts_too_bright.FAULT,
 )
 
 OF_ONE_RUN: tuple[Fault, ...] = (

@@ -36,6 +36,7 @@ class Fault:
         protections: Values of protection.kind that it reaches.
         modes: Modes that it reaches.
         checks: Names of the self-test's checks of which at least one must raise an alarm.
+        settings: Further settings of the run, "key=value", which the fault needs.
         plant: Returns a context in which the product is at fault.
     """
 
@@ -46,6 +47,7 @@ class Fault:
     modes: tuple[str, ...] = MODES
     checks: tuple[str, ...]
     plant: Callable[[], AbstractContextManager[None]]
+    settings: tuple[str, ...] = ()
 
     def applies(self, *, trainer: str, protection: str = "record", mode: str) -> bool:
         """Whether there is such a run, and the fault does anything to it; only feedbacks protect labels."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,12 +34,13 @@ def self_test(
     level: float | None = None,
     protection: str = "record",
     steps: int = 40,
+    settings: Sequence[str] = (),
 ) -> MechanismAudit:
     return training.audit_mechanism(
         kind,
         mode=mode,
         steps=steps,
-        settings=[f"protection.kind={protection}", *QUICK.get(kind, ())],
+        settings=[f"protection.kind={protection}", *QUICK.get(kind, ()), *settings],
         seed=seed if mode == "experiment" else None,
         level=LEVELS[mode] if level is None else level,
     )
@@ -46,7 +48,9 @@ def self_test(
 
 def require_found(fault: Fault, kind: str, protection: str, mode: str, seed: int) -> None:
     with fault.planted():
-        found = self_test(kind, mode, seed, level=1e-4, protection=protection, steps=60)
+        found = self_test(
+            kind, mode, seed, level=1e-4, protection=protection, steps=60, settings=fault.settings
+        )
     assert {check.name for check in found.alarms} & set(fault.checks), report_text(found)
 
 
@@ -62,6 +66,28 @@ def test_trainers_release_what_is_accounted(kind: str, mode: str, seed: int) -> 
 def test_label_protections_release_what_is_accounted(protection: str, seed: int) -> None:
     found = self_test("pdfa", "experiment", seed, protection=protection)
     assert found.holds, report_text(found)
+
+
+@pytest.mark.parametrize("noise", ["counts", "argmax"])
+def test_labels_that_a_camera_counts_have_the_accounted_law(noise: str, seed: int) -> None:
+    found = self_test(
+        "pdfa", "experiment", seed, protection="label-readout", settings=[f"protection.noise={noise}"]
+    )
+    assert found.holds, report_text(found)
+    assert any(check.name.startswith(f"{noise}: ") for check in found.checks)
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("device.name=camera_fluctuating", "device.camera.light.power"),
+        ("device.certificate=mine.toml", "device.certificate"),
+    ],
+)
+def test_light_of_which_only_limits_are_known_is_refused(setting: str, key: str) -> None:
+    settings = ["protection.kind=label-readout", "protection.noise=counts", setting]
+    with pytest.raises(ConfigError, match=f"{key}: leaves only limits of the light"):
+        training.audit_mechanism("pdfa", settings=settings, steps=40, seed=1)
 
 
 def test_a_sound_clip_by_layer_raises_no_alarm(seed: int) -> None:

@@ -24,7 +24,9 @@ from training.device_privacy.camera import (
     target_rows,
     temperature_rows,
 )
-from training.protections.counted_labels import ArgmaxReadout, CountsReadout, LabelFrames
+from training.protections.argmax_labels import ArgmaxReadout
+from training.protections.counted_labels import CountsReadout
+from training.protections.label_frames import LabelFrames
 
 DELTA = 1e-2
 HOT = OperatingPoint(temperature_c=60.0, light=0.01)

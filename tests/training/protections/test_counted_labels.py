@@ -16,7 +16,7 @@ from scipy.stats import norm
 
 import training
 from accounting.composition import guarantees
-from accounting.devices.counts import LabelArgmax, LabelCounts
+from accounting.devices.counts import LabelArgmax, LabelCounts, argmax_epsilon
 from accounting.errors import BudgetExceeded
 from accounting.ledger.ledger import read_ledger
 from accounting.mechanisms import CertifiedMechanism, Mechanism
@@ -26,18 +26,16 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.certificate import Certificate, PhotonCountLaw, digest_of
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
-from training.protections import counted_labels
-from training.protections.counted_labels import (
+from training.protections import argmax_labels
+from training.protections.argmax_labels import (
     ArgmaxReadout,
-    CountsReadout,
-    LabelFrames,
     confusion,
     confusion_at,
-    equidistant_pixels,
     label_groups,
     read_argmax,
-    read_counts,
 )
+from training.protections.counted_labels import CountsReadout, equidistant_pixels, read_counts
+from training.protections.label_frames import LabelFrames
 from training.protections.noisy_labels import read_once_through
 from training.runs.storage import read_array
 
@@ -71,7 +69,7 @@ def test_the_light_stays_between_the_least_and_the_described(
     frames: LabelFrames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert CountsReadout.within(frames, epsilon=1e6, delta=DELTA).light == 1.0
-    monkeypatch.setattr(counted_labels, "LEAST_LIGHT", 0.1)
+    monkeypatch.setattr(argmax_labels, "LEAST_LIGHT", 0.1)
     with pytest.raises(ConfigError, match="0.01 is below what any light gives"):
         ArgmaxReadout.within(frames, epsilon=0.01)
 
@@ -234,11 +232,23 @@ def test_a_certificate_dims_the_light_and_takes_its_beta(
         found = CountsReadout.within(limits, epsilon=EPSILON, delta=DELTA)
         assert 0.8 * counts.light < found.light < counts.light / 1.05
         channel = ArgmaxReadout.within(limits, epsilon=EPSILON)
-        assert channel.light < answers.light
+        assert channel.keep < answers.keep
         assert channel.keep < channel.mechanism.keep_probability
         for mechanism in (found.mechanism, channel.mechanism):
             assert mechanism.beta == 1e-3
             assert mechanism.certificate == certificate_of(limits.device).digest
+
+
+def test_a_certificate_with_wide_limits_of_dark_charge_takes_smaller_groups(answers: ArgmaxReadout) -> None:
+    with certified(dark_e_low=4.0, dark_e_high=8.0) as wide:
+        found = ArgmaxReadout.within(wide, epsilon=EPSILON)
+        assert found.groups.shape[1] < answers.groups.shape[1]
+        largest = confusion(wide, answers.groups, 1e-6)
+        assert argmax_epsilon(*largest, symmetrised=True) > EPSILON  # groups of all pixels would be refused
+        assert argmax_epsilon(*confusion(wide, found.groups, found.light), symmetrised=True) <= EPSILON
+        message = r"0.01 is below what any light gives within the limits of device.certificate, \d"
+        with pytest.raises(ConfigError, match=message):
+            ArgmaxReadout.within(wide, epsilon=0.01)
 
 
 def test_certified_answers_allow_for_all_dark_light_of_the_certificate(answers: ArgmaxReadout) -> None:
@@ -290,6 +300,9 @@ def test_answers_of_a_faulty_instrument_have_the_stated_law(seed: int) -> None:
     assert off.max() > 5  # planted: numbers of a straight read-out
 
 
+DRIFTING = {"law": "log_normal", "rms": 0.01, "drift_rms": 0.01, "drift_s": 3600.0, "seconds_per_step": 1.0}
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
@@ -306,8 +319,8 @@ def test_answers_of_a_faulty_instrument_have_the_stated_law(seed: int) -> None:
         ),
         (
             "camera_low_light",
-            {"camera": {"light": {"power": {"law": "log_normal", "rms": 0.01}}}},
-            "camera.light.power: fluctuates, so counts have no fixed rates",
+            {"camera": {"light": {"power": DRIFTING}}},
+            "camera.light.power.drift_rms: drifts from training step to training step",
         ),
     ],
 )

@@ -10,15 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from accounting.devices.counts import LabelArgmax, LabelCounts
 from accounting.errors import NoGuarantee
 from accounting.labels.mechanisms import RandomizedResponse
 from accounting.ledger.ledger import read_ledger
 from opusim import checks
 from opusim.description.loading import load_description
+from opusim.description.schema import DeviceDescription
 from opusim.description.section import BadKey
 from opusim.errors import ConfigError
 from opusim.randomness.streams import MODES, derive_seed
 from training.attacks.mechanism.checks import Released, checked, response_checks
+from training.attacks.mechanism.counted import answer_checks, count_checks
 from training.attacks.mechanism.readings import noisy_readings, released_steps, responses
 from training.attacks.mechanism.report import Check, MechanismAudit
 from training.attacks.mechanism.subjects import MODULES, SUBJECTS, Subject
@@ -40,6 +43,15 @@ _LABEL_CLASSES = 10
 _QUIET_SIGMA, _LARGEST_SIGMA = 1e-3, 0.01
 """Noise in a simulated device's readings: the default, and the largest at which a contribution's direction is known (at
 0.01 a contribution loses 5e-5 of its length along it)."""
+_COUNTED: dict[str, dict[str, Any]] = {
+    noise: {
+        "device": {"name": "camera_low_light"},
+        "model": {"hidden": [40]},
+        "protection": {"epsilon": epsilon},
+    }
+    for noise, epsilon in (("counts", 20.0), ("argmax", 2.0))
+}
+"""What a look by a camera is tested with: outputs for ten labels, and enough light that 20 % more of it is seen."""
 _OWN = (
     *("schema_version", "mode", "seed", "epochs", "loss", "torch_device", "data.", "model.", "optimizer."),
     *("sampler.scheme", "sampler.min_batch_size", "sampler.drop_last", "checkpoint.", "trainer.kind"),
@@ -162,6 +174,13 @@ def _compared(
         shifts = [responses(folder, dataset) for folder in folders]
         accounted = mechanism.repeated(1).describe()
         return response_checks(shifts, mechanism, level), (len(dataset.train), 1), accounted
+    if isinstance(mechanism, LabelArgmax):
+        shifts = [responses(folder, dataset) for folder in folders]
+        answers = answer_checks(folders, shifts, mechanism, level)
+        return answers, (len(dataset.train), 1), mechanism.repeated(1).describe()
+    if isinstance(mechanism, LabelCounts):
+        counts = count_checks(folders, dataset, mechanism, level)
+        return counts, (len(dataset.train), dataset.n_classes - 1), mechanism.repeated(1).describe()
     released = [_released(folder, subject, dataset) for folder in folders]
     steps, free = released[0].noise.shape
     return checked(released, level), (steps, free), released[0].accounted
@@ -196,7 +215,9 @@ def _configured(
         )
         raise ConfigError("--set", "protection.kind", reason)
     defaults = _defaults(subject, protection, options["protection"])
-    if "device" not in asked and kind == "pdfa":
+    if options["protection"].get("noise") in _COUNTED:
+        defaults = merged(defaults, _COUNTED[options["protection"]["noise"]])
+    elif "device" not in asked and kind == "pdfa":
         defaults = merged(defaults, {"device": {"noise": {"sigma": _QUIET_SIGMA}}})
     values = merged(merged(_common(kind, mode, protection, subject), defaults), options)
     config = load_config(values)
@@ -338,6 +359,9 @@ def _require_quiet(config: RunConfig) -> None:
     if not config.uses_device:
         return
     description = load_description(config.device.name, config.device.overrides)
+    if getattr(config.protection, "noise", "digital") in _COUNTED:
+        _require_exact_light(config, description)
+        return
     if description.kind not in ("ideal", "gaussian"):
         raise ConfigError(
             "--set",
@@ -352,6 +376,22 @@ def _require_quiet(config: RunConfig) -> None:
             "device.noise.sigma",
             f"{sigma:g} changes the direction of each contribution; use at most {_LARGEST_SIGMA:g}",
         )
+
+
+def _require_exact_light(config: RunConfig, description: DeviceDescription) -> None:
+    """Refuse a camera of whose light only limits are accounted for: its law is not the accounted one.
+
+    Raises:
+        ConfigError: It has a certificate, or light that fluctuates.
+    """
+    power = None if description.camera is None else description.camera.light.power
+    for key, given in (
+        ("device.certificate", config.device.certificate),
+        ("device.camera.light.power", power),
+    ):
+        if given is not None:
+            reason = "leaves only limits of the light, and the self-test compares laws; leave it out"
+            raise ConfigError("--set", key, reason)
 
 
 def _require_contrasts(config: RunConfig) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import scipy.stats
 from scipy.special import kolmogorov, ndtr
 
-from accounting import RandomizedResponse
+from accounting import LabelArgmax, RandomizedResponse
 from opusim.p_values import bonferroni, chi_squared_p_value, cosine_p_value, doubt, normal_p_value
 from training.attacks.mechanism.report import Check
 
@@ -331,7 +331,7 @@ def _batches_apart(sums: Sequence[Sums]) -> Check:
 
 
 def response_checks(
-    shifts: Sequence[np.ndarray], mechanism: RandomizedResponse, level: float
+    shifts: Sequence[np.ndarray], mechanism: RandomizedResponse | LabelArgmax, level: float
 ) -> tuple[Check, ...]:
     """Check randomized response: each label is kept with probability p, else replaced uniformly by another class.
 

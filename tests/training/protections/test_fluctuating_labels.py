@@ -1,0 +1,223 @@
+"""Labels that a camera counts under light that fluctuates: what is kept holds for every power that a frame may have."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import norm
+
+import training
+from accounting.composition import guarantees
+from accounting.devices.counts import LabelArgmax, argmax_epsilon
+from accounting.guarantee import Status
+from accounting.ledger.ledger import read_ledger
+from opusim import open_device
+from opusim.description.loading import load_description
+from opusim.devices.certificate import Certificate, FluctuatingCountLaw, digest_of
+from opusim.errors import ConfigError
+from training.device_privacy.camera import OperatingPoint, label_counts
+from training.protections.argmax_labels import ArgmaxReadout, confusion, epsilon_up_to
+from training.protections.counted_labels import CountsReadout
+from training.protections.label_frames import POWER_SHARE, LabelFrames
+
+K, N, EPSILON, DELTA = 4, 20_000, 2.0, 0.02
+POWER = {"law": "log_normal", "rms": 0.3}
+"""Far more than a laser's, so that a light that does not allow for it is seen at this size."""
+CAMERA: dict[str, Any] = {"camera": {"light": {"power": POWER}}}
+
+
+@pytest.fixture(scope="module")
+def frames() -> Iterator[LabelFrames]:
+    with open_device("camera_low_light", n_inputs=K, n_outputs=48, **CAMERA) as device:
+        yield LabelFrames.of(device, K)
+
+
+@pytest.fixture(scope="module")
+def counts(frames: LabelFrames) -> CountsReadout:
+    return CountsReadout.within(frames, epsilon=EPSILON, delta=DELTA)
+
+
+@pytest.fixture(scope="module")
+def answers(frames: LabelFrames) -> ArgmaxReadout:
+    return ArgmaxReadout.within(frames, epsilon=EPSILON, delta=DELTA)
+
+
+def realised_delta(readout: CountsReadout, a: int, b: int, light: float) -> tuple[float, float]:
+    """E max(0, 1 - e^(epsilon - loss)) for an attacker who also sees the power of the frame, and its standard error."""
+    frames, generator = readout.frames, np.random.default_rng(a * K + b)
+    assert frames.power is not None
+    power = frames.power.of_normal(generator.standard_normal(N))[:, None]
+    shown, other = (frames.light[label, readout.pixels] for label in (a, b))
+    dark = frames.dark[readout.pixels]
+    rates = [light * power * part + dark for part in (shown, other)]
+    losses = (generator.poisson(rates[0]) * np.log(rates[0] / rates[1]) - (rates[0] - rates[1])).sum(axis=1)
+    excess = np.maximum(0.0, -np.expm1(EPSILON - losses))
+    return float(excess.mean()), float(excess.std() / math.sqrt(N))
+
+
+PAIRS = [(a, b) for a in range(K) for b in range(K) if a != b]
+
+
+def test_kept_counts_hold_even_if_the_power_of_each_frame_is_known(counts: CountsReadout) -> None:
+    found = [realised_delta(counts, a, b, counts.light) for a, b in PAIRS]
+    assert all(delta <= DELTA + 5 * error for delta, error in found)
+    at_mean = counts.light * counts.frames.brightest(counts.mechanism.power_error)
+    brighter = [realised_delta(counts, a, b, at_mean) for a, b in PAIRS]
+    assert any(
+        delta > DELTA + 5 * error for delta, error in brighter
+    )  # planted: only the mean power is allowed for
+
+
+def test_the_power_takes_its_share_of_delta(counts: CountsReadout, answers: ArgmaxReadout) -> None:
+    for mechanism in (counts.mechanism, answers.mechanism):
+        assert mechanism.power_error == POWER_SHARE * DELTA
+        (found,) = guarantees([mechanism], delta=DELTA)
+        assert 0.98 * EPSILON <= found.epsilon <= EPSILON  # an answer leaves some of delta unused
+        assert found.status is Status.PROVEN_UNDER_DEVICE_MODEL
+        assert any("delta holds beta of use = 0.002" in each.text for each in found.assumptions)
+        (nothing,) = guarantees([mechanism], delta=mechanism.power_error)
+        assert math.isinf(nothing.epsilon)
+        assert "light brighter than accounted for" in str(nothing.reason)
+        twice = guarantees([mechanism.repeated(2)], delta=2 * mechanism.power_error)
+        assert math.isinf(twice[0].epsilon)  # every frame may be too bright
+
+
+def test_an_answer_tells_no_more_at_any_power_that_is_allowed_for(answers: ArgmaxReadout) -> None:
+    frames, stated = answers.frames, answers.mechanism.step_epsilon
+    brightest = frames.brightest(answers.mechanism.power_error)
+
+    def epsilon(power: float) -> float:
+        found = confusion(frames, answers.groups, answers.light * power)
+        return argmax_epsilon(*found, symmetrised=True)
+
+    powers = brightest * np.linspace(0.01, 1, 23)
+    assert max(epsilon(float(power)) for power in powers) <= stated <= EPSILON
+    assert epsilon(1.02 * brightest) > stated  # planted: a brighter frame
+
+
+def test_powers_below_the_brightest_are_searched_too() -> None:
+    """A matrix whose epsilon is largest at half the power: epsilon at the brightest is no bound."""
+
+    def limits(least: float, most: float) -> tuple[np.ndarray, np.ndarray]:
+        ends = [0.5 + 0.4 * math.exp(-200 * (light - 0.5) ** 2) for light in (least, most)]
+        top = 0.9 if least <= 0.5 <= most else max(ends)
+        diagonal = np.eye(2)
+        lower, upper = min(ends), top
+        return (
+            lower * diagonal + (1 - upper) * (1 - diagonal),
+            upper * diagonal + (1 - lower) * (1 - diagonal),
+        )
+
+    at_most = math.log(0.9 / 0.1)
+    assert epsilon_up_to(limits, 1.0, fluctuates=True) == pytest.approx(at_most, rel=1e-6)
+    assert epsilon_up_to(limits, 1.0, fluctuates=False) < 0.01
+
+
+def test_training_gets_the_posterior_over_the_powers(counts: CountsReadout, seed: int) -> None:
+    labels = torch.from_numpy(np.random.default_rng(seed).integers(0, K, N))
+    counts.frames.device.seek(seed % 2**32)
+    scores = counts.log_likelihood(labels)
+
+    def deviation(scores: np.ndarray) -> float:
+        posterior = np.exp(scores - np.logaddexp.reduce(scores, axis=1)[:, None])
+        sharp = posterior * (posterior - np.eye(K)[labels.numpy()])
+        return float(np.max(np.abs(sharp.mean(axis=0)) / (sharp.std(axis=0) / math.sqrt(N))))
+
+    limit = norm.isf(norm.sf(5.0) / K)
+    assert deviation(scores) < limit
+    assert deviation(1.8 * scores) > limit  # planted: too sure of the label
+
+
+def test_answers_are_the_randomized_response_of_the_mean_power(answers: ArgmaxReadout, seed: int) -> None:
+    n = 15_000
+    own = np.repeat(np.arange(K), n)
+    answers.frames.device.seek(seed % 2**32)
+    found = answers.answers(torch.from_numpy(own), np.random.default_rng(seed))
+    kept = float((found == own).mean())
+    error = math.sqrt(answers.keep * (1 - answers.keep) / own.size)
+    assert abs(kept - answers.keep) < 5 * error
+    assert abs(kept - answers.mechanism.keep_probability) > 5 * error  # that of the brightest frame
+
+
+def test_a_certificate_of_fluctuating_light_adds_its_spread_and_its_beta(
+    counts: CountsReadout, answers: ArgmaxReadout
+) -> None:
+    law = FluctuatingCountLaw(
+        dark_e_low=5.7,
+        dark_e_high=6.3,
+        light_ratio_low=0.9,
+        light_ratio_high=1.1,
+        power_law="log_normal",
+        power_rms_low=0.28,
+        power_rms_high=0.32,
+    )
+    with open_device("camera_low_light", n_inputs=K, n_outputs=48, **CAMERA) as device:
+        certificate = Certificate(
+            device=device.name,
+            description_digest=digest_of(device.description),
+            date=datetime.date.today().isoformat(),
+            n_inputs=K,
+            n_outputs=48,
+            frames=1000,
+            confidence=0.95,
+            beta=1e-3,
+            noise=law,
+        )
+        device.attach_certificate(certificate)
+        limits = LabelFrames.of(device, K)
+        assert limits.power is not None
+        assert limits.power.rms == 0.32
+        kept = CountsReadout.within(limits, epsilon=EPSILON, delta=DELTA)
+        channel = ArgmaxReadout.within(limits, epsilon=EPSILON, delta=DELTA)
+    assert kept.light < counts.light / 1.1
+    assert channel.keep < answers.keep
+    for mechanism in (kept.mechanism, channel.mechanism):
+        assert (mechanism.beta, mechanism.certificate) == (1e-3, certificate.digest)
+        assert mechanism.power_error == pytest.approx(POWER_SHARE * (DELTA - 1e-3))
+        (found,) = guarantees([mechanism], delta=DELTA)
+        assert any("dimmed from the certified light" in each.text for each in found.assumptions)
+
+
+@pytest.mark.parametrize("kept", ["counts", "argmax", "reading"])
+def test_account_device_takes_the_light_of_training(kept: str) -> None:
+    description = load_description("camera_low_light", {"camera": {"light": {"power": POWER}}})
+    found = label_counts(description, n_classes=K, n_outputs=24, delta=DELTA, kept=kept)  # type: ignore[arg-type]
+    light = found.share_for(EPSILON, "light")
+    assert light is not None
+    statement = found.guarantee(OperatingPoint(light=light))
+    assert 0.98 * EPSILON <= statement.epsilon <= EPSILON
+    assert any("delta holds beta of use" in each.text for each in statement.assumptions)
+    if kept == "reading":
+        return
+    with open_device("camera_low_light", n_inputs=K, n_outputs=24, **CAMERA) as device:
+        seen = LabelFrames.of(device, K)
+        readout = CountsReadout if kept == "counts" else ArgmaxReadout
+        assert readout.within(seen, epsilon=EPSILON, delta=DELTA).light == pytest.approx(light, rel=5e-3)
+
+
+def test_answers_under_light_that_fluctuates_need_a_delta(frames: LabelFrames) -> None:
+    with pytest.raises(ConfigError, match="protection.delta: 0 leaves nothing for light that fluctuates"):
+        ArgmaxReadout.within(frames, epsilon=EPSILON)
+
+
+def test_a_run_states_the_device_model_and_its_beta_of_use(tmp_path: Path) -> None:
+    config = {
+        "epochs": 1,
+        "data": {"name": "digits"},
+        "model": {"hidden": [40]},
+        "device": {"name": "camera_low_light", **CAMERA},
+        "protection": {"kind": "label-readout", "noise": "argmax", "epsilon": 3.0},
+        "trainer": {"kind": "pdfa"},
+    }
+    training.train(config, folder=tmp_path / "run")
+    (mechanism,) = read_ledger(tmp_path / "run" / "ledger.jsonl").mechanisms
+    assert isinstance(mechanism, LabelArgmax)
+    assert mechanism.power_error == pytest.approx(1e-6)
+    assert "light brighter with probability 1e-06" in mechanism.describe()

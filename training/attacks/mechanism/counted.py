@@ -1,0 +1,182 @@
+"""Checks of labels that a camera counts: what the run folder keeps has the law that the ledger pays for.
+
+Kept counts are stored as the log-likelihood of every class. For identical records of label a, the losses
+log p(counts | a) - log p(counts | b) over the other labels b are sums over independent pixels, whose exact mean and
+covariance follow from the law of the digital numbers. An answer of the argmax is a randomized response.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.stats
+
+from accounting.devices.counts import LabelArgmax, LabelCounts
+from opusim.errors import ConfigError
+from opusim.p_values import bonferroni, normal_p_value
+from training.attacks.mechanism.checks import response_checks, shared
+from training.attacks.mechanism.report import Check
+from training.data import Dataset
+from training.engine.plan import RunPlan
+from training.protections.counted_labels import equidistant_pixels
+from training.protections.label_frames import LabelFrames
+from training.runs.folder import RunFolder
+from training.runs.storage import read_array
+
+_LAGS = (1, 2, 3, 4)
+_SAME = 1e-6
+"""Relative difference of rates, paid for against the device's, that is rounding."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossLaw:
+    """The accounted law of a label's losses.
+
+    Attributes:
+        mean: Mean loss against each other label, shape (k - 1,).
+        covariance: Their covariance, shape (k - 1, k - 1).
+        rates_off: Largest relative difference of the rates that were paid for from those of the device.
+    """
+
+    mean: np.ndarray
+    covariance: np.ndarray
+    rates_off: float
+
+    @classmethod
+    def of(cls, folder: RunFolder, dataset: Dataset, mechanism: LabelCounts) -> LossLaw:
+        """Return the law of a run's device at the light that its ledger names."""
+        label, k = int(dataset.train.y[0]), dataset.n_classes
+        with RunPlan.checked(folder.read_config(), dataset).opened_device() as device:
+            if device is None:
+                raise ConfigError("configuration", "device", "is missing; labels are counted by a camera")
+            frames = LabelFrames.of(device, k)
+            pixels = equidistant_pixels(frames.light)
+            paid = np.asarray(mechanism.light)
+            own = frames.light[:, pixels]
+            off = math.inf if paid.shape != own.shape else float(np.max(np.abs(paid - own) / np.max(own)))
+            law = frames.numbers(frames.rates(mechanism.brightest), pixels)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            loss = np.log(law.masses[label]) - np.log(np.delete(law.masses, label, axis=0))
+        loss, masses = np.where(np.isfinite(loss), loss, 0.0), law.masses[label]  # (k - 1, pixels, codes)
+        means = np.einsum("pc,bpc->bp", masses, loss)
+        second = np.einsum("pc,apc,bpc->ab", masses, loss, loss, optimize=True)
+        return cls(mean=means.sum(axis=1), covariance=second - means @ means.T, rates_off=off)
+
+    def whitened(self, scores: np.ndarray, label: int) -> np.ndarray:
+        """Return each record's losses with mean 0 and covariance I under the law, shape (records, k - 1)."""
+        losses = scores[:, [label]] - np.delete(scores, label, axis=1)
+        root = np.linalg.cholesky(self.covariance)
+        return np.asarray(np.linalg.solve(root, (losses - self.mean).T).T)
+
+
+def count_checks(
+    folders: Sequence[RunFolder], dataset: Dataset, mechanism: LabelCounts, level: float
+) -> tuple[Check, ...]:
+    """Check kept counts of identical records: rates, mean and spread of the losses, independence (normal limits).
+
+    Args:
+        folders: Of the finished runs.
+        dataset: Their records.
+        mechanism: What a ledger accounts for.
+        level: Probability of any alarm under the accounted mechanism, in (0, 1).
+    """
+    law = LossLaw.of(folders[0], dataset, mechanism)
+    label = int(dataset.train.y[0])
+    runs = np.stack(
+        [law.whitened(read_array(folder.labels_file).astype(np.float64), label) for folder in folders]
+    )
+    found = [_rates(law), _mean(runs), _spread(runs), _apart(runs), _in_two_runs(runs)]
+    return shared(found, level)
+
+
+def _rates(law: LossLaw) -> Check:
+    return Check(
+        name="counts: rates paid for",
+        observed=law.rates_off,
+        expected=0.0,
+        standard_error=_SAME,
+        p_value=1.0 if law.rates_off <= _SAME else 0.0,
+        finds="light or pixels other than those accounted for",
+    )
+
+
+def _mean(runs: np.ndarray) -> Check:
+    n, freedom = runs.shape[0] * runs.shape[1], runs.shape[2]
+    total = n * float(np.sum(np.square(runs.mean(axis=(0, 1)))))
+    return Check(
+        name="counts: mean losses",
+        observed=total,
+        expected=float(freedom),
+        standard_error=math.sqrt(2 * freedom),
+        p_value=float(2 * min(scipy.stats.chi2.sf(total, freedom), 0.5)),
+        finds="more light than accounted",
+    )
+
+
+def _spread(runs: np.ndarray) -> Check:
+    squares = np.mean(np.square(runs), axis=2).ravel()
+    error = float(squares.std(ddof=1) / math.sqrt(squares.size))
+    return Check(
+        name="counts: spread of losses",
+        observed=float(squares.mean()),
+        expected=1.0,
+        standard_error=error,
+        p_value=normal_p_value((float(squares.mean()) - 1) / error) if error else 0.0,
+        finds="noise weaker than accounted",
+    )
+
+
+def _apart(runs: np.ndarray) -> Check:
+    found = [np.mean(runs[:, :-lag] * runs[:, lag:], axis=2) for lag in _LAGS]
+    worst = max(found, key=lambda products: abs(products.sum()) / math.sqrt(products.size))
+    error = 1 / math.sqrt(worst.size * runs.shape[2])
+    return Check(
+        name="counts: records apart",
+        observed=float(worst.mean()),
+        expected=0.0,
+        standard_error=error,
+        p_value=bonferroni(normal_p_value(float(worst.mean()) / error), len(_LAGS)),
+        finds="one frame for several records",
+    )
+
+
+def _in_two_runs(runs: np.ndarray) -> Check:
+    products = np.mean(runs[0] * runs[1], axis=1)
+    error = 1 / math.sqrt(products.size * runs.shape[2])
+    return Check(
+        name="counts: the same in two runs",
+        observed=float(products.mean()),
+        expected=0.0,
+        standard_error=error,
+        p_value=normal_p_value(float(products.mean()) / error),
+        finds="frames that do not change from run to run",
+    )
+
+
+def answer_checks(
+    folders: Sequence[RunFolder],
+    shifts: Sequence[np.ndarray],
+    mechanism: LabelArgmax,
+    level: float,
+) -> tuple[Check, ...]:
+    """Check answers of the argmax: a randomized response, and nothing of the counts besides it.
+
+    Args:
+        folders: Of the finished runs.
+        shifts: Shift of each record's class, shape (records,), for each run.
+        mechanism: What a ledger accounts for.
+        level: Probability of any alarm under the accounted mechanism, in (0, 1).
+    """
+    values = max(len(np.unique(read_array(folder.labels_file))) for folder in folders)
+    discarded = Check(
+        name="argmax: values kept of the labels",
+        observed=float(values),
+        expected=2.0,
+        standard_error=0.0,
+        p_value=1.0 if values <= 2 else 0.0,
+        finds="counts that are not discarded",
+    )
+    return shared([discarded, *response_checks(shifts, mechanism, level)], level)

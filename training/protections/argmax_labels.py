@@ -1,0 +1,333 @@
+"""Labels shown once to a camera, of which only the brightest group of pixels is kept.
+
+Each label has a group of pixels that it lights most. Under a secret permutation of each record's labels only the group
+with the largest sum is kept, and the frames are discarded in the function that takes them. Light that fluctuates is
+accounted for at every power up to one that a frame exceeds with a small probability, which is taken off delta.
+Source: docs/privacy.md, section 9 (the argmax of counts, light that varies in common).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from scipy.optimize import brentq, linear_sum_assignment
+from torch import Tensor
+
+from accounting.devices.counts import LabelArgmax, argmax_epsilon, confusion_matrix
+from accounting.labels.observations import UniformSource
+from opusim import checks
+from opusim.camera.exposure import CountLaw
+from opusim.camera.number_law import number_law
+from opusim.errors import ConfigError
+from training.protections.label_frames import FRAMES_AT_ONCE, KEY, LabelFrames
+from training.protections.noisy_labels import Pay
+
+LEAST_LIGHT = 1e-9
+"""Smallest multiple of the described light that is searched."""
+NO_LIGHT = 1e-300
+"""Stands for a light of 0, which a camera's operating point does not take."""
+_MOST_PER_GROUP = 32
+_PIXELS_COMPARED = 2048
+"""Pixels among which those of the groups are chosen."""
+_TOLERANCE = 1e-4
+FIRST_CELL = 0.002
+"""Relative width of the first of the cells that cover the powers of light that fluctuates."""
+
+Matrices = tuple[np.ndarray, np.ndarray]
+"""Lower and upper limits of a confusion matrix, each of shape (labels, groups)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ArgmaxReadout:
+    """One answer of a camera to each label: the brightest group of pixels, under a secret permutation of the labels.
+
+    Attributes:
+        frames: The camera.
+        groups: Pixels of each label, integers, shape (labels, pixels of a group).
+        light: Multiple of the described light.
+        mechanism: What is released.
+        keep: Mean diagonal of the confusion matrix as described, over the powers of the light: the probability that a
+            label stays.
+    """
+
+    frames: LabelFrames
+    groups: np.ndarray
+    light: float
+    mechanism: LabelArgmax
+    keep: float
+
+    @classmethod
+    def within(cls, frames: LabelFrames, *, epsilon: float, delta: float = 0.0) -> ArgmaxReadout:
+        """Return the readout with the most light, at most the described, that stays within epsilon.
+
+        Args:
+            frames: The camera.
+            epsilon: Of the answer, above 0.
+            delta: Of the run, a share of which light that fluctuates takes; constant light takes none.
+
+        Raises:
+            ConfigError: The camera has fewer outputs than labels, even `LEAST_LIGHT` gives more than epsilon, or the
+                light fluctuates and delta is 0.
+        """
+        power_error = frames.power_error(delta)
+        brightest = frames.brightest(power_error)
+        if math.isinf(brightest):
+            reason = "0 leaves nothing for light that fluctuates, which exceeds every power at times; set it above 0"
+            raise ConfigError("configuration", "protection.delta", reason)
+        searches = [
+            _Search(frames, groups, epsilon, brightest, fluctuates=power_error > 0)
+            for groups in _choices(frames)
+        ]
+        found = [search for search in searches if search.light is not None]
+        if not found:
+            raise _too_much(frames, epsilon, min(search.least_epsilon for search in searches))
+        best = max(found, key=lambda search: search.keep)
+        light, worst = best.within_all_powers()
+        mechanism = LabelArgmax(
+            step_epsilon=worst,
+            n_classes=len(best.groups),
+            beta=frames.beta,
+            certificate=frames.certificate,
+            power_error=power_error,
+        )
+        return cls(
+            frames=frames,
+            groups=best.groups,
+            light=light,
+            mechanism=mechanism,
+            keep=kept_share(frames, best.groups, light),
+        )
+
+    def answers(self, labels: Tensor, source: UniformSource) -> np.ndarray:
+        """Show every label once and return the answers, integers, shape (n,); the frames do not leave this function.
+
+        Args:
+            labels: Class numbers, shape (n,).
+            source: Of the permutations and of what breaks ties.
+        """
+        found = []
+        for part in labels.split(FRAMES_AT_ONCE):
+            rows, k = np.arange(len(part)), len(self.groups)
+            moved = np.argsort(source.random((len(part), k)), axis=1)  # s: label to shown label
+            shown = torch.from_numpy(moved[rows, part.numpy()])
+            numbers = self.frames.taken(shown, self.light).astype(np.float64)
+            sums = numbers[:, self.groups].sum(axis=2) + source.random((len(part), k))
+            found.append(np.argmax(moved == np.argmax(sums, axis=1)[:, None], axis=1))
+        return np.concatenate(found)
+
+    def log_likelihood(self, answers: np.ndarray) -> np.ndarray:
+        """Return log P(answer | label), shape (n, k)."""
+        k = len(self.groups)
+        same = np.arange(k)[None, :] == answers[:, None]
+        return np.where(same, math.log(self.keep), math.log((1 - self.keep) / (k - 1)))
+
+
+def read_argmax(readout: ArgmaxReadout, labels: Tensor, source: UniformSource, *, pay: Pay) -> Tensor:
+    """Show every label once and keep its answer only.
+
+    Args:
+        readout: What is read, and its light.
+        labels: Class numbers, shape (n,).
+        source: Of the permutations and of what breaks ties; the operating system's own for a release.
+        pay: Takes what is released, before a frame is taken.
+
+    Returns:
+        The log-likelihood of every class, float32, shape (n, k).
+    """
+    pay(readout.mechanism)
+    return torch.from_numpy(readout.log_likelihood(readout.answers(labels, source))).float()
+
+
+class _Search:
+    """The most light, at most the described, with which some groups of pixels stay within an epsilon.
+
+    Attributes:
+        groups: Pixels of each label, shape (labels, pixels of a group).
+        light: Multiple of the described light, or None if even `LEAST_LIGHT` gives more than epsilon.
+
+    Args:
+        frames: The camera.
+        groups: The groups.
+        epsilon: Above 0.
+        brightest: w_max, the relative power that is allowed for.
+        fluctuates: Whether the light fluctuates; then its brightest frames, the worst ones, are searched first.
+    """
+
+    def __init__(
+        self, frames: LabelFrames, groups: np.ndarray, epsilon: float, brightest: float, *, fluctuates: bool
+    ) -> None:
+        self.groups = groups
+        self._frames, self._epsilon, self._brightest = frames, epsilon, brightest
+        self._width = FIRST_CELL if fluctuates else 0.0
+        self.light = self._found()
+
+    @property
+    def least_epsilon(self) -> float:
+        """Epsilon at `LEAST_LIGHT`."""
+        return self._excess(math.log(LEAST_LIGHT)) + self._epsilon
+
+    @cached_property
+    def keep(self) -> float:
+        """Share of labels that stay at mean power."""
+        return 0.0 if self.light is None else _kept_at(self._frames, self.groups, self.light)
+
+    def within_all_powers(self) -> tuple[float, float]:
+        """Return the light at which no power that is allowed for gives more than epsilon, and the largest epsilon."""
+        log_light = math.log(self.light or LEAST_LIGHT)
+        while (worst := self._worst(math.exp(log_light))) > self._epsilon:
+            log_light -= _TOLERANCE
+        return math.exp(log_light), worst
+
+    def _worst(self, light: float) -> float:
+        return epsilon_up_to(self._limits, light * self._brightest, fluctuates=self._width > 0)
+
+    def _limits(self, least: float, most: float) -> Matrices:
+        return confusion(self._frames, self.groups, most, least=least)
+
+    def _excess(self, log_light: float) -> float:
+        most = math.exp(log_light) * self._brightest
+        return argmax_epsilon(*self._limits((1 - self._width) * most, most), symmetrised=True) - self._epsilon
+
+    def _found(self) -> float | None:
+        high, low = 0.0, 0.0
+        while self._excess(low) > 0:
+            high, low = low, low - 1.0
+            if low < math.log(LEAST_LIGHT):
+                return None
+        return math.exp(low if low == high else float(brentq(self._excess, low, high, xtol=_TOLERANCE)))
+
+
+def _choices(frames: LabelFrames) -> list[np.ndarray]:
+    """Return the groups to choose from: the largest, and under a certificate also smaller ones.
+
+    A certificate leaves each pixel's dark charge open within limits. What that may tell grows with the pixels of a
+    group, while the light that it collects grows too, so under a certificate the best size lies between.
+    """
+    found = [label_groups(frames.light)]
+    while frames.certified is not None and found[-1].shape[1] > 1:
+        found.append(label_groups(frames.light, most=found[-1].shape[1] // 2))
+    return found
+
+
+def label_groups(light: np.ndarray, *, most: int = _MOST_PER_GROUP) -> np.ndarray:
+    """Return the pixels of each label, equally many: an assignment of the largest light beyond the other labels'.
+
+    Args:
+        light: Expected electrons of light, shape (labels, pixels).
+        most: Largest number of pixels of a group.
+
+    Raises:
+        ConfigError: There are fewer pixels than labels.
+    """
+    checks.shape((None, None), light=light)
+    labels, pixels = light.shape
+    if pixels < labels:
+        reason = (
+            f"'argmax' needs an output for each of {labels} labels, and there are {pixels}; widen the network"
+        )
+        raise ConfigError("configuration", KEY, reason)
+    some = light[:, :_PIXELS_COMPARED]
+    size = min(some.shape[1] // labels, most)
+    contrast = some - (some.sum(axis=0) - some) / (labels - 1)
+    rows, columns = linear_sum_assignment(np.repeat(contrast, size, axis=0), maximize=True)
+    return np.sort(columns[np.argsort(rows)].reshape(labels, size), axis=1)
+
+
+def confusion(
+    frames: LabelFrames, groups: np.ndarray, light: float, *, least: float | None = None
+) -> Matrices:
+    """Return limits of the confusion matrix of the argmax over all dark and light that a certificate allows.
+
+    Args:
+        frames: The camera.
+        groups: Pixels of each label, shape (labels, pixels of a group).
+        light: Multiple of the described light, the power of the frame included.
+        least: Least such multiple, at least 0; None for `light` itself.
+    """
+    rates, certified = frames.rates(light), frames.certified
+    dimmed = light if least is None else max(least, NO_LIGHT)
+    fewest = rates if dimmed == light else frames.rates(dimmed)
+    if certified is None:
+        return confusion_at(frames.law, groups, fewest, rates)
+    lowest = certified.dark_e_low + certified.light_ratio_low * dimmed * frames.light
+    highest = certified.dark_e_high + certified.light_ratio_high * light * frames.light
+    return confusion_at(frames.law, groups, np.minimum(lowest, fewest), np.maximum(highest, rates))
+
+
+def epsilon_up_to(limits: Callable[[float, float], Matrices], most: float, *, fluctuates: bool) -> float:
+    """Return the largest epsilon of the symmetrised argmax over all powers of the light up to a largest one.
+
+    No argument says that the answer tells more the brighter the frame is, so the powers from 0 on are covered by cells,
+    in each of which the limits of the confusion matrix hold for every power. Cells widen while epsilon falls.
+
+    Args:
+        limits: Takes the least and the largest light of a cell, multiples of the described one; returns the limits of
+            the confusion matrix in it.
+        most: Largest multiple of the described light.
+        fluctuates: Whether the light takes all powers below, too; constant light has the largest one only.
+    """
+    high, width = most, FIRST_CELL * most if fluctuates else 0.0
+    narrowest, worst = width, 0.0
+    while True:
+        low = max(high - width, 0.0)
+        found = argmax_epsilon(*limits(low, high), symmetrised=True)
+        if found > worst and width > narrowest:
+            width = max(width / 2, narrowest)
+            continue
+        high, width, worst = low, 2 * width, max(worst, found)
+        if not fluctuates or high <= 0:
+            return worst
+
+
+def kept_share(frames: LabelFrames, groups: np.ndarray, light: float) -> float:
+    """Return the mean diagonal of the confusion matrix as described, averaged over the powers of a frame."""
+    powers, weights = frames.powers
+    return float(weights @ [_kept_at(frames, groups, light * float(power)) for power in powers])
+
+
+def _kept_at(frames: LabelFrames, groups: np.ndarray, light: float) -> float:
+    rates = frames.rates(light)
+    return float(np.trace(confusion_at(frames.law, groups, rates, rates)[0])) / len(groups)
+
+
+def _too_much(frames: LabelFrames, epsilon: float, least: float) -> ConfigError:
+    """Say by how much an epsilon is missed that no light reaches."""
+    limits, way = "", "allow that much"
+    if frames.certified is not None:
+        limits = " within the limits of device.certificate"
+        way = "allow that much, calibrate with more --frames and --outputs, which narrows the limits,"
+    reason = f"{epsilon:g} is below what any light gives{limits}, {least:.3g}; {way} or use {KEY} = 'digital'"
+    return ConfigError("configuration", "protection.epsilon", reason)
+
+
+def confusion_at(
+    law: CountLaw, groups: np.ndarray, lowest: np.ndarray, highest: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return limits of the confusion matrix of the argmax over boxes of rates, from `lowest` to `highest`.
+
+    Args:
+        law: The camera's stages.
+        groups: Pixels of each label, shape (labels, pixels of a group).
+        lowest: Expected electrons of each label's frame, shape (labels, pixels).
+        highest: The same, at least as large.
+
+    Raises:
+        ConfigError: The camera sees ambient light, of which no amount is the worst for every matrix.
+    """
+    if np.any(law.ambient_e):
+        raise ConfigError(
+            "configuration",
+            "camera.light.ambient_flux_per_s",
+            f"{float(np.max(law.ambient_e)):.4g} electrons a frame may be gone tomorrow, and the argmax would tell "
+            "more or less then; switch the light off, or keep the counts, whose guarantee does not credit it",
+        )
+    pixels, places = groups.ravel(), list(np.arange(groups.size).reshape(groups.shape))
+    rates = lowest if lowest is highest else np.concatenate([lowest, highest])
+    sums = number_law(rates[:, pixels], law.offset_e[pixels], law.sensor, law.nonlinearity).sums(places)
+    sums = sums[:, :, np.any(sums > 0, axis=(0, 1))]  # places without mass change nothing
+    return confusion_matrix(sums[: len(lowest)], sums[-len(highest) :])

@@ -252,7 +252,7 @@ class _Page:
         self.size, self.y = size, _TOP
 
     def text(
-        self, text: str, *, x: float = _LEFT, right: float = _RIGHT, size: float | None = None, **look: object
+        self, text: str, *, x: float = _LEFT, right: float = _RIGHT, size: float | None = None, **look: Any
     ) -> None:
         """Write a paragraph between two edges."""
         own = self.size if size is None else size
@@ -313,8 +313,8 @@ def _drawn(sheet: Sheet, audit: RunAudit, size: float) -> tuple[Figure, float]:
     axes = page.figure.add_axes((0.60, top - height, _RIGHT - 0.60, height - 0.005))
     draw_curves(axes, audit)
     axes.tick_params(labelsize=size - 1)
-    axes.xaxis.label.set_size(size)
-    axes.yaxis.label.set_size(size)
+    axes.xaxis.label.set_fontsize(size)
+    axes.yaxis.label.set_fontsize(size)
     axes.legend(frameon=False, fontsize=size - 1.5, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     page.y = min(bottom, top - height - 0.035)

@@ -113,7 +113,7 @@ def test_a_device_without_noise_readings_does_not_draw(
         open_device(mirror_file(tmp_path, "blind"), n_inputs=2, n_outputs=3) as device,
         pytest.raises(
             CapabilityMissing,
-            match="lacks the capability 'draw'; camera, camera_fitted, camera_holography, camera_low_light",
+            match="lacks the capability 'draw'; camera, camera_fitted, camera_fluctuating, camera_",
         ),
     ):
         device.draw((1, 3))

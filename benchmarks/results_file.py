@@ -39,13 +39,21 @@ def load_results(name: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout, with a plus sign if files have changed since, or None outside a checkout."""
-    command = ["git", "-C", str(FOLDER.parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    """Return the commit of this checkout, or None outside one.
+
+    A plus sign says that files other than results have changed since.
+    """
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        found = _git("rev-parse", "--short", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", f":(exclude){FOLDER}")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
+    return f"{found}+" if changed else found
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(FOLDER.parent), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _on_one_line(found: re.Match[str]) -> str:

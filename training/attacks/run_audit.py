@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def audit_run(
     seed: int | None = None,
     delta: float | None = None,
     on_start: Callable[[int], None] = lambda total: None,
-    on_trial: Callable[[], None] = lambda: None,
+    on_trial: Callable[[int], None] = lambda done: None,
 ) -> RunAudit:
     """Attack a run, and keep what was found as `audit.json`.
 
@@ -182,7 +183,7 @@ def audit_run(
             keeps.
         delta: Of the bounds; None takes the run's.
         on_start: Told how many trials there will be.
-        on_trial: Called after each.
+        on_trial: Called with the number of trials done so far, after each, or after some thousand of a game.
 
     Raises:
         RunFolderError: There is no run or no checkpoint, or the data are others; or `out` is missing, or holds
@@ -212,6 +213,7 @@ def audit_run(
     subjects = [(Role.RUN, run.plan), (Role.PROTECTED, control), (Role.BROKEN, control)]
     control_trials = min(trials, _CONTROL_TRIALS)
     on_start(trials + 2 * control_trials)
+    done = count(1)
     findings: list[Finding] = []
     with torch_threads(config.threads):
         for role, plan in subjects:
@@ -223,7 +225,7 @@ def audit_run(
                 trials=trials if role is Role.RUN else control_trials,
                 seed=derive_seed(seed, "audit", role.value),
                 delta=delta,
-                on_trial=on_trial,
+                on_trial=lambda: on_trial(next(done)),
             )
     found = RunAudit(
         findings=tuple(sorted(findings, key=lambda finding: list(Role).index(finding.role))),
@@ -246,15 +248,18 @@ def _played_game(
     seed: int,
     delta: float,
     on_start: Callable[[int], None],
-    on_trial: Callable[[], None],
+    on_trial: Callable[[int], None],
 ) -> RunAudit:
     """Audit a run by a game of two worlds."""
     trials = GAME_TRIALS if trials is None else trials
     on_start(3 * trials)
 
-    def advance(count: int) -> None:
-        for _ in range(count):
-            on_trial()
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        on_trial(done)
 
     with torch_threads(run.plan.config.threads):
         findings = findings_of(game, stated, trials=trials, seed=seed, delta=delta, on_trials=advance)
@@ -292,8 +297,8 @@ def audit_place(folder: RunFolder, out: Path | None) -> Path:
         outside = out is not None and not out.resolve().is_relative_to(folder.path.resolve())
         if not outside:
             raise RunFolderError(
-                f"run folder {folder.path} is for release, and an audit's figures of private records are not; name a "
-                "folder outside it with out (--out FOLDER)"
+                f"run folder {folder.path} is for release, and its audit is not; name a folder outside it "
+                f"with out (--out {folder.path.name}-audit)"
             )
     if out is None or out.resolve() == folder.path.resolve():
         return folder.path

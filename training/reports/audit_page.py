@@ -105,7 +105,7 @@ def sheet_of(run: Run, audit: RunAudit) -> Sheet:
         adversaries=[{"name": one.attack, "sees and knows": one.result.plan.threat_model} for one in on_run],
         bounds=[_bound_row(one) for one in on_run],
         controls=[_control_row(one) for one in others],
-        paragraphs=paragraphs(audit),
+        paragraphs=[text for text in paragraphs(audit) if text != audit.note],  # which is a warning already
         facts=_facts(run, audit),
     )
 
@@ -215,7 +215,7 @@ def draw_curves(axes: Axes, audit: RunAudit) -> None:
         least = min(least, points[0][0])
         look = {**style(count), "marker": ""}
         axes.plot(*zip(*points, strict=True), label=one.attack, **look)
-    least = max(least, _FEWEST_FALSE)
+    least = max(min(least, LOW_RATE / 2), _FEWEST_FALSE)
     rates = [least * (1 / least) ** (step / 200) for step in range(201)]
     claim = audit.strongest.claim
     if claim is not None and math.isfinite(claim.epsilon) and claim.epsilon < 700:

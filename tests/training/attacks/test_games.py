@@ -112,7 +112,14 @@ def bound(game: TwoWorlds, trials: int, seed: int, *, null: bool = False) -> flo
     return max(one.best.epsilon_lower for one in found)
 
 
-@pytest.mark.parametrize("name", [name for name in GAMES if name != "budget, long"])
+def slow_but(fast: Sequence[str], names: Sequence[str]) -> list[Any]:
+    """Cases, slow ones marked."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(["response", "device", "argmax"], [name for name in GAMES if name != "budget, long"])
+)
 def test_a_game_comes_near_the_proven_epsilon_and_never_above_it(name: str) -> None:
     make, trials, least = GAMES[name]
     game = make()
@@ -123,7 +130,18 @@ def test_a_game_comes_near_the_proven_epsilon_and_never_above_it(name: str) -> N
     assert bound(game.weakened(), trials // (8 if name == "budget" else 2), 9) > proven
 
 
-@pytest.mark.parametrize("name", list(FAULTS))
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        [
+            "responses kept too often",
+            "halved noise on readings",
+            "more light on the argmax",
+            "no noise at the end",
+        ],
+        list(FAULTS),
+    ),
+)
 def test_a_planted_fault_refutes_the_proven_epsilon(name: str) -> None:
     game, plant = FAULTS[name]
     make, trials, _ = GAMES[game]
@@ -179,6 +197,7 @@ def test_budgets_are_spent_in_full_and_batches_are_the_samplers() -> None:
     assert abs(share - q) < 5 * np.sqrt(q * (1 - q) / drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: benchmark.convex(2, 4), benchmark.strongly_convex])
 def test_the_last_weights_follow_the_linear_recursion(make: Callable[[], LastIterateGame]) -> None:
     """The trainer's mean and spread are those of the closed form, so the instance is the theorem's."""

@@ -51,7 +51,7 @@ class LookGame(TwoWorlds):
             Adversary(
                 name="likelihood ratio",
                 sees="what the run keeps of every label: the log-likelihood of each class, given the reading or answer",
-                knows="all features, all other labels, the device's matrix and the law of its noise",
+                knows="all features, all other labels, and the law of what is kept, its matrix included",
             ),
         )
 

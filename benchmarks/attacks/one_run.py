@@ -222,12 +222,17 @@ def page_section() -> str:
     cells = results["cells"]
     runs = [run for cell in cells.values() if cell["fault"] == _NO_FAULT for run in cell["runs"]]
     alarms = sum(any(run["refuting"].values()) for run in runs)
+    null = (
+        f"Without a fault: {alarms} alarms of any bound in {len(runs)} runs."
+        if runs
+        else "Runs without a fault are not measured yet."
+    )
     text = (
         f"`opusim audit RUN --one-run`, {results['canaries']:,} canaries with crafted gradients in one training of 200 "
         f"steps at a proven epsilon of {results['epsilon']:g} and delta 1e-5 ({results['date']}, "
         f"{command(MODULE, 'measure')}). A fault is found if one of the bounds exceeds the proven epsilon; all bounds "
         f"of a run hold together with confidence {results['confidence']:.0%}, and the normal bound counts only if the "
-        f"scores pass the test of normality. Without a fault: {alarms} alarms of any bound in {len(runs)} runs. The "
+        f"scores pass the test of normality. {null} The "
         "last column is the median estimate under normality from all updates. Every run has a seed of its own, so that "
         "all are independent. Faults without a row: "
         + "; ".join(f"{name} ({reason})" for name, reason in NOT_PLANTED.items())

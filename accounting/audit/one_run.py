@@ -46,14 +46,6 @@ NOT_NORMAL = 1e-4
 """p-value below which scores count as not normal. Scores of sampled steps are never exactly normal."""
 
 
-class Law(StrEnum):
-    """What is known of the audited mechanism's noise."""
-
-    ANY = "any"
-    GAUSSIAN = "gaussian"
-    """A theorem makes the mechanism Gaussian, or a composition of sampled Gaussian steps close to one."""
-
-
 class Method(StrEnum):
     """How the scores of one run are read."""
 
@@ -71,6 +63,19 @@ class Method(StrEnum):
     def is_bound(self) -> bool:
         """Whether the number is a lower confidence limit."""
         return self is not Method.NORMAL_ESTIMATE
+
+
+class Law(StrEnum):
+    """What is known of the audited mechanism's noise."""
+
+    ANY = "any"
+    GAUSSIAN = "gaussian"
+    """By a theorem the mechanism is at most as revealing as the Gaussian one with the claimed epsilon."""
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The ways in which scores may be read."""
+        return tuple(Method) if self is Law.GAUSSIAN else (Method.ANY_MECHANISM,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +109,7 @@ class OneRunPlan:
     @property
     def methods(self) -> tuple[Method, ...]:
         """The ways in which the scores may be read."""
-        return tuple(Method) if self.law is Law.GAUSSIAN else (Method.ANY_MECHANISM,)
+        return self.law.methods
 
     def guesses(self, method: Method) -> int:
         """Return the number of guesses of a method, fixed by m and the claim; 0 for one that does not guess.

@@ -1,6 +1,6 @@
 """Which planted faults does the audit of one training find, how often, and how often does it raise a false alarm?
 
-    python -m benchmarks.attacks.one_run measure     (resumes; an hour of one core)
+    python -m benchmarks.attacks.one_run measure     (resumes; half an hour of one core)
     python -m benchmarks.attacks.one_run show
 
 Every fault of `tests.support.faults` that reaches a trainer under record protection is planted in it, in one training
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,9 +22,10 @@ import torch
 from accounting.audit import Method
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
+from opusim.randomness.streams import derive_seed
 from opusim.tables import print_table
 from tests.support.faults import FAULTS, OF_ONE_RUN
-from training.attacks.one_run.audit import play_one_run
+from training.attacks.one_run.audit import CONFIDENCE, play_one_run
 from training.attacks.one_run.report import OneRunAudit
 from training.config.reading import load_config
 from training.data.tables import own_dataset
@@ -45,14 +47,13 @@ COLUMN_NAMES = (
     "normal estimate",
 )
 NOT_PLANTED = {
-    "shared seed between ranks": "needs several processes, and canaries are planted in one; the noise of all processes "
-    "is one draw, which tests/training/engine checks",
+    "shared seed between ranks": "needs several processes, and canaries are planted in one",
     "statistics of the data in the standardisation": "is refused before a run starts (public constants only), and a "
     "canary with a crafted gradient has no features; no score of it can see the fault",
     "a certificate that is too kind": "changes what the ledger claims of a device, not what a step of digital noise "
     "releases; benchmarks.devices.calibration_faults plants it",
     "faults of zo and convex": "their releases (scalars; residuals times gated features) do not pass the writer of "
-    "private gradients; the games of single steps and the self-test plant them",
+    "private gradients; the self-test of the mechanism plants them",
 }
 """Faults without a row, each with its reason."""
 UNSEEN = {
@@ -83,18 +84,31 @@ class Cell(NamedTuple):
         return f"{self.fault}, {self.trainer}"
 
 
-def cells() -> Iterator[Cell]:
-    """Halved noise first, then runs without a fault, then all other faults."""
+def cells() -> list[Cell]:
+    """In the order in which they are measured: halved noise, runs without a fault, then every other fault."""
     found = []
     for trainer in TRAINERS:
         often = trainer in OFTEN
-        found.append(Cell(_NO_FAULT, trainer, NULLS if often else 2))
+        found.append(Cell(_NO_FAULT, trainer, NULLS if often else 1))
         for fault in (*OF_ONE_RUN, *FAULTS):
             if fault.applies(trainer=trainer, mode="experiment"):
-                attempts = ATTEMPTS if fault.name == "noise_halved" and often else 3 if often else 1
+                attempts = ATTEMPTS if fault.name == "noise_halved" and often else 1
                 found.append(Cell(fault.name, trainer, attempts))
     order = {"noise_halved": 0, _NO_FAULT: 1}
-    return iter(sorted(found, key=lambda cell: (order.get(cell.fault, 2), cell.trainer not in OFTEN)))
+    return sorted(found, key=lambda cell: (cell.attempts == 1, order.get(cell.fault, 2)))
+
+
+def jobs() -> Iterator[tuple[Cell, int]]:
+    """Each attempt with its number; the trainers of one fault take turns."""
+    for _, group in itertools.groupby(cells(), key=lambda cell: (cell.attempts, cell.fault)):
+        turns = list(group)
+        for number in range(turns[0].attempts):
+            yield from ((cell, number) for cell in turns)
+
+
+def seed_of(cell: Cell, number: int) -> int:
+    """Return the seed of an attempt, which no other attempt of any cell has: all runs are independent."""
+    return derive_seed(number, f"one run, {cell.key}") >> 1
 
 
 def run_plan(trainer: str, seed: int) -> RunPlan:
@@ -118,12 +132,13 @@ def run_plan(trainer: str, seed: int) -> RunPlan:
 def attempt(cell: Cell, number: int) -> dict[str, Any]:
     """One audit with the fault planted."""
     faults = {fault.name: fault for fault in (*FAULTS, *OF_ONE_RUN)}
-    plan = run_plan(cell.trainer, number)
+    seed = seed_of(cell, number)
+    plan = run_plan(cell.trainer, seed)
     with contextlib.ExitStack() as stack:
         if cell.fault != _NO_FAULT:
             stack.enter_context(faults[cell.fault].planted())
-        found = play_one_run(plan, CANARIES, seed=number)
-    return summary(found)
+        found = play_one_run(plan, CANARIES, seed=seed)
+    return {"seed": seed, **summary(found)}
 
 
 def summary(found: OneRunAudit) -> dict[str, Any]:
@@ -144,13 +159,25 @@ def summary(found: OneRunAudit) -> dict[str, Any]:
 
 def measure() -> None:
     torch.set_num_threads(1)
-    results = load_results(NAME).get("cells", {})
-    for cell in cells():
+    results = current(load_results(NAME).get("cells", {}))
+    for cell, number in jobs():
         kept = results.setdefault(cell.key, {**cell._asdict(), "runs": []})
-        kept["attempts"] = cell.attempts
-        while len(kept["runs"]) < cell.attempts:
-            kept["runs"].append(attempt(cell, len(kept["runs"])))
-            save_results(NAME, {"canaries": CANARIES, "epsilon": EPSILON, "cells": results})
+        if len(kept["runs"]) <= number:
+            kept["runs"].append(attempt(cell, number))
+            save_results(
+                NAME,
+                {"canaries": CANARIES, "epsilon": EPSILON, "confidence": CONFIDENCE, "cells": results},
+            )
+
+
+def current(kept: dict[str, Any]) -> dict[str, Any]:
+    """Return the kept cells whose runs have the seeds of today; all others are measured again."""
+    found = {}
+    for cell in cells():
+        runs = kept.get(cell.key, {}).get("runs", [])
+        if runs and [run.get("seed") for run in runs] == [seed_of(cell, k) for k in range(len(runs))]:
+            found[cell.key] = {**cell._asdict(), "runs": runs}
+    return found
 
 
 def table_rows(cells: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -195,15 +222,19 @@ def page_section() -> str:
     cells = results["cells"]
     runs = [run for cell in cells.values() if cell["fault"] == _NO_FAULT for run in cell["runs"]]
     alarms = sum(any(run["refuting"].values()) for run in runs)
+    null = (
+        f"Without a fault: {alarms} alarms of any bound in {len(runs)} runs."
+        if runs
+        else "Runs without a fault are not measured yet."
+    )
     text = (
         f"`opusim audit RUN --one-run`, {results['canaries']:,} canaries with crafted gradients in one training of 200 "
         f"steps at a proven epsilon of {results['epsilon']:g} and delta 1e-5 ({results['date']}, "
-        f"{command(MODULE, 'measure')}). A fault is found if a bound at 95 % confidence exceeds the proven epsilon; "
-        "the normal bound counts only if the scores pass the test of normality. The bound for any mechanism cannot "
-        "exceed 4 with so few canaries unless a fault leaves hardly any noise. Without a fault: "
-        f"{alarms} alarms of any bound in {len(runs)} runs. The last column is the median estimate under normality "
-        "from all updates. Run number k has the same seed for every trainer, and so the same canaries and noise: rows "
-        "of one fault are not independent. Faults without a row: "
+        f"{command(MODULE, 'measure')}). A fault is found if one of the bounds exceeds the proven epsilon; all bounds "
+        f"of a run hold together with confidence {results['confidence']:.0%}, and the normal bound counts only if the "
+        f"scores pass the test of normality. {null} The "
+        "last column is the median estimate under normality from all updates. Every run has a seed of its own, so that "
+        "all are independent. Faults without a row: "
         + "; ".join(f"{name} ({reason})" for name, reason in NOT_PLANTED.items())
         + "."
     )

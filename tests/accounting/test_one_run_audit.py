@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from scipy.special import expit
+from scipy.stats import binom, norm
 
 from accounting.audit import (
     FEWEST_CANARIES,
@@ -20,7 +21,7 @@ from accounting.audit import (
     guesses_bound,
     normal_limits,
 )
-from accounting.audit.one_run import _p_value
+from accounting.audit.one_run import _p_value, _refutes_mu
 from accounting.errors import NoGuarantee
 
 DELTA, REPEATS, LEVEL = 1e-5, 10_000, 0.05
@@ -56,7 +57,7 @@ def refuted_by_normality(scores: np.ndarray, coins: np.ndarray, mu: float) -> fl
     return float(np.mean(found))
 
 
-@pytest.mark.parametrize("epsilon", [1.0, 4.0])
+@pytest.mark.parametrize("epsilon", [pytest.param(1.0, marks=pytest.mark.slow), 4.0])
 @pytest.mark.parametrize("method", GUESSING)
 def test_guesses_on_the_exact_gaussian_mechanism_refute_it_as_seldom_as_stated(
     method: Method, epsilon: float, seed: int
@@ -67,7 +68,7 @@ def test_guesses_on_the_exact_gaussian_mechanism_refute_it_as_seldom_as_stated(
     assert refuted_by_guesses(scores, coins, claim, method) <= LEVEL + TOLERANCE
 
 
-@pytest.mark.parametrize("epsilon", [1.0, 4.0])
+@pytest.mark.parametrize("epsilon", [pytest.param(1.0, marks=pytest.mark.slow), 4.0])
 def test_the_normal_bound_covers_the_true_mu_as_often_as_stated_and_not_more(
     epsilon: float, seed: int
 ) -> None:
@@ -92,6 +93,36 @@ def test_the_bound_for_any_mechanism_is_tight_on_randomized_response(seed: int) 
     tails = [_p_value(400, k, v, epsilon, 0.0) for v in range(k + 1)]
     exact = max(tail for tail in tails if tail <= LEVEL)
     assert abs(found - exact) <= 5 * math.sqrt(exact * (1 - exact) / REPEATS)
+
+
+@pytest.mark.parametrize("mu", [0.1, 1.0, 3.0])
+def test_one_guess_on_the_gaussian_mechanism_is_refuted_exactly_above_its_best_accuracy(mu: float) -> None:
+    """The best guess of one coin is right with probability Phi(mu / 2), which no test can know to be too seldom."""
+    best = float(norm.cdf(mu / 2))
+    assert not _refutes_mu(mu, 1, 1, 1, best * (1 - 1e-9))
+    assert _refutes_mu(mu, 1, 1, 1, best * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("canaries", [2, 5, 40])
+@pytest.mark.parametrize("mu", [0.3, 1.0, 2.5])
+def test_independent_gaussian_coins_never_exceed_either_bound(mu: float, canaries: int) -> None:
+    """Exact: all coins are guessed at the best threshold, so that V ~ Binomial(m, Phi(mu / 2)).
+
+    A level below P(V >= v) must not refute mu at v, and P(V >= v) must not exceed the p-value of its (epsilon, delta).
+    """
+    epsilon = expit_inverse(0.9)
+    delta = float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))
+    for correct in range(1, canaries + 1):
+        tail = float(binom.sf(correct - 1, canaries, norm.cdf(mu / 2)))
+        assert not _refutes_mu(mu, canaries, canaries, correct, tail * (1 - 1e-9))
+        assert tail <= _p_value(canaries, canaries, correct, epsilon, delta) * (1 + 1e-9)
+    all_right = 0.5**canaries  # without any leak: exact in both directions
+    assert not _refutes_mu(0.0, canaries, canaries, canaries, all_right * (1 - 1e-6))
+    assert _refutes_mu(0.0, canaries, canaries, canaries, all_right * (1 + 1e-6))
+
+
+def expit_inverse(share: float) -> float:
+    return math.log(share / (1 - share))
 
 
 def test_delta_is_spent_as_the_worst_mechanism_spends_it(seed: int) -> None:
@@ -125,6 +156,7 @@ def test_half_of_the_noise_is_found(method: Method, seed: int) -> None:
     assert found >= 0.95
 
 
+@pytest.mark.slow
 def test_without_canaries_in_the_data_nothing_is_found(seed: int) -> None:
     """Null: scores that no coin moved exceed 0 as often as stated."""
     scores, coins = gaussian_scores(0.0, 400, REPEATS, np.random.default_rng(seed))
@@ -149,6 +181,7 @@ def test_ceilings_at_epsilon_4() -> None:
         assert found == pytest.approx(values, abs=0.15)
 
 
+@pytest.mark.slow
 def test_ceilings_are_what_ideal_scores_give(seed: int) -> None:
     """Median over 100 ideal experiments, within five standard errors of a median."""
     claim, repeats = plan(1000, 4.0), 100

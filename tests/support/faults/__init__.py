@@ -63,6 +63,6 @@ OF_ONE_RUN: tuple[Fault, ...] = (
     bias_unclipped.FAULT,
     averaged_before_noise.FAULT,
 )
-"""Faults that are planted under the audit of one training only (benchmarks.attacks.one_run)."""
+"""Faults for the audit of one training (benchmarks.attacks.one_run); the self-test finds them as well."""
 
 __all__ = ["FAULTS", "OF_ONE_RUN", "Fault"]

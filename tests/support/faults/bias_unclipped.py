@@ -25,7 +25,7 @@ def plant() -> AbstractContextManager[None]:
 FAULT = Fault(
     name="bias_unclipped",
     breaks="The clip is applied to the weights, and the biases' sums are those of unclipped contributions.",
-    trainers=(*FEEDBACKS, "ulr"),
+    trainers=FEEDBACKS,
     checks=("contribution: norm over layers",),
     plant=plant,
 )

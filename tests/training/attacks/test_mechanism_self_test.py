@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import training
 from accounting.errors import NoGuarantee
 from opusim.errors import ConfigError
-from tests.support.faults import FAULTS, Fault
+from tests.support.faults import FAULTS, OF_ONE_RUN, Fault
 from tests.support.faults.base import FEEDBACKS, MODES, STEPWISE
 from training.attacks.mechanism.checks import BatchLaw, Released, Sums, checked
 from training.attacks.mechanism.report import Check, MechanismAudit, report_text
@@ -105,14 +105,14 @@ def test_noise_of_a_device_is_what_is_accounted(seed: int) -> None:
     assert found.holds, report_text(found)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", [*FAULTS, *OF_ONE_RUN], ids=lambda fault: fault.name)
 def test_every_fault_is_found_once(fault: Fault, seed: int) -> None:
     require_found(fault, "pdfa", fault.protections[0], fault.modes[-1], seed)
 
 
 EVERYWHERE = [
     pytest.param(fault, kind, protection, mode, id=f"{fault.name}-{kind}-{protection}-{mode}")
-    for fault in FAULTS
+    for fault in (*FAULTS, *OF_ONE_RUN)
     for kind in fault.trainers
     for protection in fault.protections
     for mode in fault.modes

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accounting.audit import Law, OneRunPlan, audit_one_run
+from accounting import numerics
+from accounting.audit import Law, OneRunPlan, audit_one_run, gaussian_mu
 from accounting.errors import NoGuarantee
-from accounting.guarantee import Adjacency, Guarantee
-from accounting.ledger.ledger import read_ledger
+from accounting.guarantee import Adjacency, Guarantee, Unit
+from accounting.ledger.ledger import LedgerContent, read_ledger
 from accounting.records.mechanisms import ClippedRecords
 from opusim import checks
 from opusim.files import make_private_folder
@@ -39,6 +40,10 @@ from training.runs.folder import ONE_RUN_FILE, RunFolder
 from training.runs.storage import write_json
 
 DEFAULT_CANARIES = 1000
+CONFIDENCE = 0.95
+"""Of all bounds of an audit together: each of n bounds is made at 1 - (1 - 0.95) / n (Bonferroni)."""
+_WIDER = (1e-5, 1e-4, 1e-3, 1e-2, 0.05, 0.1, 0.2, 0.3)
+"""Deltas at which a claim must be at most that of the Gaussian mechanism; see `known_law`."""
 _WRITERS = (
     "its updates do not pass the writer of private gradients; play the game of single steps: opusim audit RUN"
 )
@@ -116,11 +121,13 @@ class Game:
         plan: The run with the canaries among its records.
         observer: Watches it.
         inside: The coins, bool, shape (m,).
+        relation: The data sets of which a coin chooses one.
     """
 
     plan: RunPlan
     observer: Observer
     inside: np.ndarray
+    relation: Adjacency
 
 
 def play_one_run(
@@ -141,8 +148,17 @@ def play_one_run(
         delta: Of the bounds; None takes the run's.
         on_start: Told how many steps there will be.
         on_step: Called after each.
+
+    Raises:
+        NoGuarantee: The run protects labels, or its trainer cannot carry canaries.
     """
-    protected = plan.config.protection.protects == "records"
+    protects = plan.config.protection.protects
+    if protects not in ("records", "nothing"):
+        raise NoGuarantee(
+            f"protection.kind = {plan.config.protection.kind!r} protects {protects}, and this audit plants records; "
+            "play the game of single steps: opusim audit RUN"
+        )
+    protected = protects == "records"
     game = (_crafted if protected else _planted)(plan, canaries, seed)
     delta = plan.config.protection.delta if delta is None else delta
     on_start(game.plan.total_steps)
@@ -154,7 +170,10 @@ def play_one_run(
     spent = time.process_time() - started
     guarantees = ledger.guarantees(delta=delta)
     mechanism = ledger.mechanisms[0]
-    law = Law.GAUSSIAN if isinstance(mechanism, ClippedRecords) else Law.ANY
+    claimed = claimed_epsilon(guarantees, game.relation)
+    law = known_law(ledger, game.relation, delta)
+    all_scores = game.observer.scores(mechanism)
+    bounds = len(all_scores) * sum(method.is_bound for method in law.methods)
     readings = [
         Reading(
             adversary=sight.name,
@@ -165,12 +184,13 @@ def play_one_run(
                     adversary=f"sees {sight.sees}, knows {sight.knows}",
                     canaries=canaries,
                     delta=delta,
-                    claimed=claimed_epsilon(guarantees),
+                    claimed=claimed,
+                    confidence=1 - (1 - CONFIDENCE) / bounds,
                     law=law,
                 ),
             ),
         )
-        for sight, scores in game.observer.scores(mechanism).items()
+        for sight, scores in all_scores.items()
     ]
     return OneRunAudit(
         readings=tuple(readings),
@@ -184,12 +204,43 @@ def play_one_run(
     )
 
 
-def claimed_epsilon(guarantees: Sequence[Guarantee]) -> float | None:
-    """Return the smallest epsilon that is proven, or else that of a paper's formula; None if none is finite."""
-    proven = [guarantee.epsilon for guarantee in guarantees if guarantee.is_proven]
-    formulas = [g.formula_value for g in guarantees if g.formula_value is not None]
+def claimed_epsilon(guarantees: Sequence[Guarantee], relation: Adjacency) -> float | None:
+    """Return the smallest epsilon that is proven, or else that of a paper's formula; None if none is finite.
+
+    Args:
+        guarantees: Of one training.
+        relation: That of the game; a claim about other neighbours is not what it tests.
+    """
+    fitting = [g for g in guarantees if g.adjacency == relation and g.unit is Unit.RECORD]
+    proven = [guarantee.epsilon for guarantee in fitting if guarantee.is_proven]
+    formulas = [g.formula_value for g in fitting if g.formula_value is not None]
     finite = [value for value in proven or formulas if math.isfinite(value)]
     return max(min(finite), 1e-6) if finite else None
+
+
+def known_law(ledger: LedgerContent, relation: Adjacency, delta: float) -> Law:
+    """Return Gaussian if the claim is nowhere above that of the Gaussian mechanism with the same epsilon at delta.
+
+    Sampled steps are not Gaussian. Whoever refutes the Gaussian mechanism with the claimed epsilon at delta refutes the
+    claim only if what is claimed at the deltas that bound frequent errors implies that mechanism: epsilon(d) <=
+    epsilon_mu(d) for d from 1e-5 to 0.3, up to 1 % of numerical error.
+
+    Args:
+        ledger: Of the audited training.
+        relation: That of the game.
+        delta: Of the bounds.
+    """
+    if not isinstance(ledger.mechanisms[0], ClippedRecords) or delta == 0:
+        return Law.ANY
+    claimed = claimed_epsilon(ledger.guarantees(delta=delta), relation)
+    if claimed is None:
+        return Law.GAUSSIAN
+    mu = gaussian_mu(claimed, delta)
+    for wider in _WIDER:
+        found = claimed_epsilon(ledger.guarantees(delta=wider), relation)
+        if found is None or found > 1.01 * numerics.gaussian_bounds(mu, wider).upper + 1e-3:
+            return Law.ANY
+    return Law.GAUSSIAN
 
 
 def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
@@ -223,11 +274,18 @@ def _crafted(plan: RunPlan, count: int, seed: int) -> Game:
     blank = torch.zeros(shape, dtype=plan.dataset.train.x.dtype)
     labels = torch.zeros(len(blank), dtype=plan.dataset.train.y.dtype)
     joined = replace(_with_records(plan, blank, labels), wrap_writer=wrap)
-    return Game(plan=joined, observer=observer, inside=canaries.inside.numpy())
+    return Game(
+        plan=joined,
+        observer=observer,
+        inside=canaries.inside.numpy(),
+        relation=config.relation or Adjacency.REPLACE_ONE,
+    )
 
 
 def _planted(plan: RunPlan, count: int, seed: int) -> Game:
     """Plant crafted records in an unprotected run: features of the data's mean and spread, labels at random.
+
+    The paper's claim is about replacement: in the place of a canary that is out stands another record of the same law.
 
     Raises:
         NoGuarantee: A batch's inputs do not span the rows of the first layer's update, or fill them.
@@ -249,9 +307,9 @@ def _planted(plan: RunPlan, count: int, seed: int) -> Game:
         )
     generator = np.random.default_rng(derive_seed(seed, "canaries"))
     inside = generator.random(count) < 0.5
-    drawn = generator.standard_normal((count, network.n_inputs))
     mean, spread = float(train.x.mean()), float(train.x.std())
-    x = torch.from_numpy(mean + spread * drawn).to(train.x.dtype)
+    drawn = mean + spread * generator.standard_normal((2, count, network.n_inputs))
+    x, stand_ins = torch.from_numpy(drawn).to(train.x.dtype)
     y = torch.from_numpy(generator.integers(plan.dataset.n_classes, size=count)).to(train.y.dtype)
     clipping = update_clipping(options)
     names = {tensor.data_ptr(): name for name, tensor in network.tensors.items()}
@@ -263,11 +321,11 @@ def _planted(plan: RunPlan, count: int, seed: int) -> Game:
         bias=None if linear.bias is None else names[linear.bias.data_ptr()],
         options=config.optimizer,
         batch_size=math.ceil(batch),
-        most_steps=-(-(len(train) + int(inside.sum())) // max(int(batch), 1)),
+        most_steps=-(-(len(train) + count) // max(int(batch), 1)),
     )
-    kept = torch.from_numpy(inside)
-    planted = _with_records(plan, x[kept].view(-1, *train.x.shape[1:]), y[kept])
-    return Game(plan=planted, observer=observer, inside=inside)
+    chosen = torch.where(torch.from_numpy(inside)[:, None], x, stand_ins)
+    planted = _with_records(plan, chosen.view(-1, *train.x.shape[1:]), y)
+    return Game(plan=planted, observer=observer, inside=inside, relation=Adjacency.REPLACE_ONE)
 
 
 def _with_records(plan: RunPlan, x: Tensor, y: Tensor) -> RunPlan:

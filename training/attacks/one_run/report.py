@@ -61,6 +61,14 @@ class OneRunAudit:
         return {reading.adversary: reading.result for reading in self.readings}[adversary]
 
     @property
+    def confidence(self) -> float:
+        """That of all bounds together: the sum of their errors bounds the error."""
+        plans = [reading.result.plan for reading in self.readings]
+        return 1 - sum(
+            (1 - plan.confidence) * sum(method.is_bound for method in plan.methods) for plan in plans
+        )
+
+    @property
     def refuted(self) -> bool:
         """Whether a bound exceeds the claim."""
         return any(reading.result.refuting for reading in self.readings)
@@ -134,8 +142,9 @@ def one_run_paragraphs(audit: OneRunAudit) -> list[str]:
     game = (
         f"Game: one training of {audit.steps} steps with the run's own sampler, clip, noise, optimizer and ledger "
         f"({audit.accounted}), and {audit.canaries} canaries with crafted {audit.crafted}. A fair coin put each canary "
-        "in or left it out, independently. Each adversary scores every canary, and each bound holds with confidence "
-        f"{audit.readings[0].result.plan.confidence:g}. The ceiling is what ideal scores would give at the claimed "
+        "in or left it out, independently. Each adversary scores every canary. Each bound holds with confidence "
+        f"{audit.readings[0].result.plan.confidence:.4g}, so that all of them hold with confidence "
+        f"{audit.confidence:.4g}. The ceiling is what ideal scores would give at the claimed "
         "epsilon with as many canaries; a number near it says that no better attack would have shown more."
     )
     sights = [f"Adversary {r.adversary!r} {r.result.plan.adversary}." for r in audit.readings]

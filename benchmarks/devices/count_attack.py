@@ -327,10 +327,10 @@ def page_section() -> str:
         return ""
     readings = min(attacks[0]["readings"] for attacks in results["counts"].values())
     text = (
-        f"`camera_low_light`, {N_CLASSES} labels, {N_OUTPUTS} outputs, delta {DELTA:g}, {readings:,} readings of each label "
-        f"({results['date']}, {command(MODULE)}): the largest epsilon that error rates prove, by Clopper-Pearson limits, "
-        "against the stated one. More than stated is found if exact likelihood ratios give more than delta by five "
-        "standard errors, or if the measured confusion matrix leaves the computed one. Required: not found at the "
+        f"`camera_low_light`, {N_CLASSES} labels, {N_OUTPUTS} outputs, delta {DELTA:g}, {readings:,} readings of each "
+        f"label ({results['date']}, {command(MODULE)}): the largest epsilon that error rates prove, by Clopper-Pearson "
+        "limits, against the stated one. More than stated is found if exact likelihood ratios give more than delta by "
+        "five standard errors, or if the measured confusion matrix leaves the computed one. Required: not found at the "
         "stated light, found with 20 % more."
     )
     return section("Attack on photon counts", text, docs_table())

@@ -247,8 +247,8 @@ class Certificate(StrictSection):
                 raise ConfigError(
                     self.device,
                     "certificate.noise.power_law",
-                    f"is {self.noise.power_law!r}, the device's camera.light.power.law is {noise.power_law!r}; calibrate "
-                    "the device again",
+                    f"is {self.noise.power_law!r}, the device's camera.light.power.law is {noise.power_law!r}; "
+                    "calibrate the device again",
                 )
             return FluctuatingCountNoise(
                 **_certified_counts(self.noise, noise),

@@ -138,6 +138,10 @@ class LabelCounts:
         """Return epsilon of one reading of every label, at delta; of the argmax the pure one, over all powers."""
         return self._epsilon(point, all_powers=True)
 
+    def may_reach(self, target: float, point: OperatingPoint) -> bool:
+        """Return whether epsilon is at most the target; of the argmax in the brightest frames, which are not all."""
+        return self._epsilon(point, all_powers=False) <= target
+
     def _epsilon(self, point: OperatingPoint, *, all_powers: bool) -> float:
         """Epsilon; of the argmax over all powers, or of the brightest frames, with which a search begins."""
         if self.kept == "argmax":
@@ -183,10 +187,12 @@ class LabelCounts:
         else:
             knob = float(brentq(excess, low, high, xtol=_TOLERANCE))
         more = _TOLERANCE
-        while self.epsilon(at(knob)) > target:  # roots lie within xtol on either side; other powers may tell more
+        while (
+            self.epsilon(at(knob)) > target
+        ):  # roots lie within xtol on either side; other powers may tell more
             if knob >= high:
                 return None
-            knob, more = min(knob + more, high), 2 * more
+            knob, more = min(knob + more, high), 4 * more
         return knob
 
 
@@ -320,7 +326,7 @@ def _useful_lights(counts: LabelCounts, target: float) -> list[float]:
     if counts.temperatures_c is None:
         return []
     hottest = OperatingPoint(temperature_c=counts.temperatures_c[1])
-    reached = (light for light in LIGHTS if counts.epsilon(replace(hottest, light=light)) <= target)
+    reached = (light for light in LIGHTS if counts.may_reach(target, replace(hottest, light=light)))
     return sorted({1.0, next(reached, 1.0)}, reverse=True)
 
 

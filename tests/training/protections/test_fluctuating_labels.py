@@ -207,6 +207,7 @@ def test_account_device_takes_the_light_of_training(kept: str) -> None:
         assert readout.within(seen, epsilon=EPSILON, delta=DELTA).light == pytest.approx(light, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_account_device_holds_where_darker_frames_tell_more() -> None:
     """Full pixels tie, so that a bright frame tells less than a dark one: the brightest alone are no bound."""
     changes: dict[str, Any] = {

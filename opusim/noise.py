@@ -294,6 +294,8 @@ class LightPower:
     def limit(self, beta: float) -> float:
         """Return a w_max >= 1 with P(W > w_max) <= beta; infinite at beta = 0 if W fluctuates.
 
+        It holds for every smaller rms, too: exp(s g - s^2 / 2) is largest at s = g, not at the largest s.
+
         Args:
             beta: in [0, 1).
         """
@@ -302,7 +304,10 @@ class LightPower:
             return 1.0
         if beta == 0:
             return math.inf
-        return max(1.0, float(self.of_normal(-NormalDist().inv_cdf(beta) * _UP)) * _UP)
+        g = -NormalDist().inv_cdf(beta) * _UP
+        if self.law == "log_normal" and 0 < g < self.log_std:
+            return math.exp(0.5 * g * g) * _UP
+        return max(1.0, float(self.of_normal(g)) * _UP)
 
 
 @final

@@ -28,13 +28,14 @@ from scipy.special import ndtr, ndtri
 from accounting import numerics
 from accounting.audit import clopper_pearson_upper
 from accounting.devices.counts import certified_confusion
+from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.devices.registry import open_device
 from training.protections.argmax_labels import ArgmaxReadout, confusion
 from training.protections.counted_labels import CountsReadout
 from training.protections.label_frames import LabelFrames
 
-NAME, PICTURE = "count_attack", Path("docs/count_attack.png")
+NAME, PICTURE, MODULE = "count_attack", Path("docs/count_attack.png"), "benchmarks.devices.count_attack"
 N_CLASSES, N_OUTPUTS, DELTA, ALARM = 10, 128, 1e-5, 1e-3
 _AT_ONCE = 20_000
 
@@ -279,6 +280,60 @@ def _print(content: dict[str, Any], text: str) -> None:
             f"{attack['epsilon_low']:.3f}",
             flush=True,
         )
+
+
+def docs_table() -> str:
+    """Return the table of docs/camera.md, from what was saved."""
+    content, rows = load_results(NAME), []
+    for text, attacks in content["counts"].items():
+        stated, brighter = attacks
+        lower = max(entry["counts"]["epsilon_low"] for entry in stated["labels"])
+        answer, brighter_answer = content["argmax"][text]
+        cells = (
+            text,
+            f"{lower:.2f}",
+            f"{stated['worst']['numbers']['epsilon_low']:.2f}",
+            f"{answer['epsilon_low']:.2f}",
+            _seen(_shows(stated), not answer["inside_computed"]),
+            _seen(_shows(brighter), not brighter_answer["inside_computed"]),
+        )
+        rows.append(cells)
+    header = (
+        "stated epsilon",
+        "kept counts: at least",
+        "from digital numbers",
+        "argmax: at least",
+        "more than stated",
+        "with 20 % more light than stated",
+    )
+    return markdown(header, rows)
+
+
+def _shows(attack: dict[str, Any]) -> bool:
+    """Whether any label's losses show more than DELTA at the stated epsilon."""
+    return any(exceeded(entry["counts"]) for entry in attack["labels"])
+
+
+def _seen(counts: bool, argmax: bool) -> str:
+    """Say which of the two attacks find more than is stated."""
+    names = {(True, True): "found, both", (False, False): "not found"}
+    return names.get((counts, argmax), "found, counts" if counts else "found, argmax")
+
+
+def page_section() -> str:
+    """Return what the results page shows; empty without results."""
+    results = load_results(NAME)
+    if not results:
+        return ""
+    readings = min(attacks[0]["readings"] for attacks in results["counts"].values())
+    text = (
+        f"`camera_low_light`, {N_CLASSES} labels, {N_OUTPUTS} outputs, delta {DELTA:g}, {readings:,} readings of each "
+        f"label ({results['date']}, {command(MODULE)}): the largest epsilon that error rates prove, by Clopper-Pearson "
+        "limits, against the stated one. More than stated is found if exact likelihood ratios give more than delta by "
+        "five standard errors, or if the measured confusion matrix leaves the computed one. Required: not found at the "
+        "stated light, found with 20 % more."
+    )
+    return section("Attack on photon counts", text, docs_table())
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from benchmarks.attacks import guarantees, one_run, self_test
 from benchmarks.convex import accuracy, curves, device, noise, opacus_baseline, step, tuned
 from benchmarks.devices import (
     camera_account,
+    count_attack,
     effects,
     faults,
     learning,
@@ -136,7 +137,15 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
         ),
     ),
     "analog": ("Analog devices", (lifetimes.page_section, product.page_section)),
-    "devices": ("Devices", (learning.page_section, real_opu.page_section, mnist_features.page_section)),
+    "devices": (
+        "Devices",
+        (
+            learning.page_section,
+            real_opu.page_section,
+            mnist_features.page_section,
+            count_attack.page_section,
+        ),
+    ),
     "attacks": ("Audits", (guarantees.page_section, self_test.page_section, one_run.page_section)),
     "curves": ("Sweeps", tuple(partial(sweep_section, name) for name in SWEEPS)),
     "speed": ("Speed", (speed_section, convolution_rows.page_section, examples.page_section)),
@@ -253,15 +262,13 @@ def pages() -> dict[Path, str]:
     serving = ROOT / "docs" / "serving.md"
     with_faults = with_block(devices.read_text(), "faults", faults.docs_table())
     with_served_faults = with_block(serving.read_text(), "served_faults", served_faults.docs_table())
+    with_account = with_block(camera.read_text(), "account", camera_account.docs_table())
+    with_attack = with_block(with_account, "count_attack", count_attack.docs_table())
     return {
         readme: with_block(readme.read_text(), "measured", measured),
         choosing: with_block(choosing.read_text(), "protections", protections),
         devices: with_block(with_faults, "monitor", monitor.docs_table()),
-        camera: with_block(
-            with_block(camera.read_text(), "effects", effects.docs_table()),
-            "account",
-            camera_account.docs_table(),
-        ),
+        camera: with_block(with_attack, "effects", effects.docs_table()),
         serving: with_block(with_served_faults, "served", served.docs_table()),
         opacus: with_block(opacus.read_text(), "opacus", protected_modules.docs_table()),
         BENCHMARKS / "README.md": index_page(),

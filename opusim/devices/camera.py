@@ -362,7 +362,8 @@ class CameraDevice(NoisyDevice):
                 self.name, "camera.sensor.shot_noise", "is off, so dark current makes no noise; switch it on"
             )
         now = float(self.reading_variance(x).mean())
-        per_e = float(4 * sensor.gain_dn_per_e**2 * np.mean(np.square(self.recovery.decode()[0])))
+        squares = float(np.sum(np.square(self.recovery.weights)))
+        per_e = float(squares * sensor.gain_dn_per_e**2 * np.mean(np.square(self.recovery.decode()[0])))
         return TemperatureLaw(
             floor_variance=max(now - per_e * self.exposure.dark_current_e, 0.0),
             variance_per_e=per_e,

@@ -243,6 +243,13 @@ class Certificate(StrictSection):
         if isinstance(self.noise, PhotonCountLaw) and isinstance(noise, PhotonCountNoise):
             return PhotonCountNoise(**_certified_counts(self.noise, noise), beta=self.beta)
         if isinstance(self.noise, FluctuatingCountLaw) and isinstance(noise, FluctuatingCountNoise):
+            if self.noise.power_law != noise.power_law:
+                raise ConfigError(
+                    self.device,
+                    "certificate.noise.power_law",
+                    f"is {self.noise.power_law!r}, the device's camera.light.power.law is {noise.power_law!r}; "
+                    "calibrate the device again",
+                )
             return FluctuatingCountNoise(
                 **_certified_counts(self.noise, noise),
                 power_law=self.noise.power_law,

@@ -135,10 +135,18 @@ class LabelCounts:
         return label_groups(light) if self.kept == "argmax" else equidistant_pixels(light)
 
     def epsilon(self, point: OperatingPoint) -> float:
-        """Return epsilon of one reading of every label, at delta; of the argmax the pure one, as training takes it."""
+        """Return epsilon of one reading of every label, at delta; of the argmax the pure one, over all powers."""
+        return self._epsilon(point, all_powers=True)
+
+    def may_reach(self, target: float, point: OperatingPoint) -> bool:
+        """Return whether epsilon is at most the target; of the argmax in the brightest frames, which are not all."""
+        return self._epsilon(point, all_powers=False) <= target
+
+    def _epsilon(self, point: OperatingPoint, *, all_powers: bool) -> float:
+        """Epsilon; of the argmax over all powers, or of the brightest frames, with which a search begins."""
         if self.kept == "argmax":
             self.on_evaluation()
-            return self._argmax_epsilon(point, all_powers=False)
+            return self._argmax_epsilon(point, all_powers=all_powers)
         return self.guarantee(point).epsilon
 
     def temperature_for(self, target: float, light: float) -> float | None:
@@ -170,15 +178,21 @@ class LabelCounts:
         """Return the least knob in [low, high] with epsilon at most the target, which falls as the knob rises."""
 
         def excess(knob: float) -> float:
-            return min(math.log(max(self.epsilon(at(knob)), 1e-300) / target), 700.0)
+            return min(math.log(max(self._epsilon(at(knob), all_powers=False), 1e-300) / target), 700.0)
 
         if excess(low) <= 0:
-            return low
-        if excess(high) > 0:
+            knob = low
+        elif excess(high) > 0:
             return None
-        knob = float(brentq(excess, low, high, xtol=_TOLERANCE))
-        while excess(knob) > 0:  # the root lies within xtol on either side; return one that meets the target
-            knob = min(knob + _TOLERANCE, high)
+        else:
+            knob = float(brentq(excess, low, high, xtol=_TOLERANCE))
+        more = _TOLERANCE
+        while (
+            self.epsilon(at(knob)) > target
+        ):  # roots lie within xtol on either side; other powers may tell more
+            if knob >= high:
+                return None
+            knob, more = min(knob + more, high), 4 * more
         return knob
 
 
@@ -312,7 +326,7 @@ def _useful_lights(counts: LabelCounts, target: float) -> list[float]:
     if counts.temperatures_c is None:
         return []
     hottest = OperatingPoint(temperature_c=counts.temperatures_c[1])
-    reached = (light for light in LIGHTS if counts.epsilon(replace(hottest, light=light)) <= target)
+    reached = (light for light in LIGHTS if counts.may_reach(target, replace(hottest, light=light)))
     return sorted({1.0, next(reached, 1.0)}, reverse=True)
 
 

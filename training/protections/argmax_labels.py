@@ -72,12 +72,16 @@ class ArgmaxReadout:
 
         Raises:
             ConfigError: The camera has fewer outputs than labels, even `LEAST_LIGHT` gives more than epsilon, or the
-                light fluctuates and delta is 0.
+                light fluctuates and delta does not exceed the certificate's beta.
         """
         power_error = frames.power_error(delta)
         brightest = frames.brightest(power_error)
         if math.isinf(brightest):
-            reason = "0 leaves nothing for light that fluctuates, which exceeds every power at times; set it above 0"
+            least = f"the beta = {frames.beta:g} of device.certificate" if frames.beta else "0"
+            reason = (
+                f"{delta:g} leaves nothing for light that fluctuates, which exceeds every power at times; set it above "
+                f"{least}"
+            )
             raise ConfigError("configuration", "protection.delta", reason)
         searches = [
             _Search(frames, groups, epsilon, brightest, fluctuates=power_error > 0)
@@ -178,9 +182,9 @@ class _Search:
 
     def within_all_powers(self) -> tuple[float, float]:
         """Return the light at which no power that is allowed for gives more than epsilon, and the largest epsilon."""
-        log_light = math.log(self.light or LEAST_LIGHT)
+        log_light, less = math.log(self.light or LEAST_LIGHT), _TOLERANCE
         while (worst := self._worst(math.exp(log_light))) > self._epsilon:
-            log_light -= _TOLERANCE
+            log_light, less = log_light - less, 2 * less
         return math.exp(log_light), worst
 
     def _worst(self, light: float) -> float:

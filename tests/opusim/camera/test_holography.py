@@ -111,6 +111,15 @@ def test_moments_of_readings_are_those_that_the_twin_states(
         assert not moments_agree(twin, x, mean + 0.5 * variance.sqrt(), variance)
 
 
+@pytest.mark.parametrize("steps", [3, 4])
+def test_temperature_sets_the_noise_that_readings_have(steps: int, seed: int) -> None:
+    with holographic(steps) as cold, holographic(steps, dark={"temperature_c": 55.0}) as warm:
+        law = cold.temperature_law(ternary(5, seed))
+        stated = float(warm.reading_variance(ternary(5, seed)).mean())
+    assert law.std(55.0) == pytest.approx(stated**0.5, rel=2e-3)
+    assert law.std(50.0) != pytest.approx(stated**0.5, rel=2e-3)
+
+
 def test_noise_of_a_strong_reference_is_one_over_the_steps_and_gain() -> None:
     """Var[y] tends to 1 / (K g), the shot noise of the reference alone, which tells inputs apart no more."""
     wide = {"full_well_e": None, "adc_bits": None, "read_noise_e": 0.0, "prnu": 0.0, "dsnu_e": 0.0}

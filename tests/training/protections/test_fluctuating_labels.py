@@ -22,6 +22,7 @@ from opusim import open_device
 from opusim.description.loading import load_description
 from opusim.devices.certificate import Certificate, FluctuatingCountLaw, digest_of
 from opusim.errors import ConfigError
+from opusim.noise import LightPower
 from training.device_privacy.camera import OperatingPoint, label_counts
 from training.protections.argmax_labels import ArgmaxReadout, confusion, epsilon_up_to
 from training.protections.counted_labels import CountsReadout
@@ -183,6 +184,10 @@ def test_a_certificate_of_fluctuating_light_adds_its_spread_and_its_beta(
         assert mechanism.power_error == pytest.approx(POWER_SHARE * (DELTA - 1e-3))
         (found,) = guarantees([mechanism], delta=DELTA)
         assert any("dimmed from the certified light" in each.text for each in found.assumptions)
+    with pytest.raises(
+        ConfigError, match="0.001 leaves nothing .* set it above the beta = 0.001 of device.certificate"
+    ):
+        ArgmaxReadout.within(limits, epsilon=EPSILON, delta=1e-3)
 
 
 @pytest.mark.parametrize("kept", ["counts", "argmax", "reading"])
@@ -200,6 +205,25 @@ def test_account_device_takes_the_light_of_training(kept: str) -> None:
         seen = LabelFrames.of(device, K)
         readout = CountsReadout if kept == "counts" else ArgmaxReadout
         assert readout.within(seen, epsilon=EPSILON, delta=DELTA).light == pytest.approx(light, rel=5e-3)
+
+
+@pytest.mark.slow
+def test_account_device_holds_where_darker_frames_tell_more() -> None:
+    """Full pixels tie, so that a bright frame tells less than a dark one: the brightest alone are no bound."""
+    changes: dict[str, Any] = {
+        "light": {"power": POWER},
+        "sensor": {"full_well_e": 12.0, "adc_bits": 6, "black_level_dn": 8.0},
+        "anchor": {"most_saturated": 1.0},
+    }
+    description = load_description("camera_low_light", {"camera": changes})
+    found = label_counts(description, n_classes=2, n_outputs=2, delta=DELTA, kept="argmax")
+    brightest = found._epsilon(OperatingPoint(), all_powers=False)
+    target = 0.4
+    assert brightest < target < found.epsilon(OperatingPoint())  # planted: the brightest frames tell less
+    light = found.share_for(target, "light")
+    assert light is not None
+    assert light < 1
+    assert found.guarantee(OperatingPoint(light=light)).epsilon <= target
 
 
 def test_answers_under_light_that_fluctuates_need_a_delta(frames: LabelFrames) -> None:
@@ -221,3 +245,97 @@ def test_a_run_states_the_device_model_and_its_beta_of_use(tmp_path: Path) -> No
     assert isinstance(mechanism, LabelArgmax)
     assert mechanism.power_error == pytest.approx(1e-6)
     assert "light brighter with probability 1e-06" in mechanism.describe()
+
+
+def test_a_certificate_of_another_law_of_the_power_is_refused() -> None:
+    law = FluctuatingCountLaw(
+        dark_e_low=5.7,
+        dark_e_high=6.3,
+        light_ratio_low=0.9,
+        light_ratio_high=1.1,
+        power_law="gaussian",
+        power_rms_low=0.1,
+        power_rms_high=0.12,
+    )
+    with open_device("camera_low_light", n_inputs=K, n_outputs=8, **CAMERA) as device:
+        stated = device.noise
+        certificate = Certificate(
+            device=device.name,
+            description_digest=digest_of(device.description),
+            date=datetime.date.today().isoformat(),
+            n_inputs=K,
+            n_outputs=8,
+            frames=1000,
+            confidence=0.95,
+            beta=1e-3,
+            noise=law,
+        )
+    with pytest.raises(ConfigError, match="power_law: is 'gaussian', the device's .* is 'log_normal'"):
+        certificate.certified(stated)
+    same = certificate.model_copy(update={"noise": law.model_copy(update={"power_law": "log_normal"})})
+    assert same.certified(stated).beta == 1e-3
+
+
+@pytest.mark.parametrize("name", ["log_normal", "gaussian"])
+@pytest.mark.parametrize("beta", [1e-6, 0.05, 0.3, 0.45, 0.6])
+def test_the_limit_of_an_upper_spread_holds_for_smaller_ones(name: str, beta: float) -> None:
+    """A certificate states an upper limit of the spread; the largest spread need not have the largest quantile."""
+    most = 1.0 if name == "log_normal" else 0.2
+    limit = LightPower(law=name, rms=most).limit(beta)
+    quantiles = [
+        float(LightPower(law=name, rms=float(rms)).of_normal(norm.isf(beta)))
+        for rms in most * np.linspace(0.001, 1, 200)
+    ]
+    assert max(quantiles) <= limit <= 1.001 * max(*quantiles, 1.0)
+
+
+# Holograms
+
+
+HOLOGRAM: dict[str, Any] = {"camera": {"light": {"power": POWER}}}
+
+
+def test_holograms_hold_even_if_the_power_of_each_frame_is_known() -> None:
+    """The reference's light fluctuates with the field's: it is light, and nothing of it is dark."""
+    found = label_counts(
+        load_description("camera_holography", HOLOGRAM), n_classes=3, n_outputs=6, delta=DELTA
+    )
+    light = found.share_for(EPSILON, "light")
+    assert light is not None
+    law = found.law
+    assert law.power is not None
+    dark = law.credited_rates(OperatingPoint(light=1e-300))[:4, 0]  # (frames, pixels)
+    assert float(dark.max()) < 0.1 * float(
+        law.light_e[4:].min()
+    )  # of the reference's light nothing is credited
+    generator = np.random.default_rng(5)
+    power = law.power.of_normal(generator.standard_normal((N, 4)))[:, :, None]
+
+    def exceeds(light: float) -> bool:
+        for a, b in ((a, b) for a in range(3) for b in range(3) if a != b):
+            rates = [light * power * law.light_e[:4, label] + dark for label in (a, b)]
+            losses = generator.poisson(rates[0]) * np.log(rates[0] / rates[1]) - (rates[0] - rates[1])
+            excess = np.maximum(0.0, -np.expm1(EPSILON - losses.sum(axis=(1, 2))))
+            if excess.mean() > DELTA + 5 * excess.std() / math.sqrt(N):
+                return True
+        return False
+
+    assert not exceeds(light)
+    assert exceeds(light * law.power.limit(POWER_SHARE * DELTA / 4))  # planted: only the mean is allowed for
+
+
+def test_labels_of_holograms_are_refused_where_no_frame_has_the_reference() -> None:
+    with (
+        open_device("camera_holography", n_inputs=K, n_outputs=8) as device,
+        pytest.raises(ConfigError, match="reads holograms"),
+    ):
+        LabelFrames.of(device, K)
+    for kept in ("counts", "argmax"):
+        with pytest.raises(ConfigError, match="reads holograms"):
+            label_counts(
+                load_description("camera_holography"),
+                n_classes=K,
+                n_outputs=8,
+                delta=DELTA,
+                kept=kept,  # type: ignore[arg-type]
+            )

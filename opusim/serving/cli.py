@@ -63,6 +63,9 @@ def serve_command(
     silence_s: Annotated[
         float, typer.Option("--silence-s", help="Seconds after which a silent client loses its place.")
     ] = 20,
+    idle_s: Annotated[
+        float, typer.Option("--idle-s", help="Seconds without a call that a client may keep others out.")
+    ] = 3600,
     torch_device: Annotated[
         str, typer.Option("--torch-device", help="Where a simulation computes: cpu, cuda.")
     ] = "cpu",
@@ -86,6 +89,7 @@ def serve_command(
         request_mib=request_mib,
         reply_mib=reply_mib,
         silence_s=silence_s,
+        idle_s=idle_s,
     )
     description, users = load_description(name), Users(keys)
     kept = Journal(journal or journal_file(description.name))

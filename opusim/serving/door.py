@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import time
 from typing import Any
 
 from opusim.errors import ConfigError
@@ -20,7 +21,46 @@ _BELL = "inproc://bell"
 _ZAP, _ZAP_VERSION = "inproc://zeromq.zap.01", b"1.0"
 _DOMAIN = "opusim"
 _MESSAGES_AT_ONCE = 256
+_ANSWERS_WAITING = 8
+"""Messages that wait for a client that does not read; it asks again for what is dropped."""
 _LINGER_MS = 1000
+_LINES = 60
+"""Lines about one cause that the log gets in each `_LINES_S` seconds; a number stands for the others."""
+_LINES_S = 60.0
+
+
+class Refusals:
+    """Writes one line for each refusal into the log, and a number if one cause has too many.
+
+    Args:
+        every_s: seconds after which a cause has its lines again.
+    """
+
+    def __init__(self, every_s: float = _LINES_S) -> None:
+        self._every_s = every_s
+        self._told: dict[str, tuple[float, int]] = {}
+        """When the lines of each cause began, and how many there were, those that were left out included."""
+
+    def may_tell(self, cause: str) -> bool:
+        """Count a line of a cause, such as a user, and return whether it is to be written."""
+        self.sum_up()
+        began, lines = self._told.get(cause, (time.monotonic(), 0))
+        self._told[cause] = began, lines + 1
+        return lines < _LINES
+
+    def tell(self, cause: str, text: str) -> None:
+        """Write a line, unless its cause had too many."""
+        if self.may_tell(cause):
+            _LOG.warning("refused %s: %s", cause, text)
+
+    def sum_up(self) -> None:
+        """Write how many lines were left out, for each cause whose time is over."""
+        now = time.monotonic()
+        for cause, (began, lines) in list(self._told.items()):
+            if now - began > self._every_s:
+                del self._told[cause]
+                if lines > _LINES:
+                    _LOG.warning("refused %s: %d more within %.0f s", cause, lines - _LINES, now - began)
 
 
 class Door:
@@ -34,6 +74,7 @@ class Door:
 
     Attributes:
         endpoint: where it listens, with the port.
+        refusals: writes refusals into the log.
 
     Raises:
         DeviceUnavailable: pyzmq is missing.
@@ -43,10 +84,11 @@ class Door:
     def __init__(self, users: Users, bind: str, *, largest: int, silence_s: float) -> None:
         require_zmq()
         _allow_many_connections()
-        self._users = users
+        self._users, self._largest = users, largest
+        self.refusals = Refusals()
         self._context = zmq.Context()
         self._zap: Any = self._context.socket(zmq.REP)
-        self._zap.bind(_ZAP)  # before the first connection, which would be let in without it
+        self._zap.bind(_ZAP)  # of this context, which no other server of the process has
         self._router: Any = self._context.socket(zmq.ROUTER)
         self._bell: Any = self._context.socket(zmq.PULL)
         self._bell.bind(_BELL)
@@ -71,7 +113,7 @@ class Door:
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         router.setsockopt(zmq.MAXMSGSIZE, largest)
         router.setsockopt(zmq.RCVHWM, 8)  # messages of each client
-        router.setsockopt(zmq.SNDHWM, 64)
+        router.setsockopt(zmq.SNDHWM, _ANSWERS_WAITING)
         router.setsockopt(zmq.BACKLOG, 4096)
         router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         router.setsockopt(zmq.HEARTBEAT_IVL, int(500 * silence_s))
@@ -98,7 +140,8 @@ class Door:
             known = (
                 "its key is not known" if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else "it spoke no CURVE"
             )
-            _LOG.warning("refused a connection: %s", known)
+            self.refusals.tell("a connection", known)
+        self.refusals.sum_up()
         return self._messages() if self._router in ready else []
 
     def _admit(self) -> None:
@@ -115,7 +158,8 @@ class Door:
 
     def _messages(self) -> list[tuple[bytes, Key | None, list[memoryview]]]:
         found: list[tuple[bytes, Key | None, list[memoryview]]] = []
-        while len(found) < _MESSAGES_AT_ONCE:
+        size = 0
+        while len(found) < _MESSAGES_AT_ONCE and size < self._largest:
             try:
                 route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -123,6 +167,7 @@ class Door:
             if frames:
                 user = self._users.find(str(frames[-1].get("User-Id")))
                 found.append((route.bytes, user, [frame.buffer for frame in frames]))
+                size += sum(len(frame) for frame in frames)
         return found
 
     def bell(self) -> Any:

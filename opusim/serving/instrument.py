@@ -12,6 +12,7 @@ A view is the part of the instrument that one client sees: its first `n_inputs` 
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -290,6 +291,8 @@ class Instrument:
         self._certificate = None if certificate is None else load_certificate(certificate)
         self._torch_device = torch_device
         self._seeks = self._changes = 0
+        self._writer: str | None = None
+        self._other_medium = ""
         self._device: NoisyDevice | None = None
         if self.shared:
             self._device = self._opened(
@@ -336,13 +339,36 @@ class Instrument:
             step, self._seeks = self._seeks, self._seeks + 1
         view.seek(step)
 
-    def note_change(self, view: View) -> None:
-        """Note that a client changed what the device holds; the fingerprint of a shared one is another one then."""
+    def note_change(self, view: View, writer: str | None) -> None:
+        """Note that a client changed what the device holds; the fingerprint of a shared one is another one then.
+
+        Args:
+            view: the client's.
+            writer: the user who programmed it; None if only time passed.
+        """
         if not view.shared:
             return
         self._changes += 1
         view.held = self._changes
+        if writer is not None:
+            self._writer, self._other_medium = writer, secrets.token_hex(len(self.fingerprint) // 2)
         self.fingerprint = self._fingerprint()
+
+    def fingerprint_for(self, user: str) -> str:
+        """Return the fingerprint of what a user may read; random bits for what another one programmed."""
+        return self.fingerprint if self._writer in (None, user) else self._other_medium
+
+    def require_readable(self, user: str) -> None:
+        """Refuse to show what another user programmed into a shared device.
+
+        Raises:
+            DeviceUnavailable: that is what it holds.
+        """
+        if self._writer not in (None, user):
+            raise DeviceUnavailable(
+                f"device {self.description.name!r} holds what another user programmed; program it yourself: "
+                "remote://HOST:PORT?exclusive"
+            )
 
     def require_unchanged(self, view: View) -> None:
         """Refuse a client whose shared device another client programmed.

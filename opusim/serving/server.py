@@ -40,6 +40,7 @@ class Limits:
         request_mib: size of a message from a client, MiB, above 0.
         reply_mib: size of a reading, MiB, above 0.
         silence_s: seconds after which a client that was not heard loses its place, above 0.
+        idle_s: seconds without a call after which a client that keeps others out loses its place, above 0.
     """
 
     clients: int = 256
@@ -47,10 +48,12 @@ class Limits:
     request_mib: float = 64.0
     reply_mib: float = 256.0
     silence_s: float = 20.0
+    idle_s: float = 3600.0
 
     def __post_init__(self) -> None:
         checks.integer(clients=self.clients, clients_per_user=self.clients_per_user, minimum=1)
-        checks.positive(request_mib=self.request_mib, reply_mib=self.reply_mib, silence_s=self.silence_s)
+        checks.positive(request_mib=self.request_mib, reply_mib=self.reply_mib)
+        checks.positive(silence_s=self.silence_s, idle_s=self.idle_s)
 
 
 class Server:
@@ -124,6 +127,8 @@ class Server:
                 self._let_in(route, user, frames)
             for session in self._places.silent(self._limits.silence_s):
                 self._end(session, f"was silent for {self._limits.silence_s:g} s")
+            for session in self._places.idle(self._limits.idle_s):
+                self._end(session, f"made no call for {self._limits.idle_s:g} s while it kept others out")
             for session in self._places:
                 if not self._users.admits(session.public):
                     self._end(session, "has no valid key any more")
@@ -150,14 +155,18 @@ class Server:
                 bell.send(b"")
 
     def _advance(self, work: Work) -> tuple[np.ndarray, ...] | None:
-        """Do a batch; what the monitor of a shared device finds, and noise below the law, stops all clients."""
+        """Do a batch; what the monitor of a shared device finds, and noise below the law, stops all clients.
+
+        A client that gave its own device's monitor an earlier baseline, which it may have made up, stops alone.
+        """
         if self._failed is not None:
             raise type(self._failed)(str(self._failed))
         try:
             return work.advance(self._instrument)
         except (NoiseBelowCertificate, DeviceFault) as error:
             found_by_monitor = self._instrument.shared and work.message.kind == "call" and not work.begun
-            if found_by_monitor or isinstance(error, NoiseBelowCertificate):
+            law_is_broken = isinstance(error, NoiseBelowCertificate) and not work.session.has_compared
+            if found_by_monitor or law_is_broken:
                 self._failed = error
                 _LOG.error("stopped for all clients until the server is restarted: %s", error)
             raise
@@ -189,7 +198,8 @@ class Server:
         except (DeviceError, ConfigError, BadMessage, ValueError, TypeError, OverflowError) as error:
             self._refuse(route, user.name, request, error)
         except Exception as error:  # one client's message must not end the server
-            _LOG.exception("a message of %s failed", user.name)
+            if self._door.refusals.may_tell(user.name):
+                _LOG.exception("a message of %s failed", user.name)
             self._refuse(route, user.name, request, error)
 
     def _request_of(self, frames: list[Any]) -> str:
@@ -212,7 +222,7 @@ class Server:
     def _describe(self, route: bytes, user: Key, request: str, message: Message) -> None:
         served = self._instrument
         values = {
-            **self._identity(),
+            **self._identity(user.name),
             "description": served.description.dump(),
             "can": served.can,
             "n_inputs": served.n_inputs,
@@ -223,7 +233,7 @@ class Server:
     def _open(self, route: bytes, user: Key, request: str, message: Message) -> None:
         """Give a client a place, let it wait, or refuse it; the same ticket leads to the same place."""
         ticket = message.value("ticket", str)[:64]
-        session = self._places.of_ticket(ticket, user.name)
+        session = self._places.of_ticket(ticket, user.public)
         if session is not None:
             session.route, session.heard = route, time.monotonic()
             opened = session.opened
@@ -275,6 +285,7 @@ class Server:
             self._send_lost(route, request)
             return
         session.route, session.heard = route, time.monotonic()
+        session.used = session.heard
         number, digest = message.value("number", int), content_digest(message)
         if number < session.number or (number == session.number and digest != session.digest):
             raise BadMessage(
@@ -284,7 +295,8 @@ class Server:
             if session.reply is not None:
                 self._send_frames(route, session.reply)
             return
-        require_room(message, session.window, most=int(self._limits.reply_mib * MIB))
+        shared = self._instrument.n_outputs if self._instrument.shared else None
+        require_room(message, session.window, shared=shared, most=int(self._limits.reply_mib * MIB))
         if session.running is not None:
             raise DeviceUnavailable("the session's earlier call is not finished; wait for it")
         session.number, session.digest, session.reply = number, digest, None
@@ -325,7 +337,7 @@ class Server:
         self._send(route, Message(kind="closed", values={"request": request}))
 
     def _session(self, message: Message, user: Key) -> Session | None:
-        return self._places.find(message.value("session", str), user.name)
+        return self._places.find(message.value("session", str), user.public)
 
     # Answers
 
@@ -333,7 +345,7 @@ class Server:
         """Answer a call that is done."""
         session = work.session
         if session.running is work:
-            session.running = None
+            session.running, session.used = None, time.monotonic()
         if work.dropped:
             return
         request = work.message.value("request", str, "")[:64]
@@ -355,7 +367,8 @@ class Server:
     def _answer(self, work: Work, found: Any, request: str) -> Message:
         session = work.session
         if isinstance(found, BaseException):
-            if not isinstance(found, (DeviceError, ConfigError, ValueError, TypeError)):
+            foreseen = isinstance(found, (DeviceError, ConfigError, ValueError, TypeError))
+            if not foreseen and self._door.refusals.may_tell(session.user):
                 _LOG.error("a call of %s failed", session.user, exc_info=found)
             return error_message(found, request=request)
         if work.is_opening:
@@ -375,7 +388,7 @@ class Server:
         law, arrays = packed_law(view.law)
         baseline = view.baseline
         values = {
-            **self._identity(),
+            **self._identity(session.user),
             "request": request,
             "session": session.token,
             "law": law,
@@ -393,13 +406,13 @@ class Server:
             arrays=(*arrays, *([] if baseline is None else [baseline.to_array()])),
         )
 
-    def _identity(self) -> dict[str, Any]:
-        return {"digest": self._instrument.digest, "fingerprint": self._instrument.fingerprint}
+    def _identity(self, user: str) -> dict[str, Any]:
+        return {"digest": self._instrument.digest, "fingerprint": self._instrument.fingerprint_for(user)}
 
     def _refuse(self, route: bytes, user: str, request: str, error: BaseException) -> None:
         """Answer with an error and log one line."""
         message = error_message(error, request=request)
-        _LOG.warning("refused %s: %s", user, " ".join(str(error).split())[:300])
+        self._door.refusals.tell(user, " ".join(str(error).split())[:300])
         self._send(route, message)
 
     def _send_lost(self, route: bytes, request: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from opusim import checks
 from opusim.devices.usage import Usage
 from opusim.errors import CapabilityMissing, DeviceBusy
 from opusim.serving.instrument import SERVED, Instrument, View, Window, require_capability
@@ -43,12 +44,14 @@ class Session:
         exclusive: whether the instrument serves no other client meanwhile.
         route: where its last message came from.
         heard: when that was, seconds of the monotonic clock.
+        used: when it last made a call or had its answer, likewise.
         view: its part of the instrument, once it is open.
         opened: the answer to its opening, once it is known.
         number: number of its last call.
         digest: of that call's content.
         reply: frames of that call's answer, kept until the client has it.
         running: the call under way.
+        has_compared: whether it gave its device's monitor an earlier baseline.
         calls: calls done.
         busy_s: seconds that the instrument's thread worked for it.
         logged: usage, calls and seconds that the journal holds already.
@@ -64,12 +67,14 @@ class Session:
     exclusive: bool
     route: bytes
     heard: float = field(default_factory=time.monotonic)
+    used: float = field(default_factory=time.monotonic)
     view: View | None = None
     opened: Message | None = None
     number: int = 0
     digest: bytes = b""
     reply: list[Any] | None = None
     running: Work | None = None
+    has_compared: bool = False
     calls: int = 0
     busy_s: float = 0.0
     logged: tuple[Usage, int, float] = (Usage(), 0, 0.0)
@@ -123,8 +128,10 @@ class Work:
             return ()
         if view is None:
             raise BadMessage("call: the session is not open")
-        instrument.require_unchanged(view)
         act, step = self.message.value("act", str), self.message.value("step", int, None)
+        instrument.require_unchanged(view)
+        if act not in ("program", "programming_std"):
+            instrument.require_readable(self.session.user)
         if not self.begun and step is not None:
             instrument.seek(view, step)
         self.begun = True
@@ -134,6 +141,9 @@ class Work:
             view.look_up_law()
             return ()
         if act == "compare":
+            if view.shared:  # its monitor speaks for all clients, and listens to none
+                raise CapabilityMissing("compare: the server watches the device itself")
+            self.session.has_compared = True
             view.compare(self._array())
             return ()
         if act == "programming_std":
@@ -157,17 +167,18 @@ class Work:
             raise CapabilityMissing(
                 f"{act} changes the device for its other clients; have it to yourself: remote://HOST:PORT?exclusive"
             )
+        writer = self.session.user if act == "program" else None
         try:
-            if act == "program":
-                found = view.program(self._array())
-            else:
+            if writer is None:
                 found = view.wait(float(self.message.value("seconds", (int, float))))
-        except (TypeError, ValueError, CapabilityMissing):  # nothing was written
+            else:
+                found = view.program(self._array())
+        except (TypeError, ValueError, OverflowError, CapabilityMissing):  # nothing was written
             raise
         except BaseException:
-            instrument.note_change(view)
+            instrument.note_change(view, writer)
             raise
-        instrument.note_change(view)
+        instrument.note_change(view, writer)
         return found
 
     def _read(self, read: Callable[[np.ndarray], np.ndarray], view: View) -> tuple[np.ndarray, ...] | None:
@@ -186,28 +197,34 @@ class Work:
         return self.message.arrays[0]
 
 
-def require_room(message: Message, window: Window, *, most: int) -> None:
-    """Refuse a call whose answer would be larger than a server sends, before anything is read.
+def require_room(message: Message, window: Window, *, shared: int | None, most: int) -> None:
+    """Refuse a call whose answer, or the reading it is cut from, exceeds what a server sends, before anything is read.
 
     Args:
         message: the call.
         window: the client's.
+        shared: outputs of the device that clients share; None if the client has a device of its own, which then has
+            all outputs up to the window's last.
         most: bytes.
 
     Raises:
         ValueError: it would be.
     """
     act, arrays = message.value("act", str), message.arrays
-    numbers = window.n_inputs * window.n_outputs if act in ("matrix", *CHANGING) else 0
+    own = window.first + window.n_outputs if shared is None else window.n_outputs
+    numbers = window.n_inputs * own if act in ("matrix", *CHANGING) else 0
     if act in READ_BY_ROWS and arrays and arrays[0].ndim:
-        width = window.n_inputs if act == "multiply_transposed" else window.n_outputs
+        width = max(own, window.n_inputs) if act == "multiply_transposed" else own
         numbers = len(arrays[0]) * width
     if act == "draw":
-        numbers = math.prod(abs(int(length)) for length in message.value("shape", list))
+        lengths = message.value("shape", list)
+        checks.instance(int, **{f"shape[{index}]": length for index, length in enumerate(lengths)})
+        readings = -(-abs(math.prod(lengths)) // window.n_outputs)
+        numbers = readings * (own if shared is None else shared)
     if 4 * numbers > most:
         raise ValueError(
-            f"the answer would have {4 * numbers / MIB:,.4g} MiB, the server sends {most / MIB:,.4g} at most; ask for "
-            "less at once"
+            f"the answer, or the reading it is cut from, would have {4 * numbers / MIB:,.4g} MiB, the server takes "
+            f"{most / MIB:,.4g} at most; ask for less at once"
         )
 
 
@@ -244,14 +261,14 @@ class Places:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def find(self, token: str, user: str) -> Session | None:
-        """Return the session of a token, if it is this user's."""
+    def find(self, token: str, public: str) -> Session | None:
+        """Return the session of a token, if it was opened under this key."""
         session = self._sessions.get(token)
-        return session if session is not None and session.user == user else None
+        return session if session is not None and session.public == public else None
 
-    def of_ticket(self, ticket: str, user: str) -> Session | None:
+    def of_ticket(self, ticket: str, public: str) -> Session | None:
         """Return the session that an opening led to, if it did."""
-        return next((each for each in self if each.ticket == ticket and each.user == user), None)
+        return next((each for each in self if each.ticket == ticket and each.public == public), None)
 
     def add(self, session: Session) -> None:
         """Give a client its place."""
@@ -265,6 +282,15 @@ class Places:
         """Return the clients that were not heard for some seconds."""
         now = time.monotonic()
         return [each for each in self if now - each.heard > limit_s]
+
+    def idle(self, limit_s: float) -> list[Session]:
+        """Return the clients that keep others out and have made no call for some seconds."""
+        now = time.monotonic()
+        return [
+            each
+            for each in self
+            if (each.exclusive or each.reserves) and each.running is None and now - each.used > limit_s
+        ]
 
     def queued(self, user: str, ticket: str, obstacle: str | None, *, waits: bool) -> int:
         """Return how many clients get in before this one; 0 if it gets in now.

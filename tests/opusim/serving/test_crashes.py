@@ -233,6 +233,23 @@ def test_noise_below_the_law_stops_every_client(lab: Laboratory, faulty: None) -
             open_device(address, **WINDOW)
 
 
+def test_a_client_with_its_own_baseline_stops_alone(lab: Laboratory, faulty: None) -> None:
+    """It may have made the baseline up."""
+    options = {"kind": "gaussian", "fault": "noise halved", "at_step": 3}
+    served = {"kind": KIND, "options": options, "monitor": {"every_steps": 1}}
+    with (
+        serving(lab, "gaussian", served) as address,
+        open_device(address, **WINDOW) as one,
+        open_device(address, **{**WINDOW, "seed": 1}) as other,
+    ):
+        assert one.baseline is not None
+        one.compare_with(one.baseline)
+        with pytest.raises(NoiseBelowCertificate, match="blank frames scatter"):
+            train(60, one)
+        other.seek(1)
+        assert other.project(X).shape == (16, 40)
+
+
 def test_a_fault_of_a_shared_device_is_told_to_all(lab: Laboratory, faulty: None) -> None:
     options = {"kind": "gaussian", "fault": "medium swapped", "at_step": 5}
     access, monitor = {"exclusive": True}, {"every_steps": 1}

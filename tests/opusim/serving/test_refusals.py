@@ -15,6 +15,9 @@ import zmq
 
 from opusim import open_device
 from opusim.errors import ConfigError, DeviceBusy, DeviceFault, DeviceUnavailable
+from opusim.serving import door
+from opusim.serving.door import Door, Refusals
+from opusim.serving.keys import Users
 from opusim.serving.messages import Message, told_error
 from opusim.serving.server import Limits, Server
 from tests.support.served import Laboratory, expire, new_laboratory, serving
@@ -76,6 +79,44 @@ def test_a_server_with_another_key_is_not_trusted(tmp_path: Path, monkeypatch: p
         open_device(f"{address}?silence_s=1", **WINDOW)
 
 
+def test_each_server_of_a_process_knows_its_own_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = new_laboratory(tmp_path / "one", "alice"), new_laboratory(tmp_path / "two", "bob")
+    one.become("alice", monkeypatch)
+    shutil.copy(one.keys / "server.pub", two.keys / "server.pub")
+    shutil.copy(one.keys / "server.key", two.keys / "server.key")  # so that only the users differ
+    with serving(one) as first, serving(two) as second:
+        still_serves(first)
+        with pytest.raises(DeviceUnavailable, match="the server does not know the key of 'alice'"):
+            still_serves(second)
+        still_serves(first)
+
+
+@pytest.mark.parametrize("mechanism", ["NULL", "PLAIN", "CURVE"])
+def test_only_encrypted_messages_are_answered(lab: Laboratory, mechanism: str) -> None:
+    with serving(lab) as address, raw_socket(address) as known:
+        context = zmq.Context()
+        other = context.socket(zmq.DEALER)
+        other.setsockopt(zmq.LINGER, 0)
+        try:
+            if mechanism == "PLAIN":
+                other.setsockopt(zmq.PLAIN_USERNAME, b"alice")
+                other.setsockopt(zmq.PLAIN_PASSWORD, b"secret")
+            elif mechanism == "CURVE":  # a key that is not known
+                public, secret = zmq.curve_keypair()
+                other.setsockopt(zmq.CURVE_PUBLICKEY, public)
+                other.setsockopt(zmq.CURVE_SECRETKEY, secret)
+                other.setsockopt(zmq.CURVE_SERVERKEY, Users(lab.keys).own.public.encode())
+            other.connect(address.replace("remote", "tcp"))
+            frames = Message(kind="describe", values={"request": "d"}).frames()
+            other.send_multipart(frames)
+            assert answer(known, frames).kind == "described"
+            assert other.poll(300) == 0
+        finally:
+            context.destroy(linger=0)
+
+
 def test_a_missing_server_is_one_line(lab: Laboratory) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -128,6 +169,43 @@ def test_a_message_that_is_none_is_refused(
         still_serves(address)
 
 
+def test_the_log_gets_a_bounded_number_of_lines_about_each_cause(
+    lab: Laboratory, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(lab) as address, raw_socket(address) as dealer:
+        for _ in range(200):
+            assert "garbage" in str(told_error(answer(dealer, [b""])))
+        still_serves(address)
+    assert len([line for line in caplog.messages if line.startswith("refused alice: ")]) == door._LINES
+    caplog.clear()
+    refusals = Refusals(every_s=0.1)
+    for _ in range(door._LINES + 7):
+        refusals.tell("eve", "garbage")
+    refusals.tell("bob", "garbage")
+    time.sleep(0.15)
+    refusals.sum_up()
+    assert caplog.messages[-2] == "refused bob: garbage"
+    assert caplog.messages[-1].startswith("refused eve: 7 more within ")
+
+
+def test_few_large_messages_are_taken_at_once(lab: Laboratory) -> None:
+    own = Door(Users(lab.keys), "tcp://127.0.0.1:*", largest=2**20, silence_s=20.0)
+    try:
+        with raw_socket(own.endpoint.replace("tcp", "remote")) as dealer:
+            dealer.send(b"hello")
+            while not own.wait(100):
+                pass
+            for _ in range(4):
+                dealer.send(bytes(600_000))
+            time.sleep(0.5)
+            found = []
+            while sum(found) < 4:
+                found.append(len(own.wait(1000)))
+            assert max(found) <= 2
+    finally:
+        own.close()
+
+
 def test_a_flood_is_cut_off(lab: Laboratory) -> None:
     with serving(lab, limits=Limits(request_mib=1)) as address:
         with raw_socket(address) as dealer:
@@ -168,6 +246,50 @@ def test_a_session_is_its_users_only(lab: Laboratory, monkeypatch: pytest.Monkey
                 opened_session(bob, ticket="t").values["session"] != session
             )  # the same ticket, another user
         assert answer(alice, call(session, 1).frames()).kind == "answer"
+
+
+def test_a_session_ends_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new user of an earlier one's name is another user."""
+    lab = new_laboratory(tmp_path, "alice")
+    lab.become("alice", monkeypatch)
+    with serving(lab) as address, raw_socket(address) as earlier:
+        session = opened_session(earlier).values["session"]
+        shutil.rmtree(lab.config_of("alice"))
+        lab.add_user("alice")
+        time.sleep(1.1)
+        with raw_socket(address) as later:
+            assert answer(later, call(session, 1).frames()).values["class"] == "SessionLost"
+            assert opened_session(later).values["session"] != session
+        assert "not known any more" in str(told_error(answer(earlier, call(session, 1).frames())))
+
+
+def test_no_client_sets_what_the_monitor_of_a_shared_device_compares_with(lab: Laboratory) -> None:
+    served = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 40, "monitor": {"every_steps": 1}}
+    with open_device("gaussian", n_inputs=12, n_outputs=40, monitor={"every_steps": 1}) as local:
+        assert local.baseline is not None
+        forged = 3 * local.baseline.to_array()
+    with serving(lab, "gaussian", served) as address, raw_socket(address) as dealer:
+        session = opened_session(dealer).values["session"]
+        values = {"act": "compare", "session": session, "number": 1, "request": "c1"}
+        told = answer(dealer, Message(kind="call", values=values, arrays=(forged,)).frames())
+        assert "the server watches the device itself" in str(told_error(told))
+        still_serves(address)
+
+
+def test_a_client_that_keeps_others_out_must_use_the_device(
+    lab: Laboratory, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with (
+        serving(lab, limits=Limits(idle_s=0.4)) as address,
+        open_device(f"{address}?exclusive", **WINDOW) as idle,
+        open_device(f"{address}?wait_s=30", **WINDOW) as other,
+    ):
+        assert other.project(X).shape == (16, 40)
+        assert "alice made no call for 0.4 s while it kept others out" in " ".join(caplog.messages)
+        assert idle.project(X).shape == (16, 40)  # it gets in again
+        time.sleep(0.8)
+        assert other.project(X).shape == (16, 40)  # which keeps none out, and stays
 
 
 def test_a_server_takes_no_more_clients_than_it_may(lab: Laboratory) -> None:
@@ -234,11 +356,27 @@ def test_a_call_that_is_too_large_is_refused_before_it_is_sent(lab: Laboratory) 
             ValueError, match="x has 0.02289 MiB, the server of device .* takes 0.01 at once; give fewer"
         ):
             device.project(torch.zeros(2000, 12))
-        with pytest.raises(
-            ValueError, match="the answer would have 0.1221 MiB, the server sends 0.1 at most"
-        ):
+        with pytest.raises(ValueError, match="would have 0.1221 MiB, the server takes 0.1 at most"):
             device.draw((800, 40))
         assert device.project(X).shape == (16, 40)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_small_answer_that_is_cut_from_a_large_reading_is_refused(lab: Laboratory, is_shared: bool) -> None:
+    """A window of one output behind 999 others is read with them, and noise is drawn for all outputs."""
+    served = {"access": {"exclusive": is_shared}, "n_inputs": 12, "n_outputs": 1000}
+    with (
+        serving(lab, "gaussian", served, n_outputs=1000) as address,
+        raw_socket(address) as dealer,
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("opusim.serving.instrument.View.draw", lambda *_: pytest.fail("it was drawn"))
+            session = opened_session(dealer, outputs_from=999, n_outputs=1).values["session"]
+            for number, shape in enumerate([[100_000], [1, -100_000], [10, 10, 1000], [0.5, 1e9]], start=1):
+                drawn = call(session, number, act="draw", shape=shape)
+                told = str(told_error(answer(dealer, drawn.frames())))
+                assert "would have 381.5 MiB" in told or "must be int" in told
+        assert answer(dealer, call(session, 9).frames()).kind == "answer"
 
 
 def test_reserved_outputs_are_read_by_one_client(lab: Laboratory) -> None:

@@ -166,6 +166,43 @@ def test_a_programmed_shared_device_is_another_one_for_its_other_clients(lab: La
             assert torch.equal(again.require("matrix").matrix(), realised)
 
 
+def test_what_a_user_programmed_is_not_shown_to_another(
+    lab: Laboratory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 40}
+    secret, other = torch.linspace(-1, 1, 480).reshape(40, 12), torch.zeros(40, 12)
+    with serving(lab, "pcm", served) as address:
+        with open_device(f"{address}?exclusive") as device:
+            device.require("program").program(secret)
+        with open_device(address) as device:
+            before = device.description
+            assert device.require("matrix").matrix().shape == (40, 12)  # its own, which it finds again
+        lab.become("bob", monkeypatch)
+        with open_device(f"{address}?exclusive") as device:
+            assert not same_medium(
+                str(device.description.options["fingerprint"]), str(before.options["fingerprint"])
+            )
+            for act in (
+                lambda: device.project(X),
+                lambda: device.require("matrix").matrix(),
+                lambda: device.require("multiply").multiply(X / 2),
+                lambda: device.require("multiply_transposed").multiply_transposed(torch.zeros(1, 40)),
+                lambda: device.require("wait").wait(1.0),
+                lambda: device.draw((1, 40)),
+                lambda: device.noise,
+            ):
+                with pytest.raises(DeviceUnavailable, match="holds what another user programmed; program it"):
+                    act()
+            written = device.require("program").program(other)
+            assert torch.equal(device.require("matrix").matrix(), written)
+        lab.become("alice", monkeypatch)
+        with (
+            open_device(address) as device,
+            pytest.raises(DeviceUnavailable, match="holds what another user programmed; program it yourself"),
+        ):
+            device.require("matrix").matrix()
+
+
 def test_a_lost_matrix_is_noticed(lab: Laboratory) -> None:
     """A client whose place is lost gets another device, which holds the random matrix."""
     matrix = torch.linspace(-1, 1, 480).reshape(40, 12)

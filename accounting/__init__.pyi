@@ -13,6 +13,7 @@ from .guarantee import Guarantee as Guarantee
 from .guarantee import Release as Release
 from .guarantee import Status as Status
 from .guarantee import Unit as Unit
+from .labels.linear_model import LabelRelease as LabelRelease
 from .labels.mechanisms import LabelAmplified as LabelAmplified
 from .labels.mechanisms import LabelBudget as LabelBudget
 from .labels.mechanisms import LabelReadout as LabelReadout

@@ -10,6 +10,7 @@ from accounting import LabelArgmax as LabelArgmax
 from accounting import LabelBudget as LabelBudget
 from accounting import LabelCounts as LabelCounts
 from accounting import LabelReadout as LabelReadout
+from accounting import LabelRelease as LabelRelease
 from accounting import Ledger as Ledger
 from accounting import LedgerCorrupt as LedgerCorrupt
 from accounting import Mechanism as Mechanism

@@ -84,7 +84,7 @@ ORDER = {
         ("runs",),
         ("protections",),
         ("engine",),
-        ("feedback", "ulr", "convex", "zeroth_order"),
+        ("feedback", "ulr", "convex", "ridge", "zeroth_order"),
         ("private_loop",),
         ("attacks", "device_privacy"),
         ("sweeps", "tuning"),

@@ -36,13 +36,13 @@ _SIGNALS_CHECKED = (
     "a record occurs at most once in a batch",
     "no class weights, balanced batches or mixup, and no schedule or early stopping on training labels",
 )
-_PUBLIC_FEATURES = "features, initial weights and the projection are public or do not depend on labels"
+PUBLIC_FEATURES = "features, initial weights and the projection are public or do not depend on labels"
 _SIGNALS_TRUSTED = (
-    _PUBLIC_FEATURES,
+    PUBLIC_FEATURES,
     "no loss or accuracy on training labels leaves",
     NOISE_IS_SECRET,
 )
-_DEVICE_LAW = (
+DEVICE_LAW = (
     "the device's noise is Gaussian, independent of labels and batch, and at least as strong as stated"
 )
 _PUBLISHED_ORDER = (
@@ -129,7 +129,7 @@ LABEL_READOUT = Theorem(
         "the noise is drawn once for each reading, with the same law for all labels",
         "training labels are used only through the readings",
     ),
-    trusted=(_PUBLIC_FEATURES, NOISE_IS_SECRET),
+    trusted=(PUBLIC_FEATURES, NOISE_IS_SECRET),
 )
 RANDOMIZED_RESPONSE = Theorem(
     name="randomized-response",
@@ -202,7 +202,7 @@ class LabelAmplified(CertifiedMechanism):
                 delta=delta,
                 adjacency=Adjacency.REPLACE_ONE,
                 assumptions=LABEL_AMPLIFICATION.assumptions(
-                    enforced=enforced, trusted=(_DEVICE_LAW,) if device else ()
+                    enforced=enforced, trusted=(DEVICE_LAW,) if device else ()
                 ),
                 device_model=device,
                 reason=reason,
@@ -256,11 +256,11 @@ class LabelBudget(CertifiedMechanism):
             checked_by_code=(_PUBLISHED_ORDER,) if "published" in orders else (),
             trusted=(
                 *((_HARDWARE_ORDER,) if "hardware" in orders else ()),
-                *((_DEVICE_LAW,) if device else ()),
+                *((DEVICE_LAW,) if device else ()),
             ),
         )
         return [
-            _gaussian_label_guarantee(
+            gaussian_label_guarantee(
                 mechanisms, delta, LABEL_BUDGET, assumptions, device or "hardware" in orders
             )
         ]
@@ -293,17 +293,17 @@ class LabelReadout(CertifiedMechanism):
         device = any(mechanism.device_law for mechanism in mechanisms)
         law = ("the device's noise is Gaussian, the same for every label, and at least as strong as stated",)
         assumptions = LABEL_READOUT.assumptions(enforced=enforced, trusted=law if device else ())
-        return [_gaussian_label_guarantee(mechanisms, delta, LABEL_READOUT, assumptions, device)]
+        return [gaussian_label_guarantee(mechanisms, delta, LABEL_READOUT, assumptions, device)]
 
 
-def _gaussian_label_guarantee(
-    mechanisms: Sequence[LabelBudget] | Sequence[LabelReadout],
+def gaussian_label_guarantee(
+    mechanisms: Sequence[CertifiedMechanism],
     delta: float,
     theorem: Theorem,
     assumptions: tuple[Assumption, ...],
     device_model: bool,
 ) -> Guarantee:
-    """epsilon(delta - sum of betas) of mu^2 = sum of steps / noise^2."""
+    """Return epsilon(delta - sum of betas) of mu^2 = sum of steps / noise^2, for mechanisms that state their mu."""
     mu = math.hypot(*(math.sqrt(one.steps) / one.noise for one in mechanisms))
     bounds, reason = spend_certificates(
         delta,

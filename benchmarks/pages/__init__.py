@@ -32,7 +32,7 @@ from benchmarks.pages.headlines import headline_rows, protection_rows
 from benchmarks.pages.sweeps import SWEEPS, sweep_section
 from benchmarks.pdfa import counts, demo, private, readings
 from benchmarks.pdfa import table1 as pdfa_table1
-from benchmarks.private_accuracy import records
+from benchmarks.private_accuracy import labels, records
 from benchmarks.results_file import FOLDER as RESULTS
 from benchmarks.results_file import load_results
 from benchmarks.speed import (
@@ -123,7 +123,10 @@ SECTIONS: dict[str, tuple[str, tuple[Callable[[], str], ...]]] = {
             counts.page_section,
         ),
     ),
-    "private_accuracy": ("Accuracy under record protection", (records.page_section,)),
+    "private_accuracy": (
+        "Accuracy under protection on public features",
+        (records.page_section, labels.page_section),
+    ),
     "ulr": (
         "Likelihood ratio training",
         (ulr_table1.page_section, ulr_table1.proven_section, resnet.page_section),

@@ -6,6 +6,7 @@ from functools import singledispatch
 
 import dp_accounting as dp
 
+from accounting.labels.linear_model import LabelRelease
 from accounting.labels.mechanisms import LabelAmplified, LabelBudget, LabelReadout
 from accounting.mechanisms import Mechanism
 from accounting.records.additive_noise import PoissonGaussian
@@ -32,7 +33,8 @@ def _(mechanism: PoissonGaussian | ClippedRecords | LabelAmplified) -> dp.DpEven
 
 @event.register(LabelBudget)
 @event.register(LabelReadout)
-def _(mechanism: LabelBudget | LabelReadout) -> dp.DpEvent:
+@event.register(LabelRelease)
+def _(mechanism: LabelBudget | LabelReadout | LabelRelease) -> dp.DpEvent:
     """N(0, 1) against N(mu, 1): the Gaussian event of multiplier 1 / mu under add_or_remove_one."""
     return dp.SelfComposedDpEvent(dp.GaussianDpEvent(mechanism.noise), mechanism.steps)
 

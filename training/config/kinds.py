@@ -123,6 +123,7 @@ PROTECTIONS: Kinds[ProtectionSection] = Kinds(section="protection", base=Protect
 KINDS: Mapping[str, Kinds[Any]] = {"trainer": TRAINERS, "protection": PROTECTIONS}
 """The sections that are chosen by kind."""
 DEFAULT_TRAINER = "pdfa"
+DEFAULT_EPOCHS = 15
 
 
 def completed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,9 +138,10 @@ def completed(values: Mapping[str, Any]) -> dict[str, Any]:
     found = _with_defaults(values)
     if found is None:
         return dict(values)  # of a wrong type, which validation reports
-    sections, _ = found
+    sections, defaults = found
     return {
         **_default_loss(values),
+        **defaults.get("run", {}),
         **values,
         **{name: section for name, section in sections.items() if section or name in values},
     }
@@ -161,7 +163,7 @@ def without_derived(resolved: Mapping[str, Any], changes: Mapping[str, Any]) -> 
         return values
     (_, old), (_, new) = before, after
     for name in sorted(old.keys() | new.keys()):
-        given, own = changes.get(name) or {}, values.get(name, {})
+        given, own = (changes, values) if name == "run" else (changes.get(name) or {}, values.get(name, {}))
         for key in old.get(name, {}).keys() | new.get(name, {}).keys():
             was, becomes = ({**_PLAIN.get(name, {}), **found.get(name, {})}.get(key) for found in (old, new))
             if was != becomes and own.get(key) == was and key not in given:
@@ -208,14 +210,17 @@ _PLAIN_LOSS = "cross-entropy"
 _COMPLETED = ("trainer", "protection", "optimizer", "sampler", "checkpoint")
 """Sections of which a kind may set defaults."""
 _PLAIN: Mapping[str, Mapping[str, Any]] = {
-    name: {key: field.get_default() for key, field in section.model_fields.items()}
-    for name, section in (
-        ("optimizer", OptimizerConfig),
-        ("sampler", SamplerConfig),
-        ("checkpoint", CheckpointConfig),
-    )
+    "run": {"epochs": DEFAULT_EPOCHS},
+    **{
+        name: {key: field.get_default() for key, field in section.model_fields.items()}
+        for name, section in (
+            ("optimizer", OptimizerConfig),
+            ("sampler", SamplerConfig),
+            ("checkpoint", CheckpointConfig),
+        )
+    },
 }
-"""Defaults of the sections that are the same for all kinds."""
+"""Defaults of the run and its sections that are the same for all kinds."""
 
 
 def _given(section: Any) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from opusim.description.section import BadKey, first_problem
 from opusim.errors import ConfigError
 from opusim.randomness import derive_seed
 from training.config.data import DataConfig, SplitRule
-from training.config.kinds import DEFAULT_TRAINER, PROTECTIONS, TRAINERS, completed
+from training.config.kinds import DEFAULT_EPOCHS, DEFAULT_TRAINER, PROTECTIONS, TRAINERS, completed
 from training.config.sections import (
     CheckpointConfig,
     DeviceChoice,
@@ -66,8 +66,8 @@ class RunConfig(Section):
     release: noise and sampling from the operating system's entropy; no seed is stored."""
     seed: int = Field(0, ge=0)
     """Seed of initialisation, sampling and simulated noise (experiment mode; refused in release mode)."""
-    epochs: int = Field(15, ge=1)
-    """Passes over the training records."""
+    epochs: int = Field(DEFAULT_EPOCHS, ge=1)
+    """Passes over the training records; 1 by default for ridge."""
     loss: LossName = "cross-entropy"
     """Loss whose derivative is the error e: cross-entropy (classes, tokens), squared-error (also real numbers),
     binary-cross-entropy (labels that are 0 or 1), or the import path package.module:function of a function (output,

@@ -294,3 +294,38 @@ class LabelRandomizedResponseConfig(OneLookConfig):
         from training.protections.noisy_labels import RandomizedResponseProtection
 
         return RandomizedResponseProtection
+
+
+class LabelReleaseConfig(_Strength):
+    """Labels: one noisy linear model of public features, drawn once."""
+
+    protects = "labels"
+    labels_read_once = True
+    tested_with: ClassVar[Mapping[str, Any]] = {"epsilon": 2.0}
+    instead: ClassVar[Mapping[str, str]] = _ABOUT_LABELS
+    cost_of_a_kill: ClassVar[str | None] = None
+    summary: ClassVar[str] = "Labels: one noisy linear model of public features (ridge)."
+
+    kind: Literal["label-release"] = "label-release"
+    """label-release: labels, with public features, by one noisy linear model (ridge)."""
+    noise: Source = "digital"
+    """Source of the noise that the guarantee rests on. digital: a generator. device: the device, whose noise must be
+    Gaussian."""
+    rounds: int = Field(1, ge=0, le=100)
+    """How often the weights of records are fitted to their leverages; 0 leaves all weights at 1. The noise follows the
+    largest weighted leverage."""
+    level: float = Field(1.0, gt=0.0, le=1e6)
+    """Largest weighted leverage that is kept, as a root over the root mean square."""
+    effects: ClassVar[tuple[Effect, ...]] = (
+        Effect(
+            keys=("protection.level",),
+            needs="protection.rounds above 0",
+            holds=lambda run: run.protection.rounds > 0,
+        ),
+    )
+
+    def implementation(self) -> Any:
+        """See KindSection.implementation."""
+        from training.protections.released_model import LabelReleaseProtection
+
+        return LabelReleaseProtection

@@ -40,6 +40,11 @@ class Metric:
         p.diagonal().add_(ridge)
         return cls(factor=torch.linalg.cholesky(p))
 
+    @classmethod
+    def of_lower(cls, p: Tensor) -> Metric:
+        """Return P of its lower triangle, float64, shape (d, d)."""
+        return cls(factor=torch.linalg.cholesky(p.tril() + p.tril(-1).t()))
+
     def leverages(self, rows: Tensor) -> Tensor:
         """Return h^T P^-1 h of each row, float64, shape (batch,).
 

@@ -62,7 +62,7 @@ class RunFolder:
     | metrics.jsonl | a line per epoch, identical for a resumed and an uninterrupted run |
     | timing.jsonl | seconds of each epoch, which are not identical |
     | ledger.jsonl | what was released, paid for before it was computed |
-    | labels.safetensors | the noisy or randomized labels, if the run reads its labels once |
+    | labels.safetensors | the noisy or randomized labels, or the noisy linear model, if the run reads its labels once |
     | baseline.safetensors | first blank and reference frames of a monitored device; they hold no data |
     | components.safetensors | the principal components that replace the features |
     | summary.json | final figures; its presence marks the run as finished |

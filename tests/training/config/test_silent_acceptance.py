@@ -51,7 +51,7 @@ ALWAYS = {
         "trainer.directions",
     ),
     *("trainer.settle_every", "trainer.keep_base", "trainer.hyperplanes", "trainer.gates", "trainer.centre"),
-    *("trainer.objective", "trainer.regularisation"),
+    *("trainer.objective", "trainer.regularisation", "trainer.ridge", "protection.rounds"),
     *("trainer.gain", "trainer.feedback_seed", "trainer.sigma", "trainer.encoding"),
     *("protection.relation", "protection.epsilon", "protection.noise_multiplier", "protection.clip_norm"),
     *("protection.noise", "protection.floor", "protection.reference_size", "protection.equalise"),

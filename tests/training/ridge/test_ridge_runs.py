@@ -1,0 +1,247 @@
+"""Ridge runs: the closed form, the one release, and what stays true when a run is stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import training
+from accounting.errors import BudgetExceeded, LedgerCorrupt
+from accounting.labels.linear_model import noise_of
+from accounting.ledger.ledger import read_ledger
+from opusim.errors import ConfigError
+from training.config.kinds import without_derived
+from training.config.reading import load_config
+from training.protections import released_model
+from training.protections.released_model import Design, public_design
+from training.ridge.algorithm import RidgeTrainer
+from training.runs.folder import RunFolder
+from training.runs.storage import read_array
+
+FEATURES, CLASSES, RECORDS = 39, 5, 300
+PLAIN: dict[str, Any] = {
+    "threads": 1,
+    "trainer": {"kind": "ridge", "ridge": 0.05},
+    "data": {"n_classes": CLASSES, "standardise": False, "validation_fraction": 0.0},
+}
+PROTECTED = {**PLAIN, "protection": {"kind": "label-release", "epsilon": 2.0}}
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(3)
+    y = np.arange(RECORDS) % CLASSES
+    centres = generator.normal(size=(CLASSES, FEATURES))
+    return (centres[y] + 2 * generator.normal(size=(RECORDS, FEATURES))).astype(np.float32), y
+
+
+def weights_of(run: training.Run) -> np.ndarray:
+    (linear,) = run.model
+    return np.column_stack([linear.weight.detach().numpy(), linear.bias.detach().numpy()])
+
+
+def closed_form(ridge: float) -> np.ndarray:
+    """Without the code under test."""
+    x, y = data()
+    h = np.column_stack([x, np.ones(len(x))]).astype(np.float64)
+    s = h.T @ h
+    targets = np.eye(CLASSES)[y] - 1 / CLASSES
+    return np.linalg.solve(s + ridge * np.trace(s) / len(s) * np.eye(len(s)), h.T @ targets).T
+
+
+def test_a_run_without_protection_is_the_closed_form(tmp_path: Path) -> None:
+    run = training.train(PLAIN, data=data(), folder=tmp_path / "run")
+    assert weights_of(run) == pytest.approx(closed_form(0.05), rel=1e-5, abs=1e-7)
+    assert run.summary is not None
+    assert (run.config.epochs, run.config.sampler.scheme, run.summary["steps"]) == (1, "full-batch", 1)
+    assert run.summary["train_accuracy"] > 0.8
+    assert weights_of(training.load_run(tmp_path / "run")) == pytest.approx(weights_of(run), abs=0)
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_a_protected_run_states_its_one_release(tmp_path: Path, mode: str) -> None:
+    run = training.train({**PROTECTED, "mode": mode}, data=data(), folder=tmp_path)
+    (guarantee,) = run.guarantees
+    assert (guarantee.status, guarantee.unit, guarantee.adjacency) == ("proven", "label", "replace_one")
+    assert 1.99 < guarantee.epsilon <= 2.0
+    payments = read_ledger(tmp_path / "ledger.jsonl").payments
+    assert [(payment.name, len(payment.mechanisms)) for payment in payments] == [("model", 1)]
+    assert weights_of(run) == pytest.approx(read_array(tmp_path / "labels.safetensors"), rel=1e-6, abs=1e-9)
+    (metrics,) = run.folder.read_metrics()
+    assert ("train_accuracy" in metrics) == (mode == "experiment")
+
+
+def whitened_noise(folder: Path, seed: int, changes: dict[str, Any]) -> np.ndarray:
+    """The noise of a run, which should have independent N(0, 1), without the code that drew it."""
+    run = training.train({**PROTECTED, **changes, "seed": seed}, data=data(), folder=folder)
+    x, y = (torch.from_numpy(each) for each in data())
+    options = run.config.protection
+    design, bound = Design.levelled(x, ridge=0.05, rounds=options.rounds, level=options.level)
+    mechanism: Any = read_ledger(folder / "ledger.jsonl").mechanisms[0]
+    factor = design.metric.factor.numpy()
+    h = np.column_stack([x.numpy(), np.ones(len(x))]) * design.weights.numpy()[:, None]
+    clean = np.linalg.solve(factor @ factor.T, h.T @ (np.eye(CLASSES)[y] - 1 / CLASSES)).T
+    noise = read_array(folder / "labels.safetensors") - clean
+    return np.asarray(noise @ factor / noise_of(mechanism.mu, bound))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "digital": {},
+    "all weights 1": {"protection": {**PROTECTED["protection"], "rounds": 0}},
+    "device": {
+        "protection": {**PROTECTED["protection"], "noise": "device"},
+        "device": {"name": "gaussian", "noise": {"sigma": 0.3}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_the_noise_of_runs_is_that_of_the_theorem(tmp_path: Path, name: str) -> None:
+    """White and of variance 1 after whitening, in each run another; 10 % less of it is noticed."""
+    noise = np.stack([whitened_noise(tmp_path / str(seed), seed, CASES[name]) for seed in range(24)])
+    flat = noise.ravel()
+
+    def deviation(values: np.ndarray) -> float:
+        error = (2 / len(values)) ** 0.5
+        return max(abs(values.mean()) * len(values) ** 0.5, abs(values.var() - 1) / error)
+
+    assert deviation(flat) < 5
+    assert deviation(0.9 * flat) > 5
+    rows = noise.reshape(-1, FEATURES + 1)  # neighbouring weights, classes and runs are uncorrelated
+    for first, second in (
+        (rows[:, 1:], rows[:, :-1]),
+        (noise[:, 1:], noise[:, :-1]),
+        (noise[1:], noise[:-1]),
+    ):
+        assert abs((first * second).mean()) * first.size**0.5 < 5
+    if name == "device":
+        run = training.load_run(tmp_path / "0")
+        assert [each.status for each in run.guarantees] == ["proven under a device model"]
+
+
+def test_noise_of_a_device_without_any_is_refused_before_the_run(tmp_path: Path) -> None:
+    config = {**PROTECTED, **CASES["device"], "device": {"name": "ideal"}}
+    with pytest.raises(ConfigError, match=r"protection\.noise.*use 'digital'"):
+        training.train(config, data=data(), folder=tmp_path / "run")
+    training.train({**config, "device": CASES["device"]["device"]}, data=data(), folder=tmp_path / "run")
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise OSError("killed")
+
+
+def killed(
+    monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], config: dict[str, Any], folder: Path
+) -> None:
+    """Train until a function is called, at which the run ends."""
+    with monkeypatch.context() as patched:
+        patched.setattr(*place, fail)
+        with pytest.raises(OSError, match="killed"):
+            training.train(config, data=data(), folder=folder)
+
+
+@pytest.mark.parametrize("mode", ["experiment", "release"])
+def test_a_run_killed_after_its_release_takes_it_and_pays_nothing(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(monkeypatch, (RidgeTrainer, "step"), {**PROTECTED, "mode": mode}, tmp_path)
+    kept = read_array(tmp_path / "labels.safetensors")
+    run = training.train(folder=tmp_path, resume=True, data=data())
+    assert np.array_equal(read_array(tmp_path / "labels.safetensors"), kept)
+    assert weights_of(run) == pytest.approx(kept, rel=1e-6, abs=1e-9)
+    assert len(read_ledger(tmp_path / "ledger.jsonl").payments) == 1
+
+
+def test_a_run_killed_between_payment_and_release_draws_no_second_noise_for_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same noise again in experiment mode; in release mode it would be other noise, which the budget refuses."""
+    for mode in ("experiment", "release"):
+        killed(monkeypatch, (released_model, "write_array"), {**PROTECTED, "mode": mode}, tmp_path / mode)
+    run = training.train(folder=tmp_path / "experiment", resume=True, data=data())
+    whole = training.train(PROTECTED, data=data(), folder=tmp_path / "whole")
+    assert np.array_equal(weights_of(run), weights_of(whole))
+    assert len(read_ledger(tmp_path / "experiment" / "ledger.jsonl").payments) == 1
+    with pytest.raises(BudgetExceeded, match="'model' was paid for"):
+        training.train(folder=tmp_path / "release", resume=True, data=data())
+    assert not RunFolder(tmp_path / "release").labels_file.exists()
+
+
+def test_a_model_that_is_not_paid_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed(monkeypatch, (released_model, "public_design"), PROTECTED, tmp_path)
+    released_model.write_array(tmp_path / "labels.safetensors", np.zeros((CLASSES, FEATURES + 1)))
+    with pytest.raises(LedgerCorrupt, match="does not pay for labels"):
+        training.train(folder=tmp_path, resume=True, data=data())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 2}, "epochs: 2 is not for trainer.kind = 'ridge'"),
+        ({"sampler": {"scheme": "poisson"}}, "sampler.scheme: 'poisson' is not for trainer.kind = 'ridge'"),
+        ({"sampler": {"batch_size": 100}}, "sampler.batch_size: 100 does nothing here"),
+        ({"optimizer": {"lr": 0.1}}, "optimizer.lr: 0.1 does nothing here"),
+        ({"model": {"hidden": [5]}}, "model.hidden: .* does nothing here"),
+        ({"protection": {"kind": "record", "epsilon": 1.0}}, "'record' is not for trainer.kind = 'ridge'"),
+        ({"trainer": {"kind": "bp"}}, "'label-release' is not for trainer.kind = 'bp'"),
+        ({"protection": {"rounds": 0, "level": 2.0}}, "protection.level: 2.0 does nothing here"),
+        ({"protection": {"noise": "device"}, "device": None}, None),
+    ],
+)
+def test_what_would_do_nothing_is_refused(changes: dict[str, Any], message: str | None) -> None:
+    base = {"trainer": {"kind": "ridge"}, "protection": {"kind": "label-release", "epsilon": 1.0}}
+    config = {**base, **{key: value for key, value in changes.items() if value is not None}}
+    if "protection" in changes:
+        config["protection"] = {**base["protection"], **changes["protection"]}
+    if message is None:
+        assert load_config(config).uses_device
+        return
+    with pytest.raises(ConfigError, match=message):
+        load_config(config)
+
+
+def test_the_number_of_epochs_follows_the_trainer() -> None:
+    ridge = load_config({"trainer": {"kind": "ridge"}, "protection": {"epsilon": 1.0}})
+    assert (ridge.epochs, type(ridge.protection).__name__) == (1, "LabelReleaseConfig")
+    resolved = ridge.model_dump(mode="json")
+    changes = {"trainer": {"kind": "bp"}}
+    assert "epochs" not in without_derived(resolved, changes)
+    assert without_derived(resolved, {**changes, "epochs": 1})["epochs"] == 1
+    assert without_derived(resolved, {"seed": 3})["epochs"] == 1
+
+
+def test_a_kept_design_is_that_of_the_same_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept for known data behind a public map; a cut file, other settings and other features are computed again."""
+    monkeypatch.setenv("OPUSIM_CACHE", str(tmp_path))
+    counted: list[int] = []
+    original = Design.levelled.__func__  # type: ignore[attr-defined]
+
+    def levelled(cls: Any, *args: Any, **settings: Any) -> Any:
+        counted.append(1)
+        return original(cls, *args, **settings)
+
+    monkeypatch.setattr(Design, "levelled", classmethod(levelled))
+
+    config = load_config(
+        {
+            "data": {"name": "digits", "features": "hog"},
+            "trainer": {"kind": "ridge"},
+            "protection": {"epsilon": 1.0},
+        }
+    )
+    plan: Any = SimpleNamespace(config=config, dataset=SimpleNamespace(public_map={"map": "hog"}))
+    x = torch.from_numpy(data()[0])
+    first, again = public_design(plan, x), public_design(plan, x)
+    assert len(counted) == 1
+    assert torch.equal(first[0].metric.factor, again[0].metric.factor)
+    assert torch.equal(first[0].weights, again[0].weights)
+    assert (first[0].ridge, first[1]) == (again[0].ridge, again[1])
+    (file,) = (tmp_path / "features").iterdir()
+    file.write_bytes(file.read_bytes()[:-100])
+    assert public_design(plan, x)[1] == first[1]
+    public_design(plan, x + 1)
+    assert len(counted) == 3

@@ -1,0 +1,268 @@
+"""One noisy linear model of public features: labels enter it once, and it is all that training sees of them.
+
+The features h_i, with the constant 1, are public. The design comes from them only: weights w_i in [0, 1], and the
+Cholesky factor L of S = sum_i w_i h_i h_i^T + lambda I. The model is
+
+    W = S^-1 (sum_i w_i h_i t_i^T + sigma L Z),   t_i = one-hot label - 1 / k,
+
+with independent Z of N(0, 1) and sigma = sqrt(2) C / mu, C >= max_i w_i |L^-1 h_i|. Records far from the others have
+large leverages |L^-1 h_i|^2; smaller weights of these lower C.
+Source: docs/privacy.md, section 7 (one noisy linear model).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accounting.errors import LedgerCorrupt
+from accounting.labels.linear_model import LabelRelease, noise_of, whitened_bound
+from accounting.ledger.ledger import Ledger
+from opusim.devices.base import NoisyDevice
+from opusim.files import make_folder
+from opusim.randomness.streams import NoiseStream
+from training.data.public_map import cache_folder
+from training.protections.base import Protection, calibrated_once, central_noise
+from training.protections.config import LabelReleaseConfig
+from training.protections.metric import Metric
+from training.protections.noisy_labels import LABEL_STEP
+from training.protections.planning import Plan, epsilon_of
+from training.ridge.config import RidgeConfig
+from training.runs.folder import RunFolder
+from training.runs.storage import write_array
+
+_ROWS, _COLUMNS = 4096, 1024
+"""Records, and columns of S, of one matrix product."""
+_NOT_KEPT = (OSError, ValueError, KeyError, zipfile.BadZipFile)
+"""What a design that was never kept, or was cut, raises."""
+_PAYMENT = "model"
+"""What a ledger calls the one release."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Design:
+    """What the features say of a linear model, before a label is read.
+
+    Attributes:
+        metric: S by its factor L, float64, shape (d, d); d counts the constant.
+        weights: w_i in [0, 1], float64, shape (n,).
+        ridge: lambda.
+    """
+
+    metric: Metric
+    weights: Tensor
+    ridge: float
+
+    @classmethod
+    def of(cls, x: Tensor, *, ridge: float, weights: Tensor | None = None) -> Design:
+        """Return the design of weighted records.
+
+        Args:
+            x: Features, float, shape (n, d - 1); a record that is not finite gets the weight 0.
+            ridge: lambda over the mean of the diagonal of sum_i w_i h_i h_i^T, above 0.
+            weights: Shape (n,), or None for 1.
+        """
+        weights = finite(x).double() if weights is None else weights
+        total = x.new_zeros((x.shape[1] + 1,) * 2, dtype=torch.float64)
+        for rows, h in blocks(x):
+            weighted = h * weights[rows, None]
+            for start in range(0, len(total), _COLUMNS):  # the lower triangle and a little more
+                stop = start + _COLUMNS
+                total[start:stop, :stop].addmm_(weighted[:, start:stop].t(), h[:, :stop])
+        scaled = ridge * float(total.diagonal().mean().clamp_min(torch.finfo(total.dtype).tiny))
+        total.diagonal().add_(scaled)
+        return cls(metric=Metric.of_lower(total), weights=weights, ridge=scaled)
+
+    @classmethod
+    def levelled(cls, x: Tensor, *, ridge: float, rounds: int, level: float) -> tuple[Design, float]:
+        """Return the design of a protected model, and C >= max_i w_i |L^-1 h_i|.
+
+        Each round lowers the weights of all records so that no w_i |L^-1 h_i| exceeds `level` times the root mean
+        square of |L^-1 h_i|, and forms S with these weights. In the end they are lowered once more under that S.
+
+        Args:
+            x: Features, float, shape (n, d - 1).
+            ridge: See `of`.
+            rounds: 0 for weights 1.
+            level: Above 0.
+        """
+        design = cls.of(x, ridge=ridge)
+        whole, norms = design.weights, design.norms(x)
+        for _ in range(rounds):
+            design = cls.of(x, ridge=ridge, weights=lowered(whole, norms, level))
+            norms = design.norms(x)
+        weights = lowered(design.weights, norms, level) if rounds else whole
+        bound = whitened_bound(
+            float((weights * norms).max()),
+            trace=float(design.metric.factor.square().sum()),
+            ridge=design.ridge,
+            n_records=len(x),
+            n_features=len(design.metric.factor),
+        )
+        return replace(design, weights=weights), bound
+
+    def norms(self, x: Tensor) -> Tensor:
+        """Return |L^-1 h_i|, float64, shape (n,)."""
+        return torch.cat([self.metric.leverages(h).sqrt() for _, h in blocks(x)])
+
+    def sums(self, x: Tensor, y: Tensor, n_classes: int) -> Tensor:
+        """Return sum_i w_i h_i t_i^T, float64, shape (k, d).
+
+        Args:
+            x: Features, shape (n, d - 1).
+            y: Class numbers, shape (n,).
+            n_classes: k.
+        """
+        total = x.new_zeros((n_classes, x.shape[1] + 1), dtype=torch.float64)
+        for rows, h in blocks(x):
+            targets = torch.nn.functional.one_hot(y[rows], n_classes).double() - 1 / n_classes
+            total.addmm_((targets * self.weights[rows, None]).t(), h)
+        return total
+
+    def solved(self, sums: Tensor) -> Tensor:
+        """Return S^-1 of rows, shape (k, d)."""
+        return torch.cholesky_solve(sums.t(), self.metric.factor).t()
+
+
+def finite(x: Tensor) -> Tensor:
+    """Return which records have finite features only, bool, shape (n,)."""
+    return torch.cat([torch.isfinite(part).all(dim=1) for part in x.split(_ROWS)])
+
+
+def lowered(weights: Tensor, norms: Tensor, level: float) -> Tensor:
+    """Return weights so low that no w_i q_i exceeds `level` times the root mean square of w_i q_i before.
+
+    Args:
+        weights: w_i, shape (n,).
+        norms: q_i = |L^-1 h_i|, shape (n,).
+        level: Above 0.
+    """
+    shares = weights * norms
+    factors = level * shares.square().mean().sqrt() / shares  # NaN if all shares are 0
+    return weights * factors.clamp_max(1.0).nan_to_num(nan=1.0)
+
+
+def blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield some records at a time with the constant 1, float64, shape (rows, d); 0 for a record that is not finite."""
+    for start in range(0, len(x), _ROWS):
+        rows = slice(start, start + _ROWS)
+        part = x[rows].double()
+        h = torch.cat([part, part.new_ones(len(part), 1)], dim=1)
+        yield rows, torch.where(torch.isfinite(h).all(dim=1, keepdim=True), h, 0.0)
+
+
+def noisy_sums(design: Design, sums: Tensor, *, mu: float, bound: float, noise: NoiseStream) -> Tensor:
+    """Return sum_i w_i h_i t_i^T + sigma L Z, float64, shape (k, d).
+
+    Args:
+        design: The design.
+        sums: `Design.sums`.
+        mu: Of the guarantee, above 0.
+        bound: C of `Design.levelled`.
+        noise: Source of independent N(0, 1).
+    """
+    return sums + noise_of(mu, bound) * design.metric.colour(noise.normal(sums.shape, device=sums.device))
+
+
+def public_design(plan: Plan, x: Tensor) -> tuple[Design, float]:
+    """Return the design of a protected run and its bound C.
+
+    Both are kept beside the features of a public map (`OPUSIM_CACHE`), and taken from there if the same features come
+    again.
+
+    Args:
+        plan: The run.
+        x: Its training features.
+    """
+    options, ridge = plan.config.protection_as(LabelReleaseConfig), plan.config.trainer_as(RidgeConfig).ridge
+    settings: dict[str, Any] = {"ridge": ridge, "rounds": options.rounds, "level": options.level}
+    keeps = plan.dataset.public_map is not None and not plan.config.data.is_own
+    file = _kept_file(x, settings) if keeps else None
+    if file is not None:
+        with suppress(*_NOT_KEPT), file.open("rb") as stream, np.load(stream) as kept:
+            factor, weights = (torch.from_numpy(kept[name]).to(x.device) for name in ("factor", "weights"))
+            design = Design(metric=Metric(factor=factor), weights=weights, ridge=float(kept["ridge"]))
+            return design, float(kept["bound"])
+    design, bound = Design.levelled(x, **settings)
+    if file is not None:
+        arrays = {"factor": design.metric.factor.cpu().numpy(), "weights": design.weights.cpu().numpy()}
+        with suppress(OSError):  # a full or read-only disk costs time, not the run
+            _keep(file, {**arrays, "ridge": np.float64(design.ridge), "bound": np.float64(bound)})
+    return design, bound
+
+
+def _kept_file(x: Tensor, settings: Mapping[str, Any]) -> Path:
+    digest = hashlib.blake2b(json.dumps({"version": 1, **settings}).encode(), digest_size=16)
+    digest.update(x.cpu().contiguous().numpy().view(np.uint8).data)
+    return cache_folder() / f"{digest.hexdigest()}.npz"
+
+
+def _keep(file: Path, arrays: Mapping[str, Any]) -> None:
+    """Write arrays, and put the file in its place once it is whole."""
+    make_folder(file.parent)
+    unfinished = file.with_name(f".{os.getpid()}.{file.name}")
+    try:
+        with unfinished.open("wb") as stream:
+            np.savez(stream, **arrays)
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+class LabelReleaseProtection(Protection):
+    """Labels: one noisy linear model, which the run folder keeps."""
+
+    needs = frozenset({"own noise"})
+
+    @property
+    def mechanism(self) -> LabelRelease:
+        """What the one model releases at the run's epsilon."""
+        options = self.section
+        start = LabelRelease(mu=1.0, device_noise=options.noise == "device", **self._plan.credit)
+        return calibrated_once(start, epsilon=epsilon_of(options), delta=options.delta)
+
+    def calibrated(self) -> float | None:
+        """See Protection.calibrated; a model that no noise keeps within epsilon is refused before the run begins."""
+        _ = self.mechanism
+        return super().calibrated()
+
+    def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> None:
+        """See Protection.soft_labels: training sees the model; a device whose noise earns nothing is refused here."""
+        central_noise(self._plan, device)
+
+    def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
+        """Pay for the model, then draw it; a run that has one takes that.
+
+        The design is computed first, because it needs no label and takes the time.
+        """
+        if folder.labels_file.exists():
+            if all(payment.name != _PAYMENT for payment in ledger.content.payments):
+                raise LedgerCorrupt(
+                    f"{folder.ledger_file}: does not pay for {folder.labels_file.name}, which is there; restore it "
+                    "from a copy"
+                )
+            return
+        dataset, place = self._plan.dataset, self._plan.config.torch_device
+        x, y = dataset.train.x.to(place), dataset.train.y.to(place)
+        design, bound = public_design(self._plan, x)
+        noise = central_noise(self._plan, device)
+        mechanism = self.mechanism
+        ledger.pay_once(_PAYMENT, mechanism)
+        for source in (device, noise):
+            if source is not None:
+                source.seek(LABEL_STEP)
+        released = noisy_sums(
+            design, design.sums(x, y, dataset.n_classes), mu=mechanism.mu, bound=bound, noise=noise
+        )
+        write_array(folder.labels_file, design.solved(released).cpu().numpy())

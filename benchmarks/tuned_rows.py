@@ -90,7 +90,7 @@ class TunedRows:
 
     def run_once(self, row: str, epsilon: float, point: Point, seed: int) -> dict[str, Any]:
         """Train one point with one seed, resume it, or read it back."""
-        tag = "-".join([row, f"{epsilon:g}", *(f"{value:g}" for value in point.values()), str(seed)])
+        tag = "-".join([row, f"{epsilon:g}", *(_shown(value) for value in point.values()), str(seed)])
         folder = self.folder / tag.replace(", ", "-").replace(" ", "-")
         run = train_or_read(self.configuration(row, epsilon, point, seed), folder)
         summary = run.summary or {}
@@ -203,6 +203,10 @@ class TunedRows:
 COLUMN_NAMES = ("protection", "epsilon", "test [%]", "validation [%]", "frames", "kJ", "chosen point")
 
 
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
 def table_rows(cells: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return a line for each cell, as text."""
     return [
@@ -213,7 +217,7 @@ def table_rows(cells: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             f"{cell['validation']:.2f}" if "validation" in cell else "-",
             f"{cell['frames']:,.0f}",
             f"{cell['joules'] / 1e3:.1f}",
-            ", ".join(f"{key.split('.')[-1]} {value:g}" for key, value in cell["point"].items()),
+            ", ".join(f"{key.split('.')[-1]} {_shown(value)}" for key, value in cell["point"].items()),
         )
         for cell in cells
     ]

@@ -43,7 +43,7 @@ FROZEN: dict[str, Any] = {
 }
 EPSILONS = (3.0, 1.0)
 LINEAR_GRID = {"optimizer.lr": (8.0, 16.0), "optimizer.averaged_tail": (0.0, 0.5)}
-HIDDEN_GRID = {"optimizer.lr": (4.0, 8.0), "protection.clip_norm": (0.1,), "optimizer.averaged_tail": (0.5,)}
+HIDDEN_GRID = {"optimizer.lr": (4.0, 8.0), "optimizer.schedule": ("linear",)}
 LITERATURE = {
     ("fashion-mnist", 3.0): "89.7 (ScatterNet and a linear model, Tramer and Boneh 2021), 89.0 (re-run)",
     ("fashion-mnist", 1.0): "85.5 (ScatterNet re-run), 86.25 (importance sampling)",

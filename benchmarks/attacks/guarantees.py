@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ import torch
 
 from accounting.audit import audit
 from accounting.guarantee import Guarantee, Status
-from accounting.mechanisms import mechanism_kinds
 from benchmarks.markdown import command, markdown, section
 from benchmarks.results_file import commit, load_results, save_results
 from opusim.tables import print_table
@@ -286,7 +286,8 @@ def table_rows(rows: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Return a line for each row, then one for each mechanism that no audit has touched."""
     lines = [_line(name, row) for name, row in rows.items()]
     touched = {row["kind"] for row in rows.values()}
-    missing = [kind for kind in mechanism_kinds() if kind not in touched]
+    packaged = entry_points(group="opusim.mechanisms")
+    missing = sorted({each.name for each in packaged if each.value.startswith("accounting.")} - touched)
     return lines + [(f"`{kind}`", "**not audited**", *("–",) * (len(COLUMN_NAMES) - 2)) for kind in missing]
 
 

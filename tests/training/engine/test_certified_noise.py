@@ -25,7 +25,7 @@ from tests.training.engine.test_certified_runs import (
 )
 from training.config.run import RunConfig
 from training.engine.loop import Engine
-from training.errors import RunFolderError, TrainingDiverged
+from training.errors import TrainingDiverged
 
 FALL = 23
 """Step at which the noise changes."""
@@ -155,7 +155,9 @@ def test_a_killed_run_keeps_no_step_on_trust(
     become(monkeypatch, sound)
     run = train(folder=tmp_path / "run", resume=True)
     assert run.summary is not None
-    assert {one.status for one in read_ledger(tmp_path / "run").guarantees()} == {Status.PROVEN_UNDER_DEVICE_MODEL}
+    assert {one.status for one in read_ledger(tmp_path / "run").guarantees()} == {
+        Status.PROVEN_UNDER_DEVICE_MODEL
+    }
 
 
 def test_labels_that_no_check_followed_are_in_doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_a_server_without_keys_says_how_to_make_them(tmp_path: Path) -> None:
     assert "server.key: is missing; make it with: opusim device keys new server --folder" in done.stderr
 
 
-def test_an_address_stands_for_a_device_in_every_command(lab: Laboratory, tmp_path: Path) -> None:
+def test_an_address_stands_for_a_device(lab: Laboratory, tmp_path: Path) -> None:
     with serving(lab, "camera") as address:
         shown = opusim("device", "show", address, cwd=tmp_path)
         assert (shown.returncode, shown.stderr) == (0, "")
@@ -52,6 +52,10 @@ def test_an_address_stands_for_a_device_in_every_command(lab: Laboratory, tmp_pa
         refused = opusim("device", "calibrate", f"{address}?exclusive", *arguments, cwd=tmp_path)
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
         assert "a law of counts needs frames, which only its own machine takes" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_certificate_made_over_the_network_belongs_to_the_server(lab: Laboratory, tmp_path: Path) -> None:
     with serving(lab, "gaussian") as address:
         out = tmp_path / "calibration"
         done = opusim(
@@ -86,6 +90,7 @@ def test_use_is_told_in_a_table_and_a_figure(lab: Laboratory, tmp_path: Path) ->
     assert "NAME: is missing; name the served device, or give --journal FILE" in none.stderr
 
 
+@pytest.mark.slow
 def test_the_container_and_the_unit_start_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both run the same command, which is started here with other paths, used, and stopped as systemd does."""
     container = (EXAMPLES / "Containerfile").read_text()

@@ -59,7 +59,7 @@ def test_a_killed_server_stops_a_step_and_a_restarted_one_repeats_it(lab: Labora
     expected = local_readings(4, 2)
     with (
         ForkedServer(lab) as server,
-        open_device(f"{server.address}?silence_s=1.5", **WINDOW) as device,
+        open_device(f"{server.address}?silence_s=5", **WINDOW) as device,
     ):
         device.seek(0)
         assert [torch.equal(device.project(X), each) for each in expected[0]] == [True, True]
@@ -69,7 +69,7 @@ def test_a_killed_server_stops_a_step_and_a_restarted_one_repeats_it(lab: Labora
             device.seek(1)  # between steps, the device is found again
             assert torch.equal(device.project(X), expected[1][0])
             second.kill()
-            with pytest.raises(DeviceUnavailable, match="no answer from its server for 1.5 s"):
+            with pytest.raises(DeviceUnavailable, match="no answer from its server for 5 s"):
                 device.project(X)
             with ForkedServer(lab, port=server.port):
                 with pytest.raises(
@@ -147,7 +147,7 @@ def test_clients_take_turns_on_a_shared_device(lab: Laboratory) -> None:
         open_device(address) as greedy,
         open_device(address) as modest,
     ):
-        long_call = threading.Thread(target=lambda: greedy.project(torch.zeros(60_000, 12)))
+        long_call = threading.Thread(target=lambda: greedy.project(torch.zeros(200_000, 12)))
         long_call.start()
         time.sleep(0.3)
         for _ in range(3):

@@ -165,15 +165,16 @@ def test_a_published_likelihood_ratio_is_looked_at_in_its_row_space(tmp_path: Pa
     assert {f.attack for f in found.findings if f.role is Role.BROKEN} == {"row space", "difference"}
 
 
-def test_a_last_iterate_has_no_steps_to_show(tmp_path: Path) -> None:
+def test_a_last_iterate_is_audited_by_a_game_of_its_last_model(tmp_path: Path) -> None:
     run = trained(
         tmp_path,
         "convex",
         sampler={"scheme": "disjoint-cyclic", "batch_size": 50},
         protection={"kind": "last-iterate", "epsilon": 3.0},
     )
-    with pytest.raises(NoGuarantee, match="only the last model.*--method poisson"):
-        audit_run(run, data=data(), trials=40)
+    found = audit_run(run, data=data(), trials=40, seed=3)
+    assert "last" in found.game
+    assert not any(finding.refutes for finding in found.findings if finding.role is Role.RUN)
 
 
 def test_a_full_batch_of_few_records_is_audited(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_the_registry_holds_every_file() -> None:
     import tests.support.faults.base as base
 
     files = {path.stem for path in Path(base.__file__).parent.glob("*.py")}
-    assert {fault.name for fault in FAULTS} == files - {"__init__", "base", "streams"}
+    assert {fault.name for fault in (*FAULTS, *OF_ONE_RUN)} == files - {"__init__", "base", "streams"}
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 
 

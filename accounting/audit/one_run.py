@@ -145,7 +145,7 @@ class OneRunBound:
         ceiling: What ideal scores would give at the claimed epsilon, with as many canaries.
         guesses: How many canaries were guessed; 0 if the method does not guess.
         correct: How many of the guesses were right.
-        interval: Ends of the confidence interval of an estimate, each one-sided; None for a bound.
+        interval: Ends of the confidence interval of an estimate, each one-sided. A bound has none.
     """
 
     method: Method

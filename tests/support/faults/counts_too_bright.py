@@ -1,22 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
-
-from tests.support.faults.base import Fault, replaced
-
-
-def _brighter(taken: Callable[..., Any]) -> Callable[..., Any]:
-    def frames(self: Any, labels: Any, light: float) -> Any:
-        return taken(self, labels, 1.2 * light)
-
-    return frames
-
-
-def plant() -> AbstractContextManager[None]:
-    return replaced("training.protections.label_frames:LabelFrames.taken", _brighter)
-
+from tests.support.faults.answers_too_bright import plant
+from tests.support.faults.base import Fault
 
 FAULT = Fault(
     name="counts_too_bright",

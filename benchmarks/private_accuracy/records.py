@@ -25,7 +25,6 @@ BASE: dict[str, Any] = {
     "threads": 1,
     "epochs": 40,
     "data": {"features": "scattering", "features_groups": 27},
-    "model": {"hidden": []},
     "optimizer": {"name": "sgd", "momentum": 0.9},
     "sampler": {"scheme": "poisson", "batch_size": 8192},
     "trainer": {"kind": "bp"},
@@ -55,7 +54,8 @@ REQUIRED = {("fashion-mnist", 3.0): 89.7, ("fashion-mnist", 1.0): 86.3, ("mnist"
 
 
 def _linear(data: str) -> RowPlan:
-    return RowPlan(config={"data": {"name": data}}, grid=LINEAR_GRID, epsilons=EPSILONS)
+    config = {"data": {"name": data}, "model": {"hidden": []}}
+    return RowPlan(config=config, grid=LINEAR_GRID, epsilons=EPSILONS)
 
 
 def _hidden(config: dict[str, Any]) -> RowPlan:

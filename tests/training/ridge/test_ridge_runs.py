@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import training
-from accounting.errors import BudgetExceeded, LedgerCorrupt
+from accounting.errors import BudgetExceeded, LedgerCorrupt, NoGuarantee
 from accounting.labels.linear_model import noise_of
 from accounting.ledger.ledger import read_ledger
 from opusim.errors import ConfigError
+from training.attacks.run_audit import audit_run
 from training.config.kinds import without_derived
 from training.config.reading import load_config
 from training.protections import released_model
@@ -202,6 +203,12 @@ def test_what_would_do_nothing_is_refused(changes: dict[str, Any], message: str 
         return
     with pytest.raises(ConfigError, match=message):
         load_config(config)
+
+
+def test_an_audit_of_its_release_is_refused_by_name(tmp_path: Path) -> None:
+    training.train(PROTECTED, data=data(), folder=tmp_path)
+    with pytest.raises(NoGuarantee, match="'label-release': one noisy linear model has no steps to attack"):
+        audit_run(tmp_path, data=data(), trials=40)
 
 
 def test_the_number_of_epochs_follows_the_trainer() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from accounting.errors import NoGuarantee
 from accounting.guarantee import Guarantee
 from opusim.randomness.streams import derive_seed
 from training.attacks.base import Scores
@@ -19,6 +20,7 @@ from training.protections.amplified_labels import AmplifiedLabelProtection
 from training.protections.budgeted_labels import LabelBudgetProtection
 from training.protections.noisy_labels import OneLookProtection
 from training.protections.record import LastIterateProtection
+from training.protections.released_model import LabelReleaseProtection
 
 GAME_TRIALS = 20_000
 """Trials of a game by default; its controls take as many."""
@@ -31,7 +33,16 @@ _GAMES: tuple[tuple[type, Callable[[RunPlan], TwoWorlds]], ...] = (
 
 
 def game_of(plan: RunPlan) -> TwoWorlds | None:
-    """Return the game that audits a run's guarantee, or None if its steps are attacked instead."""
+    """Return the game that audits a run's guarantee, or None if its steps are attacked instead.
+
+    Raises:
+        NoGuarantee: No game is written for the run's protection, and it has no steps to attack.
+    """
+    if isinstance(plan.protection, LabelReleaseProtection):
+        raise NoGuarantee(
+            "protection.kind = 'label-release': one noisy linear model has no steps to attack, and no game is written "
+            "for it; its guarantee is proven and not audited (opusim account run RUN states it)"
+        )
     for protection, game in _GAMES:
         if isinstance(plan.protection, protection):
             return game(plan)

@@ -303,8 +303,9 @@ def box_rdp(noise: PhotonCountNoise, order: float) -> float:
 
 
 def pattern_rdp(rates: np.ndarray, order: float) -> float:
-    """Return the largest of `numerics.pattern_divergences`: sharper than boxes, infinite if only some of a pixel's
-    rates are 0.
+    """Return the largest of `numerics.pattern_divergences`: sharper than boxes.
+
+    It is infinite if only some of a pixel's rates are 0.
 
     Args:
         rates: Expected counts of each pattern (a label's, say) at every pixel and frame, shape (patterns, pixels).

@@ -8,6 +8,7 @@ Required of the ratios: `evaluate` and `report` at most 0.4, `account device cam
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -136,9 +137,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=6, help="With the first, which does not count.")
     parser.add_argument("--only", nargs="+", choices=list(COMMANDS), default=list(COMMANDS))
+    parser.add_argument("--before", type=Path, help=f"A tree of {BEFORE} that has run; else a new worktree.")
     options = parser.parse_args()
     found = dict(load_results(NAME).get("commands", {}))
-    with tempfile.TemporaryDirectory() as name, worktree(Path(name)) as before:
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        before = options.before or stack.enter_context(worktree(Path(name)))
         now, then = Path(name) / "now", Path(name) / "then"
         now.mkdir()
         then.mkdir()

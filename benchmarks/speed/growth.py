@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accounting.composition import Budget
 from accounting.ledger.ledger import Ledger, read_ledger
 from accounting.records.mechanisms import RecordCentral
 from benchmarks.markdown import Row, command, markdown, section, verdict
@@ -85,6 +86,20 @@ def paid_ledger(steps: int, folder: Path) -> Callable[[], Any]:
     return pay
 
 
+def budgeted_ledger(steps: int, folder: Path) -> Callable[[], Any]:
+    """Return the payment of so many steps under a budget that they do not exhaust, 16 a line as in release mode."""
+    numbers = iter(range(10**6))
+
+    def pay() -> None:
+        path = folder / f"budgeted-{steps}-{next(numbers)}.jsonl"
+        budget = Budget(epsilon=1e6, delta=1e-5)
+        with Ledger(path, mode="release", delta=1e-5, enforced=True, block=16, budget=budget) as ledger:
+            for step in range(steps):
+                ledger.pay(step, MECHANISM, until=steps)
+
+    return pay
+
+
 def stated_ledger(steps: int, folder: Path) -> Callable[[], Any]:
     """Return the reading of a ledger of so many steps, and its guarantee."""
     path = folder / f"stated-{steps}.jsonl"
@@ -141,6 +156,12 @@ CURVES = (
         of="steps paid in a ledger",
         sizes=(1_000, 10_000, 100_000),
         prepared=paid_ledger,
+        long=(1_000_000,),
+    ),
+    Curve(
+        of="steps paid under a budget",
+        sizes=(1_000, 10_000, 100_000),
+        prepared=budgeted_ledger,
         long=(1_000_000,),
     ),
     Curve(
@@ -224,11 +245,12 @@ def main() -> None:
     """Measure, print and save after each curve."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--long", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=[curve.of for curve in CURVES], help="These curves.")
     options = parser.parse_args()
     torch.set_num_threads(1)
     curves: dict[str, dict[str, float]] = dict(load_results(NAME).get("curves", {}))
     with tempfile.TemporaryDirectory() as name:
-        for curve in CURVES:
+        for curve in (each for each in CURVES if options.only is None or each.of in options.only):
             curves[curve.of] = {
                 str(size): seconds_of(curve.prepared(size, Path(name)))
                 for size in (*curve.sizes, *(curve.long if options.long else ()))

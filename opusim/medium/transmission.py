@@ -15,7 +15,6 @@ from opusim.plugins import Deferred
 from opusim.randomness.streams import MAX_SEED, philox_torch, split_key
 
 kernels, splitting = Deferred("opusim.medium.kernels"), Deferred("opusim.randomness.kernels")
-special = Deferred("scipy.special")
 
 MAX_INPUTS = 2**32
 MAX_OUTPUTS = OUTPUTS_PER_BLOCK * 2**32
@@ -38,7 +37,7 @@ def gaussian_table() -> np.ndarray:
     Gaussian has probability 1.53e-5; 19,323 distinct values. tests/opusim/medium/test_medium.py computes these
     figures and pins the table's bytes.
     """
-    values = special.ndtri((np.arange(65536) + 0.5) / 65536)
+    values = torch.special.ndtri((torch.arange(65536, dtype=torch.float64) + 0.5) / 65536).numpy()
     values /= np.sqrt(np.mean(values**2))
     table = (np.rint(values / TABLE_STEP) * TABLE_STEP).astype(np.float32)
     table.flags.writeable = False

@@ -42,6 +42,8 @@ bench: $(DEV)  ## Speed, as ratios in one run.
 	$(BIN)/python -m benchmarks.speed.features
 	$(BIN)/python -m benchmarks.speed.matrix_free
 	$(BIN)/python -m benchmarks.speed.commands
+	$(BIN)/python -m benchmarks.speed.causes
+	$(BIN)/python -m benchmarks.speed.growth
 	$(BIN)/python -m benchmarks.speed.examples
 	$(BIN)/python -m benchmarks.speed.convolution_rows
 	$(BIN)/python -m benchmarks.speed.served

@@ -1,5 +1,7 @@
 """What installed packages add to opusim: devices, trainers, protections, mechanisms and noise laws, by entry point.
 
+`Deferred` imports a module at the first use of a name in it, which spares what a command does not need.
+
 One rule holds for every group. opusim's own entry points win; no package can replace them. A name that two other
 packages bring is refused when it is used. A package that cannot be imported, whatever it raises, costs one line and
 disturbs no other: it is named in the error if it is needed, and in a warning, once a process, if a list passes over it.
@@ -12,6 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -24,6 +27,25 @@ LoadedT = TypeVar("LoadedT")
 
 class PluginError(OpusimError, ValueError):
     """An entry point that cannot be used; the message, one line, names its package."""
+
+
+class Deferred:
+    """A module that is imported when a name in it is first used, by whichever thread comes first.
+
+    Importing numba and scipy's functions takes as long as a short command, and what only reads a run needs neither.
+
+    Args:
+        name: Full name of the module.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the module calls so, and keep it."""
+        value = getattr(import_module(self._name), name)
+        setattr(self, name, value)
+        return value
 
 
 @dataclass(frozen=True)

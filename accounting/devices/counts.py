@@ -137,10 +137,7 @@ def known_counts_guarantee(
         raise NoGuarantee(
             f"delta = {delta}: must exceed beta = {beta + power_error}, the certificate's own error"
         )
-    light = np.asarray(rates, dtype=float) - dark_low
-    if light.size and light.min() < 0:
-        raise ValueError("dark_low: exceeds a rate that contains it; lower it")
-    bounds = _known_bounds(brightest * light + dark_low, left)
+    bounds = _known_bounds(at_brightest(rates, brightest=brightest, dark_low=dark_low), left)
     infinite = math.isinf(bounds.upper)
     return Guarantee(
         epsilon=bounds.upper,
@@ -149,7 +146,7 @@ def known_counts_guarantee(
         adjacency=Adjacency.REPLACE_ONE,
         release=Release.EVERY_READING,
         status=proven_status(bounds.upper, device_model=True),
-        mechanism=f"one reading of {len(rates)} possible inputs by {light.shape[1]:,} photon counts",
+        mechanism=f"one reading of {len(rates)} possible inputs by {np.shape(rates)[1]:,} photon counts",
         source=f"{POISSON_LOSS.citation}; {bounds.method}",
         assumptions=(
             Assumption(text=POISSON_LOSS.trusted[0]),
@@ -160,6 +157,16 @@ def known_counts_guarantee(
         epsilon_lower=None if infinite else bounds.lower,
         reason=_NO_EPSILON if infinite else None,
     )
+
+
+def at_brightest(
+    rates: np.ndarray, *, brightest: float = 1.0, dark_low: np.ndarray | float = 0.0
+) -> np.ndarray:
+    """Return the rates that count for a guarantee: most light and least dark counts; see `known_counts_guarantee`."""
+    light = np.asarray(rates, dtype=float) - dark_low
+    if light.size and light.min() < 0:
+        raise ValueError("dark_low: exceeds a rate that contains it; lower it")
+    return np.asarray(brightest * light + dark_low)
 
 
 def _known_bounds(rates: np.ndarray, delta: float) -> EpsilonBounds:

@@ -303,13 +303,9 @@ def box_rdp(noise: PhotonCountNoise, order: float) -> float:
 
 
 def pattern_rdp(rates: np.ndarray, order: float) -> float:
-    """Return the largest summed divergence over ordered pairs of known patterns, rounded up: sharper than boxes.
+    """Return the largest of `numerics.pattern_divergences`: sharper than boxes.
 
-    With m the geometric mean of a pixel, x = log(a/m), y = log(b/m), E = expm1(alpha x), F = expm1((1 - alpha) y):
-        a^alpha b^(1-alpha) - alpha a + (alpha - 1) b
-            = m (E - alpha expm1(x)) + m (F + (alpha - 1) expm1(y)) + m E F,
-    so that all pairs take one matrix product, and nothing of the size of m cancels. Its rounding, at most
-    (pixels + 8 alpha (1 + max |x|)) units of the summed magnitudes, is added.
+    It is infinite if only some of a pixel's rates are 0.
 
     Args:
         rates: Expected counts of each pattern (a label's, say) at every pixel and frame, shape (patterns, pixels).
@@ -325,18 +321,7 @@ def pattern_rdp(rates: np.ndarray, order: float) -> float:
         return math.inf
     if lit.size == 0:
         return 0.0
-    middle = np.exp(np.mean(np.log(lit), axis=0))
-    logs = np.log(lit / middle)
-    units = (lit.shape[1] + 8 * order * (1 + np.abs(logs).max())) * np.finfo(float).eps
-    with np.errstate(over="ignore", invalid="ignore"):
-        up, down, once = np.expm1(order * logs), np.expm1((1 - order) * logs), np.expm1(logs)
-        first, second = (up - order * once) @ middle, (down + (order - 1) * once) @ middle
-        sizes = (abs(up) + order * abs(once)) @ middle, (abs(down) + (order - 1) * abs(once)) @ middle
-        values = first[:, None] + second + (middle * up) @ down.T
-        slack = units * (sizes[0][:, None] + sizes[1] + (middle * abs(up)) @ abs(down).T)
-        values = (values + slack) / (order - 1)
-    pairs = values[~np.eye(len(lit), dtype=bool)]
-    return float(np.max(np.where(np.isfinite(pairs), np.maximum(pairs, 0.0), np.inf)))
+    return float(numerics.pattern_divergences(lit, order).max())
 
 
 def total_variation_limit(root_distance: float, distance: float) -> float:

@@ -334,6 +334,7 @@ class Ledger:
             )
         self._payments = list(self._content.payments)
         self._certificates, self._alarms = list(self._content.certificates), list(self._content.alarms)
+        self._spent = self._content.mechanisms if budget else []  # what a budget compares, kept up to date
         self._coverage = Coverage(self._payments)
         self._credit: tuple[int, int, tuple[Mechanism, ...]] = (0, 0, ())
         if self._content.stopped is not None:  # it counts for this opening only, whether used or not
@@ -418,13 +419,13 @@ class Ledger:
                 raise LedgerCorrupt(f"{self._journal.path}: {name!r} was paid for as another mechanism")
             return
         if self._budget:
-            if earlier and self._budget.would_exceed(self.content.mechanisms, mechanisms):
+            if earlier and self._budget.would_exceed(self._spent, mechanisms):
                 raise BudgetExceeded(
                     f"budget: {name!r} was paid for, and the process that paid was killed or left no checkpoint of "
                     f"all that it did. To resume would cost it again: more than epsilon {self._budget.epsilon:g} at "
                     f"delta {self._budget.delta:g}; it was not taken. Start a new run folder"
                 )
-            self._budget.require(self.content.mechanisms, mechanisms)
+            self._budget.require(self._spent, mechanisms)
         self._write(Payment(first_step=None, steps=1, mechanisms=mechanisms, name=name))
 
     def return_unused(self) -> None:
@@ -442,6 +443,7 @@ class Ledger:
         payment, kept = self._payments[-1], shortened(self._payments[-1], start, end - start)
         self._journal.append({"returned": {"first_step": start, "steps": end - start}})
         self._payments[-1] = kept
+        self._spent = self.content.mechanisms if self._budget else []
         self._coverage.exchange(payment, kept)
 
     def note_certificate(self, certificate: CertificateFacts) -> None:
@@ -495,11 +497,10 @@ class Ledger:
                 return
             wanted = self._coverage.room(step, wanted)
         if self._budget:
-            spent = self.content.mechanisms
             ahead = 0 if until is None else until - step
-            wanted = self._budget.affordable(spent, mechanisms, wanted, ahead=ahead)
+            wanted = self._budget.affordable(self._spent, mechanisms, wanted, ahead=ahead)
             if wanted == 0:
-                self._budget.require(spent, mechanisms)
+                self._budget.require(self._spent, mechanisms)
         self._write(Payment(first_step=step, steps=wanted, mechanisms=mechanisms))
         used = 1 if self._content.mode == "release" else 0
         self._credit = (step + used, step + wanted, mechanisms)
@@ -522,6 +523,8 @@ class Ledger:
             entry = {"first_step": int(payment.first_step), "steps": int(payment.steps), **entry}
         self._journal.append(entry)
         self._payments.append(payment)
+        if self._budget:
+            self._spent = merge([*self._spent, *payment.total])
         self._coverage.add(payment)
 
 

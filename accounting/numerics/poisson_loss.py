@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapify, heapreplace
 from itertools import permutations
 
 import numpy as np
@@ -35,12 +37,19 @@ _ADDED_VARIANCE = 1e-3
 """Share of the loss's variance that the grid adds."""
 _TAIL = 1e-7
 """Share of delta that lies beyond the window on each side."""
-_FINE_WINDOW, _COARSE_WINDOW = 2**20, 2**13
-"""Most points of a transform."""
+_WINDOWS = (2**13, 2**15, 2**17, 2**20)
+"""Most points of a transform: on which grids a pair is bounded, one after the other, while it may be the worst."""
+_FINE_WINDOW = _WINDOWS[-1]
 _ROUNDING_PER_COUNT, _ROUNDING_PER_POINT = 4e-14, 1e-16
 """Total variation that the transform's rounding may add."""
 _CHERNOFF_ORDERS = np.logspace(-2, 2, 33)
 """Orders that are tried, in units of the larger of the loss's deviation and its longest jump."""
+_BINS = 64
+"""Bins of jumps for a first guess of the loss's reach."""
+_RENYI_ORDERS = np.logspace(-0.6, 0.6, 9)
+"""Orders above 1 that are tried, in units of the order that is best for a Gaussian loss of the pairs' mean variance."""
+_DISCOUNT = 300.0
+"""Largest exponent within a block of a discounted sum."""
 _NEAR = 0.1
 
 
@@ -115,27 +124,98 @@ def poisson_bounds(a: np.ndarray, b: np.ndarray, delta: float) -> EpsilonBounds:
 def pattern_bounds(rates: np.ndarray, delta: float) -> EpsilonBounds:
     """Return bounds on epsilon between known patterns: the largest over ordered pairs.
 
-    Every pair is bounded on a coarse grid; only those that may be the worst are computed on a fine one.
-
     Args:
         rates: Expected counts of each pattern at every pixel and frame, at least 0, shape (patterns, pixels).
         delta: In (0, 1).
+    """
+    patterns = np.asarray(rates, dtype=float)
+    (i, j), upper = _worst(patterns, delta)
+    lower = _lower(_Pair.of(patterns[i], patterns[j]), delta)
+    return EpsilonBounds(lower=min(lower, upper), upper=upper, method=METHOD)
+
+
+def worst_patterns(rates: np.ndarray, delta: float) -> tuple[int, int]:
+    """Return the ordered pair of known patterns whose upper bound is that of all; arguments as in `pattern_bounds`."""
+    return _worst(np.asarray(rates, dtype=float), delta)[0]
+
+
+def _worst(rates: np.ndarray, delta: float) -> tuple[tuple[int, int], float]:
+    """The ordered pair with the largest epsilon, and its upper bound.
+
+    Every pair has a bound by Renyi divergences, which cost one matrix product an order. The pair with the largest bound
+    is bounded on the next finer grid, until a bound of the finest grid is the largest of all.
     """
     checks.in_unit_interval(closed="neither", delta=delta)
     checks.non_negative(rates=rates)
     checks.shape((None, None), rates=rates)
     if len(rates) < 2:
         raise ValueError(f"rates has {len(rates)} pattern: at least two are needed")
-    pairs = [_Pair.of(a, b) for a, b in permutations(np.asarray(rates, dtype=float), 2)]
-    coarse = [_upper(pair, delta, _COARSE_WINDOW) for pair in pairs]
-    upper, worst = 0.0, pairs[0]
-    for index in sorted(range(len(pairs)), key=lambda i: -coarse[i]):
-        if coarse[index] <= upper:
-            break
-        found = _upper(pairs[index], delta, _FINE_WINDOW)
-        if found >= upper:
-            upper, worst = found, pairs[index]
-    return EpsilonBounds(lower=min(_lower(worst, delta), upper), upper=upper, method=METHOD)
+    return _worst_of(np.ascontiguousarray(rates).tobytes(), len(rates), delta)
+
+
+@lru_cache(maxsize=64)
+def _worst_of(content: bytes, patterns: int, delta: float) -> tuple[tuple[int, int], float]:
+    """`_worst` of rates in row order, kept because a search asks first for the pair and then for the bounds."""
+    rates = np.frombuffer(content).reshape(patterns, -1)
+    bounds = _renyi_bounds(rates, delta)
+    bounded = [(-bounds[i, j], 0, i, j) for i, j in permutations(range(len(rates)), 2)]
+    heapify(bounded)
+    while bounded[0][1] < len(_WINDOWS):
+        _, grids, i, j = bounded[0]
+        found = _upper(_Pair.of(rates[i], rates[j]), delta, _WINDOWS[grids])
+        heapreplace(bounded, (-found, grids + 1, i, j))
+    upper, _, i, j = bounded[0]
+    return (i, j), -upper
+
+
+def pattern_divergences(rates: np.ndarray, order: float) -> np.ndarray:
+    """Return the summed Renyi divergence of every ordered pair of known patterns, rounded up; 0 on the diagonal.
+
+    With m the geometric mean of a pixel, x = log(a/m), y = log(b/m), E = expm1(alpha x), F = expm1((1 - alpha) y):
+        a^alpha b^(1-alpha) - alpha a + (alpha - 1) b
+            = m (E - alpha expm1(x)) + m (F + (alpha - 1) expm1(y)) + m E F,
+    so that all pairs take one matrix product, and nothing of the size of m cancels. Its rounding, at most
+    (pixels + 8 alpha (1 + max |x|)) units of the summed magnitudes, is added.
+
+    Args:
+        rates: Expected counts of each pattern at every pixel and frame, above 0, shape (patterns, pixels).
+        order: alpha > 1.
+
+    Returns:
+        Shape (patterns, patterns), first law by second; infinite where doubles overflow.
+    """
+    middle = np.exp(np.mean(np.log(rates), axis=0))
+    logs = np.log(rates / middle)
+    units = (rates.shape[1] + 8 * order * (1 + np.abs(logs).max())) * np.finfo(float).eps
+    with np.errstate(over="ignore", invalid="ignore"):
+        up, down, once = np.expm1(order * logs), np.expm1((1 - order) * logs), np.expm1(logs)
+        first, second = (up - order * once) @ middle, (down + (order - 1) * once) @ middle
+        sizes = (abs(up) + order * abs(once)) @ middle, (abs(down) + (order - 1) * abs(once)) @ middle
+        values = first[:, None] + second + (middle * up) @ down.T
+        slack = units * (sizes[0][:, None] + sizes[1] + (middle * abs(up)) @ abs(down).T)
+        values = (values + slack) / (order - 1)
+    values = np.where(np.isfinite(values), np.maximum(values, 0.0), np.inf)
+    np.fill_diagonal(values, 0.0)
+    return np.asarray(values)
+
+
+def _renyi_bounds(rates: np.ndarray, delta: float) -> np.ndarray:
+    """Epsilon of every ordered pair by Renyi divergences, infinite if a rate is 0.
+
+    epsilon = D + log((a - 1) / a) - (log delta + log a) / (a - 1) at order a (Canonne, Kamath and Steinke 2020,
+    proposition 12).
+    """
+    if rates.size == 0 or rates.min() <= 0:
+        return np.full((len(rates), len(rates)), np.inf)
+    logs = np.log(rates)
+    spread = np.square(logs - logs.mean(axis=0)).mean(axis=0) @ rates.mean(axis=0)
+    best = math.sqrt(-math.log(delta) / max(float(spread), 1e-12))  # the loss's variance is twice the spread
+    bounds = np.full((len(rates), len(rates)), np.inf)
+    for above in best * _RENYI_ORDERS:
+        order = 1 + above
+        conversion = math.log(above / order) - (math.log(delta) + math.log(order)) / above
+        bounds = np.minimum(bounds, pattern_divergences(rates, order) + conversion)
+    return np.maximum(bounds, 0.0)
 
 
 def _upper(pair: _Pair, delta: float, window: int) -> float:
@@ -181,7 +261,10 @@ def _interval(pair: _Pair, jumps: np.ndarray, delta: float, window: int) -> floa
     """The interval that adds `_ADDED_VARIANCE`, or the finest whose window fits; the longest jump lies on the grid."""
     variance, counts = float(np.sum(pair.a * np.square(jumps))), float(np.sum(pair.a))
     log_tail = math.log(_TAIL * delta)
-    reach = _reach(pair.a, jumps, log_tail) + _reach(pair.a, -jumps, log_tail)
+    low, width = float(jumps.min()), max(float(np.ptp(jumps)) / _BINS, 1e-300)
+    bins = np.minimum((jumps - low) / width, _BINS - 1).astype(np.int64)
+    rates, ends = np.bincount(bins, weights=pair.a, minlength=_BINS), low + width * np.arange(_BINS + 1)
+    reach = _reach(rates, ends[1:], log_tail) + _reach(rates, -ends[:-1], log_tail)
     interval = max(math.sqrt(6 * _ADDED_VARIANCE * variance / counts), 1.1 * reach / window)
     longest = float(np.abs(jumps).max())
     return longest / math.floor(longest / interval) if interval < longest else interval
@@ -230,8 +313,14 @@ def _routed(pair: _Pair, jumps: np.ndarray, interval: float) -> _OnGrid | None:
 
 def _merged(numbers: np.ndarray, masses: np.ndarray, interval: float) -> _OnGrid:
     some = masses > 0
-    places, where = np.unique(numbers[some], return_inverse=True)
-    return _OnGrid(interval=interval, numbers=places, intensities=np.bincount(where, weights=masses[some]))
+    numbers, masses = numbers[some], masses[some]
+    low = int(numbers.min())
+    if int(numbers.max()) - low <= _FINE_WINDOW:
+        summed = np.bincount(numbers - low, weights=masses)
+        places = np.flatnonzero(summed)
+        return _OnGrid(interval=interval, numbers=places + low, intensities=summed[places])
+    places, where = np.unique(numbers, return_inverse=True)
+    return _OnGrid(interval=interval, numbers=places, intensities=np.bincount(where, weights=masses))
 
 
 def _epsilon(grid: _OnGrid, shift: float, delta: float, *, above: bool) -> float:
@@ -249,21 +338,32 @@ def _epsilon(grid: _OnGrid, shift: float, delta: float, *, above: bool) -> float
     law = np.roll(irfft(np.exp(rfft(folded) - masses.sum()), size), -(first % size))
     start = float(masses @ np.expm1(-jumps)) + shift
     losses = start + grid.interval * (first + np.arange(size))
-    return _least_epsilon(losses, np.maximum(law, 0.0), delta - slack if above else delta + slack)
+    allowed = delta - slack if above else delta + slack
+    return _least_epsilon(losses, np.maximum(law, 0.0), grid.interval, allowed)
 
 
-def _least_epsilon(losses: np.ndarray, masses: np.ndarray, delta: float) -> float:
+def _least_epsilon(losses: np.ndarray, masses: np.ndarray, interval: float, delta: float) -> float:
     """Solve sum over losses l > epsilon of p (1 - e^(epsilon - l)) = delta, epsilon at least 0; losses increase."""
-    positive = losses > 0
-    losses, masses = losses[positive], masses[positive]
+    some = losses > 0
+    losses, masses = losses[some], masses[some]
     if losses.size == 0:
         return 0.0
-    with np.errstate(divide="ignore"):
-        logs = np.log(masses) - losses
     beyond = np.cumsum(masses[::-1])[::-1]  # P(L >= l)
-    weighted = np.logaddexp.accumulate(logs[::-1])[::-1]  # log E[e^-L; L >= l]
-    excess = beyond - np.exp(losses + weighted)
-    if beyond[0] - math.exp(weighted[0]) <= delta:
+    discounted = _discounted(masses, interval)  # E[e^(l - L); L >= l]
+    if beyond[0] - math.exp(-losses[0]) * discounted[0] <= delta:
         return 0.0
-    at = int(np.argmax(excess <= delta))
-    return max(0.0, float(np.log(beyond[at] - delta) - weighted[at]))
+    at = int(np.argmax(beyond - discounted <= delta))
+    return max(0.0, float(losses[at] + np.log((beyond[at] - delta) / discounted[at])))
+
+
+def _discounted(masses: np.ndarray, interval: float) -> np.ndarray:
+    """Return sum over k >= i of p_k e^(-(k - i) h), for every i, by blocks in which no exponential overflows."""
+    block = max(1, int(_DISCOUNT / interval))
+    found, later = np.empty_like(masses), 0.0
+    for start in reversed(range(0, len(masses), block)):
+        part = masses[start : start + block]
+        decay = np.exp(-interval * np.arange(len(part)))
+        sums = np.cumsum((part * decay)[::-1])[::-1] + later * math.exp(-interval * len(part))
+        found[start : start + block] = sums / decay
+        later = float(found[start])
+    return found

@@ -17,7 +17,7 @@ import typer
 from benchmarks.convex.accuracy import PAPER, best_point, run_once
 from benchmarks.markdown import command, markdown
 from benchmarks.results_file import load_results, save_results
-from training.reports.run_figures import new_figure, save_figure, style
+from training.reports.drawing import new_figure, save_figure, style
 
 EPSILONS, SEED, DATA = (1.0, 3.0, 8.0, 0.5), 0, "mnist"
 ROWS = (

@@ -20,7 +20,7 @@ import opusim
 from benchmarks.markdown import Row, markdown, section
 from benchmarks.results_file import load_results, save_results
 from opusim.tables import print_table
-from training.reports import run_figures as figures
+from training.reports import drawing as figures
 from training.runs.run import Run
 
 DEVICE_FILE = Path("examples/opu.toml")

@@ -20,7 +20,7 @@ from dp_accounting import rdp
 from accounting.ulr.mechanisms import PublishedUlr, published_value
 from benchmarks.results_file import load_results
 from benchmarks.ulr.table1 import EPOCHS
-from training.reports.run_figures import save_figure, style
+from training.reports.drawing import save_figure, style
 
 TARGETS, BATCHES, SEED, DELTA = (1.0, 4.0, 8.0), (64, 200, 500), 0, 1e-5
 N_RECORDS, MODULES, LARGEST_MODULE = 60_000, 4, 785 * 128

@@ -17,7 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.special import chdtri, ndtri
+
+from opusim.plugins import Deferred
+
+special = Deferred("scipy.special")
 
 _FLOOR = 1e-6
 """Least standard error: rounding of float32."""
@@ -299,7 +302,7 @@ class ShiftTest:
     def smallest(self, looks: int) -> float:
         """Return the smallest statistic that is found within so many checks after the change, with probability 0.99."""
         needed = np.min(self._level / (looks * self._tilts) + 0.5 * self._tilts)
-        missed = -ndtri(1 - _FOUND) * math.hypot(self.error / math.sqrt(looks), self._first_error)
+        missed = -special.ndtri(1 - _FOUND) * math.hypot(self.error / math.sqrt(looks), self._first_error)
         return float(self.tolerance + self.error * needed + missed)
 
 
@@ -370,7 +373,7 @@ class ResponseTest:
         """
         size = self._tilt.size
         within = max((block for block in BLOCKS if block <= looks), default=1)
-        sure_z = within * (1 - self._tolerance) / self._error + ndtri(1 - _FOUND) * math.sqrt(within)
+        sure_z = within * (1 - self._tolerance) / self._error + special.ndtri(1 - _FOUND) * math.sqrt(within)
         gain = self._tilt * sure_z - 0.5 * within * self._tilt**2
         factor = float(np.quantile(self._factors(gain), 0.1)) if size else 0.0
         if factor <= 0:
@@ -438,7 +441,7 @@ class SingleOutputTest:
         The loss is relative to the law's variance, and the readings are Gaussian or of the spread that was measured.
         """
         degrees = looks * self._degrees
-        most = float(chdtri(max(degrees * self._power, 1.0), 1 - _FOUND)) / self._power
+        most = float(special.chdtri(max(degrees * self._power, 1.0), 1 - _FOUND)) / self._power
         found = (-degrees * np.log(self._ratios) - 2 * self._level / self._power) / (1 / self._ratios - 1)
         largest = float(np.max(found)) / most
         return 1 - largest if largest > 0 else math.nan

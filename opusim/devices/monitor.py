@@ -44,7 +44,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from scipy.special import chdtri
 
 from opusim import checks as check_arguments
 from opusim.description.schema import MonitorSettings
@@ -65,6 +64,9 @@ from opusim.devices.baseline import (
 )
 from opusim.errors import DeviceError, DeviceFault, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, NoiseModel
+from opusim.plugins import Deferred
+
+special = Deferred("scipy.special")
 
 _DARK = 0.05
 """Share of the first light below which a device is dark."""
@@ -458,7 +460,9 @@ class Monitor:
         ratio = _over_law(variance, law)
         degrees = blocks * (len(self._blank) - 1)
         power = min(1.0, 2 / self.baseline.spread**2)  # squares that scatter more count as fewer
-        limit = chdtri(power * degrees, self._settings.false_alarm_per_run / ratio.size) / (power * degrees)
+        limit = special.chdtri(power * degrees, self._settings.false_alarm_per_run / ratio.size) / (
+            power * degrees
+        )
         return bool(np.all(ratio > limit))
 
     def _check_change(self, variance: np.ndarray, blank: np.ndarray, law: NoiseModel | None) -> None:

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from opusim import checks
-from opusim.medium.kernels import OUTPUTS_PER_BLOCK, STRIDE, add_direction, return_and_move
+from opusim.medium import OUTPUTS_PER_BLOCK
 from opusim.medium.transmission import gaussian_table
-from opusim.randomness.kernels import run_split
+from opusim.plugins import Deferred
 from opusim.randomness.streams import MAX_SEED, philox_torch, split_key
+
+kernels, splitting = Deferred("opusim.medium.kernels"), Deferred("opusim.randomness.kernels")
 
 _STRIDES_PER_THREAD = 64  # below 131,072 entries a second thread costs more than it saves
 _PIECE_STRIDES = 16  # entries of another type than float32 that are moved at a time: 128 KiB
@@ -52,7 +54,7 @@ class Direction:
         if flat.device.type == "cpu":
 
             def move(part: np.ndarray, place: int) -> None:
-                add_direction(part, factor, gaussian_table(), place, number, self._key)
+                kernels.add_direction(part, factor, gaussian_table(), place, number, self._key)
 
             _moved_by_kernel(flat, start, move)
             return
@@ -77,7 +79,9 @@ class Direction:
         if flat.device.type == "cpu":
 
             def shift(part: np.ndarray, place: int) -> None:
-                return_and_move(part, first, second, third, gaussian_table(), place, number, self._key)
+                kernels.return_and_move(
+                    part, first, second, third, gaussian_table(), place, number, self._key
+                )
 
             _moved_by_kernel(flat, start, shift)
             return
@@ -86,8 +90,8 @@ class Direction:
 
     def _parts(self, flat: Tensor, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Return pieces of a tensor's memory with their entries."""
-        for low in range(0, len(flat), _TORCH_STRIDES * STRIDE):
-            part = flat[low : low + _TORCH_STRIDES * STRIDE]
+        for low in range(0, len(flat), _TORCH_STRIDES * kernels.STRIDE):
+            part = flat[low : low + _TORCH_STRIDES * kernels.STRIDE]
             yield part, self.entries(number, start + low, len(part), part.device)
 
     def entries(
@@ -124,20 +128,20 @@ def _moved_by_kernel(flat: Tensor, start: int, move: Callable[[np.ndarray, int],
         start: Place of its first element.
         move: Moves float32 numbers in place; the place is that of the first of them.
     """
-    if flat.dtype == torch.float32 and len(flat) < _STRIDES_PER_THREAD * STRIDE:
+    if flat.dtype == torch.float32 and len(flat) < _STRIDES_PER_THREAD * kernels.STRIDE:
         move(flat.numpy(), start)  # most calls of a small model; the rest below costs as much again
         return
 
     def work(low: int, high: int) -> None:
         pieces = range(low, high, max(high - low, 1) if flat.dtype == torch.float32 else _PIECE_STRIDES)
         for first in pieces:
-            part = flat[first * STRIDE : min(first + pieces.step, high) * STRIDE]
+            part = flat[first * kernels.STRIDE : min(first + pieces.step, high) * kernels.STRIDE]
             piece = part.float()  # the tensor's own memory if it is float32
-            move(piece.numpy(), start + first * STRIDE)
+            move(piece.numpy(), start + first * kernels.STRIDE)
             if flat.dtype != torch.float32:
                 part.copy_(piece)
 
-    run_split(work, -(-len(flat) // STRIDE), grain=_STRIDES_PER_THREAD)
+    splitting.run_split(work, -(-len(flat) // kernels.STRIDE), grain=_STRIDES_PER_THREAD)
 
 
 def _flat(tensor: Tensor, number: int, start: int) -> Tensor:
@@ -148,8 +152,8 @@ def _flat(tensor: Tensor, number: int, start: int) -> Tensor:
     """
     checks.integer(number=number, minimum=0, maximum=2**32 - 1)
     checks.integer(start=start, minimum=0)
-    if start % STRIDE:
-        raise ValueError(f"start = {start}: must be a multiple of {STRIDE}")
+    if start % kernels.STRIDE:
+        raise ValueError(f"start = {start}: must be a multiple of {kernels.STRIDE}")
     if not tensor.is_floating_point():
         raise TypeError(f"tensor has dtype {tensor.dtype}: a direction moves floating-point numbers; cast it")
     if not tensor.is_contiguous():

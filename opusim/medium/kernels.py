@@ -10,9 +10,9 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from opusim.medium import OUTPUTS_PER_BLOCK
 from opusim.randomness.kernels import philox_block
 
-OUTPUTS_PER_BLOCK = 8
 BLOCKS_AT_ONCE = 256  # words of 256 counters, 4 kB: they stay in the first-level cache
 _U = np.uint32
 _HALF, _SIXTEEN = np.uint32(0xFFFF), np.uint32(16)

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import ndtri
 
 from opusim import checks
-from opusim.medium.kernels import OUTPUTS_PER_BLOCK, fill_tile
-from opusim.randomness.kernels import run_split
+from opusim.medium import OUTPUTS_PER_BLOCK
+from opusim.plugins import Deferred
 from opusim.randomness.streams import MAX_SEED, philox_torch, split_key
+
+kernels, splitting = Deferred("opusim.medium.kernels"), Deferred("opusim.randomness.kernels")
 
 MAX_INPUTS = 2**32
 MAX_OUTPUTS = OUTPUTS_PER_BLOCK * 2**32
@@ -36,7 +37,7 @@ def gaussian_table() -> np.ndarray:
     Gaussian has probability 1.53e-5; 19,323 distinct values. tests/opusim/medium/test_medium.py computes these
     figures and pins the table's bytes.
     """
-    values = ndtri((np.arange(65536) + 0.5) / 65536)
+    values = torch.special.ndtri((torch.arange(65536, dtype=torch.float64) + 0.5) / 65536).numpy()
     values /= np.sqrt(np.mean(values**2))
     table = (np.rint(values / TABLE_STEP) * TABLE_STEP).astype(np.float32)
     table.flags.writeable = False
@@ -129,11 +130,11 @@ class Medium:
         table, key = gaussian_table(), split_key(self.seed)
 
         def work(start: int, stop: int) -> None:
-            fill_tile(
+            kernels.fill_tile(
                 array[start:stop], table, rows.start + start, columns.start, self.plane, self.epoch, key
             )
 
-        run_split(work, len(rows), grain=max(1, 2**17 // max(1, len(columns))))
+        splitting.run_split(work, len(rows), grain=max(1, 2**17 // max(1, len(columns))))
 
     def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:  # (n_inputs, n_outputs)
         """Return the whole transposed matrix, float32, shape (n_inputs, n_outputs), kept after the first call.

@@ -24,16 +24,11 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from opusim import checks
+from opusim.plugins import Deferred
 from opusim.randomness import MAX_SEED as MAX_SEED
 from opusim.randomness import derive_seed as derive_seed
-from opusim.randomness.kernels import (
-    CHUNK,
-    PAIRS,
-    add_from_philox,
-    fill_from_philox,
-    fill_from_words,
-    run_split,
-)
+
+kernels = Deferred("opusim.randomness.kernels")
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -165,7 +160,7 @@ class SeededStream(NoiseStream):
         where = torch.device(device)
         if where.type == "cpu":
             out = torch.empty(tuple(shape), dtype=torch.float32)
-            self._run(out.view(-1).numpy(), fill_from_philox)
+            self._run(out.view(-1).numpy(), kernels.fill_from_philox)
             return out
         generator = torch.Generator(device=where)
         seed = derive_seed(self._seed, self._step, self._next_reading())
@@ -183,11 +178,12 @@ class SeededStream(NoiseStream):
     def _run(self, out: np.ndarray, kernel: Callable[..., None]) -> None:
         """Run a kernel over a flat array with the numbers of the next reading, in parallel if it is long."""
         keys = (self._next_reading(), *split_key(self._step), *self._key)
+        chunk = kernels.CHUNK
 
         def work(start: int, stop: int) -> None:
-            kernel(out[start * CHUNK : stop * CHUNK], start, *keys)
+            kernel(out[start * chunk : stop * chunk], start, *keys)
 
-        run_split(work, -(-out.size // CHUNK), grain=_CHUNKS_PER_THREAD)
+        kernels.run_split(work, -(-out.size // chunk), grain=_CHUNKS_PER_THREAD)
 
     def _next_reading(self) -> int:
         """Return the number of this reading within the step."""
@@ -220,16 +216,16 @@ class SystemStream(NoiseStream):
         _check_shape(shape)
         out = torch.empty(tuple(shape), dtype=torch.float32)
         flat = out.view(-1).numpy()
-        block = _CHUNKS_PER_CIPHER_CALL * CHUNK
+        block = _CHUNKS_PER_CIPHER_CALL * kernels.CHUNK
         for start in range(0, flat.size, block):
             part = flat[start : start + block]
-            fill_from_words(part, self._words(-(-part.size // CHUNK)))
+            kernels.fill_from_words(part, self._words(-(-part.size // kernels.CHUNK)))
         return out.to(device)
 
     def _words(self, chunks: int) -> np.ndarray:
         """Return random words, uint32, shape (chunks, 3, PAIRS)."""
-        stream = self._current_cipher().update(bytes(chunks * 3 * PAIRS * 4))
-        return np.frombuffer(stream, dtype=np.uint32).reshape(chunks, 3, PAIRS)
+        stream = self._current_cipher().update(bytes(chunks * 3 * kernels.PAIRS * 4))
+        return np.frombuffer(stream, dtype=np.uint32).reshape(chunks, 3, kernels.PAIRS)
 
     def _current_cipher(self) -> CipherContext:
         """Return the cipher of the running process; a fork gets another key."""
@@ -286,7 +282,7 @@ def _checked_std(std: float) -> float:
 
 def _add_scaled(scale: np.float32, out: np.ndarray, *position: int) -> None:
     """The adding kernel with its factor in front."""
-    add_from_philox(out, scale, *position)
+    kernels.add_from_philox(out, scale, *position)
 
 
 def _check_shape(shape: Sequence[int]) -> None:

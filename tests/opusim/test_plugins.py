@@ -115,3 +115,14 @@ def test_a_name_that_no_package_brings_is_refused() -> None:
         plugins.load("opusim.trainers", "warp")
     assert plugins.package("opusim.trainers", "warp") == ""
     assert plugins.package("opusim.trainers", "bp") == "opusim"
+
+
+def test_a_deferred_module_is_imported_at_the_first_use_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    monkeypatch.setattr("builtins.print", lambda *_: None)  # that module prints a poem
+    module = plugins.Deferred("this")
+    assert "this" not in sys.modules
+    assert module.s is sys.modules["this"].s
+    assert vars(module)["s"] is module.s
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        _ = module.absent

@@ -25,10 +25,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from scipy.special import bdtrc
 
 from opusim import checks
+from opusim.plugins import Deferred
 from opusim.randomness.streams import SystemUniforms, derive_seed
+
+special = Deferred("scipy.special")
 
 _MIN_ACCEPTANCE = 1e-3
 """Smallest probability of acceptance: below it, a batch would take over 1,000 draws on average."""
@@ -384,4 +386,4 @@ def _check_options(kind: type[Sampler], options: dict[str, Any]) -> None:
 
 def _binomial_at_least(least: int, trials: int, probability: float) -> float:
     """Return P(Binomial(trials, probability) >= least)."""
-    return 1.0 if least <= 0 else float(bdtrc(least - 1, trials, probability))
+    return 1.0 if least <= 0 else float(special.bdtrc(least - 1, trials, probability))

@@ -24,8 +24,9 @@ import torch
 from matplotlib.figure import Figure
 from scipy.optimize import brentq
 
+from accounting import numerics
 from accounting.composition import guarantees
-from accounting.devices.counts import LabelArgmax, argmax_epsilon, known_counts_guarantee
+from accounting.devices.counts import LabelArgmax, argmax_epsilon, at_brightest, known_counts_guarantee
 from accounting.guarantee import Guarantee
 from accounting.tables import guarantee_rows, number, print_rows
 from opusim import checks
@@ -92,18 +93,20 @@ class LabelCounts:
                 power_error=self._power_error,
             )
             return guarantees([answer], delta=self.delta if self._power_error else 0.0)[0]
+        return known_counts_guarantee(self._credited(point), delta=self.delta, power_error=self._power_error)
+
+    def _credited(self, point: OperatingPoint) -> np.ndarray:
+        """Expected counts of each label that a guarantee rests on, shape (labels, pixels of all frames)."""
         rates, dark = (self.law.credited_rates(p) for p in (point, replace(point, light=NO_LIGHT)))
         frames = (
             1 if self.kept == "counts" else len(rates) // 2
         )  # the negative part, of the second half, is empty
         some = slice(None) if self.kept == "reading" else self._pixels
         counts = rates[:frames][:, :, some].transpose(1, 0, 2)
-        return known_counts_guarantee(
+        return at_brightest(
             counts.reshape(len(counts), -1),
-            delta=self.delta,
             brightest=self._brightest(frames),
             dark_low=dark[:frames, 0, some].ravel() if self._power_error else 0.0,
-            power_error=self._power_error,
         )
 
     def _argmax_epsilon(self, point: OperatingPoint, *, all_powers: bool) -> float:
@@ -136,18 +139,38 @@ class LabelCounts:
 
     def epsilon(self, point: OperatingPoint) -> float:
         """Return epsilon of one reading of every label, at delta; of the argmax the pure one, over all powers."""
-        return self._epsilon(point, all_powers=True)
+        if point not in self._known:
+            if self.kept == "argmax":
+                self.on_evaluation()
+                self._known[point] = self._argmax_epsilon(point, all_powers=True)
+            else:
+                self._known[point] = self.guarantee(point).epsilon
+        return self._known[point]
+
+    @cached_property
+    def _known(self) -> dict[OperatingPoint, float]:
+        """What `epsilon` returned."""
+        return {}
 
     def may_reach(self, target: float, point: OperatingPoint) -> bool:
         """Return whether epsilon is at most the target; of the argmax in the brightest frames, which are not all."""
-        return self._epsilon(point, all_powers=False) <= target
-
-    def _epsilon(self, point: OperatingPoint, *, all_powers: bool) -> float:
-        """Epsilon; of the argmax over all powers, or of the brightest frames, with which a search begins."""
         if self.kept == "argmax":
-            self.on_evaluation()
-            return self._argmax_epsilon(point, all_powers=all_powers)
-        return self.guarantee(point).epsilon
+            return self._epsilon_below(point, []) <= target
+        return self.epsilon(point) <= target
+
+    def _epsilon_below(self, point: OperatingPoint, pairs: Sequence[tuple[int, int]]) -> float:
+        """Epsilon between some pairs of labels, at most that of all; of the argmax in its brightest frames."""
+        self.on_evaluation()
+        if self.kept == "argmax":
+            return self._argmax_epsilon(point, all_powers=False)
+        rates, left = self._credited(point), self.delta - self._power_error
+        return max(known_counts_guarantee(rates[list(pair)], delta=left).epsilon for pair in pairs)
+
+    def _worst_pair(self, point: OperatingPoint) -> list[tuple[int, int]]:
+        """The labels that are told apart best; none of the argmax, which has no pairs."""
+        if self.kept == "argmax":
+            return []
+        return [numerics.worst_patterns(self._credited(point), self.delta - self._power_error)]
 
     def temperature_for(self, target: float, light: float) -> float | None:
         """Return the lowest temperature with epsilon at most the target, or None if there is none."""
@@ -175,17 +198,26 @@ class LabelCounts:
     def _solve(
         self, at: Callable[[float], OperatingPoint], low: float, high: float, target: float
     ) -> float | None:
-        """Return the least knob in [low, high] with epsilon at most the target, which falls as the knob rises."""
+        """Return the least knob in [low, high] with epsilon at most the target, which falls as the knob rises.
+
+        The search looks at the pairs of labels that are worst where it ended before, until no other pair is.
+        """
+        pairs = self._worst_pair(at(low))
 
         def excess(knob: float) -> float:
-            return min(math.log(max(self._epsilon(at(knob), all_powers=False), 1e-300) / target), 700.0)
+            return min(math.log(max(self._epsilon_below(at(knob), pairs), 1e-300) / target), 700.0)
 
-        if excess(low) <= 0:
-            knob = low
-        elif excess(high) > 0:
-            return None
-        else:
-            knob = float(brentq(excess, low, high, xtol=_TOLERANCE))
+        while True:
+            if excess(low) <= 0:
+                knob = low
+            elif excess(high) > 0:
+                return None
+            else:
+                knob = float(brentq(excess, low, high, xtol=_TOLERANCE))
+            others = [pair for pair in self._worst_pair(at(knob)) if pair not in pairs]
+            if not others:
+                break
+            pairs += others
         more = _TOLERANCE
         while (
             self.epsilon(at(knob)) > target

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from accounting.tables import number
 from opusim.files import write_file
 from training.attacks.findings import LOW_RATE, Finding, Role, RunAudit, paragraphs
-from training.reports.run_figures import new_figure, png_bytes, style
+from training.reports.drawing import new_figure, png_bytes, style
 from training.reports.run_report import NOT_FOR_RELEASE, data_url, render, run_name
 from training.runs.run import Run
 

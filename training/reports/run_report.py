@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from matplotlib.figure import Figure
 
 from accounting.tables import guarantee_rows
 from opusim.files import write_file
@@ -19,6 +18,7 @@ from training.attacks.one_run.report import OneRunAudit, one_run_paragraphs, one
 from training.config.data import OWN_ARRAYS
 from training.config.reading import flat
 from training.reports import run_figures as figures
+from training.reports.line_chart import LineChart
 from training.runs.folder import RunFolder
 from training.runs.run import Run
 from training.zeroth_order.config import ZoConfig
@@ -71,7 +71,7 @@ def write_report(
     page = _render(
         title=run_name(run),
         runs=[run],
-        pictures=[_picture(place.figures / f"{n}.png", c, f) for n, c, f in drawn if f is not None],
+        pictures=[_picture(place.figures / f"{n}.svg", c, f) for n, c, f in drawn if f is not None],
         audits=_kept_audits([run]) if audit is None else [audit],
         one_runs=_kept_one_runs([run]) if one_run is None else [one_run],
     )
@@ -108,7 +108,7 @@ def write_comparison(
     labels = list(names) if names is not None else [run_name(run) for run in runs]
     folder = path.parent / "figures"
     curves = figures.learning_curves(runs, labels)
-    pictures = [_picture(folder / "learning.png", "Accuracy against epochs", curves)] if curves else []
+    pictures = [_picture(folder / "learning.svg", "Accuracy against epochs", curves)] if curves else []
     for number, (run, label) in enumerate(zip(runs, labels, strict=True), start=1):
         if run.config.trainer.kind != "pdfa":
             continue
@@ -122,7 +122,7 @@ def write_comparison(
             ("noise", f"{label}: norm of signal and noise in each hidden layer", figures.noise_curves(run)),
         ):
             if figure is not None:
-                pictures.append(_picture(folder / f"{stem}-{name}.png", caption, figure))
+                pictures.append(_picture(folder / f"{stem}-{name}.svg", caption, figure))
     pictures += [
         {"caption": caption, "source": data_url(file.read_bytes())} for caption, file in extra_pictures
     ]
@@ -272,14 +272,15 @@ def distinct(pairs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return [("; ".join(names), value) for names, value in groups]
 
 
-def _picture(path: Path, caption: str, figure: Figure) -> dict[str, str]:
-    content = figures.save_figure(figure, path)
-    return {"caption": caption, "source": data_url(content)}
+def _picture(path: Path, caption: str, figure: LineChart) -> dict[str, str]:
+    content = figure.svg()
+    write_file(path, content)
+    return {"caption": caption, "source": data_url(content, "image/svg+xml")}
 
 
-def data_url(png: bytes) -> str:
-    """Return a PNG as a data URL, which keeps the page self-contained."""
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+def data_url(picture: bytes, kind: str = "image/png") -> str:
+    """Return a picture as a data URL, which keeps the page self-contained."""
+    return f"data:{kind};base64,{base64.b64encode(picture).decode()}"
 
 
 def _command(run: Run) -> str:

@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from training.reports.run_figures import COLOURS, LINES, new_figure, style
+from training.reports.drawing import LINES, new_figure, style
+from training.reports.line_chart import COLOURS
 from training.sweeps import curves
 from training.sweeps.curves import Curve, Level, SweepResult, axis_label
 

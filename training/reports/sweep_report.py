@@ -17,7 +17,7 @@ from accounting.tables import guarantee_rows, number
 from opusim.files import write_file
 from opusim.tables import duration, energy
 from training.reports import sweep_figures as figures
-from training.reports.run_figures import save_figure
+from training.reports.drawing import save_figure
 from training.reports.run_report import data_url, distinct, render
 from training.runs.folder import RunFolder
 from training.runs.storage import record_json, write_json

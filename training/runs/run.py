@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from accounting.guarantee import Guarantee
-from opusim.crossbar.layers import DeviceModel, convert
+from opusim.plugins import Deferred
 from training.config.data import OWN_ARRAYS, DataConfig
 from training.config.run import LossName, RunConfig
 from training.config.sections import is_import_path
@@ -40,6 +40,11 @@ from training.networks.user_code import load_object, require_importable, require
 from training.runs.checkpoints import copy_parameters, list_checkpoints, read_checkpoint
 from training.runs.folder import RunFolder
 from training.runs.storage import read_array
+
+if TYPE_CHECKING:
+    from opusim.crossbar.layers import DeviceModel
+
+layers = Deferred("opusim.crossbar.layers")
 
 _CHUNK = 4096
 
@@ -236,7 +241,7 @@ class Run:
             ConfigError: The device cannot be used, or is smaller than a layer.
             ValueError: The model has no layer that can run on a device.
         """
-        analog = convert(self.model, device, seed=seed)
+        analog: DeviceModel = layers.convert(self.model, device, seed=seed)
         if after_s:
             analog.wait(after_s)
         self.model = self._network.model = analog

@@ -138,6 +138,21 @@ def test_the_worst_of_many_pairs_is_found() -> None:
     rates = speckle(8, labels=5, pixels=40, light=0.5, dark=3.0)
     pairs = [numerics.poisson_bounds(a, b, DELTA).upper for a, b in permutations(rates, 2)]
     assert numerics.pattern_bounds(rates, DELTA).upper == max(pairs)
+    names = list(permutations(range(5), 2))
+    assert numerics.worst_patterns(rates, DELTA) == names[pairs.index(max(pairs))]
+
+
+def test_divergences_that_leave_pairs_out_are_above_the_exact_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = speckle(8, labels=5, pixels=40, light=0.5, dark=3.0)
+    first = poisson_loss._renyi_bounds(rates, DELTA)
+    for i, j in permutations(range(5), 2):
+        exact = numerics.poisson_bounds(rates[i], rates[j], DELTA).upper
+        assert exact <= first[i, j] <= 1.2 * exact
+    worst = numerics.pattern_bounds(rates, DELTA).upper
+    poisson_loss._worst_of.cache_clear()
+    monkeypatch.setattr(poisson_loss, "_renyi_bounds", lambda *_: 0.01 / first)  # planted fault: too low
+    assert numerics.pattern_bounds(rates, DELTA).upper < worst
+    poisson_loss._worst_of.cache_clear()
 
 
 def test_no_code_of_labels_beats_the_equidistant_one(seed: int) -> None:

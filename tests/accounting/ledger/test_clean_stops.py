@@ -306,3 +306,20 @@ def test_require_covers_finds_a_step_that_is_not_paid_for(tmp_path: Path) -> Non
         ledger.require_covers(4)
         with pytest.raises(LedgerCorrupt, match="step 4 was computed .5 steps were. but is not paid for"):
             ledger.require_covers(5)
+
+
+def test_what_a_budget_compares_is_all_that_was_paid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after steps were returned and after the ledger was opened again; and no payment adds up all earlier ones."""
+    path, budget = tmp_path / "ledger.jsonl", Budget(epsilon=1e3, delta=1e-5)
+    for first in (0, 7):
+        with opened(path, budget=budget) as ledger:
+            for step in range(first, first + 7):
+                ledger.pay(step, STEP, until=40)
+                assert ledger._spent == ledger.content.mechanisms
+            ledger.return_unused()
+            assert ledger._spent == ledger.content.mechanisms
+            assert sum(mechanism.steps for mechanism in ledger._spent) == first + 7
+    with opened(path, budget=budget) as ledger:
+        monkeypatch.delattr(Ledger, "content")
+        for step in range(14, 20):
+            ledger.pay(step, STEP, until=40)

@@ -33,12 +33,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_training_leaves_a_report_and_pictures(run: Path) -> None:
     page = (run / "report.html").read_text()
     assert "Experiment mode, not for release" in page
-    assert page.count("data:image/png;base64,") == 3
+    assert page.count("data:image/svg+xml;base64,") == 3
     assert "http" not in page.replace("http-equiv", "")  # self-contained
     assert {path.name for path in (run / "figures").iterdir()} == {
-        "learning.png",
-        "alignment.png",
-        "noise.png",
+        "learning.svg",
+        "alignment.svg",
+        "noise.svg",
     }
     assert json.loads((run / "config.json").read_text())["device"]["noise"]["sigma"] == 0.2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -13,6 +14,7 @@ from accounting.tables import guarantee_rows, print_rows
 from opusim.tables import column_widths, output_width, print_table, wrapped
 from training.reports import run_figures as figures
 from training.reports import sweep_figures
+from training.reports.line_chart import Line, LineChart
 from training.reports.run_report import RELEASE_DASHES, run_name, summary_row, write_report
 from training.reports.sweep_report import setting_rows, write_sweep
 from training.runs.run import Run
@@ -77,15 +79,14 @@ def test_one_epoch_stands_on_an_axis_of_whole_epochs(one_epoch: Run) -> None:
         figures.noise_curves(one_epoch),
     ):
         assert drawn is not None
-        (axes,) = drawn.axes
-        assert list(axes.get_xticks()) == [1.0]
-        assert axes.get_xlim() == (0.5, 1.5)
+        assert drawn.x_ticks == [1.0]
+        assert drawn.x_limits == (0.5, 1.5)
 
 
 def test_accuracies_that_barely_differ_do_not_fill_the_axis(one_epoch: Run) -> None:
     drawn = figures.learning_curves([one_epoch], ["a"])
     assert drawn is not None
-    low, high = drawn.axes[0].get_ylim()
+    low, high = drawn.limits
     assert high - low >= 2.0
 
 
@@ -171,3 +172,28 @@ def test_paragraphs_are_as_wide_as_the_output(monkeypatch: pytest.MonkeyPatch) -
     assert max(map(len, wrapped("word " * 100).splitlines())) <= 80
     monkeypatch.setenv("COLUMNS", "nonsense")
     assert output_width() == 140
+
+
+def test_a_chart_places_values_by_their_ticks() -> None:
+    """Decades are equally far apart, whole numbers are labelled, and a value stands at the height of its tick."""
+    chart = LineChart(
+        lines=[Line(x=[1, 2, 3], y=[0.1, 1.0, 10.0], label="a & b", number=0)],
+        x_label="epoch",
+        y_label="norm",
+        logarithmic=True,
+    )
+    drawn = ElementTree.fromstring(chart.svg())
+    texts = [each.text for each in drawn.findall(".//{*}text")]
+    assert texts == ["a & b", "1", "2", "3", "0.1", "1", "10", "epoch", "norm"]
+    curve = next(path for path in drawn.findall(".//{*}path") if path.get("d", "").count("L") == 2)
+    points = [tuple(map(float, point.split(","))) for point in curve.get("d", "")[1:].split("L")]
+    (x1, y1), (x2, y2), (x3, y3) = points
+    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2)
+    assert y1 - y2 == pytest.approx(y2 - y3, abs=0.2)
+    grid = [path.get("d", "") for path in drawn.findall(".//{*}path") if path.get("stroke") == "#ddd"]
+    levels = [float(line.split(",")[1].split("H")[0]) for line in grid if "H" in line]
+    assert [y1, y2, y3] == levels
+    linear = replace(chart, logarithmic=False)
+    ElementTree.fromstring(linear.svg())
+    assert linear.y_ticks == [0, 2, 4, 6, 8, 10]
+    assert not replace(chart, lines=[Line(x=[1], y=[0.0], label="zero", number=0)]).is_logarithmic

@@ -95,7 +95,7 @@ def test_a_missing_folder_is_one_line_and_an_empty_one_is_said(tmp_path: Path) -
 def test_runs_are_removed_and_nothing_else(tmp_path: Path) -> None:
     finished, stopped = made(tmp_path / "one"), made(tmp_path / "two", finished=False)
     (finished / "figures").mkdir()
-    (finished / "figures" / "learning.png").write_bytes(b"")
+    (finished / "figures" / "learning.svg").write_bytes(b"")
     released, kept = made(tmp_path / "released", mode="release"), made(tmp_path / "kept")
     result = opusim("runs", "rm", "one", "two", "one/", "released", "--yes", "--lose-ledger", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")

@@ -1,0 +1,263 @@
+"""How do steps, ledgers, samplers, readings and sweeps grow with their size, and does any outgrow a straight line?
+
+Each curve is processor time on one thread against a size, the least of several repeats. Its slope is that of the
+logarithms over the last decade of sizes. Required: at most 1.05. `--long` adds the sizes that take minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accounting.composition import Budget
+from accounting.ledger.ledger import Ledger, read_ledger
+from accounting.records.mechanisms import RecordCentral
+from benchmarks.markdown import Row, command, markdown, section, verdict
+from benchmarks.results_file import load_results, save_results
+from opusim import open_device
+from opusim.medium.transmission import Medium
+from opusim.tables import print_table
+from training.config.sections import OptimizerConfig
+from training.data.samplers import PoissonSampler
+from training.feedback.config import PdfaConfig
+from training.feedback.trainer import FeedbackTrainer
+from training.networks.network import FullyConnected
+from training.networks.optimizers import make_optimizer
+from training.sweeps.spec import SpecText, parse_spec, points_of
+
+MODULE, NAME = "benchmarks.speed.growth", "growth"
+REQUIRED = 1.05
+MECHANISM = RecordCentral(
+    noise_multiplier=1.1, sampling_probability=0.001, clip_norm=1.0, divisor=100.0, steps=1
+)
+_REPEATS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What is measured at several sizes.
+
+    Attributes:
+        of: What grows.
+        sizes: Each about three times the one before; the last decade gives the slope.
+        prepared: Returns the work at a size, given a folder; only the work is timed.
+        long: Sizes that take minutes.
+    """
+
+    of: str
+    sizes: tuple[int, ...]
+    prepared: Callable[[int, Path], Callable[[], Any]]
+    long: tuple[int, ...] = ()
+
+
+def step_of(widths: list[int], batch: int) -> Callable[[], Any]:
+    """Return a photonic DFA step of a fully connected network."""
+    layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
+    hidden = [module for layer in layers[:-1] for module in (layer, nn.Tanh())]
+    network = FullyConnected(nn.Sequential(*hidden, layers[-1]))
+    device = open_device("gaussian", n_inputs=widths[-1], n_outputs=sum(widths[1:-1]))
+    optimizer = make_optimizer(network.parameters, OptimizerConfig())
+    trainer = FeedbackTrainer(network, optimizer, PdfaConfig(), device=device)
+    x, y = torch.randn(batch, widths[0]), torch.randint(widths[-1], (batch,))
+    trainer.step(x, y, step=0)  # loads kernels, makes the optimizer's state
+    return lambda: trainer.step(x, y, step=1)
+
+
+def paid_ledger(steps: int, folder: Path) -> Callable[[], Any]:
+    """Return the payment of so many steps, 64 a line as in an experiment."""
+    numbers = iter(range(10**6))
+
+    def pay() -> None:
+        path = folder / f"paid-{steps}-{next(numbers)}.jsonl"
+        with Ledger(path, mode="experiment", delta=1e-5, enforced=True, block=64) as ledger:
+            for step in range(steps):
+                ledger.pay(step, MECHANISM, until=steps)
+
+    return pay
+
+
+def budgeted_ledger(steps: int, folder: Path) -> Callable[[], Any]:
+    """Return the payment of so many steps under a budget that they do not exhaust, 16 a line as in release mode."""
+    numbers = iter(range(10**6))
+
+    def pay() -> None:
+        path = folder / f"budgeted-{steps}-{next(numbers)}.jsonl"
+        budget = Budget(epsilon=1e6, delta=1e-5)
+        with Ledger(path, mode="release", delta=1e-5, enforced=True, block=16, budget=budget) as ledger:
+            for step in range(steps):
+                ledger.pay(step, MECHANISM, until=steps)
+
+    return pay
+
+
+def stated_ledger(steps: int, folder: Path) -> Callable[[], Any]:
+    """Return the reading of a ledger of so many steps, and its guarantee."""
+    path = folder / f"stated-{steps}.jsonl"
+    with Ledger(path, mode="experiment", delta=1e-5, enforced=True, block=64) as ledger:
+        for step in range(steps):
+            ledger.pay(step, MECHANISM, until=steps)
+    return lambda: read_ledger(path).guarantees()
+
+
+def sampled_batch(records: int, folder: Path) -> Callable[[], Any]:
+    """Return the draw of a Poisson batch of about 256 records."""
+    sampler = PoissonSampler(n_records=records, seed=1, sampling_probability=256 / records)
+    return lambda: sampler.indices(3)
+
+
+def read_outputs(outputs: int, folder: Path) -> Callable[[], Any]:
+    """Return a projection of 16 rows of 64 inputs, whose matrix is not stored."""
+    medium, x = Medium(64, outputs, 1, dense_limit_mib=0), torch.randn(16, 64).sign()
+    return lambda: medium.project(x, range(outputs))
+
+
+def expanded_sweep(runs: int, folder: Path) -> Callable[[], Any]:
+    """Return the checks of a sweep file of so many runs."""
+    spec = {
+        "title": "growth",
+        "config": {"data": {"name": "digits"}},
+        "axes": {"seed": list(range(runs))},
+    }
+
+    def expand() -> int:
+        return len(points_of(*parse_spec(spec, SpecText("", "growth"))))
+
+    return expand
+
+
+CURVES = (
+    Curve(
+        of="a PDFA step, weights of a hidden layer",
+        sizes=(2**14, 2**16, 2**18, 2**20),
+        prepared=lambda n, _: step_of([64, math.isqrt(n), math.isqrt(n), 10], 256),
+        long=(2**22, 2**24),
+    ),
+    Curve(
+        of="a PDFA step, records of a batch",
+        sizes=(64, 256, 1024, 4096),
+        prepared=lambda n, _: step_of([784, 256, 256, 10], n),
+    ),
+    Curve(
+        of="a PDFA step, hidden layers",
+        sizes=(3, 10, 30, 100),
+        prepared=lambda n, _: step_of([64, *[128] * n, 10], 256),
+    ),
+    Curve(
+        of="steps paid in a ledger",
+        sizes=(1_000, 10_000, 100_000),
+        prepared=paid_ledger,
+        long=(1_000_000,),
+    ),
+    Curve(
+        of="steps paid under a budget",
+        sizes=(1_000, 10_000, 100_000),
+        prepared=budgeted_ledger,
+        long=(1_000_000,),
+    ),
+    Curve(
+        of="a ledger read and stated, steps",
+        sizes=(1_000, 10_000, 100_000),
+        prepared=stated_ledger,
+        long=(1_000_000,),
+    ),
+    Curve(
+        of="a Poisson batch of 256, records to choose from",
+        sizes=(10_000, 100_000, 1_000_000),
+        prepared=sampled_batch,
+        long=(10_000_000,),
+    ),
+    Curve(
+        of="a projection without its matrix, outputs",
+        sizes=(1_000, 10_000, 100_000),
+        prepared=read_outputs,
+        long=(1_000_000,),
+    ),
+    Curve(of="a sweep checked, runs", sizes=(10, 100, 1_000), prepared=expanded_sweep, long=(10_000,)),
+)
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Least processor seconds of a call."""
+    found = []
+    for _ in range(_REPEATS):
+        started = time.process_time()
+        work()
+        found.append(time.process_time() - started)
+        if found[0] > 2:
+            break
+    return min(found)
+
+
+def slope_of(seconds: Mapping[int, float]) -> float:
+    """Slope of the logarithms between the largest size and the one a decade below, or the next smaller."""
+    sizes = sorted(seconds)
+    last = sizes[-1]
+    first = max((size for size in sizes if 10 * size <= last), default=sizes[0])
+    return math.log(seconds[last] / seconds[first]) / math.log(last / first)
+
+
+def table_rows(curves: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
+    """Return a line for each curve, as text."""
+    rows = []
+    for of, found in curves.items():
+        seconds = {int(size): value for size, value in found.items()}
+        slope = slope_of(seconds)
+        shown = ", ".join(f"{size:,}: {1000 * seconds[size]:.3g} ms" for size in sorted(seconds))
+        rows.append((of, shown, f"{slope:.2f}", verdict(slope <= REQUIRED)))
+    return rows
+
+
+COLUMNS = ("what grows", "processor time", "slope", f"at most {REQUIRED:g}")
+
+
+def page_section() -> str:
+    """Return the section of the result pages."""
+    curves = load_results(NAME).get("curves", {})
+    text = (
+        "Processor time on one thread, and the slope of its logarithm over the last decade of sizes. "
+        "Memory and several workers were not measured."
+    )
+    return section("Growth with size", text, command(MODULE), markdown(COLUMNS, table_rows(curves)))
+
+
+def speed_rows() -> list[Row]:
+    """Return the steepest slope."""
+    curves = load_results(NAME).get("curves", {})
+    slopes = {of: slope_of({int(size): value for size, value in each.items()}) for of, each in curves.items()}
+    if not slopes:
+        return []
+    steepest = max(slopes, key=lambda of: slopes[of])
+    text = f"{slopes[steepest]:.2f}, the steepest of {len(slopes)} slopes"
+    return [(f"growth of {steepest}", text, command(MODULE))]
+
+
+def main() -> None:
+    """Measure, print and save after each curve."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--long", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=[curve.of for curve in CURVES], help="These curves.")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    curves: dict[str, dict[str, float]] = dict(load_results(NAME).get("curves", {}))
+    with tempfile.TemporaryDirectory() as name:
+        for curve in (each for each in CURVES if options.only is None or each.of in options.only):
+            curves[curve.of] = {
+                str(size): seconds_of(curve.prepared(size, Path(name)))
+                for size in (*curve.sizes, *(curve.long if options.long else ()))
+            }
+            save_results(NAME, {"curves": curves})
+    print_table("Growth", COLUMNS, table_rows(curves))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Line charts as SVG, for the reports of runs: importing and starting matplotlib takes longer than a short run's steps.
+
+Figures with error bars, shared axes or annotations are matplotlib's (`training.reports.drawing`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from xml.sax.saxutils import escape, quoteattr
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+"""Okabe and Ito's, ordered so that neighbours also differ in lightness when printed in grey."""
+_DASHES = ("", "7 3", "7 3 2 3", "2 3")
+_WIDTH, _PLOT_HEIGHT = 640.0, 310.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66.0, 14.0, 12.0, 46.0
+"""Pixels around the plot."""
+_LEGEND_LINE, _LEGEND_KEY, _LETTER = 19.0, 34.0, 6.7
+"""Pixels: height of a row of the legend, width of a line's sample, and a letter's mean width at 12 pixels."""
+_MARGIN = 0.05
+"""Share of the range of values that an axis adds on either side."""
+_TICKS = 7
+"""Most ticks of an axis, about."""
+_MARKERS_PER_LINE = 12
+_OUTLINES = (
+    "M-3,0a3,3 0 1,0 6,0a3,3 0 1,0 -6,0",
+    "M-2.8,-2.8h5.6v5.6h-5.6z",
+    "M0,-3.4L3.2,2.6H-3.2z",
+    "M0,-3.8L3.2,0L0,3.8L-3.2,0z",
+    "M0,3.4L3.2,-2.6H-3.2z",
+    "M-1.2,-3.4h2.4v2.2h2.2v2.4h-2.2v2.2h-2.4v-2.2h-2.2v-2.4h2.2z",
+    "M-3,-3L3,3M-3,3L3,-3",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a chart.
+
+    Attributes:
+        x: Where it has values.
+        y: The values, as many, finite.
+        label: What the legend says.
+        number: Chooses colour, marker and dashes, each of which distinguishes neighbours on its own.
+        hollow: Whether it is dotted and its markers are empty, as of a companion of the line of that number.
+    """
+
+    x: Sequence[float]
+    y: Sequence[float]
+    label: str
+    number: int
+    hollow: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineChart:
+    """Lines over whole numbers, such as epochs.
+
+    Attributes:
+        lines: At least one, each with a value at least.
+        x_label: Of the axis of whole numbers.
+        y_label: Of the other axis.
+        y_limits: Ends of that axis; None takes those of the values and a margin.
+        logarithmic: Whether that axis is, unless a value is 0 or below.
+    """
+
+    lines: Sequence[Line]
+    x_label: str
+    y_label: str
+    y_limits: tuple[float, float] | None = None
+    logarithmic: bool = False
+
+    @property
+    def x_limits(self) -> tuple[float, float]:
+        """Ends of the axis of whole numbers; a single one gets a half on either side."""
+        low, high = min(min(line.x) for line in self.lines), max(max(line.x) for line in self.lines)
+        margin = _MARGIN * (high - low) or 0.5
+        return low - margin, high + margin
+
+    @property
+    def x_ticks(self) -> list[float]:
+        """Whole numbers."""
+        low, high = self.x_limits
+        step = max(1.0, _nice_step(high - low))
+        return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+    @property
+    def is_logarithmic(self) -> bool:
+        """Whether the axis of the values is logarithmic."""
+        return self.logarithmic and all(y > 0 for line in self.lines for y in line.y)
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Ends of the axis of the values."""
+        if self.y_limits is not None:
+            return self.y_limits
+        values = [math.log10(y) if self.is_logarithmic else y for line in self.lines for y in line.y]
+        low, high = min(values), max(values)
+        margin = _MARGIN * (high - low) or max(_MARGIN * abs(high), 1e-9)
+        ends = low - margin, high + margin
+        return (10 ** ends[0], 10 ** ends[1]) if self.is_logarithmic else ends
+
+    @property
+    def y_ticks(self) -> list[float]:
+        """Multiples of 1, 2 or 5 times a power of ten; on a logarithmic axis powers of ten, or 2 and 5 times them."""
+        low, high = self.limits
+        if not self.is_logarithmic:
+            step = _nice_step(high - low)
+            return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        every = max(1, len(decades) // _TICKS)
+        ticks = [10.0**k for k in decades if k % every == 0 and low <= 10.0**k <= high]
+        if len(ticks) > 2:
+            return ticks
+        return [tick for k in decades for share in (1, 2, 5) if low <= (tick := share * 10.0**k) <= high] or [
+            low,
+            high,
+        ]
+
+    def svg(self) -> bytes:
+        """Return the chart as an SVG file."""
+        rows = self._legend_rows()
+        top = _TOP + _LEGEND_LINE * len(rows)
+        height = top + _PLOT_HEIGHT + _BOTTOM
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {height:g}" width="{_WIDTH:g}" '
+            f'height="{height:g}" font-family="DejaVu Sans, Verdana, sans-serif" font-size="12">',
+            f'<rect width="{_WIDTH:g}" height="{height:g}" fill="white"/>',
+            *self._legend(rows),
+            *self._axes(top),
+            *(part for line in self.lines for part in self._drawn(line, top)),
+            "</svg>\n",
+        ]
+        return "\n".join(parts).encode()
+
+    def _legend_rows(self) -> list[list[tuple[float, Line]]]:
+        """The rows of the legend: lines, and where their samples begin."""
+        rows: list[list[tuple[float, Line]]] = [[]]
+        place = _LEFT
+        for line in self.lines:
+            width = _LEGEND_KEY + _LETTER * (len(line.label) + 2)
+            if rows[-1] and place + width > _WIDTH - _RIGHT:
+                rows.append([])
+                place = _LEFT
+            rows[-1].append((place, line))
+            place += width
+        return rows
+
+    def _legend(self, rows: Sequence[Sequence[tuple[float, Line]]]) -> list[str]:
+        parts = []
+        for number, row in enumerate(rows):
+            y = _TOP + _LEGEND_LINE * number + 4
+            for x, line in row:
+                parts.append(_path(f"M{x:.1f},{y:.1f}h26", line))
+                parts.append(_marker(x + 13, y, line))
+                parts.append(_text(x + _LEGEND_KEY, y + 4, line.label))
+        return parts
+
+    def _axes(self, top: float) -> list[str]:
+        """The grid, the numbers at its lines, and what the axes show."""
+        bottom, right = top + _PLOT_HEIGHT, _WIDTH - _RIGHT
+        parts = []
+        for tick in self.x_ticks:
+            x = self._x(tick)
+            parts.append(f'<path d="M{x:.1f},{top:g}V{bottom:g}" stroke="#ddd"/>')
+            parts.append(_text(x, bottom + 17, f"{tick:g}", anchor="middle"))
+        ticks = self.y_ticks
+        for tick in ticks:
+            y = self._y(tick, top)
+            parts.append(f'<path d="M{_LEFT:g},{y:.1f}H{right:g}" stroke="#ddd"/>')
+            parts.append(_text(_LEFT - 7, y + 4, _number(tick, ticks), anchor="end"))
+        parts.append(f'<path d="M{_LEFT:g},{top:g}V{bottom:g}H{right:g}" fill="none" stroke="#333"/>')
+        middle = top + _PLOT_HEIGHT / 2
+        parts.append(_text((_LEFT + right) / 2, bottom + 37, self.x_label, anchor="middle"))
+        turned = f' transform="rotate(-90 14 {middle:g})"'
+        return [*parts, _text(14, middle, self.y_label, anchor="middle", more=turned)]
+
+    def _drawn(self, line: Line, top: float) -> list[str]:
+        points = [(self._x(x), self._y(y, top)) for x, y in zip(line.x, line.y, strict=True)]
+        path = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        every = max(1, len(points) // _MARKERS_PER_LINE)
+        return [_path(path, line), *(_marker(x, y, line) for x, y in points[::every])]
+
+    def _x(self, value: float) -> float:
+        low, high = self.x_limits
+        return _LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
+
+    def _y(self, value: float, top: float) -> float:
+        """Place of a value; one outside of the limits stands at the nearer end."""
+        low, high = self.limits
+        value = min(max(value, low), high)
+        if self.is_logarithmic:
+            low, high, value = math.log10(low), math.log10(high), math.log10(value)
+        return top + _PLOT_HEIGHT * (1 - (value - low) / (high - low))
+
+
+def _nice_step(width: float) -> float:
+    """Return the least of 1, 2 and 5 times the powers of ten that divides a width into few enough parts."""
+    power = 10.0 ** math.floor(math.log10(width / _TICKS))
+    return next(share * power for share in (1, 2, 5, 10) if width / (share * power) <= _TICKS)
+
+
+def _number(tick: float, ticks: Sequence[float]) -> str:
+    """Return a tick as text, with the digits that tell it from its neighbours."""
+    gaps = [abs(b - a) for a, b in pairwise(ticks)]
+    largest = max(abs(each) for each in ticks)
+    if not gaps or largest >= 1e6 or largest < 1e-4:
+        return f"{tick:g}"
+    if min(gaps) < 0.2 * max(gaps):  # a logarithmic axis
+        return f"{tick:g}"
+    digits = max(0, -math.floor(math.log10(min(gaps)) + 1e-9))
+    return f"{tick:.{digits}f}".replace("-", "\u2212") if abs(tick) > 1e-3 * min(gaps) else f"{0:.{digits}f}"
+
+
+def _path(commands: str, line: Line) -> str:
+    dash = "2 3" if line.hollow else _DASHES[line.number % len(_DASHES)]
+    dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<path d="{commands}" fill="none" stroke="{_colour(line)}" stroke-width="1.8"{dashes}/>'
+
+
+def _marker(x: float, y: float, line: Line) -> str:
+    outline = _OUTLINES[line.number % len(_OUTLINES)]
+    fill = "white" if line.hollow else _colour(line)
+    return (
+        f'<path transform="translate({x:.1f} {y:.1f})" d="{outline}" fill="{fill}" stroke="{_colour(line)}"/>'
+    )
+
+
+def _colour(line: Line) -> str:
+    return COLOURS[line.number % len(COLOURS)]
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start", more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor={quoteattr(anchor)}{more}>{escape(text)}</text>'

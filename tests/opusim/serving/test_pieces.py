@@ -28,11 +28,11 @@ from opusim.noise import (
     SignalGaussianNoise,
 )
 from opusim.serving.fair_queue import FairQueue
-from opusim.serving.instrument import Window, law_of_outputs, packed_law, unpacked_law
 from opusim.serving.journal import Entry, Journal, read_journal, usage_figure, usage_rows
 from opusim.serving.keys import Users, make_key, own_key, read_key, server_key
 from opusim.serving.messages import BadMessage, Message, error_message, read_message, told_error
 from opusim.serving.sessions import Places
+from opusim.serving.views import Window, law_of_outputs, packed_law, unpacked_law
 from tests.support.served import expire
 
 # Keys

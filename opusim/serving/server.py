@@ -418,9 +418,9 @@ class Server:
         self._send(route, message)
 
     def _send_lost(self, route: bytes, request: str) -> None:
-        self._send(
-            route, Message(kind="error", values={"request": request, "class": SESSION_LOST, "parts": [""]})
-        )
+        text = "the server does not know this session; open the device again"
+        values = {"request": request, "class": SESSION_LOST, "parts": [text]}
+        self._send(route, Message(kind="error", values=values))
 
     def _send(self, route: bytes, message: Message) -> None:
         self._send_frames(route, message.frames())

@@ -363,8 +363,11 @@ def test_a_journal_adds_up_and_survives_a_torn_line(tmp_path: Path) -> None:
     rows = usage_rows(entries)
     assert rows[0] == ("alice", "one", "4", "200", "1.7 min", "3,000 J", "14.3 min", "0.5 s")
     assert [row[0] for row in rows] == ["alice", "bob", "all"]
-    bars = usage_figure(entries).axes[0].containers
-    assert [[round(float(bar.get_height()) * 3600) for bar in each] for each in bars] == [[430, 430], [30, 0]]
+    (axes,) = usage_figure(entries).axes
+    assert axes.get_ylabel() == "device time, host included [min]"
+    found = [[round(float(bar.get_height()) * 60) for bar in each] for each in axes.containers]
+    assert found == [[430, 430], [30, 0]]
+    assert "no use" in usage_figure([]).axes[0].texts[0].get_text()
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text('{"schema": 1}\n')
     with pytest.raises(ConfigError, match="line 1: is no entry"):

@@ -105,6 +105,7 @@ FIXED: dict[str, dict[str, Any]] = {
         protection=protected(noise_multiplier=1.0, divisor=72.0),
         sampler={"scheme": "poisson", "sampling_probability": 1.0},
     ),
+    "camera": configuration("pdfa", device={"name": "camera", "monitor": {"every_steps": 3}}),
     "monitored": configuration(
         "pdfa",
         device={
@@ -201,6 +202,16 @@ def test_optical_features_are_told_before_they_are_read(tmp_path: Path) -> None:
     assert run.facts["expected_of_features"] == expected.to_json()
     assert told.expected == []
     assert f">{expected.frames:,}<" in write_report(run).read_text()
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 10), (3, 10), (4, 9), (5, 6)])
+def test_a_medium_that_drifts_is_anchored_as_often_as_it_was_told(first: int, end: int) -> None:
+    drift = {"decorrelation_s": 1e9, "seconds_per_step": 1.0, "reanchor_steps": 4}
+    with open_device("camera", n_inputs=6, n_outputs=8, camera={"drift": drift}) as device:
+        told = device.usage + device.upkeep(first, end).usage(device.description.frames, n_outputs=8)
+        for step in range(first, end):
+            device.seek(step)
+        assert device.usage.frames == told.frames
 
 
 def test_points_tell_a_users_own_loop_what_a_pass_takes() -> None:

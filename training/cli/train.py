@@ -205,11 +205,13 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run
 def usage_line(expected: Usage, steps: int, *, is_mean: bool) -> str:
     """Say what a device's work in some steps will take, in human units."""
     mean = ", on average (batch sizes are random)" if is_mean else ""
-    return f"device: about {work_text(expected)} in {steps:,} steps{mean}; a simulation takes its own time"
+    return (
+        f"device: about {work_text(expected, f' in {steps:,} steps')}{mean}; a simulation takes its own time"
+    )
 
 
-def work_text(expected: Usage) -> str:
-    """Return frames, time and energy in human units."""
+def work_text(expected: Usage, what_for: str = "") -> str:
+    """Return frames, what they are for, time and energy in human units."""
     from opusim.tables import duration, energy
 
     host = (
@@ -217,7 +219,9 @@ def work_text(expected: Usage) -> str:
         if expected.host_seconds
         else ""
     )
-    return f"{expected.frames:,} frames, {duration(expected.seconds)}{host}, {energy(expected.joules)}"
+    return (
+        f"{expected.frames:,} frames{what_for}, {duration(expected.seconds)}{host}, {energy(expected.joules)}"
+    )
 
 
 def print_run(run: Run, report_file: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_run_is_told_its_device_time_before_it_starts(tmp_path: Path) -> None:
     assert frames == summary["frames"]
     steps = summary["steps"]
     host = duration(frames * 4300e-6 + steps * 100e-6)
-    told = f"{duration(frames * 500e-6)}, {host} with its host, {energy(frames * 500e-6 * 30)} in {steps:,} steps;"
+    told = f" in {steps:,} steps, {duration(frames * 500e-6)}, {host} with its host, {energy(frames * 500e-6 * 30)};"
     assert told in line
     assert summary["host_seconds"] == pytest.approx(summary["frames"] * 3800e-6 + steps * 100e-6)
     with_host = duration(summary["seconds"] + summary["host_seconds"])

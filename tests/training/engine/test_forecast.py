@@ -14,6 +14,7 @@ from torch import nn
 import training
 from opusim import open_device
 from opusim.devices.usage import DeviceWork, Usage
+from training.engine import forecast
 from training.engine.callbacks import Callback
 from training.feedback.points import FeedbackAlignment
 from training.protections.noisy_labels import LabelReadoutProtection
@@ -191,6 +192,26 @@ def test_release_runs_keep_what_they_were_told_and_not_what_they_took(tmp_path: 
     assert "frames" not in run.summary
     assert run.facts["expected"] == expected.to_json()
     assert f">{expected.frames:,}<" in write_report(run).read_text()
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_no_release_tells_a_number_of_records_that_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: bool
+) -> None:
+    """The planted fault: a forecast from the true mean batch, which tells one record more or less."""
+    if fault:
+        monkeypatch.setattr(forecast, "tells_records", lambda config: True)
+    protection = protected(noise_multiplier=2.0, relation="add_or_remove_one", divisor=14.0)
+    config = configuration(
+        "pdfa", protection=protection, sampler={"scheme": "poisson", "sampling_probability": 0.2}
+    )
+    config |= {"mode": "release", "data": {"n_classes": CLASSES, "validation_fraction": 0.0}}
+    x, y = records()
+    found = []
+    for count in (RECORDS, RECORDS - 40):
+        run = training.train(config, data=(x[:count], y[:count]), folder=tmp_path / str(count))
+        found.append(run.facts["expected"])
+    assert (found[0] == found[1]) is not fault
 
 
 def test_optical_features_are_told_before_they_are_read(tmp_path: Path) -> None:

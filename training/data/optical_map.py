@@ -130,7 +130,7 @@ def expected_usage(options: DataConfig, dataset: Dataset) -> Usage | None:
 
     Args:
         options: The section ``data``.
-        dataset: The records.
+        dataset: The records, before the map or behind it.
 
     Returns:
         The usage, or None if the features are not a device's.
@@ -141,4 +141,7 @@ def expected_usage(options: DataConfig, dataset: Dataset) -> Usage | None:
     for split in (dataset.train, dataset.validation, dataset.test):
         records = 0 if split is None else len(split)
         work += DeviceWork(frames=records, calls=math.ceil(records / RECORDS_AT_ONCE))
-    return work.usage(load_description(options.features_argument).frames, n_outputs=options.n_features)
+    told = dataset.public_map
+    named = options.features_argument
+    device = load_description(named) if told is None else parse_description(named, told["device"])
+    return work.usage(device.frames, n_outputs=options.n_features)

@@ -153,10 +153,10 @@ def train_on(
         watcher: See `train`.
     """
     private = config.mode == "release"
-    features = _features_usage(config, records)
-    if features is not None and isinstance(watcher, FeaturesWatcher):
-        watcher.on_features(features)
     if not resume:
+        features = _features_usage(config, records)
+        if features is not None and isinstance(watcher, FeaturesWatcher):
+            watcher.on_features(features)
         plan = RunPlan.resolve(config, records, model=model)
         folder = folder or _new_folder(config)
         train_planned(plan, folder, watcher=watcher)

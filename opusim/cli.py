@@ -9,7 +9,7 @@ import typer
 
 from opusim.calibration.cli import add_to as add_calibration_commands
 from opusim.serving.cli import add_to as add_serving_commands
-from opusim.tables import print_table
+from opusim.tables import print_table, wrapped
 
 app = typer.Typer(
     name="device", help="Show, record, calibrate, check and share devices.", no_args_is_help=True
@@ -78,7 +78,13 @@ def show_command(
     typer.echo(f"{description.name} ({description.kind}): {description.title}")
     print_table("", ("key", "value", "unit", "status", "source"), number_rows(description))
     typer.echo(f"can: {', '.join(capabilities_of(description))}")
-    typer.echo(noise_line(description))
+    if "://" in name:
+        from opusim.serving.remote import about
+
+        for line in about(name):
+            typer.echo(wrapped(line))
+    else:
+        typer.echo(noise_line(description))
     frames, outputs = description.frames, description.n_outputs
     shown = {"a vector of intensities": 1, "a ternary projection": frames.frames_per_projection}
     parts = [f"{what} {_time(frames.call_seconds(count, outputs))}" for what, count in shown.items()]

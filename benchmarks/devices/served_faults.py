@@ -34,7 +34,7 @@ _EXPECTED = {
     "oversized": "oversized: ",
 }
 """What the refusal of an attack says; no other attack is answered."""
-_NO_SERVER = ("no answer from its server", "the server was stopped")
+_NO_SERVER = ("no answer from its server", "the server was stopped", "does not know this session")
 _LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
 
 
@@ -95,7 +95,7 @@ def _compared(name: str, notes: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _as_expected(note: dict[str, Any]) -> bool:
-    """Whether an attack was refused as it is to be, in one line, or met no server."""
+    """Whether an attack was refused as it is to be, in one line, or met no server, or one that was started anew."""
     text, wanted = note["text"], _EXPECTED.get(note["fault"])
     if wanted is None:
         return not text

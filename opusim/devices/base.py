@@ -40,7 +40,7 @@ from opusim.devices.kinds import (
     devices_that,
 )
 from opusim.devices.monitor import BEFORE_ALL, Monitor
-from opusim.devices.usage import Usage, UsageMeter
+from opusim.devices.usage import DeviceWork, Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError, DeviceError, DeviceUnavailable, NoiseUnknown
 from opusim.noise import GaussianNoise, NoiseModel
 from opusim.randomness.streams import MODES
@@ -457,6 +457,19 @@ class NoisyDevice(ABC):
         if self._monitor is not None:
             self._monitor.check(step)
 
+    def upkeep(self, first: int, end: int, *, inspections: int = 0) -> DeviceWork:
+        """Return what the device does in a run's steps besides readings that the run asks for: the monitor's checks.
+
+        Args:
+            first: the first of these steps.
+            end: the step behind the last one.
+            inspections: calls of `inspect` in between.
+        """
+        if self._monitor is None:
+            return DeviceWork()
+        each = self._monitor.work + self._saturation_work
+        return each.times(self._monitor.checks_between(first, end) + inspections)
+
     @property
     def changed(self) -> bool:
         """Whether the monitor's last check gave an alarm."""
@@ -496,6 +509,11 @@ class NoisyDevice(ABC):
             vectors: reference vectors of the monitor, ternary, shape (vectors, n_inputs).
         """
         return None
+
+    @property
+    def _saturation_work(self) -> DeviceWork:
+        """What `_saturated_share` takes of the device in one check."""
+        return DeviceWork()
 
     def _open(self) -> None:  # noqa: B027  # optional hook
         """Connect to the device; a simulation needs nothing."""

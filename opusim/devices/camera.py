@@ -31,6 +31,7 @@ from opusim.camera.speckle import Speckle
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import BinaryFrames, ternary_batch
+from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError, NoiseUnknown
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE
 from opusim.noise import FluctuatingCountNoise, PhotonCountNoise
@@ -532,6 +533,22 @@ class CameraDevice(NoisyDevice):
         frames = self.exposure.expose(self._projection_fields(vectors), self._stream)
         self._meter.count(frames.shape[0])
         return float((frames >= end - 0.5).float().mean(dim=1).max())
+
+    @property
+    def _saturation_work(self) -> DeviceWork:
+        settings = self.description.monitor
+        vectors = 0 if settings is None else settings.reference_vectors
+        return DeviceWork(frames=vectors * self.description.frames.frames_per_projection + 1, calls=1)
+
+    def upkeep(self, first: int, end: int, *, inspections: int = 0) -> DeviceWork:
+        """See `NoisyDevice.upkeep`; the anchor of a medium that drifts is measured again and again."""
+        checks_of_monitor = super().upkeep(first, end, inspections=inspections)
+        drift = self._settings.drift
+        if drift is None or drift.reanchor_steps is None or end <= first:
+            return checks_of_monitor
+        before, last = first // drift.reanchor_steps, (end - 1) // drift.reanchor_steps
+        anchors = last - before + (before > 0)  # opening the device measured the first one
+        return checks_of_monitor + DeviceWork(frames=2 * self._settings.anchor.frames, calls=1).times(anchors)
 
     def _projection_fields(self, vectors: torch.Tensor) -> torch.Tensor:
         """Fields of all frames of some vectors' projections and of the anchor: (2, frames + 1, n_outputs)."""

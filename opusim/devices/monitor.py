@@ -62,6 +62,7 @@ from opusim.devices.baseline import (
     relative_error,
     shared_scatter,
 )
+from opusim.devices.usage import DeviceWork
 from opusim.errors import DeviceError, DeviceFault, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, NoiseModel
 from opusim.plugins import Deferred
@@ -203,6 +204,16 @@ class Monitor:
         self._single = SingleOutputTest(judged, len(self._blank), first.spread, shared)
         self._louder = ShiftTest(let_pass, error, first_error, level, numbers)
         self._quieter = ShiftTest(let_pass, error, first_error, level, numbers)
+
+    @property
+    def work(self) -> DeviceWork:
+        """What the readings of one check without an alarm take of the device."""
+        return DeviceWork(projections=len(self._blank) + len(self._vectors), calls=2)
+
+    def checks_between(self, first: int, end: int) -> int:
+        """Return how many checks are due from a step on, before another one."""
+        every = self._settings.every_steps
+        return max(-(-end // every) - -(-first // every), 0)
 
     def due(self, step: int) -> bool:
         """Return whether a check belongs before this step."""

@@ -18,7 +18,7 @@ from opusim.devices.certificate import Certificate
 from opusim.devices.inputs import Array, check_reading
 from opusim.devices.monitor import BEFORE_ALL
 from opusim.devices.registry import open_device
-from opusim.devices.usage import Usage
+from opusim.devices.usage import DeviceWork, Usage
 from opusim.errors import DeviceError, NoiseUnknown
 from opusim.noise import NoiseModel
 from opusim.processes.ranks import Ranks
@@ -128,6 +128,10 @@ class SharedDevice(NoisyDevice):
         """See NoisyDevice.inspect; does nothing on the other processes."""
         if self.held is not None:
             self.held.inspect(step)
+
+    def upkeep(self, first: int, end: int, *, inspections: int = 0) -> DeviceWork:
+        """See NoisyDevice.upkeep; none on the other processes."""
+        return DeviceWork() if self.held is None else self.held.upkeep(first, end, inspections=inspections)
 
     @property
     def changed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -75,20 +76,62 @@ class Usage:
         return cls(**content)
 
 
-def expected_usage(frames: FrameSettings, *, readings: int, calls: int, n_outputs: int) -> Usage:
-    """Return what some readings will use, as far as the description tells.
+@dataclass(frozen=True, kw_only=True)
+class DeviceWork:
+    """Work that a device is about to do: readings, and the calls that take them; two of them add.
 
-    Args:
-        frames: the description's section.
-        readings: ternary projections, at least 0.
-        calls: calls that take them, at least 0.
-        n_outputs: outputs of the window, whose frames may take longer to read out, at least 1.
+    The numbers are means if the work is random, as that of random batches is.
+
+    Attributes:
+        projections: ternary projections and blank readings, at least 0.
+        frames: frames of other readings, such as intensities, at least 0.
+        calls: calls that take them, at least 0; each costs the host's time.
     """
-    checks.integer(readings=readings, calls=calls, minimum=0)
-    shown = readings * frames.frames_per_projection
-    seconds = shown * frames.period_us(n_outputs) * 1e-6
-    host_us = shown * (frames.host_us_per_frame or 0.0) + calls * (frames.host_us_per_call or 0.0)
-    return Usage(frames=shown, seconds=seconds, joules=seconds * frames.power_w, host_seconds=host_us * 1e-6)
+
+    projections: float = 0.0
+    frames: float = 0.0
+    calls: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.non_negative(projections=self.projections, frames=self.frames, calls=self.calls)
+
+    @classmethod
+    def of_noise(cls, numbers: float, n_outputs: int) -> DeviceWork:
+        """Return the work of one draw of noise: as many blank readings of n_outputs numbers as fill it."""
+        return cls(projections=math.ceil(numbers / n_outputs), calls=1)
+
+    def __add__(self, other: DeviceWork) -> DeviceWork:
+        return DeviceWork(
+            projections=self.projections + other.projections,
+            frames=self.frames + other.frames,
+            calls=self.calls + other.calls,
+        )
+
+    def times(self, repeats: float) -> DeviceWork:
+        """Return so many repeats of this work."""
+        checks.non_negative(repeats=repeats)
+        return DeviceWork(
+            projections=repeats * self.projections, frames=repeats * self.frames, calls=repeats * self.calls
+        )
+
+    def usage(self, settings: FrameSettings, *, n_outputs: int) -> Usage:
+        """Return what the work will use, as far as the description tells, to the nearest frame.
+
+        Args:
+            settings: the section ``[frames]`` of the description.
+            n_outputs: outputs of the window, whose frames may take longer to read out, at least 1.
+        """
+        shown = self.projections * settings.frames_per_projection + self.frames
+        seconds = shown * settings.period_us(n_outputs) * 1e-6
+        host_us = shown * (settings.host_us_per_frame or 0.0) + self.calls * (
+            settings.host_us_per_call or 0.0
+        )
+        return Usage(
+            frames=round(shown),
+            seconds=seconds,
+            joules=seconds * settings.power_w,
+            host_seconds=host_us * 1e-6,
+        )
 
 
 class UsageMeter:

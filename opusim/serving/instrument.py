@@ -4,251 +4,35 @@
 | --- | --- | --- |
 | has ``[medium]``, is not exclusive | a device with the client's own mode, seed and window | that of the local device |
 | any other | outputs of the one device that the server holds | the device's; never repeated, never shared |
-
-A view is the part of the instrument that one client sees: its first `n_inputs` inputs, and `n_outputs` outputs from
-`first` on. Its readings are those columns of the readings of the whole.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import torch
 
 from opusim import checks
-from opusim.crossbar.converter import Converter
+from opusim.camera.from_description import noise_line
 from opusim.description.schema import AccessSettings, DeviceDescription
 from opusim.devices.access import Access
 from opusim.devices.base import NoisyDevice
-from opusim.devices.baseline import Baseline, reference_vectors
+from opusim.devices.baseline import reference_vectors
 from opusim.devices.certificate import digest_of, load_certificate
-from opusim.devices.inputs import drawn_shape
 from opusim.devices.kinds import Capability, capabilities_of
 from opusim.devices.registry import open_described
-from opusim.devices.usage import Usage
 from opusim.errors import CapabilityMissing, ConfigError, DeviceUnavailable
-from opusim.noise import (
-    ConverterLatticeNoise,
-    FluctuatingCountNoise,
-    GaussianNoise,
-    NoiseModel,
-    PhotonCountNoise,
-    SignalGaussianNoise,
-)
+from opusim.serving.views import View, Window
 
-_CUT = GaussianNoise, PhotonCountNoise, FluctuatingCountNoise, SignalGaussianNoise, ConverterLatticeNoise
-"""Laws that say how they depend on outputs."""
 SERVED: tuple[Capability, ...] = get_args(Capability)
 """What a client may use; a shared device is programmed by a client that has it to itself."""
 _FINGERPRINT = 8, 32, 64
 """Reference vectors, outputs and readings of each of a fingerprint."""
 SAME_MEDIUM = 0.25
 """Share of a fingerprint's bits in which two readings of one medium differ at most; two media differ in one half."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """The part of an instrument that a client opens.
-
-    Attributes:
-        n_inputs: inputs, from the first on.
-        first: first output.
-        n_outputs: outputs.
-        mode: ``experiment`` or ``release``.
-        seed: seed of the noise of a simulation in ``experiment``.
-    """
-
-    n_inputs: int
-    first: int
-    n_outputs: int
-    mode: str
-    seed: int
-
-    def overlaps(self, other: Window) -> bool:
-        """Whether two windows share outputs."""
-        return self.first < other.first + other.n_outputs and other.first < self.first + self.n_outputs
-
-
-class View:
-    """What one client sees; used by the thread that owns the instrument.
-
-    Args:
-        device: the open device.
-        window: the client's part of it.
-        shared: whether other views use the same device; it is not closed then, and steps are not the client's.
-        once: makes a call of the device, with a time-out if it needs one.
-    """
-
-    def __init__(
-        self,
-        device: NoisyDevice,
-        window: Window,
-        *,
-        shared: bool,
-        once: Callable[[Callable[[], Any]], Any],
-    ) -> None:
-        self._once = once
-        self.window = window
-        self.shared = shared
-        self.device = device
-        self._columns = slice(window.first, window.first + window.n_outputs)
-        self._whole = (window.first, window.n_outputs) == (0, device.n_outputs)
-        self.is_programmable = "program" in device.capabilities
-        """Whether the law is that of what the device holds, which must not be written before a client asks for it."""
-        self.law = None if self.is_programmable else self._found_law()
-        self._spent = Usage() if shared else device.usage
-        self.held = 0
-        """How often the device had been changed when the client opened it, or changed it."""
-
-    def look_up_law(self) -> None:
-        """Let `law` be that of what a programmable device holds."""
-        self.law = self.count(self._found_law)
-
-    def _found_law(self) -> NoiseModel | None:
-        """Return the law of the view's outputs, or None if it is unknown."""
-        law = self.device.stated_noise
-        if law is None or self._whole:
-            return law
-        return law_of_outputs(law, self._columns)
-
-    @property
-    def converter(self) -> dict[str, Any] | None:
-        """The converter that a programmable device states, as JSON values; None for other devices."""
-        found = getattr(self.device, "converter", None)
-        return asdict(found) if isinstance(found, Converter) else None
-
-    @property
-    def usage(self) -> Usage:
-        """What this client has used."""
-        return self._spent
-
-    @property
-    def baseline(self) -> Baseline | None:
-        """What the monitor compares with if the client has a device of its own; the server watches a shared one."""
-        return None if self.shared or not self._whole else self.device.baseline
-
-    def count(self, act: Callable[[], Any]) -> Any:
-        """Return what an act returns, and count what the device spends in it for this client."""
-        before = self.device.usage
-        try:
-            return self._once(act)
-        finally:
-            self._spent += self.device.usage - before
-
-    def project(self, x: np.ndarray) -> np.ndarray:  # (batch, n_inputs) -> (batch, n_outputs)
-        """Return `NoisyDevice.project` of the view."""
-        y: np.ndarray = self.count(lambda: self.device.project(self._shown(x)))
-        return self._seen(y)
-
-    def intensities(self, x: np.ndarray) -> np.ndarray:  # (frames, n_inputs) -> (frames, n_outputs)
-        """Return `NoisyDevice.intensities` of the view."""
-        y: np.ndarray = self.count(lambda: self.device.intensities(self._shown(x)))
-        return self._seen(y)
-
-    def draw(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Return `NoisyDevice.draw` of the view: numbers of its outputs only, in whole readings."""
-        if self._whole:
-            drawn: np.ndarray = self.count(lambda: self.device.draw(shape).cpu().numpy())
-            return drawn
-        law = self.device.stated_noise
-        uniform = isinstance(law, GaussianNoise) and law.is_uniform
-        lengths = drawn_shape(shape, self.window.n_outputs, uniform=uniform)
-        readings = -(-math.prod(lengths) // self.window.n_outputs)
-        drawn = self.count(lambda: self.device.draw((readings, self.device.n_outputs)).cpu().numpy())
-        return drawn[:, self._columns].reshape(-1)[: math.prod(lengths)].reshape(lengths)
-
-    def matrix(self) -> np.ndarray:  # (n_outputs, n_inputs)
-        """Return `TellsMatrix.matrix` of the view."""
-        matrix = self.device.require("matrix").matrix().cpu().numpy()
-        return matrix[self._columns, : self.window.n_inputs]
-
-    def multiply(self, x: np.ndarray) -> np.ndarray:  # (batch, n_inputs) -> (batch, n_outputs)
-        """Return `Multiplies.multiply` of the view."""
-        device = self.device.require("multiply")
-        y = self.count(lambda: device.multiply(torch.from_numpy(self._shown(x))))
-        return self._seen(y.cpu().numpy())
-
-    def multiply_transposed(self, x: np.ndarray) -> np.ndarray:  # (batch, n_outputs) -> (batch, n_inputs)
-        """Return `MultipliesTransposed.multiply_transposed` of the view; the outputs of others stay dark."""
-        device = self.device.require("multiply_transposed")
-        checks.shape((None, self.window.n_outputs), x=x)
-        shown = np.zeros((len(x), self.device.n_outputs), dtype=np.float32)
-        shown[:, self._columns] = x
-        y: torch.Tensor = self.count(lambda: device.multiply_transposed(torch.from_numpy(shown)))
-        return y.cpu().numpy()[:, : self.window.n_inputs]
-
-    def program(self, matrix: np.ndarray) -> np.ndarray:  # (n_outputs, n_inputs)
-        """Return `Programmable.program` of the view, which must be the whole device."""
-        device = self.device.require("program")
-        if not self._whole or self.window.n_inputs != self.device.n_inputs:
-            raise ValueError(
-                f"program: the device is written as a whole, {self.device.n_inputs} inputs and "
-                f"{self.device.n_outputs} outputs; open that window"
-            )
-        realised = self.count(lambda: device.program(torch.from_numpy(matrix.copy())))
-        self.look_up_law()
-        return np.asarray(realised.cpu().numpy())
-
-    def wait(self, seconds: float) -> np.ndarray:  # (n_outputs, n_inputs)
-        """Return `Waits.wait` of the view."""
-        device = self.device.require("wait")
-        matrix = self.count(lambda: device.wait(seconds)).cpu().numpy()
-        self.look_up_law()
-        return np.asarray(matrix[self._columns, : self.window.n_inputs])
-
-    def programming_std(self, matrix: np.ndarray) -> np.ndarray:
-        """Return the spread of programming that the device states for a matrix, of its shape; 0 without one."""
-        told = getattr(self.device, "programming_std", None)
-        if told is None:
-            return np.zeros_like(matrix)
-        return np.asarray(told(torch.from_numpy(matrix.copy())).cpu().numpy(), dtype=np.float32)
-
-    def seek(self, step: int) -> None:
-        """Position the noise, and let the device's monitor look if a check is due."""
-        self.count(lambda: self.device.seek(step))
-
-    def compare(self, baseline: np.ndarray) -> None:
-        """Compare the client's own device with an earlier baseline."""
-        self.count(lambda: self.device.compare_with(Baseline.from_array(baseline)))
-
-    def close(self) -> None:
-        """Close the client's own device; a shared one stays open."""
-        if not self.shared:
-            self.device.close()
-
-    def _shown(self, x: np.ndarray) -> np.ndarray:
-        """Return vectors of the view as vectors of the device, whose other inputs stay dark."""
-        checks.shape((None, self.window.n_inputs), x=x)
-        missing = self.device.n_inputs - self.window.n_inputs
-        return np.pad(x, ((0, 0), (0, missing))) if missing else x
-
-    def _seen(self, y: np.ndarray) -> np.ndarray:
-        return y if self._whole else y[:, self._columns]
-
-
-def law_of_outputs(law: NoiseModel, outputs: slice) -> NoiseModel | None:
-    """Return the law of some outputs, or None if it is unknown how the law depends on outputs.
-
-    Numbers that are told for each output are cut; numbers for all outputs stay, and so does beta: limits that hold for
-    all outputs hold for some. The power of fluctuating light is common to a frame, so that some of its pixels see it
-    with the same law.
-    """
-    if not isinstance(law, _CUT):
-        return None
-    numbers: dict[str, Any] = {}
-    for field in fields(law):
-        value = getattr(law, field.name)
-        is_cut = isinstance(value, np.ndarray) and value.ndim > 0 and value.shape[-1] == law.n_outputs
-        numbers[field.name] = value[..., outputs] if is_cut else value
-    if "n_outputs" in numbers:
-        numbers["n_outputs"] = outputs.stop - outputs.start
-    return type(law)(**numbers)
 
 
 class Instrument:
@@ -298,7 +82,27 @@ class Instrument:
             self._device = self._opened(
                 Window(n_inputs=self.n_inputs, first=0, n_outputs=self.n_outputs, mode="release", seed=0)
             )
+        self._law = ""
         self.fingerprint = self._fingerprint()
+
+    def about(self, user: str) -> list[str]:
+        """Return what a user is told of the device, a line each: window, who shares it, noise, certificate, medium."""
+        told, certificate = self.description, self._certificate
+        shared = "clients share the one device" if self.shared else "each client has a simulation of its own"
+        lines = [
+            f"serves {told.name!r} of kind {told.kind!r}: {self.n_inputs:,} of {told.n_inputs:,} inputs, "
+            f"{self.n_outputs:,} of {told.n_outputs:,} outputs; {shared}",
+            noise_line(told) if told.noise is not None or told.camera is not None else f"noise: {self._law}",
+        ]
+        if certificate is None:
+            lines.append("certificate: none; the noise is what the description says")
+        else:
+            lines.append(
+                f"certificate: {certificate.digest} of {certificate.date}, beta = {certificate.beta:g}, by which the "
+                f"noise is {self._law}"
+            )
+        seed = "the hardware's" if told.medium is None else f"simulated, seed {told.medium.seed}"
+        return [*lines, f"medium: {seed}; its fingerprint begins with {self.fingerprint_for(user)[:16]}"]
 
     def check(self, window: Window) -> None:
         """Refuse a window that is no part of the instrument.
@@ -419,6 +223,8 @@ class Instrument:
         )
         view = self.view(window)
         try:
+            law = view.law if self._device is None else self._device.stated_noise
+            self._law = "not known; calibrate the device" if law is None else law.describe()
             shown = reference_vectors(vectors, window.n_inputs).to(torch.int8).numpy()
             means = (
                 view.project(np.repeat(shown, readings, axis=0)).reshape(vectors, readings, -1).mean(axis=1)
@@ -440,36 +246,6 @@ def same_medium(one: str, other: str) -> bool:
     if first.size != second.size or not first.size:
         return False
     return float(np.unpackbits(first ^ second).mean()) <= SAME_MEDIUM
-
-
-def packed_law(law: NoiseModel | None) -> tuple[dict[str, Any] | None, list[np.ndarray]]:
-    """Return a law as JSON values, and the arrays that stand in them as ``{"array": position}``."""
-    if law is None:
-        return None, []
-    arrays: list[np.ndarray] = []
-    values: dict[str, Any] = {}
-    for name, value in law.to_json().items():
-        if isinstance(value, list):
-            arrays.append(np.asarray(value, dtype=np.float64))
-            value = {"array": len(arrays) - 1}
-        values[name] = value
-    return values, arrays
-
-
-def unpacked_law(values: dict[str, Any] | None, arrays: Sequence[np.ndarray]) -> NoiseModel | None:
-    """Return what `packed_law` packed.
-
-    Raises:
-        ValueError, TypeError: it is no law that is known here.
-        LookupError: an array is missing.
-    """
-    if values is None:
-        return None
-    plain = {
-        name: arrays[value["array"]].tolist() if isinstance(value, dict) else value
-        for name, value in values.items()
-    }
-    return NoiseModel.from_json(plain)
 
 
 def require_capability(can: list[Capability], capability: str) -> None:

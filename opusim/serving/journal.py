@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.dates import DAILY, AutoDateLocator, DateFormatter, date2num
 from matplotlib.figure import Figure
 
 from opusim.devices.usage import Usage
@@ -172,22 +173,37 @@ def usage_rows(entries: Iterable[Entry]) -> list[tuple[str, ...]]:
     ]
 
 
+_UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
+
+
 def usage_figure(entries: Iterable[Entry]) -> Figure:
-    """Draw hours of device time, the host's included, of each user over days, stacked."""
-    hours: dict[str, dict[datetime.date, float]] = defaultdict(lambda: defaultdict(float))
+    """Draw device time, the host's included, of each user and day (UTC), stacked; days without use are empty."""
+    seconds: dict[str, dict[datetime.date, float]] = defaultdict(lambda: defaultdict(float))
     for entry in entries:
-        day = datetime.datetime.fromisoformat(entry.time).date()
-        hours[entry.user][day] += (entry.used.seconds + entry.used.host_seconds) / 3600
-    days = sorted({day for of_user in hours.values() for day in of_user})
+        day = datetime.datetime.fromisoformat(entry.time).astimezone(datetime.UTC).date()
+        seconds[entry.user][day] += entry.used.seconds + entry.used.host_seconds
+    days = sorted({day for of_user in seconds.values() for day in of_user})
+    users = sorted(seconds, key=lambda user: -sum(seconds[user].values()))
+    heights = np.array([[seconds[user].get(day, 0.0) for day in days] for user in users])
+    largest = float(heights.sum(axis=0).max()) if days else 0.0
+    unit, size = next((each for each in _UNITS if largest >= each[1]), _UNITS[-1])
     figure = Figure(figsize=(8, 3.5), layout="constrained")
     axes = figure.add_subplot()
     below = np.zeros(len(days))
-    for user in sorted(hours):
-        heights = np.array([hours[user].get(day, 0.0) for day in days])
-        axes.bar([day.isoformat() for day in days], heights, bottom=below, label=user)
-        below += heights
-    axes.set_ylabel("device time, host included [h]")
-    axes.tick_params(axis="x", rotation=45)
+    for user, of_user in zip(users, heights / size, strict=True):
+        axes.bar(date2num(days), of_user, bottom=below, width=0.8, label=user)
+        below += of_user
+    axes.set_ylim(0, 1.08 * largest / size or 1.0)
+    axes.set_xlabel("day, UTC")
+    axes.set_ylabel(f"device time, host included [{unit}]")
     if days:
-        axes.legend(title="user")
+        locator = AutoDateLocator(minticks=1, maxticks=10, interval_multiples=False)
+        locator.intervald[DAILY] = [1, 2, 3, 7, 14]
+        axes.xaxis.set_major_locator(locator)
+        axes.xaxis.set_major_formatter(DateFormatter("%d %b %Y" if len(days) == 1 else "%d %b"))
+        axes.set_xlim(date2num(days[0]) - 0.7, date2num(days[-1]) + 0.7)
+        axes.legend(title="user", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    else:
+        axes.set_xticks([])
+        axes.text(0.5, 0.5, "no use in this time", ha="center", va="center", transform=axes.transAxes)
     return figure

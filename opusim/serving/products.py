@@ -14,8 +14,8 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import Array, like_input, real_batch
 from opusim.errors import DeviceFault
 from opusim.noise import NoiseModel
-from opusim.serving.instrument import unpacked_law
 from opusim.serving.messages import Message
+from opusim.serving.views import unpacked_law
 
 
 class RemoteProducts(NoisyDevice):

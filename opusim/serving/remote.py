@@ -30,11 +30,12 @@ from opusim.devices.monitor import BEFORE_ALL
 from opusim.devices.usage import Usage
 from opusim.errors import ConfigError, DeviceBusy, DeviceFault, NoiseUnknown
 from opusim.noise import NoiseModel
-from opusim.serving.instrument import same_medium, unpacked_law
+from opusim.serving.instrument import same_medium
 from opusim.serving.keys import own_key, server_key
 from opusim.serving.link import Heartbeat, Link, beat_s
 from opusim.serving.messages import MIB, Message, told_error
 from opusim.serving.products import RemoteProducts
+from opusim.serving.views import unpacked_law
 
 KIND = SCHEME = "remote"
 _LOG = logging.getLogger("opusim")
@@ -92,16 +93,8 @@ def describe(address: str) -> dict[str, Any]:
         ConfigError: it is no such address, or a key is missing.
         DeviceUnavailable: the server does not answer, or refuses the key.
     """
-    host, port, options = _parsed(address)
-    silence_s = float(options.get("silence_s", _CONNECT_S))
-    link = _linked(host, port, options.get("key"), address, silence_s if silence_s > 0 else _CONNECT_S)
-    try:
-        answer = link.ask(Message(kind="describe", values={"request": link.new_request()}))
-    finally:
-        link.close()
-    if answer.kind != "described":
-        raise told_error(answer)
-    told, name = answer.value("description", dict), f"{host}:{port}"
+    answer, name, options = _described(address)
+    told = answer.value("description", dict)
     content = {
         key: value for key, value in told.items() if key in ("schema", "title", "frames", "provenance")
     }
@@ -125,6 +118,33 @@ def describe(address: str) -> dict[str, Any]:
     numbered = [f"options.{key}" for key in (*_WHOLE, *_NUMBERS) if f"options.{key}" in numbers]
     content["provenance"] = sources | dict.fromkeys(numbered, given)
     return content
+
+
+def about(address: str) -> list[str]:
+    """Return what the server of a device tells of it: window, sharing, noise, certificate, medium; a line each.
+
+    Args:
+        address: as for `describe`.
+
+    Raises:
+        ConfigError, DeviceUnavailable: as for `describe`.
+    """
+    lines = _described(address)[0].value("about", list, [])
+    return ["".join(c for c in str(line) if c.isprintable()) for line in lines]
+
+
+def _described(address: str) -> tuple[Message, str, dict[str, Any]]:
+    """Ask a server what it serves; returns its answer, HOST:PORT, and the options of the address."""
+    host, port, options = _parsed(address)
+    silence_s = float(options.get("silence_s", _CONNECT_S))
+    link = _linked(host, port, options.get("key"), address, silence_s if silence_s > 0 else _CONNECT_S)
+    try:
+        answer = link.ask(Message(kind="describe", values={"request": link.new_request()}))
+    finally:
+        link.close()
+    if answer.kind != "described":
+        raise told_error(answer)
+    return answer, f"{host}:{port}", options
 
 
 def _parsed(address: str) -> tuple[str, int, dict[str, Any]]:

@@ -17,11 +17,12 @@ from opusim import checks
 from opusim.errors import ConfigError, DeviceError, DeviceFault, DeviceUnavailable, NoiseBelowCertificate
 from opusim.serving.door import Door
 from opusim.serving.fair_queue import FairQueue
-from opusim.serving.instrument import Instrument, Window, packed_law
+from opusim.serving.instrument import Instrument
 from opusim.serving.journal import Journal
 from opusim.serving.keys import Key, Users
 from opusim.serving.messages import MIB, BadMessage, Message, error_message, read_message
 from opusim.serving.sessions import TELLING, Places, Session, Work, content_digest, require_room
+from opusim.serving.views import Window, packed_law
 
 _LOG = logging.getLogger("opusim.serving")
 _TICK_MS = 200
@@ -225,6 +226,7 @@ class Server:
             **self._identity(user.name),
             "description": served.description.dump(),
             "can": served.can,
+            "about": served.about(user.name),
             "n_inputs": served.n_inputs,
             "n_outputs": served.n_outputs,
         }
@@ -416,9 +418,9 @@ class Server:
         self._send(route, message)
 
     def _send_lost(self, route: bytes, request: str) -> None:
-        self._send(
-            route, Message(kind="error", values={"request": request, "class": SESSION_LOST, "parts": [""]})
-        )
+        text = "the server does not know this session; open the device again"
+        values = {"request": request, "class": SESSION_LOST, "parts": [text]}
+        self._send(route, Message(kind="error", values=values))
 
     def _send(self, route: bytes, message: Message) -> None:
         self._send_frames(route, message.frames())

@@ -15,9 +15,10 @@ import numpy as np
 from opusim import checks
 from opusim.devices.usage import Usage
 from opusim.errors import CapabilityMissing, DeviceBusy
-from opusim.serving.instrument import SERVED, Instrument, View, Window, require_capability
+from opusim.serving.instrument import SERVED, Instrument, require_capability
 from opusim.serving.journal import Entry
 from opusim.serving.messages import MIB, BadMessage, Message, raw_bytes
+from opusim.serving.views import View, Window
 
 ROWS_AT_ONCE = 1000
 """Vectors of a call that a shared device reads before another client has its turn."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from opusim.description.loading import load_description
 from opusim.serving.instrument import Instrument
@@ -148,6 +149,9 @@ class ForkedServer:
         raise AssertionError("the server does not listen")
 
     def _serve(self, lab: Laboratory, name: str) -> None:
+        torch.set_num_threads(
+            1
+        )  # the parent's other threads are not in a forked process, and would be waited for
         instrument, bind = Instrument(load_description(name)), f"tcp://127.0.0.1:{self.port}"
         Server(instrument, Users(lab.keys), bind=bind, journal=Journal(lab.journal)).run(threading.Event())
 

@@ -33,7 +33,6 @@ from training.config.run import RunConfig
 from training.config.sections import TrainerSection
 
 if TYPE_CHECKING:
-    from opusim.description.schema import FrameSettings
     from opusim.devices.usage import Usage
     from training.engine.loop import Watcher
     from training.runs.run import Run
@@ -184,14 +183,12 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run
     if _follows(config):
         work(None)
         return
-    warning, device = caution(config), None if quiet else device_frames(config)
+    warning = caution(config)
 
     def warned(watcher: Watcher | None) -> Watcher | None:
-        if device is not None:
-            watcher = Announced(partial(device_line, config, device), watcher)
-        elif config.uses_device and not quiet:
+        if watcher is not None:
             watcher = AnnouncedUsage(watcher)
-        return watcher if warning is None else Announced(lambda steps: str(warning), watcher)
+        return watcher if warning is None else Announced(warning, watcher)
 
     if quiet:
         run = work(warned(None))
@@ -205,38 +202,25 @@ def watched(config: RunConfig, quiet: bool, work: Callable[[Watcher | None], Run
         print_run(run, report_file)
 
 
-def device_frames(config: RunConfig) -> FrameSettings | None:
-    """Return time and energy of a frame of the run's device.
-
-    None if the number of frames depends on more than the configuration; the first step tells it then.
-    """
-    from opusim.description.loading import load_description
-
-    if not config.uses_device or config.model.name != "mlp" or not config.trainer.readings_per_record():
-        return None
-    return load_description(config.device.name, config.device.overrides).frames
+def usage_line(expected: Usage, steps: int, *, is_mean: bool) -> str:
+    """Say what a device's work in some steps will take, in human units."""
+    mean = ", on average (batch sizes are random)" if is_mean else ""
+    return (
+        f"device: about {work_text(expected, f' in {steps:,} steps')}{mean}; a simulation takes its own time"
+    )
 
 
-def device_line(config: RunConfig, frames: FrameSettings, steps: int) -> str:
-    """Say how long a device of this description works for some steps, and with how much energy.
-
-    A simulation takes its own time, which the report shows next to it.
-    """
-    from opusim.devices.usage import expected_usage
-
-    readings = steps * config.sampler.batch_size * config.trainer.readings_per_record()
-    outputs = max(1, sum(config.model.hidden))
-    return usage_line(expected_usage(frames, readings=readings, calls=steps, n_outputs=outputs), steps)
-
-
-def usage_line(used: Usage, steps: int) -> str:
-    """Say what a device's work in some steps takes, in human units."""
+def work_text(expected: Usage, what_for: str = "") -> str:
+    """Return frames, what they are for, time and energy in human units."""
     from opusim.tables import duration, energy
 
-    host = f", {duration(used.seconds + used.host_seconds)} with its host" if used.host_seconds else ""
+    host = (
+        f", {duration(expected.seconds + expected.host_seconds)} with its host"
+        if expected.host_seconds
+        else ""
+    )
     return (
-        f"device: about {used.frames:,} frames in {steps:,} steps, {duration(used.seconds)}{host}, "
-        f"{energy(used.joules)}; a simulation takes its own time"
+        f"{expected.frames:,} frames{what_for}, {duration(expected.seconds)}{host}, {energy(expected.joules)}"
     )
 
 
@@ -301,22 +285,30 @@ class RunProgress:
         self._news = ", ".join(parts)
 
 
-class Announced:
-    """Prints a line when training begins, which a refused run never does, and passes all news on; a Watcher.
+class PassedOn:
+    """Passes all news on to another watcher, if there is one; a Watcher.
 
     Args:
-        text: Returns the line from the number of steps that are left.
-        watcher: Another watcher to pass all news on to, or None.
+        watcher: The other one, or None.
     """
 
-    def __init__(self, text: Callable[[int], str], watcher: Watcher | None) -> None:
-        self._text, self._watcher = text, watcher
+    def __init__(self, watcher: Watcher | None) -> None:
+        self._watcher = watcher
 
     def on_start(self, *, step: int, total_steps: int) -> None:
         """See Watcher.on_start."""
-        print(self._text(total_steps - step), file=sys.stderr, flush=True)
         if self._watcher is not None:
             self._watcher.on_start(step=step, total_steps=total_steps)
+
+    def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
+        """See UsageWatcher.on_usage."""
+        if isinstance(self._watcher, PassedOn):
+            self._watcher.on_usage(expected, steps=steps, is_mean=is_mean)
+
+    def on_features(self, expected: Usage) -> None:
+        """See FeaturesWatcher.on_features."""
+        if isinstance(self._watcher, PassedOn):
+            self._watcher.on_features(expected)
 
     def on_step(self, *, step: int) -> None:
         """See Watcher.on_step."""
@@ -329,18 +321,34 @@ class Announced:
             self._watcher.on_epoch(record)
 
 
-class AnnouncedUsage(Announced):
-    """Prints what the device's work takes once the first step has shown it, and passes all news on; a Watcher."""
+class Announced(PassedOn):
+    """Prints a line when training begins, which a refused run never does.
 
-    def __init__(self, watcher: Watcher | None) -> None:
-        super().__init__(lambda steps: "", watcher)
+    Args:
+        text: The line.
+        watcher: See `PassedOn`.
+    """
+
+    def __init__(self, text: str, watcher: Watcher | None) -> None:
+        super().__init__(watcher)
+        self._text = text
 
     def on_start(self, *, step: int, total_steps: int) -> None:
         """See Watcher.on_start."""
-        if self._watcher is not None:
-            self._watcher.on_start(step=step, total_steps=total_steps)
+        print(self._text, file=sys.stderr, flush=True)
+        super().on_start(step=step, total_steps=total_steps)
 
-    def on_usage(self, a_step: Usage, *, steps: int) -> None:
+
+class AnnouncedUsage(PassedOn):
+    """Prints what the run will take of its device, and optical features of theirs."""
+
+    def on_features(self, expected: Usage) -> None:
+        """See FeaturesWatcher.on_features."""
+        text = (
+            f"device of the features: about {work_text(expected)}, unless they are kept from an earlier run"
+        )
+        print(text, file=sys.stderr, flush=True)
+
+    def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
         """See UsageWatcher.on_usage."""
-        if a_step.frames:
-            print(usage_line(a_step.times(steps), steps), file=sys.stderr, flush=True)
+        print(usage_line(expected, steps, is_mean=is_mean), file=sys.stderr, flush=True)

@@ -306,6 +306,11 @@ class SamplerConfig(Section):
     drop_last: bool = False
     """Leave out the last, shorter batch of an epoch (only shuffled-epochs)."""
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the number of records in a batch is random."""
+        return self.scheme.startswith("poisson")
+
 
 class CheckpointConfig(Section):
     """When checkpoints are written and how many are kept."""
@@ -503,10 +508,6 @@ class TrainerSection(KindSection):
     def uses_device(self, protection: ProtectionSection) -> bool:
         """Whether the run opens its device."""
         return False
-
-    def readings_per_record(self) -> int:
-        """Return how many readings of the device a step takes of each record; 0 if that is not known in advance."""
-        return 0
 
     def divides_by_batch_size(self, protection: ProtectionSection) -> bool:
         """Whether a full batch's sum is divided by sampler.batch_size unless protection.divisor is given."""

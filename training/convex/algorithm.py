@@ -16,17 +16,18 @@ from accounting.convex.mechanisms import ConvexLastIterate
 from accounting.errors import NoGuarantee
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from training.config.run import RunConfig
 from training.config.sections import ModelConfig
 from training.convex.config import ConvexConfig
-from training.convex.gated import GatedNetwork, GatedRelu, seeded_hyperplanes
+from training.convex.gated import GatedNetwork, GatedRelu, hyperplanes_work, seeded_hyperplanes
 from training.convex.trainer import ConvexTrainer, Descent, Objective
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
 from training.networks.base import seeded_generator
 from training.networks.optimizers import make_optimizer
-from training.protections.base import SoftLabels, central_noise, noise_std
+from training.protections.base import SoftLabels, central_noise, noise_std, noise_work
 from training.protections.planning import Plan
 
 LAST_ITERATE_SCHEMES = ("disjoint-cyclic", "full-batch")
@@ -172,6 +173,17 @@ class ConvexAlgorithm(Algorithm[ConvexConfig, GatedNetwork, ConvexTrainer]):
         """A record's features go in, its hyperplanes' projections come out."""
         network = self.network
         return DeviceShape(n_inputs=network.n_inputs, n_outputs=len(network.model.hyperplanes))
+
+    def work_before(self) -> DeviceWork:
+        """See Algorithm.work_before; the hyperplanes are read."""
+        own = super().work_before()
+        if self.options.gates != "device":
+            return own
+        return own + hyperplanes_work(self.network.n_inputs, readings=self.options.gate_readings)
+
+    def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
+        """See Algorithm.work_of_step; the update's noise, of every weight."""
+        return noise_work(self.plan, [self.network.model.weight.numel()], n_outputs)
 
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> ConvexTrainer:
         """See Algorithm.trainer."""

@@ -13,6 +13,7 @@ all float32 numbers; in float32, squares below 7e-46 vanish and sums above 3e38 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
 from training.networks.base import Network
 from training.networks.clipping import bounded_factors, finite_rows, full_precision, norm_bounds, row_norms
 
@@ -191,6 +193,12 @@ class GatedNetwork(Network):
 def seeded_hyperplanes(count: int, n_inputs: int, generator: torch.Generator) -> Tensor:
     """Draw rows u_p ~ N(0, I), shape (count, n_inputs)."""
     return torch.randn(count, n_inputs, generator=generator)
+
+
+def hyperplanes_work(n_inputs: int, *, readings: int) -> DeviceWork:
+    """Return what `device_hyperplanes` takes of a device of so many inputs."""
+    calls = math.ceil(n_inputs / _VECTORS_PER_CALL)
+    return DeviceWork(projections=n_inputs, calls=calls).times(readings)
 
 
 def device_hyperplanes(device: NoisyDevice, *, readings: int) -> Tensor:

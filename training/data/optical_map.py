@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ from opusim.description.loading import load_description, parse_description
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described
+from opusim.devices.usage import DeviceWork, Usage
 from opusim.encodings import binarize
 from opusim.errors import ConfigError
 from training.config.data import DataConfig
-from training.data.public_map import PublicMap
+from training.data.dataset import Dataset
+from training.data.public_map import RECORDS_AT_ONCE, PublicMap
 
 _TRIALS = 256
 _SEED = 20260101
@@ -117,3 +120,28 @@ class OpticalMap(PublicMap):
                 return device.intensities(frames).float().sub_(self.centre).div_(self.spread)
 
             yield read
+
+
+def expected_usage(options: DataConfig, dataset: Dataset) -> Usage | None:
+    """Return what the features of a data set will take of their device: one frame for each record, and the public ones.
+
+    A run whose features are kept from an earlier one reads the public frames only. What opening the device takes is
+    not counted.
+
+    Args:
+        options: The section ``data``.
+        dataset: The records, before the map or behind it.
+
+    Returns:
+        The usage, or None if the features are not a device's.
+    """
+    if options.features_kind != OpticalMap.kind:
+        return None
+    work = DeviceWork(frames=_TRIALS, calls=1)
+    for split in (dataset.train, dataset.validation, dataset.test):
+        records = 0 if split is None else len(split)
+        work += DeviceWork(frames=records, calls=math.ceil(records / RECORDS_AT_ONCE))
+    told = dataset.public_map
+    named = options.features_argument
+    device = load_description(named) if told is None else parse_description(named, told["device"])
+    return work.usage(device.frames, n_outputs=options.n_features)

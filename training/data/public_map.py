@@ -26,7 +26,7 @@ from opusim.files import make_folder
 from training.data.dataset import Dataset, Split, in_single_precision
 
 CACHE_VARIABLE = "OPUSIM_CACHE"
-_BLOCK = 1000
+RECORDS_AT_ONCE = 1000
 """Records that are mapped at once; part of the law of a noisy map, whose noise is drawn block by block."""
 
 
@@ -105,8 +105,8 @@ class PublicMap(ABC):
             ConfigError: A feature does not fit half precision.
         """
         with self.opened() as read, torch.no_grad():
-            for start in range(0, len(x), _BLOCK):
-                records = in_single_precision(x[start : start + _BLOCK]).cpu()
+            for start in range(0, len(x), RECORDS_AT_ONCE):
+                records = in_single_precision(x[start : start + RECORDS_AT_ONCE]).cpu()
                 found = read(records.reshape(-1, *self.record_shape)).reshape(len(records), -1)
                 if self.groups is not None:
                     found = functional.group_norm(found.unsqueeze(-1), self.groups).squeeze(-1)

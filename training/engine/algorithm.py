@@ -15,6 +15,7 @@ from accounting.guarantee import Adjacency
 from accounting.mechanisms import Mechanism
 from accounting.records.mechanisms import RecordCentral, RecordReplaced, Unprotected
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
 from training.config.run import RunConfig
@@ -56,7 +57,7 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
 
     It may also give
 
-    - `device_shape`, if the run opens a device;
+    - `device_shape`, if the run opens a device, and `work_of_step`, so that the run can say what it will take;
     - `mechanism` and `clip_norm`, if a step under protection.kind = 'record' releases something other than a sum of
       contributions that `RecordGradients` (`self.protection.gradients`) clips and noises;
     - `released`, if a run without protection releases more than unprotected updates;
@@ -183,6 +184,20 @@ class Algorithm(ABC, Generic[OptionsT, NetworkT, TrainerT]):
                 "writer; its algorithm must hand self.gradients(device) to its trainer"
             )
         return trainer
+
+    def work_before(self) -> DeviceWork:
+        """Return what a new run takes of the device before its first step: by default what the protection reads."""
+        return self.protection.work_before()
+
+    def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork | None:
+        """Return what one step takes of the device; None if that is known only once a step is done.
+
+        Args:
+            records: Records of the batch; their mean, if it is random.
+            n_outputs: Outputs of the open device.
+            observed: Whether the step fills in its diagnostics.
+        """
+        return None
 
     @property
     def updates(self) -> Updates:

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from opusim.devices.usage import Usage
 from training.data.formats import required_library
-from training.engine.loop import UsageWatcher, Watcher
+from training.engine.loop import FeaturesWatcher, UsageWatcher, Watcher
 
 
 class Callback:
@@ -28,8 +28,11 @@ class Callback:
     def on_step(self, *, step: int) -> None:
         """So many steps are done."""
 
-    def on_usage(self, a_step: Usage, *, steps: int) -> None:
-        """The first step used so much of the device, and so many steps are left; not called in release mode."""
+    def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
+        """So many steps are left and will take so much of the device, or so much on average, before the first one."""
+
+    def on_features(self, expected: Usage) -> None:
+        """Optical features will take so much of their device, unless they are kept from an earlier run."""
 
     def on_epoch(self, record: dict[str, Any]) -> None:
         """An epoch's metrics were written: "epoch", "step", and outside release mode its figures."""
@@ -74,11 +77,17 @@ class Watchers(Callback):
         for watcher in self._watchers:
             watcher.on_step(step=step)
 
-    def on_usage(self, a_step: Usage, *, steps: int) -> None:
+    def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
         """See Callback.on_usage; watchers without that method are left out."""
         for watcher in self._watchers:
             if isinstance(watcher, UsageWatcher):
-                watcher.on_usage(a_step, steps=steps)
+                watcher.on_usage(expected, steps=steps, is_mean=is_mean)
+
+    def on_features(self, expected: Usage) -> None:
+        """See Callback.on_features; watchers without that method are left out."""
+        for watcher in self._watchers:
+            if isinstance(watcher, FeaturesWatcher):
+                watcher.on_features(expected)
 
     def on_epoch(self, record: dict[str, Any]) -> None:
         """See Callback.on_epoch."""

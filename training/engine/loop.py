@@ -25,6 +25,7 @@ from opusim.errors import DeviceError
 from opusim.processes.ranks import Ranks
 from training.data import Split
 from training.engine.certified import VOUCHED, alarm_of, doubt_text, vouched_step
+from training.engine.forecast import OBSERVED_STEPS
 from training.engine.leading import lead
 from training.engine.plan import RunPlan, to_device
 from training.engine.trainer import StepRecord, Trainer
@@ -40,9 +41,6 @@ from training.runs.checkpoints import (
 from training.runs.folder import RunFolder
 from training.runs.run import evaluate_split
 from training.runs.seal import Seal, read_header
-
-_OBSERVED_STEPS = 5
-"""Steps at the end of each epoch whose diagnostics are averaged; each costs about another step."""
 
 
 class Watcher(Protocol):
@@ -60,10 +58,22 @@ class Watcher(Protocol):
 
 @runtime_checkable
 class UsageWatcher(Watcher, Protocol):
-    """A watcher that is told, once the first step is done, what the device spends on a step."""
+    """A watcher that is told what a run will take of its device."""
 
-    def on_usage(self, a_step: Usage, *, steps: int) -> None:
-        """A step used so much of the device, and so many steps are left; not called in release mode."""
+    def on_usage(self, expected: Usage, *, steps: int, is_mean: bool) -> None:
+        """So many steps are left and will take so much of the device, or so much on average; called once.
+
+        It comes before labels are read and the first step begins. For an algorithm that does not tell its work, it
+        comes behind the first step, and in release mode not at all.
+        """
+
+
+@runtime_checkable
+class FeaturesWatcher(Watcher, Protocol):
+    """A watcher that is told what optical features (data.features) will take of their device."""
+
+    def on_features(self, expected: Usage) -> None:
+        """The features of all records will take so much of the device, unless they are kept from an earlier run."""
 
 
 class Engine:
@@ -111,7 +121,8 @@ class Engine:
         self._watcher = watcher
         self._ranks = ranks or Ranks.one()
         self._step = 0
-        self._vouched = -1
+        self._vouched, self._told = -1, False
+        self._is_random = config.sampler.is_random
         self._sums = _EpochSums(self._dataset.train.x.device)
         self._earlier_usage = Usage()
         self._epoch_started = time.perf_counter()
@@ -122,6 +133,12 @@ class Engine:
     def step(self) -> int:
         """Steps done."""
         return self._step
+
+    def tell(self, expected: Usage, *, is_mean: bool) -> None:
+        """Tell the watcher what the steps that are left will take of the device; `is_mean` says that this is random."""
+        self._told = True
+        if isinstance(self._watcher, UsageWatcher) and expected.frames:
+            self._watcher.on_usage(expected, steps=self.total_steps - self._step, is_mean=is_mean)
 
     def begin(self, configuration: bytes) -> None:
         """Write the first checkpoint of a new run.
@@ -203,8 +220,9 @@ class Engine:
         """Do the remaining steps, or those until Ctrl-C."""
         first, before = self._step, self._trainer.usage
         while self._step < self.total_steps:
-            if self._step == first + 1 and isinstance(self._watcher, UsageWatcher) and not self._private:
-                self._watcher.on_usage(self._trainer.usage - before, steps=self.total_steps - self._step)
+            if self._step == first + 1 and not self._told and not self._private:
+                left = self.total_steps - self._step
+                self.tell((self._trainer.usage - before).times(left), is_mean=self._is_random)
             if mechanisms:
                 self._pay(ledger, mechanisms)
             self._advance_or_keep(ledger, paid_at_start=not mechanisms)
@@ -343,7 +361,7 @@ class Engine:
         left_in_epoch = -(self._step + 1) % self._sampler.steps_per_epoch
         ends_epoch = left_in_epoch == 0
         set_learning_rate(self._trainer.optimizer, self._optimizer, self._step / self.total_steps)
-        observe = not self._private and left_in_epoch < _OBSERVED_STEPS
+        observe = not self._private and left_in_epoch < OBSERVED_STEPS
         written = None if self._writer is None else self._writer.batches_written
         record = lead(
             self._trainer, self._dataset.train, index, step=self._step, observe=observe, ranks=self._ranks

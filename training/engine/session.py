@@ -13,20 +13,22 @@ from typing import Any
 
 from torch import nn
 
-from accounting.guarantee import Adjacency
 from accounting.ledger.ledger import Ledger
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.kinds import ENTRY_POINT_GROUP as DEVICE_KINDS
+from opusim.devices.usage import Usage
 from opusim.noise import ENTRY_POINT_GROUP as NOISE_LAWS
 from opusim.processes.ranks import Ranks, init_process_group
 from training.config.kinds import KINDS
 from training.config.reading import flat, load_config
 from training.config.run import RunConfig
 from training.data import Dataset
+from training.data.optical_map import expected_usage as features_usage
 from training.data.tables import OwnData, OwnTest
 from training.engine.callbacks import Callback, Watchers
 from training.engine.certified import facts_of, noted_alarms, require_undoubted
+from training.engine.forecast import Forecast, tells_records
 from training.engine.leading import (
     end,
     follow,
@@ -35,7 +37,7 @@ from training.engine.leading import (
     require_shareable,
     share_state,
 )
-from training.engine.loop import Engine, Watcher, deferred_interrupt, torch_threads
+from training.engine.loop import Engine, FeaturesWatcher, Watcher, deferred_interrupt, torch_threads
 from training.engine.plan import (
     RunPlan,
     default_inputs,
@@ -152,6 +154,9 @@ def train_on(
     """
     private = config.mode == "release"
     if not resume:
+        features = _features_usage(config, records)
+        if features is not None and isinstance(watcher, FeaturesWatcher):
+            watcher.on_features(features)
         plan = RunPlan.resolve(config, records, model=model)
         folder = folder or _new_folder(config)
         train_planned(plan, folder, watcher=watcher)
@@ -218,9 +223,10 @@ def _train_in(
         plan = plan.started(threads=threads, device=device)
         plan.network.model.to(plan.config.torch_device)
         algorithm, protection = plan.algorithm, plan.protection
+        forecast = Forecast.of(plan, device)
         trainer = algorithm.protected_trainer(device, folder)
         with closing(trainer):  # from here on, so that hooks come off a user-supplied module whatever fails
-            facts, resumed_from = _facts(plan), None
+            facts, resumed_from = _facts(plan, forecast), None
             engine = Engine(plan, trainer, folder, watcher, ranks=ranks, device=device)
             if resume:
                 _check_same(folder, facts)
@@ -229,7 +235,9 @@ def _train_in(
                 resumed_from = engine.resume(moved=moved)
                 if device is not None and folder.baseline_file.exists():
                     device.compare_with(Baseline.from_array(read_array(folder.baseline_file)), engine.step)
-            else:
+            if forecast is not None:
+                engine.tell(forecast.usage(engine.step), is_mean=forecast.is_mean)
+            if not resume:
                 algorithm.initialise(trainer)
                 _begin(folder, engine, plan, device, folder.configuration(plan.config, facts))
             share_state(trainer, ranks)
@@ -241,6 +249,11 @@ def _train_in(
                 algorithm.prepare(trainer, folder)
                 engine.run(ledger, plan.mechanisms, interrupted)
     end(ranks)
+
+
+def _features_usage(config: RunConfig, records: Dataset) -> Usage | None:
+    """Return what optical features take of their device; None without them, or if it would tell a hidden number."""
+    return features_usage(config.data, records) if tells_records(config) else None
 
 
 def _begin(
@@ -281,9 +294,10 @@ def _new_folder(config: RunConfig) -> RunFolder:
     raise AssertionError("itertools.count ended")
 
 
-def _facts(plan: RunPlan) -> dict[str, Any]:
+def _facts(plan: RunPlan, forecast: Forecast | None) -> dict[str, Any]:
     """Return what `config.json` says besides the configuration."""
     code = code_of(plan.config, plan.network.facts)
+    features = _features_usage(plan.config, plan.dataset)
     return {
         "network": plan.network.facts,
         "data": _facts_of_data(plan.config, plan.dataset),
@@ -292,6 +306,8 @@ def _facts(plan: RunPlan) -> dict[str, Any]:
         "versions": versions(_kinds(plan)),
         **({} if plan.certificate is None else {"certificate": plan.certificate.dump()}),
         **({"code": code} if code else {}),
+        **({} if forecast is None else {"expected": forecast.usage().to_json()}),
+        **({} if features is None else {"expected_of_features": features.to_json()}),
     }
 
 
@@ -317,7 +333,7 @@ def _facts_of_data(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
         "classes": list(dataset.classes),
         "columns": list(dataset.columns),
     }
-    if config.mode == "experiment" or config.relation is not Adjacency.ADD_OR_REMOVE_ONE:
+    if tells_records(config):
         facts |= {
             "n_train": len(dataset.train),
             "n_validation": len(dataset.validation),

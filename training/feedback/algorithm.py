@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from accounting.errors import NoGuarantee
 from accounting.mechanisms import Mechanism
 from accounting.pdfa.mechanisms import PdfaWithoutFormula, PublishedLayer, PublishedPdfa
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise, NoiseModel
 from opusim.processes.ranks import Ranks
@@ -31,7 +33,8 @@ from training.feedback.config import (
 )
 from training.feedback.module_trainer import ModuleTrainer, PrivateRecords, feedback_start
 from training.feedback.points import FeedbackAlignment
-from training.feedback.trainer import FeedbackTrainer
+from training.feedback.projection import calibration_work
+from training.feedback.trainer import FeedbackTrainer, closed_form_encoding
 from training.networks.any_module import AnyModule, build_any_module
 from training.networks.functions import ACTIVATIONS, LOSSES
 from training.networks.models import MODELS
@@ -130,6 +133,46 @@ class FeedbackAlgorithm(
         finally:
             feedback.remove()
         return DeviceShape(n_inputs=shape.n_inputs, n_outputs=shape.n_outputs)
+
+    def work_before(self) -> DeviceWork:
+        """See Algorithm.work_before; B 1 and the columns of B are measured, if the run needs them."""
+        work, network = super().work_before(), self.network
+        if not isinstance(self.options, PdfaConfig):
+            return work
+        if isinstance(network, FullyConnected):
+            work += calibration_work(1) if closed_form_encoding(self.options).has_offset else DeviceWork()
+            inputs = network.widths[-1]
+        else:
+            with self._points(network) as points:
+                work += points.work_before
+                inputs = points.shape(network.shaped(self._two_records)).n_inputs
+        starts = self.plan.config.model.initial_output == "feedback"
+        return work + (calibration_work(inputs) if starts else DeviceWork())
+
+    def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
+        """See Algorithm.work_of_step; the error of each record is read, by modules once more in an observed step."""
+        own = self.protection.work_of_step(records, n_outputs)
+        network, options = self.network, self.options
+        if not isinstance(options, PdfaConfig):
+            return own
+        if isinstance(network, FullyConnected):
+            read = DeviceWork(projections=records * closed_form_encoding(options).frames_per_row, calls=1)
+            drawn = DeviceWork(projections=records, calls=1)
+            return own + read + (drawn if options.order == "published" else DeviceWork())
+        with self._points(network) as points:
+            read = points.work(network.shaped(self._two_records), times=records / 2)
+        return own + read.times(2 if observed else 1)
+
+    @contextmanager
+    def _points(self, network: AnyModule) -> Iterator[FeedbackAlignment]:
+        """Put feedback points of pdfa on a module for as long as the block runs."""
+        points = feedback_points(network, self.options)
+        if points is None:
+            raise TypeError(f"trainer.kind = {self.options.kind!r} has no feedback points")
+        try:
+            yield points
+        finally:
+            points.remove()
 
     @property
     def _two_records(self) -> Tensor:

@@ -299,7 +299,3 @@ class PdfaConfig(EncodedConfig):
     def uses_device(self, protection: ProtectionSection) -> bool:
         """Always."""
         return True
-
-    def readings_per_record(self) -> int:
-        """See TrainerSection.readings_per_record: one of each frame of the encoding."""
-        return self.planes if self.encoding == "planes" else 1

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from opusim.devices.base import NoisyDevice
 from training.feedback.diagnosis import Reading
-from training.feedback.layout import Rows, Slice, View, arrange
+from training.feedback.layout import Extent, Rows, Slice, View, arrange
 from training.feedback.marking import mapped, tensors_of, warn_of_unnormalised
 
 
@@ -54,6 +54,7 @@ class PointHooks(nn.Module):
     _device: NoisyDevice | None
     _n_inputs: int
     _slices: list[Slice]
+    _extent: Extent
     _calls: list[tuple[str, Tensor]] | None
     _kept: list[tuple[str, Tensor]]
     _connected: bool
@@ -209,6 +210,7 @@ class PointHooks(nn.Module):
             shared=self._shared,
             records_first=self._view.batch_dim == 0,
         )
+        self._extent = extent
         if not self._slices:
             self._n_inputs, self._slices = extent.channels, slices
         if len(self._slices) != len(slices):

@@ -9,6 +9,7 @@ architectures", 2020). Optimizers, hooks, mixed precision, gradient accumulation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from opusim import checks
 from opusim.devices.base import NoisyDevice
-from opusim.devices.usage import Usage
+from opusim.devices.usage import DeviceWork, Usage
 from opusim.medium.transmission import Medium
 from opusim.randomness import derive_seed
 from training.feedback.diagnosis import (
@@ -49,8 +50,10 @@ from training.feedback.marking import (
 from training.feedback.projection import (
     DeviceProjection,
     DigitalProjection,
+    Encoding,
     EncodingName,
     Projection,
+    calibration_work,
     make_encoding,
 )
 
@@ -169,7 +172,7 @@ class FeedbackAlignment(PointHooks):
         """B 1 as measured on the device, or None before. Set it in a resumed run to spare the measurement."""
         self._projection: Projection | None = None
         self._place = torch.device("cpu")
-        self._n_inputs, self._slices = 0, list[Slice]()
+        self._n_inputs, self._slices, self._extent = 0, list[Slice](), Extent(0, 0, 0)
         self._calls: list[tuple[str, Tensor]] | None = None
         self._kept: list[tuple[str, Tensor]] = []
         self._connected, self._learning = False, False
@@ -280,6 +283,37 @@ class FeedbackAlignment(PointHooks):
             for module, mode in modes.items():
                 module.training = mode
         return self._shape
+
+    def work(self, *args: Any, times: float = 1.0, **kwargs: Any) -> DeviceWork:
+        """Return what a backward pass takes of the device, from a forward pass as for `shape`.
+
+        It is the most that a pass takes: rows of zeros, such as those of padding, are not shown.
+
+        Args:
+            *args: Arguments of the model, such as two records.
+            times: Records of a pass over those of these arguments.
+            **kwargs: Keyword arguments of the model.
+        """
+        self.shape(*args, **kwargs)
+        encoding = self._encoding_of(self._encoding or "stochastic")
+        if not self.gain or encoding is None:
+            return DeviceWork()
+        positions = {"each": self._extent.positions, "sum": 1}
+        chosen = (
+            positions[self._rows] if isinstance(self._rows, str) else min(self._rows, self._extent.positions)
+        )
+        rows = times * self._extent.records * chosen
+        calls = math.ceil(rows / self._rows_at_once(self._shape.n_outputs))
+        return DeviceWork(projections=encoding.frames_per_row * rows, calls=calls)
+
+    @property
+    def work_before(self) -> DeviceWork:
+        """What the first backward pass, or `measure`, takes of the device besides: B 1, if the encoding needs it."""
+        encoding = self._encoding_of(self._encoding or "stochastic")
+        measures = (
+            bool(self.gain) and encoding is not None and encoding.has_offset and self.column_sum is None
+        )
+        return calibration_work(1) if measures else DeviceWork()
 
     def measure(self, *args: Any, **kwargs: Any) -> None:
         """Measure what the encoding needs of the device now, instead of in the first backward pass.
@@ -444,20 +478,25 @@ class FeedbackAlignment(PointHooks):
         elif self._draws_together():
             before = self._rows_before(len(shown)) if self._rows_before else 0
         projection.seek(step, before=before)
-        at_once = max(1, _NUMBERS_AT_ONCE // max(rows.shape[1], n_outputs))
+        at_once = self._rows_at_once(n_outputs)
         for start in range(0, max(most, 1), at_once):
             part = shown[start : start + at_once]
             reading[part] = projection.read(rows[part])
         reading[~finite] = torch.nan
         return reading
 
+    def _rows_at_once(self, n_outputs: int) -> int:
+        """Return how many rows one call of the device shows."""
+        return max(1, _NUMBERS_AT_ONCE // max(self._n_inputs, n_outputs))
+
+    def _encoding_of(self, name: EncodingName) -> Encoding | None:
+        return make_encoding(name, threshold=self._threshold, planes=self._planes, seed=self._draw_seed)
+
     def _projector(self, place: torch.device) -> Projection:
         """Return the projection through the device, or the digital one on a torch device."""
         if self._projection is None or (self._device is None and self._place != place):
             name = self._encoding or ("real" if self._device is None else "stochastic")
-            encoding = make_encoding(
-                name, threshold=self._threshold, planes=self._planes, seed=self._draw_seed
-            )
+            encoding = self._encoding_of(name)
             if self._device is None:
                 matrix = Medium(*self._shape, self._seed).dense().to(place)
                 self._place = place

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from opusim import checks
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
 from opusim.encodings import bit_planes, ternarize
 from opusim.randomness import derive_seed
 
@@ -228,6 +229,11 @@ def make_encoding(name: EncodingName, *, threshold: float, planes: int, seed: in
     if name == "planes":
         return BitPlanes(planes)
     return RelativeTernary(threshold if name == "ternary" else 0.0)
+
+
+def calibration_work(vectors: int) -> DeviceWork:
+    """Return what it takes of a device to measure B v for so many vectors, as for B 1 or for all columns."""
+    return DeviceWork(projections=_CALIBRATION_READINGS * vectors, calls=1)
 
 
 class Projection(ABC):

@@ -216,7 +216,7 @@ class FeedbackTrainer(Trainer):
         widths = self._network.widths
         medium = Medium(widths[-1], max(sum(widths[:-1]), 1), config.feedback_seed)
         matrix = medium.dense().to(self._network.linears[0].weight.device)
-        encoding = _closed_form_encoding(config) if isinstance(config, TdfaConfig) else None
+        encoding = closed_form_encoding(config) if isinstance(config, TdfaConfig) else None
         projection = DigitalProjection(matrix, encoding=encoding)
         return _alignment(projection, config, draw, gain=config.gain)
 
@@ -233,7 +233,7 @@ class FeedbackTrainer(Trainer):
                 f"device {device.name!r} is open with {device.n_inputs} inputs and {device.n_outputs} outputs, the "
                 f"network needs {wanted[0]} and {wanted[1]}; open it with n_inputs={wanted[0]}, n_outputs={wanted[1]}"
             )
-        projection = DeviceProjection(device, encoding=_closed_form_encoding(config))
+        projection = DeviceProjection(device, encoding=closed_form_encoding(config))
         draw = device.draw if config.order == "published" else None
         return _alignment(projection, config, draw, gain=config.gain)
 
@@ -253,7 +253,7 @@ class FeedbackTrainer(Trainer):
         return draw
 
 
-def _closed_form_encoding(config: EncodedConfig) -> Encoding:
+def closed_form_encoding(config: EncodedConfig) -> Encoding:
     """Return how the error of a fully connected network is shown.
 
     Raises:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from accounting.labels.mechanisms import LabelAmplified
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import bounded_factors, finite_rows
 from training.networks.network import FullyConnected
@@ -31,6 +32,7 @@ from training.protections.base import (
     PrivateGradients,
     central_noise,
     noise_std,
+    noise_work,
     with_constant,
     write_gradient,
 )
@@ -64,6 +66,14 @@ class AmplifiedLabelProtection(PoissonProtection):
             equalise=options.equalise,
             noise=central_noise(self._plan, device),
         )
+
+    def work_of_step(self, records: float, n_outputs: int) -> DeviceWork:
+        """See Protection.work_of_step; each layer's sum has noise, its bias included."""
+        sizes = [
+            linear.out_features * (linear.in_features + (linear.bias is not None))
+            for linear in self._plan.network.linears
+        ]
+        return noise_work(self._plan, sizes, n_outputs)
 
     def _reference(self) -> Tensor:
         """Return features of training records that stand for all: public, since only the labels are protected."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim import checks
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.noise import GaussianNoise
 from opusim.randomness.streams import NoiseStream, noise_stream
@@ -124,6 +125,19 @@ class Protection:
             BudgetExceeded: It would cost more than the budget.
             LedgerCorrupt: It was taken and is not paid for.
         """
+
+    def work_before(self) -> DeviceWork:
+        """Return what `pay_upfront` takes of the device in a new run."""
+        return DeviceWork()
+
+    def work_of_step(self, records: float, n_outputs: int) -> DeviceWork:
+        """Return what the writer of `gradients` takes of the device in one step.
+
+        Args:
+            records: Records of the batch; their mean, if it is random.
+            n_outputs: Outputs of the open device.
+        """
+        return DeviceWork()
 
     def gradients(self, device: NoisyDevice | None) -> PrivateGradients | None:
         """Return what clips and noises the updates, or None if nothing does.
@@ -371,6 +385,19 @@ class DeviceNormals(NoiseStream):
 
     def seek(self, step: int) -> None:
         """Do nothing: the trainer sets the device's step."""
+
+
+def noise_work(plan: Plan, sizes: Iterable[float], n_outputs: int) -> DeviceWork:
+    """Return what draws from `central_noise` take of the device: nothing, unless the noise is the device's.
+
+    Args:
+        plan: The run.
+        sizes: Numbers of each draw.
+        n_outputs: Outputs of the open device.
+    """
+    if plan.config.protection.noise != "device":
+        return DeviceWork()
+    return sum((DeviceWork.of_noise(size, n_outputs) for size in sizes), DeviceWork())
 
 
 def central_noise(plan: Plan, device: NoisyDevice | None) -> NoiseStream:

@@ -25,6 +25,7 @@ from accounting.labels.budget import PerRecordBudget, step_mu_bound
 from accounting.labels.mechanisms import LabelBudget
 from accounting.ledger.ledger import Ledger
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import scale_to_ball
 from training.networks.network import FullyConnected
@@ -34,6 +35,7 @@ from training.protections.base import (
     calibrated_once,
     central_noise,
     noise_std,
+    noise_work,
     with_constant,
     write_gradient,
 )
@@ -87,6 +89,18 @@ class LabelBudgetProtection(Protection):
             noise=central_noise(self._plan, device),
             output_gain=self._algorithm.updates.output_gain,
         )
+
+    def work_of_step(self, records: float, n_outputs: int) -> DeviceWork:
+        """See Protection.work_of_step; each layer's signals have noise, and its sum, its bias included."""
+        sizes = [
+            size
+            for linear in self._plan.network.linears
+            for size in (
+                records * linear.out_features,
+                linear.out_features * (linear.in_features + (linear.bias is not None)),
+            )
+        ]
+        return noise_work(self._plan, sizes, n_outputs)
 
     @property
     def budget(self) -> LabelBudget:

@@ -24,6 +24,7 @@ from accounting.devices.counts import LabelArgmax, LabelCounts
 from accounting.labels.observations import UniformSource
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SystemUniforms
 from training.protections.argmax_labels import ArgmaxReadout, read_argmax
@@ -211,6 +212,11 @@ class _CameraProtection(OneLookProtection, ABC):
         frames = self._frames(device)
         frames.device.seek(LABEL_STEP)
         return self._read(frames, self._plan.dataset.train.y.cpu(), pay)
+
+    def work_before(self) -> DeviceWork:
+        """See Protection.work_before; one frame of each label."""
+        labels = len(self._plan.dataset.train)
+        return DeviceWork(frames=labels, calls=math.ceil(labels / FRAMES_AT_ONCE))
 
     @abstractmethod
     def _read(self, frames: LabelFrames, labels: Tensor, pay: Pay) -> Tensor:

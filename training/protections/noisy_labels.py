@@ -32,6 +32,7 @@ from accounting.labels.observations import (
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
@@ -112,6 +113,13 @@ class LabelReadoutProtection(OneLookProtection):
         if self.section.noise == "device" and device is not None:
             return read_once_through(device, labels, k, mu=mu, noise=noise, pay=pay, credit=self._plan.credit)
         return read_once(labels, k, mu=mu, noise=noise, pay=pay)
+
+    def work_before(self) -> DeviceWork:
+        """See Protection.work_before; one reading of each label."""
+        if self.section.noise != "device":
+            return DeviceWork()
+        labels = len(self._plan.dataset.train)
+        return DeviceWork(projections=labels, calls=math.ceil(labels / _RECORDS_AT_ONCE))
 
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> SoftLabels:
         """See Protection.soft_labels; a device that cannot read labels is refused before the run begins."""

@@ -21,6 +21,7 @@ from accounting.calibration import calibrate_noise
 from accounting.ledger.ledger import Ledger
 from accounting.mechanisms import Mechanism
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import NoiseStream
 from training.networks.clipping import Clip, bounded_factors, finite_rows, full_precision
@@ -32,6 +33,7 @@ from training.protections.base import (
     Protection,
     central_noise,
     noise_std,
+    noise_work,
 )
 from training.runs.folder import RunFolder
 
@@ -62,6 +64,11 @@ class RecordProtection(PoissonProtection):
             by_layer=self._algorithm.updates.by_layer,
             ranks=Ranks(),
         )
+
+    def work_of_step(self, records: float, n_outputs: int) -> DeviceWork:
+        """See Protection.work_of_step; every parameter's gradient has noise."""
+        sizes = [parameter.numel() for parameter in self._plan.network.parameters]
+        return noise_work(self._plan, sizes, n_outputs)
 
 
 class LastIterateProtection(Protection):

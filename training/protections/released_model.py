@@ -30,10 +30,11 @@ from accounting.errors import LedgerCorrupt
 from accounting.labels.linear_model import LabelRelease, noise_of, whitened_bound
 from accounting.ledger.ledger import Ledger
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
 from opusim.files import make_folder
 from opusim.randomness.streams import NoiseStream
 from training.data.public_map import cache_folder
-from training.protections.base import Protection, calibrated_once, central_noise
+from training.protections.base import Protection, calibrated_once, central_noise, noise_work
 from training.protections.config import LabelReleaseConfig
 from training.protections.metric import Metric
 from training.protections.noisy_labels import LABEL_STEP
@@ -240,6 +241,12 @@ class LabelReleaseProtection(Protection):
     def soft_labels(self, device: NoisyDevice | None, folder: RunFolder) -> None:
         """See Protection.soft_labels: training sees the model; a device whose noise earns nothing is refused here."""
         central_noise(self._plan, device)
+
+    def work_before(self) -> DeviceWork:
+        """See Protection.work_before; one draw for all weights, from as wide a window."""
+        dataset = self._plan.dataset
+        width = dataset.n_features + 1
+        return noise_work(self._plan, [dataset.n_classes * width], width)
 
     def pay_upfront(self, ledger: Ledger, device: NoisyDevice | None, folder: RunFolder) -> None:
         """Pay for the model, then draw it; a run that has one takes that.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +152,14 @@ def summary_row(run: Run, label: str) -> dict[str, str]:
     last = run.metrics[-1] if run.metrics else {}
     figures_of_run = run.summary or last
     wall = sum(record["wall_s"] for record in run.folder.read_timing())
+    device_time, with_host, device_energy = _times_and_energy(figures_of_run)
     spent = {
         "epochs": str(last.get("epoch", 0)),
         "training time": duration(wall),
         "device frames": f"{figures_of_run.get('frames', 0):,}",
-        "device time": duration(figures_of_run.get("seconds", 0.0)),
-        "with its host": duration(
-            figures_of_run.get("seconds", 0.0) + figures_of_run.get("host_seconds", 0.0)
-        ),
-        "device energy": energy(figures_of_run.get("joules", 0.0)),
+        "device time": device_time,
+        "with its host": with_host,
+        "device energy": device_energy,
     }
     if run.config.mode == "release":  # its folder holds none of them
         spent = dict.fromkeys(spent, _NOT_WRITTEN)
@@ -204,6 +203,7 @@ def _render(
                 if run.facts["device"]
             ]
         ),
+        takes=[row for run, name in zip(runs, names, strict=True) for row in _device_time_rows(run, name)],
         data_sets=distinct([(name, run.facts["data"]) for run, name in zip(runs, names, strict=True)]),
         guarantees=[(name, _guarantee_rows(run)) for run, name in zip(runs, names, strict=True)],
         audits=[
@@ -295,6 +295,26 @@ def _command(run: Run) -> str:
     return shlex.join(
         ["opusim", "train", trainer.kind, "--config", str(run.folder.config_file), "--out", f"{folder}-again"]
     )
+
+
+def _device_time_rows(run: Run, name: str) -> list[tuple[str, ...]]:
+    """Return what the run was expected to take of its device, of the features' device, and what it took."""
+    known = {
+        "expected before the first step": run.facts.get("expected"),
+        "expected of the features' device": run.facts.get("expected_of_features"),
+        "taken, features left out": run.summary if run.summary and run.summary.get("frames") else None,
+    }
+    return [
+        (name, what, f"{found['frames']:,}", *_times_and_energy(found))
+        for what, found in known.items()
+        if found is not None and found["frames"]
+    ]
+
+
+def _times_and_energy(used: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return device time, the same with its host, and energy, as text; zeros if the numbers are missing."""
+    seconds, host = used.get("seconds", 0.0), used.get("host_seconds", 0.0)
+    return duration(seconds), duration(seconds + host), energy(used.get("joules", 0.0))
 
 
 def _device_rows(device: dict[str, Any], noise: dict[str, Any]) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from accounting.errors import NoGuarantee
 from opusim.devices.base import NoisyDevice
-from opusim.devices.usage import Usage
+from opusim.devices.usage import DeviceWork, Usage
 from training.config.run import LossName, RunConfig
 from training.data import Dataset
 from training.engine.algorithm import Algorithm, DeviceShape
@@ -128,6 +128,10 @@ class RidgeAlgorithm(Algorithm[RidgeConfig, FullyConnected, RidgeTrainer]):
     def device_shape(self) -> DeviceShape:
         """A blank reading is the noise of one class's weights."""
         return DeviceShape(n_inputs=self.network.widths[-1], n_outputs=self.network.n_inputs + 1)
+
+    def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
+        """See Algorithm.work_of_step; the protection draws all noise before."""
+        return DeviceWork()
 
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> RidgeTrainer:
         """See Algorithm.trainer."""

@@ -11,6 +11,7 @@ from torch import nn
 from accounting.mechanisms import Mechanism
 from accounting.ulr.mechanisms import PublishedUlr
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.noise import NoiseModel
 from opusim.randomness.streams import NoiseStream, noise_stream
@@ -25,7 +26,7 @@ from training.networks.record_independence import probe_records, require_indepen
 from training.protections.base import DeviceNormals, SoftLabels
 from training.protections.planning import Updates
 from training.ulr.config import UlrConfig
-from training.ulr.estimator import Estimator
+from training.ulr.estimator import Estimator, parts_of_records
 from training.ulr.network import ModuleSequence, Outputs
 from training.ulr.published import PublishedUpdate
 from training.ulr.trainer import PlainUpdate, UlrTrainer, Update
@@ -74,6 +75,26 @@ class UlrAlgorithm(Algorithm[UlrConfig, ModuleSequence, UlrTrainer]):
         """A reading holds the noise of every output of one record."""
         outputs = sum(value.numel() for value in _blank_outputs(self.network, 1).values)
         return DeviceShape(n_inputs=1, n_outputs=min(outputs, _WIDEST_READING))
+
+    def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
+        """See Algorithm.work_of_step; each copy of a module's noise is a draw, and so is what the protection adds."""
+        own = self.protection.work_of_step(records, n_outputs)
+        if self.options.noise != "device":
+            return own
+        return sum((DeviceWork.of_noise(size, n_outputs) for size in self._draws(records)), own)
+
+    def _draws(self, records: float) -> list[float]:
+        """Return how many numbers each draw of noise for the estimate has."""
+        network, options = self.network, self.options
+        if options.form == "published" and options.remedy == "parameters":
+            sizes = [
+                sum(p.numel() for p in network.layer_parameters(layer)) for layer in range(network.depth)
+            ]
+            parts = [parts_of_records(size, records) for size in sizes]
+            draws = [size * part for size, found in zip(sizes, parts, strict=True) for part in found]
+        else:
+            draws = [value.numel() * records for value in _blank_outputs(network, 1).values]
+        return draws * options.copies
 
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> UlrTrainer:
         """See Algorithm.trainer."""

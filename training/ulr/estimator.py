@@ -224,6 +224,22 @@ _PARAMETERS_LIMIT = 2**24
 """Noisy parameters in memory at once."""
 
 
+def _records_at_once(size: int) -> int:
+    return max(1, _PARAMETERS_LIMIT // (2 * size))
+
+
+def parts_of_records(size: int, records: float) -> list[float]:
+    """Return the records of each part in which `parameter_estimates` takes a batch.
+
+    Args:
+        size: Parameters of the module.
+        records: Records of the batch; their mean, if it is random.
+    """
+    at_once = _records_at_once(size)
+    whole, left = divmod(records, at_once)
+    return [float(at_once)] * int(whole) + ([left] if left else [])
+
+
 def parameter_estimates(
     network: ModuleSequence,
     layer: int,
@@ -251,9 +267,9 @@ def parameter_estimates(
         Estimates as rows, shape (some records, parameters), and the records that they belong to.
     """
     size = sum(parameter.numel() for parameter in network.layer_parameters(layer))
-    records = max(1, _PARAMETERS_LIMIT // (2 * size))
-    for start in range(0, len(h), records):
-        part = slice(start, min(start + records, len(h)))
+    at_once = _records_at_once(size)
+    for start in range(0, len(h), at_once):
+        part = slice(start, min(start + at_once, len(h)))
         total = h.new_zeros(part.stop - part.start, size)
         for _ in range(copies):
             z = noise.normal(total.shape).to(h.device).mul_(sigma)

@@ -13,6 +13,7 @@ from accounting.errors import NoGuarantee
 from accounting.guarantee import Adjacency
 from accounting.zeroth_order.mechanisms import ZoGaussian, ZoLaplace
 from opusim.devices.base import NoisyDevice
+from opusim.devices.usage import DeviceWork
 from opusim.errors import ConfigError
 from opusim.processes.ranks import Ranks
 from opusim.randomness.streams import NoiseStream, derive_seed, noise_stream
@@ -29,7 +30,7 @@ from training.networks.base import (
 )
 from training.networks.network import FullyConnected, build_network
 from training.networks.record_independence import probe_records, require_independent_records
-from training.protections.base import DeviceNormals, SoftLabels
+from training.protections.base import DeviceNormals, SoftLabels, noise_work
 from training.runs.checkpoints import write_tensors
 from training.runs.folder import RunFolder
 from training.zeroth_order.config import ZoConfig
@@ -98,6 +99,10 @@ class ZoAlgorithm(Algorithm[ZoConfig, Network, ZoTrainer]):
     def device_shape(self) -> DeviceShape:
         """One number for each direction comes out; nothing goes in."""
         return DeviceShape(n_inputs=1, n_outputs=self.options.directions)
+
+    def work_of_step(self, records: float, n_outputs: int, *, observed: bool) -> DeviceWork:
+        """See Algorithm.work_of_step; one number of noise for each direction."""
+        return noise_work(self.plan, [self.options.directions], n_outputs)
 
     def trainer(self, device: NoisyDevice | None, labels: SoftLabels | None = None) -> ZoTrainer:
         """See Algorithm.trainer; processes that torchrun launched together share the batches."""

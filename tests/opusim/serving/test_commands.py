@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
+import sysconfig
 import threading
 import time
+import venv
 from pathlib import Path
 
 import pytest
 import torch
 
 from opusim import open_device
+from opusim.camera.from_description import noise_line
+from opusim.description.loading import load_description
 from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse
 from opusim.errors import DeviceBusy
+from opusim.serving.remote import about
 from opusim.serving.zeromq import require_zmq
 from tests.support.command import COMMAND, ROOT, opusim
 from tests.support.served import Laboratory, ServerProcess, new_laboratory, serving
@@ -48,6 +54,14 @@ def test_an_address_stands_for_a_device(lab: Laboratory, tmp_path: Path) -> None
         shown = opusim("device", "show", address, cwd=tmp_path)
         assert (shown.returncode, shown.stderr) == (0, "")
         assert "can: project, draw, intensities, matrix" in shown.stdout
+        assert "noise: as the kind 'remote' defines it" not in shown.stdout
+        assert noise_line(load_description("camera"))[:60] in shown.stdout
+        for text in (
+            "serves 'camera' of kind 'camera'",
+            "certificate: none",
+            "medium: simulated, seed 20210603",
+        ):
+            assert text in shown.stdout
         arguments = ("--out", tmp_path / "refused", "--outputs", 40, "--readings", 60)
         refused = opusim("device", "calibrate", f"{address}?exclusive", *arguments, cwd=tmp_path)
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
@@ -73,6 +87,8 @@ def test_a_certificate_made_over_the_network_belongs_to_the_server(lab: Laborato
     ):
         assert remote.noise == law
         assert law.beta > 0
+        (told,) = [line for line in about(address) if line.startswith("certificate: ")]
+        assert f"beta = {law.beta:g}, by which the noise is Gaussian" in told
     gone = opusim("train", "pdfa", "--data", "digits", "--device", f"{address}?silence_s=1", cwd=tmp_path)
     assert gone.returncode == 3
     assert re.fullmatch(r"opusim: device .*: no answer from its server for 1 s; check that .*\n", gone.stderr)
@@ -117,6 +133,54 @@ def test_the_container_and_the_unit_start_a_server(tmp_path: Path, monkeypatch: 
         assert server.terminate() == 0
     assert "alice opened 40 outputs" in server.log.read_text()
     assert json.loads(lab.journal.read_text().splitlines()[-1])["calls"] == 1
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_container_lead_to_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its RUN and CMD in a fresh environment, in which the libraries that it would download are those of this one."""
+    container = (EXAMPLES / "Containerfile").read_text()
+    assert "COPY . /source" in container
+    ignored = shutil.ignore_patterns(".*", "build", "results", "__pycache__", "*.egg-info", "tests")
+    shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
+    place = tmp_path / "environment"
+    venv.create(place, with_pip=False)
+    (site,) = (place / "lib").glob("python*/site-packages")
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    (step,) = re.findall(r"^RUN pip (install .*) && rm -r /source$", container, re.MULTILINE)
+    assert "'/source[served]'" in step
+    install = shlex.split(step.replace("/source", str(tmp_path / "source")))
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed"]
+    python = place / "bin" / "python"
+    subprocess.run([python, "-m", "pip", *install, *offline], check=True, capture_output=True)
+    lab = new_laboratory(tmp_path / "lab", "alice")
+    lab.become("alice", monkeypatch)
+    here = {
+        "/keys": str(lab.keys),
+        "/state/usage.jsonl": str(lab.journal),
+        "tcp://*:5555": "tcp://127.0.0.1:*",
+    }
+    words = [here.get(word, word) for word in json.loads(container.split("CMD ")[1])]
+    environment = {
+        "PATH": f"{place / 'bin'}:/usr/bin:/bin",
+        **dict(re.findall(r"^ENV (\w+)=(.*)$", container, re.MULTILINE)),
+    }
+    environment["NUMBA_CACHE_DIR"] = str(tmp_path / "numba")
+    with subprocess.Popen(
+        [place / "bin" / words[0], *words[1:]],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    ) as server:
+        try:
+            assert server.stdout is not None
+            found = re.search(r"serving gaussian at tcp://(\S+);", server.stdout.readline())
+            assert found is not None
+            with open_device(f"remote://{found[1]}", n_inputs=12, n_outputs=40) as device:
+                assert device.project(torch.zeros(3, 12)).shape == (3, 40)
+        finally:
+            server.terminate()
+    assert server.returncode == 0
 
 
 def test_the_unit_is_one(tmp_path: Path) -> None:

@@ -28,11 +28,11 @@ from opusim.noise import (
     SignalGaussianNoise,
 )
 from opusim.serving.fair_queue import FairQueue
-from opusim.serving.instrument import Window, law_of_outputs, packed_law, unpacked_law
 from opusim.serving.journal import Entry, Journal, read_journal, usage_figure, usage_rows
 from opusim.serving.keys import Users, make_key, own_key, read_key, server_key
 from opusim.serving.messages import BadMessage, Message, error_message, read_message, told_error
 from opusim.serving.sessions import Places
+from opusim.serving.views import Window, law_of_outputs, packed_law, unpacked_law
 from tests.support.served import expire
 
 # Keys
@@ -363,8 +363,11 @@ def test_a_journal_adds_up_and_survives_a_torn_line(tmp_path: Path) -> None:
     rows = usage_rows(entries)
     assert rows[0] == ("alice", "one", "4", "200", "1.7 min", "3,000 J", "14.3 min", "0.5 s")
     assert [row[0] for row in rows] == ["alice", "bob", "all"]
-    bars = usage_figure(entries).axes[0].containers
-    assert [[round(float(bar.get_height()) * 3600) for bar in each] for each in bars] == [[430, 430], [30, 0]]
+    (axes,) = usage_figure(entries).axes
+    assert axes.get_ylabel() == "device time, host included [min]"
+    found = [[round(float(bar.get_height()) * 60) for bar in each] for each in axes.containers]
+    assert found == [[430, 430], [30, 0]]
+    assert "no use" in usage_figure([]).axes[0].texts[0].get_text()
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text('{"schema": 1}\n')
     with pytest.raises(ConfigError, match="line 1: is no entry"):

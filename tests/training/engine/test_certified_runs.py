@@ -173,6 +173,13 @@ def test_a_third_partys_device_gets_a_statement(tmp_path: Path, mode: str) -> No
     assert load_run(run.folder.path).facts["certificate"] == made.dump()
 
 
+def test_the_checks_of_a_certified_run_are_told_before_it_starts(tmp_path: Path) -> None:
+    device = description_file(tmp_path, "gaussian", every_steps=2)
+    whole = {"sampling_probability": 1.0}  # so that no batch is random
+    run = train(config(device, certify(tmp_path, device), sampler=whole, epochs=3), folder=tmp_path / "run")
+    assert run.facts["expected"]["frames"] == run.summary["frames"]
+
+
 def test_the_credited_noise_is_the_certified_one(tmp_path: Path) -> None:
     """Readings divided by the certified deviation have at least a deviation of 1; here 1 / 0.99."""
     device = description_file(tmp_path, "gaussian")

@@ -4,7 +4,7 @@ Runs the commands of docs/camera.md, "From frames to a private network", on Fash
 account, train at epsilon 8, 3 and 1, statement and audit, for a camera of steady light and for one whose laser
 fluctuates, with kept counts and with their argmax. Every command runs as printed, but for the device, what is kept, and
 the thread that training takes. Folders are kept under runs/chain; a second call resumes: it repeats no command that
-ended, and starts one that was stopped again.
+ended, and starts one that was stopped again. `kept` then computes what the certificate costs the argmax.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import typer
 import opusim
 from benchmarks.markdown import markdown
 from benchmarks.results_file import load_results, save_results
-from opusim.devices.certificate import load_certificate
+from opusim.devices.certificate import PhotonCountLaw, load_certificate
+from training.protections.argmax_labels import ArgmaxReadout
+from training.protections.label_frames import LabelFrames
 
 NAME, FOLDER = "device_chain", Path("runs/chain")
 PAGE = Path(__file__).parents[2] / "docs" / "camera.md"
@@ -112,7 +114,33 @@ def measure(devices: str = "", kept: str = "", only: str = "") -> None:
                     _replace(runs, run_facts(place / words[words.index("--out") + 1], device, way))
                 if words[0] == "audit":
                     audits[f"{device}, {way}"] = found["output"].strip().splitlines()[-1]
-                save_results(NAME, {"runs": runs, "audits": audits})
+                save_results(NAME, {"argmax": results.get("argmax", {}), "runs": runs, "audits": audits})
+
+
+def measure_kept(device: str = DEVICES[0]) -> None:
+    """Compute the share of labels that the argmax keeps: as described, and under the sequence's certificate.
+
+    `boxes` is what a certificate without the limits of groups gives: each output has its own limits.
+    """
+    certificate = load_certificate(FOLDER / device / "bench" / f"{device}.certificate.toml")
+    law = certificate.noise
+    if not isinstance(law, PhotonCountLaw):
+        raise TypeError(f"device {device!r}: its certificate states no steady counts")
+    none = dict.fromkeys(("dark_mean_e_low", "dark_mean_e_high", "dark_deviation_e"))
+    boxes = certificate.model_copy(update={"noise": law.model_copy(update=none)})
+    found: dict[str, dict[str, float]] = {}
+    for name, held in (("described", None), ("boxes", boxes), ("groups", certificate)):
+        with opusim.open_device(device, n_inputs=10, n_outputs=128) as opened:
+            if held is not None:
+                opened.attach_certificate(held)
+            frames = LabelFrames.of(opened, 10)
+            found[name] = {
+                f"{epsilon:g}": ArgmaxReadout.within(frames, epsilon=epsilon, delta=1e-5).keep
+                for epsilon in (8.0, 3.0, 1.0)
+            }
+        print(name, found[name], flush=True)
+    results = {key: value for key, value in load_results(NAME).items() if key in ("runs", "audits")}
+    save_results(NAME, {**results, "argmax": {"certificate": certificate.digest, "kept": found}})
 
 
 def _replace(runs: list[dict[str, Any]], found: dict[str, Any]) -> None:
@@ -147,5 +175,20 @@ def docs_table() -> str:
     return markdown(COLUMN_NAMES, table_rows(runs)) if runs else ""
 
 
+def kept_table() -> str:
+    """Return the table of docs/camera.md on the labels that a certificate leaves; empty without results."""
+    kept = load_results(NAME).get("argmax", {}).get("kept", {})
+    rows = [
+        (epsilon, *(f"{100 * kept[name][epsilon]:.1f} %" for name in ("described", "boxes", "groups")))
+        for epsilon in kept.get("described", {})
+    ]
+    header = ("epsilon", "without a certificate", "a limit for each output", "limits for groups")
+    return markdown(header, rows) if rows else ""
+
+
+app = typer.Typer(add_completion=False, help=(__doc__ or "").splitlines()[0])
+app.command("measure")(measure)
+app.command("kept")(measure_kept)
+
 if __name__ == "__main__":
-    typer.run(measure)
+    app()

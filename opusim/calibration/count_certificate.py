@@ -119,7 +119,8 @@ class CountCertificate:
     Attributes:
         law: the certified limits; None if a test speaks against them.
         tests: of what the limits rest on.
-        light_noise: relative standard deviation of the light from frame to frame, its upper limit at the share of beta.
+        light_noise: relative standard deviation of the light from frame to frame; its limits are the certified ones, at
+            the share of beta, which are wider than those of other constants.
         remarks: the assumed law, and why none is certified.
     """
 
@@ -195,7 +196,7 @@ def _conclude(
     return CountCertificate(
         law=law,
         tests=tests,
-        light_noise=Estimate(value=light.estimate, low=0.0, high=limit),
+        light_noise=Estimate(value=light.estimate, low=light.lower(share), high=limit),
         remarks=tuple(remarks),
     )
 

@@ -24,7 +24,13 @@ from opusim.devices.certificate import Certificate, FluctuatingCountLaw, digest_
 from opusim.errors import ConfigError
 from opusim.noise import LightPower
 from training.device_privacy.camera import OperatingPoint, label_counts
-from training.protections.argmax_labels import ArgmaxReadout, Cell, confusion, largest_epsilon
+from training.protections.argmax_labels import (
+    ArgmaxReadout,
+    Cell,
+    confusion,
+    largest_epsilon,
+    shared_range,
+)
 from training.protections.counted_labels import CountsReadout
 from training.protections.label_frames import POWER_SHARE, LabelFrames
 
@@ -181,7 +187,10 @@ def test_a_certificate_of_fluctuating_light_adds_its_spread_and_its_beta(
         kept = CountsReadout.within(limits, epsilon=EPSILON, delta=DELTA)
         channel = ArgmaxReadout.within(limits, epsilon=EPSILON, delta=DELTA)
     assert kept.light < counts.light / 1.1
-    assert channel.keep < answers.keep
+    brightest = limits.brightest(channel.mechanism.power_error)
+    whole = shared_range(limits, answers.groups.shape[1], answers.light * brightest, least=0.0)
+    at_described = argmax_epsilon(*confusion(limits, answers.groups, whole.worst), symmetrised=True)
+    assert at_described > 1.1 * EPSILON  # planted: the light without a certificate
     for mechanism in (kept.mechanism, channel.mechanism):
         assert (mechanism.beta, mechanism.certificate) == (1e-3, certificate.digest)
         assert mechanism.power_error == pytest.approx(POWER_SHARE * (DELTA - 1e-3))

@@ -333,14 +333,12 @@ def confusion(frames: LabelFrames, groups: np.ndarray, cell: Cell) -> Matrices:
     if certified is None:
         lowest, highest = (frames.rates(max(light, NO_LIGHT)) for light in (cell.least, cell.most))
         return confusion_at(law, groups, lowest, highest if cell.least < cell.most else lowest)
-    deviation = certified.dark_of_groups(groups.shape[1])[2]
+    deviation, single = (certified.dark_of_groups(size)[2] for size in (groups.shape[1], 1))
     brightest = cell.most * frames.light + cell.dark_high
-    errors = [
-        spread_error(law.sensor, law.offset_e[group], float(np.max(brightest)) + deviation, law.nonlinearity)
-        for group in groups
-    ]
+    most = float(np.max(brightest)) + single
+    errors = [spread_error(law.sensor, law.offset_e[group], most, law.nonlinearity) for group in groups]
     if max(errors) > _MOST_SPREAD_ERROR:
-        deviation, errors = certified.dark_of_groups(1)[2], [0.0]
+        deviation, errors = single, [0.0]
     lowest = np.maximum(cell.least * frames.light + cell.dark_low - deviation, 0.0)
     lower, upper = confusion_at(law, groups, lowest, brightest + deviation)
     off = math.fsum(errors)
